@@ -1,0 +1,79 @@
+# Everything a contributor types. A fresh clone needs Python 3.11+, pip and make; the first `make demo` or
+# `make test` builds .venv (network needed once), later ones start at once and work offline.
+
+# The first Python 3.11+ on the path; `make PYTHON=/path/to/python ...` overrides it.
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+LOG := $(VENV)/install.log
+PIP := $(PY) -m pip --disable-pip-version-check install --no-input -c constraints.txt
+# Workers for pytest; each one holds a torch of its own.
+JOBS ?= 2
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format bench doctor install clean
+
+help:
+	@echo "Peregrine: an LLM inference engine built around speculative decoding."
+	@echo ""
+	@echo "  make demo      generate text plain and with speculation, side by side"
+	@echo "  make test      everything a change must pass: format, lint, types, tests"
+	@echo "  make lint      format check, lint and types only"
+	@echo "  make format    rewrite the code in the project's format"
+	@echo "  make bench     measure the engine on this machine"
+	@echo "  make doctor    what this machine has and what can serve on it"
+	@echo "  make install   build .venv and stop there"
+	@echo "  make clean     remove .venv and caches"
+	@echo ""
+	@echo "The first of these builds .venv (a few minutes, network needed once)."
+	@echo "PYTHON=/path/to/python chooses the interpreter, JOBS=n the number of test workers."
+
+demo: $(STAMP)
+	@$(PY) -m peregrine.cli demo
+
+doctor: $(STAMP)
+	@$(PY) -m peregrine.cli doctor
+
+bench: $(STAMP)
+	@$(PY) -m peregrine.cli bench offline
+
+lint: $(STAMP)
+	@echo "[format] ruff format --check"
+	@$(PY) -m ruff format --check src tests || { echo "run: make format"; exit 1; }
+	@echo "[lint] ruff check"
+	@$(PY) -m ruff check --quiet src tests
+	@echo "[types] mypy --strict src"
+	@$(PY) -m mypy --no-error-summary
+
+test: lint
+	@echo "[tests] pytest, $(JOBS) workers"
+	@$(PY) -m pytest -q -n $(JOBS)
+
+format: $(STAMP)
+	@$(PY) -m ruff check --fix --quiet src tests || true
+	@$(PY) -m ruff format src tests
+
+install: $(STAMP)
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The backend is installed first and used without isolation: its version is pinned, and a later re-install
+# (after an edit of pyproject.toml) finds everything in place with the network gone.
+$(STAMP): pyproject.toml constraints.txt
+	@if [ -x $(PY) ] && $(PY) -c 'import pip' 2>/dev/null; then \
+		echo "[1/3] keeping $(VENV) ($$($(PY) --version))"; \
+	else \
+		[ -n "$(PYTHON)" ] || { echo "error: no Python 3.11 or newer found; pass PYTHON=/path/to/python"; exit 1; }; \
+		echo "[1/3] creating $(VENV) with $(PYTHON) ($$($(PYTHON) --version))"; \
+		$(PYTHON) -m venv --clear $(VENV); \
+	fi
+	@echo "[2/3] installing torch, numba and the test tools (first time: a few minutes; log in $(LOG))"
+	@{ $(PIP) hatchling && $(PIP) --no-build-isolation -e '.[cpu,test]'; } >$(LOG) 2>&1 || { \
+		grep -v '^WARNING' $(LOG) | tail -n 20; \
+		echo "error: the installation failed, see above and $(LOG); the first one needs the network"; exit 1; }
+	@touch $@
+	@echo "[3/3] ready"

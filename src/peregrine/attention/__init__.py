@@ -1,0 +1,23 @@
+"""Attention over paged keys and values: windows, metadata, backends and the choice among them."""
+
+from peregrine.attention.backend import Attend, AttentionBackend, LayerAttention
+from peregrine.attention.metadata import AttentionMetadata
+from peregrine.attention.routing import Choice, Kernel, choose_backend, kernel_for
+from peregrine.attention.traits import GraphSupport, Needs, Traits, refusals
+from peregrine.attention.window import Window
+
+__all__ = [
+    "Attend",
+    "AttentionBackend",
+    "AttentionMetadata",
+    "Choice",
+    "GraphSupport",
+    "Kernel",
+    "LayerAttention",
+    "Needs",
+    "Traits",
+    "Window",
+    "choose_backend",
+    "kernel_for",
+    "refusals",
+]

@@ -1,0 +1,41 @@
+"""What an attention backend is given and what it offers: traits, and `bind`, which plans one forward."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from peregrine.attention.metadata import AttentionMetadata
+from peregrine.attention.traits import Traits
+from peregrine.cache.store import KVStore
+
+# (layer, q [N, Hq, D], k [M, Hkv, D], v [M, Hkv, D]) -> [N, Hq, D]: k and v go to metadata.slots first.
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerAttention:
+    """What is particular to one layer's attention."""
+
+    scale: float  # multiplies q . k
+    window: int | None  # a query at position p sees keys above p - window; None: all
+    sinks: Tensor | None  # [Hq] logits that join the softmax denominator only; None: no sinks
+
+
+class AttentionBackend(Protocol):
+    """One way to compute attention over paged keys and values."""
+
+    @property
+    def name(self) -> str:
+        """What a user calls it."""
+
+    @property
+    def traits(self) -> Traits:
+        """What it can do where it can run."""
+
+    def missing(self) -> list[str]:
+        """What has to be installed before it can run here; empty when it can."""
+
+    def bind(self, store: KVStore, layers: Sequence[LayerAttention], metadata: AttentionMetadata) -> Attend:
+        """Plan once for all layers; what comes back writes keys and values, then attends, without a wait."""

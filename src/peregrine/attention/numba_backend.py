@@ -1,0 +1,72 @@
+"""The backend of compiled CPU kernels: float32, every mask, one kernel for every window."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from peregrine.attention.backend import Attend, LayerAttention
+from peregrine.attention.metadata import AttentionMetadata
+from peregrine.attention.traits import GraphSupport, Traits
+from peregrine.cache.store import KVStore
+from peregrine.kernels.cpu import NUMBA_PRESENT
+
+
+class NumbaBackend:
+    """Attention compiled with numba for the CPU at hand."""
+
+    name = "numba"
+    traits = Traits(
+        devices=frozenset({"cpu"}),
+        dtypes=frozenset({torch.float32}),
+        page_sizes=None,
+        head_dims=frozenset(range(8, 1025, 8)),  # whole vectors of 8
+        max_decode_q_len=0,  # one kernel for every shape
+        tree_masks=True,
+        windows=True,
+        sinks=True,
+        reads_host_lens=False,  # on the CPU nothing has to be waited for
+        graphs=GraphSupport.NEVER,
+    )
+
+    def missing(self) -> list[str]:
+        """numba, if it is not installed."""
+        return [] if NUMBA_PRESENT else ["needs numba; pip install 'peregrine[cpu]'"]
+
+    def bind(self, store: KVStore, layers: Sequence[LayerAttention], metadata: AttentionMetadata) -> Attend:
+        """Plan once for all layers; the returned callable writes keys and values, then attends."""
+        # Imports numba, which is slow and may be absent.
+        from peregrine.kernels.attention_cpu import paged_attention_cpu
+        from peregrine.kernels.attention_plan_cpu import plan_cpu, write_cpu
+
+        plan = plan_cpu(
+            metadata.positions,
+            metadata.q_starts,
+            metadata.past_lens,
+            metadata.window.max_q_len,
+            metadata.page_table,
+            metadata.page_size,
+            metadata.ancestors,
+        )
+
+        slots = metadata.slots.contiguous()
+        keys, values = store.keys.data_ptr(), store.values.data_ptr()
+        layer_bytes = store.keys.stride(0) * store.keys.element_size()
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            own, offset = layers[layer], layer * layer_bytes
+            write_cpu(keys + offset, values + offset, slots, k, v)
+            return paged_attention_cpu(
+                *(
+                    q,
+                    keys + offset,
+                    values + offset,
+                    store.num_kv_heads,
+                    plan,
+                    own.scale,
+                    own.window,
+                    own.sinks,
+                )
+            )
+
+        return attend

@@ -1,0 +1,59 @@
+"""The backend that runs wherever torch does. It is the oracle for every other one."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from peregrine.attention.backend import Attend, LayerAttention
+from peregrine.attention.metadata import AttentionMetadata
+from peregrine.attention.traits import GraphSupport, Traits
+from peregrine.cache.store import KVStore
+from peregrine.kernels.attention import (
+    QueryPlan,
+    paged_attention_torch,
+    plan_causal,
+    plan_tree,
+    slots_of_rows,
+)
+
+
+class TorchBackend:
+    """Attention in plain torch: any device, page size, head dim and mask."""
+
+    name = "torch"
+    traits = Traits(
+        devices=None,
+        dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
+        page_sizes=None,
+        head_dims=None,
+        max_decode_q_len=0,  # one kernel for every shape
+        tree_masks=True,
+        windows=True,
+        sinks=True,
+        reads_host_lens=False,
+        graphs=GraphSupport.ANY,
+    )
+
+    def missing(self) -> list[str]:
+        """Nothing: torch is always there."""
+        return []
+
+    def bind(self, store: KVStore, layers: Sequence[LayerAttention], metadata: AttentionMetadata) -> Attend:
+        """Plan once for all layers; the returned callable writes keys and values, then attends."""
+        plan = _plan(metadata)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            store.write(layer, metadata.slots, k, v)
+            own = layers[layer]
+            keys, values = store.keys[layer], store.values[layer]
+            return paged_attention_torch(q, keys, values, plan, own.scale, own.window, own.sinks)
+
+        return attend
+
+
+def _plan(metadata: AttentionMetadata) -> QueryPlan:
+    key_slots = slots_of_rows(metadata.page_table, metadata.page_size)
+    if metadata.ancestors is not None:
+        return plan_tree(metadata.positions, metadata.past_lens, metadata.ancestors, key_slots)
+    return plan_causal(metadata.positions, metadata.q_starts, metadata.window.max_q_len, key_slots)

@@ -1,0 +1,237 @@
+"""`peregrine bench offline`: this engine against itself and against transformers, same prompts, one run.
+
+Reported: tokens/s plain and speculative, acceptance length, time per round by stage, the share of a round that
+is outside matrix products and attention, memory beyond weights and KV pages, time from import to first token.
+"""
+
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from peregrine.bench.clock import Clock, attach
+from peregrine.bench.machine import machine_facts
+from peregrine.errors import ConfigError
+from peregrine.hardware import version_of
+from peregrine.llm import LLM
+from peregrine.log import style
+from peregrine.models.config import ModelConfig
+from peregrine.sampling import SamplingParams
+
+PROMPTS = (
+    "Once upon a time, there was a little bird who",
+    "One day, Tom and his sister went to the park. They saw",
+    "The old man sat by the river and thought about",
+    "Lily had a red ball. She loved to",
+    "In the morning the farmer found that his",
+    "Ben wanted to bake a cake for his mother, but",
+    "It was raining, and the cat did not want to",
+    "There was a small house at the edge of the forest where",
+)
+SPECULATION = ("drafter", "num_drafts", "tree")
+MIB = 2**20
+START_UP = """
+import time
+start = time.perf_counter()
+from peregrine import LLM, SamplingParams
+llm = LLM({model!r}, {options})
+next(llm.stream("Once", SamplingParams(temperature=0, max_tokens=2)))
+print(time.perf_counter() - start)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to measure."""
+
+    rows: tuple[int, ...] = (1, 8)  # batch sizes
+    tokens: int = 128  # per request
+    repeats: int = 3  # the median counts
+    temperature: float = 0.0
+    peer: bool = True  # transformers, too
+
+
+def run(plan: Plan, options: dict[str, object]) -> dict[str, object]:
+    """Measure, and return everything as plain values."""
+    speculative = {"max_rows": max(plan.rows), **options}
+    model = str(speculative.pop("model", "merlin"))
+    plain = {name: value for name, value in speculative.items() if name not in SPECULATION} | {
+        "drafter": "none"
+    }
+    start_up_s = start_up_seconds(model, speculative)
+    before = peak_mib()
+    with LLM(model, **speculative) as fast, LLM(model, **plain) as slow:
+        fast.generate(list(PROMPTS), sampling(plan), progress=False)
+        memory = memory_facts(fast, before)
+        peer = load_peer(decided(slow, "model")) if plan.peer else None
+        lines = [measure_rows(plan, rows, slow, fast, peer) for rows in plan.rows]
+        return {
+            "machine": machine_facts(),
+            "model": model,
+            "drafter": decided(fast, "drafter"),
+            "attention": decided(fast, "attention"),
+            "depth": fast.engine.limits.num_drafts,
+            "tokens": plan.tokens,
+            "temperature": plan.temperature,
+            "start_up_s": round(start_up_s, 3),
+            "memory": memory,
+            "rows": lines,
+        }
+
+
+def measure_rows(plan: Plan, rows: int, slow: LLM, fast: LLM, peer: object) -> dict[str, object]:
+    """Plain, speculative and peer at one batch size."""
+    plain, plain_tokens = measure(slow, rows, plan)
+    speculative, speculative_tokens = measure(fast, rows, plan)
+    line: dict[str, object] = {"rows": rows, "plain": plain, "speculative": speculative}
+    line["identical"] = plain_tokens == speculative_tokens
+    if peer is not None:
+        line["transformers"] = {"tokens_per_s": measure_peer(peer, slow, rows, plan)}
+    return line
+
+
+def decided(llm: LLM, field: str) -> str:
+    return str(next(decision.value for decision in llm.decisions if decision.field == field))
+
+
+def sampling(plan: Plan) -> SamplingParams:
+    return SamplingParams(temperature=plan.temperature, seed=1, max_tokens=plan.tokens, ignore_eos=True)
+
+
+def measure(llm: LLM, rows: int, plan: Plan) -> tuple[dict[str, object], list[list[int]]]:
+    """Tokens/s of one batch, generated from scratch each time, and where a round's time goes."""
+    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(rows)]
+    speeds = []
+    outputs = llm.generate(prompts, sampling(plan), progress=False)  # warm-up
+    for _ in range(plan.repeats):
+        start = time.perf_counter()
+        outputs = llm.generate(prompts, sampling(plan), progress=False)
+        speeds.append(sum(len(o.token_ids) for o in outputs) / (time.perf_counter() - start))
+    rounds = sum(o.stats.rounds for o in outputs)
+    stages = stage_times(llm, prompts, plan)
+    accept = sum(o.stats.accepted for o in outputs) / rounds
+    return {
+        "tokens_per_s": round(statistics.median(speeds), 1),
+        "accept_length": round(accept, 3),
+        "stages": stages,
+    }, [o.token_ids for o in outputs]
+
+
+def stage_times(llm: LLM, prompts: Sequence[str], plan: Plan) -> dict[str, float]:
+    """Milliseconds per round by stage, and the share spent outside matrix products and attention."""
+    clock = Clock()
+    detach = attach(llm.engine, clock)
+    start = time.perf_counter()
+    llm.generate(list(prompts), sampling(plan), progress=False)
+    total = time.perf_counter() - start
+    detach()
+    rounds = max(1, clock.calls["round"])
+    per_round = {
+        name: clock.seconds[name] / rounds * 1e3
+        for name in ("round", "judge", "propose", "linear", "attention")
+    }
+    verify = per_round["round"] - per_round["judge"] - per_round["propose"]
+    return {
+        "round_ms": round(per_round["round"], 3),
+        "verify_and_commit_ms": round(verify, 3),
+        "judge_ms": round(per_round["judge"], 3),
+        "propose_ms": round(per_round["propose"], 3),
+        "host_between_rounds_ms": round(total / rounds * 1e3 - per_round["round"], 3),
+        "outside_linear_and_attention": round(
+            1 - (per_round["linear"] + per_round["attention"]) / per_round["round"], 3
+        ),
+    }
+
+
+def load_peer(folder: str) -> object:
+    """transformers' model of the same checkpoint, in float32."""
+    if version_of("transformers") is None:
+        raise ConfigError("transformers is not installed; install peregrine[test] or pass --no-peer")
+    from transformers import AutoModelForCausalLM
+
+    model: object = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model
+
+
+@torch.inference_mode()
+def measure_peer(peer: object, llm: LLM, rows: int, plan: Plan) -> float:
+    """Tokens/s of transformers' generate on the same batch; prompts are cut to one length so that none is padded."""
+    ids = [llm.encode(PROMPTS[i % len(PROMPTS)]) for i in range(rows)]
+    shortest = min(len(i) for i in ids)
+    batch = torch.tensor([i[:shortest] for i in ids])
+    speeds = []
+    for attempt in range(plan.repeats + 1):
+        start = time.perf_counter()
+        out = peer.generate(  # type: ignore[attr-defined]
+            batch,
+            attention_mask=torch.ones_like(batch),
+            max_new_tokens=plan.tokens,
+            min_new_tokens=plan.tokens,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        if attempt:
+            speeds.append((out.shape[1] - shortest) * rows / (time.perf_counter() - start))
+    return float(round(statistics.median(speeds), 1))
+
+
+def start_up_seconds(model: str, options: dict[str, object]) -> float:
+    """Import to first token, in a fresh process."""
+    written = ", ".join(f"{name}={value!r}" for name, value in options.items())
+    code = START_UP.format(model=model, options=written)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ConfigError(f"start-up failed: {done.stderr.strip().splitlines()[-1]}")
+    return float(done.stdout.split()[-1])
+
+
+def memory_facts(llm: LLM, before: float) -> dict[str, float]:
+    """Mebibytes: weights, KV pages, and the engine's peak beyond both since `before`."""
+    runner = llm.engine.runner
+    weights = num_parameters(runner.target.decoder.config) * runner.target.store.keys.element_size() / MIB
+    pages = runner.target.store.num_bytes / MIB
+    return {
+        "weights_mib": round(weights, 1),
+        "kv_pages_mib": round(pages, 1),
+        "peak_beyond_mib": round(peak_mib() - before - weights - pages, 1),
+    }
+
+
+def peak_mib() -> float:
+    """The most memory this process has had so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def num_parameters(config: ModelConfig) -> int:
+    """Weights of a dense decoder, norms left out."""
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    layer = config.hidden_size * (2 * q + 2 * kv + 3 * config.intermediate_size)
+    return config.num_layers * layer + config.vocab_size * config.hidden_size * (1 if config.tied else 2)
+
+
+def show(result: dict[str, object]) -> str:
+    """The result as a table for people."""
+    lines = [f"model {result['model']}, drafter {result['drafter']}, {result['tokens']} tokens per request"]
+    lines.append(f"import to first token: {result['start_up_s']} s; memory: {json.dumps(result['memory'])}")
+    for line in result["rows"]:  # type: ignore[attr-defined]
+        plain, spec = line["plain"], line["speculative"]
+        lines.append(style(f"rows {line['rows']}", "bold"))
+        lines.append(
+            f"  plain        {plain['tokens_per_s']:9.1f} tok/s   round {plain['stages']['round_ms']} ms"
+        )
+        if "transformers" in line:
+            peer = line["transformers"]["tokens_per_s"]
+            lines.append(f"  transformers {peer:9.1f} tok/s   ratio {plain['tokens_per_s'] / peer:.2f}x")
+        ratio = spec["tokens_per_s"] / plain["tokens_per_s"]
+        lines.append(
+            f"  speculative  {spec['tokens_per_s']:9.1f} tok/s   ratio {ratio:.2f}x   accept {spec['accept_length']}"
+        )
+        lines.append(f"  stages of a speculative round: {json.dumps(spec['stages'])}")
+        lines.append(f"  identical: {'yes' if line['identical'] else 'NO'}")
+    return "\n".join(lines)

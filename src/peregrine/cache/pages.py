@@ -1,0 +1,71 @@
+"""The page pool: which pages of the KV stores are free, and who counts on the others.
+
+Host only, plain integers. A page is free while nobody refers to it; whoever needs one takes a reference and
+gives it back. Page 0 is scratch: padding rows and the tails of page tables point at it, nobody owns it, and
+it is never handed out. So `num_free` plus the pages somebody refers to is always `num_pages - 1`.
+"""
+
+from collections.abc import Iterable
+
+from peregrine.errors import ConfigError, EngineFault, OutOfPages
+
+SCRATCH_PAGE = 0
+
+
+class PagePool:
+    """Hands out pages and counts the references to them; the same calls give the same pages."""
+
+    def __init__(self, num_pages: int) -> None:
+        if num_pages < 2:
+            raise ConfigError(
+                f"num_pages={num_pages}: page {SCRATCH_PAGE} is scratch, so at least 2 are needed; "
+                "give the cache more memory"
+            )
+        self.num_pages = num_pages
+        self._refs = [0] * num_pages
+        # A stack with the lowest page on top: the page freed last is used first, while it is warm.
+        self._free = list(range(num_pages - 1, SCRATCH_PAGE, -1))
+
+    @property
+    def num_free(self) -> int:
+        """Pages nobody refers to."""
+        return len(self._free)
+
+    def refs(self, page: int) -> int:
+        """How many references there are to a page; 0 means free, and scratch has none."""
+        return self._refs[page]
+
+    def allocate(self, num_pages: int) -> list[int]:
+        """Take free pages, one reference each, the caller's; raises OutOfPages and takes none if too few."""
+        if num_pages < 0:
+            raise EngineFault(f"num_pages={num_pages}: cannot allocate a negative number of pages; ask for 0")
+        if num_pages > len(self._free):
+            raise OutOfPages(
+                f"{num_pages} pages wanted, {len(self._free)} of {self.num_pages - 1} free; "
+                "evict cached pages or finish a request first"
+            )
+        pages = [self._free.pop() for _ in range(num_pages)]
+        for page in pages:
+            self._refs[page] = 1
+        return pages
+
+    def retain(self, pages: Iterable[int]) -> None:
+        """Add one reference to each page; every one must have an owner already."""
+        for page in pages:
+            self._check_owned(page)
+            self._refs[page] += 1
+
+    def release(self, pages: Iterable[int]) -> None:
+        """Give back one reference to each page; a page without references is free again."""
+        for page in pages:
+            self._check_owned(page)
+            self._refs[page] -= 1
+            if self._refs[page] == 0:
+                self._free.append(page)
+
+    def _check_owned(self, page: int) -> None:
+        if not SCRATCH_PAGE < page < self.num_pages or self._refs[page] == 0:
+            raise EngineFault(
+                f"page {page} has no owner, so no reference can be added or given back; "
+                f"pages are 1 to {self.num_pages - 1} and come from allocate()"
+            )

@@ -1,0 +1,163 @@
+"""`peregrine doctor`: what this machine has, what can serve on it, and whether a checkpoint loads."""
+
+import argparse
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from peregrine import __version__
+from peregrine.cli.flags import ENGINE_FLAGS, add_flags, engine_options, open_llm
+from peregrine.config import EngineConfig
+from peregrine.errors import PeregrineError
+from peregrine.log import style
+
+if TYPE_CHECKING:
+    import torch
+
+    from peregrine.hardware import Hardware
+
+EPILOG = """examples:
+  peregrine doctor
+  peregrine doctor --model /models/llama --device cuda
+  peregrine doctor --json
+
+The exit code is 1 if a device, dtype or model that was asked for cannot be used.
+"""
+ASKABLE = tuple(flag for flag in ENGINE_FLAGS if flag.field in ("model", "device", "dtype"))
+# The shape attention backends are asked about: what most dense checkpoints have.
+HEAD_DIM, PAGE_SIZE = 128, 16
+GIB = 2**30
+
+Report = dict[str, object]
+
+
+def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the command and its flags."""
+    parser = commands.add_parser(
+        "doctor",
+        help="what this machine has and what can serve on it",
+        description="Report versions, devices, memory, attention backends, and whether a checkpoint loads.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    add_flags(parser, "asked for", ASKABLE, EngineConfig)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the report; 0 if everything that was asked for works, else 1."""
+    from peregrine.hardware import read_hardware
+
+    options = engine_options(args)
+    hardware = read_hardware()
+    target = target_report(str(options.get("device", "auto")), str(options.get("dtype", "auto")))
+    model = model_report(options) if "model" in options else None
+    healthy = target["error"] is None and (model is None or model["error"] is None)
+    if args.json:
+        parts = {"peregrine": __version__, "hardware": asdict(hardware), "target": target, "model": model}
+        print(json.dumps(parts | {"healthy": healthy}, indent=2))
+    else:
+        print("\n".join([*hardware_lines(hardware), *target_lines(target), *model_lines(model)]))
+    return 0 if healthy else 1
+
+
+def target_report(device_name: str, dtype_name: str) -> Report:
+    """What device and dtype the wishes come to, and each attention backend's reasons not to serve them."""
+    import torch
+
+    from peregrine.hardware import resolve_device, resolve_dtype
+
+    try:
+        device = resolve_device(device_name)
+        # Most checkpoints hold bfloat16; the one asked about may say otherwise when it is loaded.
+        dtype = resolve_dtype(dtype_name, device, torch.bfloat16)
+    except PeregrineError as error:
+        return {"device": None, "dtype": None, "backends": {}, "error": str(error)}
+    names = {"device": str(device), "dtype": str(dtype).removeprefix("torch.")}
+    return {**names, "backends": backend_reasons(device, dtype), "error": None}
+
+
+def backend_reasons(device: "torch.device", dtype: "torch.dtype") -> dict[str, list[str]]:
+    """By backend: why it cannot serve; an empty list if it can."""
+    from peregrine.attention import GraphSupport, Needs, refusals
+    from peregrine.attention.routing import BACKENDS
+
+    needs = Needs(
+        device=device.type,
+        dtype=dtype,
+        page_size=PAGE_SIZE,
+        head_dim=HEAD_DIM,
+        tree_masks=False,
+        windows=False,
+        sinks=False,
+        graphs=GraphSupport.NEVER,
+    )
+    return {backend.name: backend.missing() + refusals(needs, backend.traits) for backend in BACKENDS}
+
+
+def model_report(options: dict[str, object]) -> Report:
+    """Whether the model loads with these options, and what the engine decided for it."""
+    try:
+        with open_llm(options) as llm:
+            decisions = [f"{made.field} = {made.value}: {made.because}" for made in llm.decisions]
+    except PeregrineError as error:
+        return {"model": options["model"], "decisions": [], "error": str(error)}
+    return {"model": options["model"], "decisions": decisions, "error": None}
+
+
+def hardware_lines(hardware: "Hardware") -> list[str]:
+    """The machine's facts, a line each."""
+    hint = "not installed (pip install 'peregrine[cpu]' for compiled CPU kernels)"
+    cpu, total, available = hardware.cpu, hardware.memory_total_bytes, hardware.memory_available_bytes
+    facts = [
+        ("python", f"{hardware.python} on {hardware.system}"),
+        ("torch", f"{hardware.torch}, " + (f"CUDA {hardware.cuda}" if hardware.cuda else "no CUDA")),
+        ("numba", hardware.numba or hint),
+        ("triton", hardware.triton or "not installed"),
+        ("cpu", f"{cpu.name}, {cpu.cores} cores, {' '.join(cpu.flags) or 'no flags known'}"),
+        ("memory", f"{gibibytes(total)}, {gibibytes(available)} available"),
+    ]
+    for gpu in hardware.gpus:
+        capability = ".".join(str(part) for part in gpu.capability)
+        memory = f"{gibibytes(gpu.memory_total_bytes)}, {gibibytes(gpu.memory_free_bytes)} free"
+        facts.append((f"cuda:{gpu.index}", f"{gpu.name}, capability {capability}, {memory}"))
+    title = style(f"peregrine {__version__}", "bold")
+    return [title, *(f"  {name:<8} {fact}" for name, fact in facts)]
+
+
+def target_lines(target: Report) -> list[str]:
+    """The device and dtype that will be used, and the backends for them."""
+    if target["error"] is not None:
+        return [style("device", "bold"), failed(str(target["error"]))]
+    lines = [f"  {'device':<8} {target['device']}, {target['dtype']}"]
+    lines.append(style(f"attention backends (heads of {HEAD_DIM}, pages of {PAGE_SIZE})", "bold"))
+    backends = target["backends"]
+    assert isinstance(backends, dict)
+    for name, reasons in backends.items():
+        lines.append(failed(f"{name}: {'; '.join(reasons)}") if reasons else passed(f"{name}: can serve"))
+    return lines
+
+
+def model_lines(model: Report | None) -> list[str]:
+    """Whether the model loads, and the engine's decisions."""
+    if model is None:
+        return []
+    title = style(f"model {model['model']}", "bold")
+    if model["error"] is not None:
+        return [title, failed(str(model["error"]))]
+    decisions = model["decisions"]
+    assert isinstance(decisions, list)
+    return [title, passed("loads"), *(f"      {decision}" for decision in decisions)]
+
+
+def passed(text: str) -> str:
+    return f"  {style('yes', 'green')} {text}"
+
+
+def failed(text: str) -> str:
+    return f"  {style('no', 'red')}  {text}"
+
+
+def gibibytes(count: int | None) -> str:
+    return "unknown" if count is None else f"{count / GIB:.1f} GiB"

@@ -1,0 +1,67 @@
+"""The `peregrine` command: finds the subcommand, runs it, and turns refusals into one line."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from peregrine import __version__
+from peregrine.cli import bench, demo, doctor, generate
+from peregrine.errors import PeregrineError
+from peregrine.log import start_logging, style
+
+COMMANDS = (demo, generate, bench, doctor)
+EPILOG = """examples:
+  peregrine demo                                     see speculation at work
+  peregrine generate "Once upon a time" --seed 7
+  peregrine generate --chat "Why is the sky blue?" --model /models/llama
+  peregrine doctor                                   what this machine can do
+  peregrine COMMAND --help                           all options of a command
+
+PEREGRINE_LOG=debug|info|warning|error sets how much is logged; NO_COLOR=1 turns colour off.
+"""
+EXIT_REFUSED, EXIT_INTERRUPTED, EXIT_PIPE_CLOSED = 2, 130, 141
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of every command; `run` in its result is the command's function."""
+    parser = argparse.ArgumentParser(
+        prog="peregrine",
+        description="An LLM inference engine built around speculative decoding.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"peregrine {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    for command in COMMANDS:
+        command.add_command(commands)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code; what Peregrine refuses is one line and code 2."""
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    if "run" not in args:
+        parser.print_help()
+        return 0
+    try:
+        start_logging()
+        code: int = args.run(args)
+        sys.stdout.flush()
+        return code
+    except PeregrineError as error:
+        print_error(str(error))
+        return EXIT_REFUSED
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader (head, less) has gone; Python flushes stdout once more on its way out.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_PIPE_CLOSED
+
+
+def print_error(message: str) -> None:
+    """One red line on stderr."""
+    line = "; ".join(message.splitlines())
+    print(style(f"error: {line}", "red", stream=sys.stderr), file=sys.stderr)

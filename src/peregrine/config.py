@@ -1,0 +1,92 @@
+"""What an engine is asked for, and the decisions made from it: each with its reason, none in silence."""
+
+from dataclasses import dataclass
+
+from peregrine.errors import ConfigError
+
+MAX_NODES = 64  # a tree node's ancestors are one 64-bit word
+MAX_DRAFTS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class TreeShape:
+    """A draft tree: levels, children per node, and nodes of the window with the root."""
+
+    depth: int
+    width: int
+    nodes: int
+
+    def __post_init__(self) -> None:
+        shape = f"tree=({self.depth}, {self.width}, {self.nodes})"
+        if self.depth < 1 or self.width < 1:
+            raise ConfigError(f"{shape}: depth and width must be at least 1")
+        if self.depth > MAX_DRAFTS:
+            raise ConfigError(f"{shape}: depth {self.depth} is above {MAX_DRAFTS}; lower it")
+        if (self.depth - 1) * self.width > MAX_NODES:
+            raise ConfigError(f"{shape}: (depth - 1) * width must be at most {MAX_NODES}; lower either")
+        most = 1 + self.width + (self.depth - 1) * self.width**2
+        if not self.depth + 1 <= self.nodes <= min(MAX_NODES, most):
+            raise ConfigError(
+                f"{shape}: nodes counts the window with its root and must lie between depth + 1 = {self.depth + 1} "
+                f"and {min(MAX_NODES, most)} for this depth and width"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """What an engine is asked for; None and "auto" leave the choice to it."""
+
+    model: str = "merlin"  # folder, or the name of an embedded model
+    drafter: str = "auto"  # auto, none, ngram, a folder with a draft head or a small model
+    num_drafts: int = 3
+    tree: TreeShape | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    page_size: int = 16
+    max_rows: int = 8
+    max_len: int | None = None  # tokens per request, prompt included; None: the model's context
+    num_pages: int | None = None
+    attention: str = "auto"
+    prefill_chunk: int = 256  # borders of prompt chunks lie at its multiples
+    prefix_cache: bool = True
+    lag: int | None = None  # rounds queued before the oldest is read; None: 0 on CPU, 1 elsewhere
+    row_sizes: tuple[int, ...] | None = None  # batches are padded to one of these; None: no padding
+    simulate_accept: float | None = None  # benchmarks only: draw the acceptance length with this mean
+
+    def __post_init__(self) -> None:
+        for name, value, low, high in (
+            ("num_drafts", self.num_drafts, 1, MAX_DRAFTS),
+            ("page_size", self.page_size, 1, 1024),
+            ("max_rows", self.max_rows, 1, 4096),
+            ("max_len", self.max_len, 2, None),
+            ("num_pages", self.num_pages, 2, None),
+            ("prefill_chunk", self.prefill_chunk, 1, None),
+            ("lag", self.lag, 0, 8),
+        ):
+            check_integer(name, value, low, high)
+        if self.page_size & (self.page_size - 1):
+            raise ConfigError(f"page_size={self.page_size}: must be a power of two, such as 16, 32 or 64")
+        if self.row_sizes is not None and (not self.row_sizes or max(self.row_sizes) < self.max_rows):
+            raise ConfigError(
+                f"row_sizes={self.row_sizes}: the largest must be at least max_rows={self.max_rows}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One choice the engine made, and why."""
+
+    field: str
+    value: object
+    because: str
+
+
+def check_integer(name: str, value: int | None, low: int, high: int | None) -> None:
+    """Refuse an option that is not an integer within its limits; None means it was not set."""
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f"{name}={value!r}: is not an integer")
+    if value < low or (high is not None and value > high):
+        limits = f"at least {low}" if high is None else f"between {low} and {high}"
+        raise ConfigError(f"{name}={value}: must be {limits}")

@@ -1,0 +1,109 @@
+"""What a request must satisfy before it may wait in line; each refusal names the field, the value and the remedy."""
+
+import secrets
+from dataclasses import dataclass
+
+from peregrine.engine.request import Request
+from peregrine.errors import RequestError
+from peregrine.kernels.choose import Features
+from peregrine.sampling import SEED_BITS, SamplingParams
+from peregrine.spec.state import SeatEntry
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What this engine can hold for one request."""
+
+    vocab_size: int
+    max_len: int
+    num_places: int  # places in all pages a single request may hold
+    span: int  # places past its length a round may write
+    num_drafts: int
+    eos_ids: tuple[int, ...]
+
+
+def admit(request_id: int, prompt: list[int], params: SamplingParams, limits: Limits) -> Request:
+    """A request that is sure to fit when it is alone; RequestError otherwise."""
+    _check_prompt(prompt, limits)
+    _check_ids("logit_bias", list(params.logit_bias), limits)
+    _check_ids("stop_token_ids", list(params.stop_token_ids), limits)
+    if params.num_drafts is not None and params.num_drafts > limits.num_drafts:
+        remedy = f"use 0 to {limits.num_drafts}, or start the engine with more"
+        raise RequestError(
+            "num_drafts", params.num_drafts, f"the engine drafts {limits.num_drafts} deep", remedy
+        )
+    room = limits.max_len - len(prompt)
+    if params.max_tokens is not None and params.max_tokens > room:
+        problem = f"the prompt's {len(prompt)} tokens and max_tokens exceed the context of {limits.max_len}"
+        raise RequestError("max_tokens", params.max_tokens, problem, f"use at most {room}")
+    limit = len(prompt) + (room if params.max_tokens is None else params.max_tokens)
+    if limit + limits.span > limits.num_places:
+        problem = (
+            f"{limit} tokens and {limits.span} for drafts exceed the {limits.num_places} places of all pages"
+        )
+        raise RequestError(
+            "max_tokens", params.max_tokens, problem, "lower it, or start the engine with more pages"
+        )
+    seed = secrets.randbits(SEED_BITS) if params.seed is None else params.seed
+    return Request(request_id, prompt, params, seed, limit)
+
+
+def _check_prompt(prompt: list[int], limits: Limits) -> None:
+    if not prompt:
+        raise RequestError("prompt", prompt, "is empty", "pass at least one token")
+    bad = [
+        t for t in prompt if isinstance(t, bool) or not isinstance(t, int) or not 0 <= t < limits.vocab_size
+    ]
+    if bad:
+        raise RequestError(
+            "prompt", bad[0], "is not a token id", f"ids run from 0 to {limits.vocab_size - 1}"
+        )
+    if len(prompt) >= limits.max_len:
+        problem = f"{len(prompt)} tokens leave no room in the context of {limits.max_len}"
+        raise RequestError(
+            "prompt", f"{len(prompt)} tokens", problem, f"shorten it to {limits.max_len - 1} or fewer"
+        )
+
+
+def _check_ids(field: str, ids: list[int], limits: Limits) -> None:
+    bad = [i for i in ids if not 0 <= i < limits.vocab_size]
+    if bad:
+        raise RequestError(field, bad[0], "is not a token id", f"ids run from 0 to {limits.vocab_size - 1}")
+
+
+def seat_entry(request: Request, limits: Limits) -> SeatEntry:
+    """What the device must know of the request, now or after it was put back."""
+    params = request.params
+    stop_ids = list(dict.fromkeys([*params.stop_token_ids, *(() if params.ignore_eos else limits.eos_ids)]))
+    return SeatEntry(
+        tokens=request.tokens,
+        prompt_len=len(request.prompt),
+        limit=request.limit,
+        draft_cap=limits.num_drafts if params.num_drafts is None else params.num_drafts,
+        stop_ids=stop_ids,
+        floor=len(request.prompt) + params.min_tokens,
+        seed=request.seed,
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        repetition=params.repetition_penalty,
+        presence=params.presence_penalty,
+        frequency=params.frequency_penalty,
+        bias=dict(params.logit_bias),
+    )
+
+
+def features_of(requests: list[Request]) -> Features:
+    """What the batch uses at all; a row that does not use a feature gets the same bits with it on."""
+    params = [request.params for request in requests]
+    asked = [p.logprobs for p in params if p.logprobs is not None]
+    sampled = [p for p in params if p.temperature > 0]
+    return Features(
+        sampled=bool(sampled),
+        filtered=any(p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in sampled),
+        penalised=any(p.repetition_penalty != 1 or p.presence_penalty or p.frequency_penalty for p in params),
+        biased=any(p.logit_bias for p in params),
+        floored=any(p.min_tokens for p in params),
+        logprobs=max(asked) if asked else None,
+    )

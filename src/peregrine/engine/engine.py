@@ -1,0 +1,260 @@
+"""Requests in, tokens out: continuous batching of rounds, with prompt chunks read between them."""
+
+import itertools
+from collections import deque
+from dataclasses import dataclass
+
+from peregrine.engine.admission import Limits, admit, features_of, seat_entry
+from peregrine.engine.holdings import Holdings
+from peregrine.engine.prefill import next_stretches, read_stretches
+from peregrine.engine.request import Delta, Output, Request, TokenLogprob
+from peregrine.engine.runner import RowResult, Runner
+from peregrine.sampling import SamplingParams
+from peregrine.spec.types import FINISH_FAULT, FINISH_LENGTH, FINISH_STOP
+from peregrine.text.stream import TextStream
+from peregrine.text.tokenizer import Tokenizer
+
+FAULT = "the model's logits held NaN or inf after {count} tokens; check the checkpoint and the dtype"
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How requests are batched."""
+
+    max_rows: int
+    prefill_chunk: int  # borders of prompt chunks lie at its multiples; also the most tokens read in one step
+    lag: int  # rounds queued before the oldest is read
+    row_sizes: tuple[int, ...] | None  # batches are padded to one of these
+
+
+class Engine:
+    """Owns every request from admission to its last delta. One thread steps it; `prepare` may be called from any."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        holdings: Holdings,
+        limits: Limits,
+        tokenizer: Tokenizer | None,
+        pace: Pace,
+        simulated: bool,
+    ) -> None:
+        self.runner, self.holdings, self.limits, self.tokenizer = runner, holdings, limits, tokenizer
+        self.pace, self.simulated = pace, simulated
+        self.waiting: deque[Request] = deque()
+        self.reading: list[Request] = []  # prompts being read, in order of arrival
+        self.running: list[Request] = []  # index = seat
+        self._ids, self._turns = itertools.count(), itertools.count()
+        self._ended: list[Delta] = []  # of requests that ended outside a round
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.reading or self.running or self._ended or self.runner.in_flight)
+
+    def prepare(self, prompt: list[int], params: SamplingParams) -> Request:
+        """A request that can be served as asked; RequestError otherwise. Touches nothing of the engine's."""
+        request = admit(next(self._ids), prompt, params, self.limits)
+        if self.tokenizer is not None:
+            request.stream = TextStream(
+                self.tokenizer, prompt, params.stops, skip_special=params.skip_special_tokens
+            )
+        return request
+
+    def enqueue(self, request: Request) -> None:
+        """Let a prepared request wait for its turn."""
+        self.waiting.append(request)
+
+    def abort(self, request: Request) -> None:
+        """End a request now, wherever it is; its pages come back at once. A finished one is left alone."""
+        if request in self.waiting or request in self.reading or request in self.running:
+            self._ended.append(self._finish(request, "abort"))
+
+    def step(self) -> list[Delta]:
+        """Seat who fits, read one prompt chunk, queue the next round, then read the oldest one in flight."""
+        deltas, self._ended = self._ended, []
+        self._seat_waiting()
+        self._read_prompts()
+        deltas += self._make_room()
+        launched = self._launch()
+        while len(self.runner.in_flight) > (self.pace.lag if launched else 0):
+            deltas += self._collect()
+        return deltas
+
+    # Prompts.
+
+    def _seat_waiting(self) -> None:
+        while self.waiting and len(self.running) + len(self.reading) < self.pace.max_rows:
+            request = self.waiting[0]
+            self.holdings.match(request)
+            if not self.holdings.reserve(request, self._reach(request)):
+                self.holdings.release(request)
+                return
+            self.waiting.popleft()
+            request.begin(next(self._turns))
+            self.reading.append(request)
+
+    def _read_prompts(self) -> None:
+        unread = [request for request in self.reading if request.read_len < request.num_tokens - 1]
+        if unread:
+            read_stretches(
+                self.runner.target,
+                self.runner.drafter,
+                next_stretches(unread, self.pace.prefill_chunk),
+                self.holdings.page_size,
+            )
+        for request in [r for r in self.reading if r.read_len == r.num_tokens - 1]:
+            self.reading.remove(request)
+            self.holdings.share(request)
+            self._sit(request)
+
+    # Seats.
+
+    def _sit(self, request: Request) -> None:
+        seat = len(self.running)
+        self.running.append(request)
+        self.runner.seats.join(seat, seat_entry(request, self.limits))
+        self.runner.seats.set_pages(seat, 0, request.pages)
+
+    def _leave(self, request: Request) -> None:
+        """Free the request's seat; the last seat's holder moves into it, so that seats stay compact."""
+        seat, last = self.running.index(request), len(self.running) - 1
+        if seat == last:
+            self.runner.seats.clear(seat)
+        else:
+            self.runner.seats.move(last, seat)
+            self.running[seat] = self.running[last]
+        self.running.pop()
+
+    # Rounds.
+
+    def _reach(self, request: Request) -> int:
+        """Places the request may touch in its next round, whatever the rounds in flight bring."""
+        shape = self.runner.drafter.shape
+        newest = request.num_tokens - 1 + request.rounds_in_flight * (shape.depth + 1)
+        return min(newest, request.limit - 1) + shape.span
+
+    def _make_room(self) -> list[Delta]:
+        """Pages for the next round of every running request; when they run out, the youngest is put back."""
+        deltas: list[Delta] = []
+        for request in list(self.running):
+            while request in self.running and not self._grow(request):
+                if self.runner.in_flight:
+                    deltas += (
+                        self._collect()
+                    )  # what is in flight may end a request, and is needed to put one back
+                else:
+                    self._put_back(max(self.running + self.reading, key=lambda r: r.turn))
+        return deltas
+
+    def _grow(self, request: Request) -> bool:
+        held = len(request.pages)
+        if not self.holdings.reserve(request, self._reach(request)):
+            return False
+        self.runner.seats.set_pages(self.running.index(request), held, request.pages[held:])
+        return True
+
+    def _put_back(self, request: Request) -> None:
+        """Preempt: free the pages, wait at the front, read everything again later. Its tokens do not change."""
+        request.stats.preemptions += 1
+        if request in self.running:
+            request.read_len = request.num_tokens - 1
+            self._leave(request)
+        else:
+            self.reading.remove(request)
+        self.holdings.release(request)
+        self.waiting.appendleft(request)
+
+    def _launch(self) -> bool:
+        if not self.running:
+            return False
+        count = len(self.running)
+        if self.pace.row_sizes is not None:
+            count = min(size for size in self.pace.row_sizes if size >= count)
+        places = max(self._reach(request) for request in self.running) + 2
+        rows = self.runner.seats.rows(count, places)
+        self.runner.launch(self.running, rows, features_of(self.running))
+        return True
+
+    def _collect(self) -> list[Delta]:
+        """Read the oldest round; a request that has left since is not listened to."""
+        deltas = []
+        for result in self.runner.read():
+            if result.request in self.running:
+                delta = self._take(result)
+                if delta is not None:
+                    deltas.append(delta)
+        return deltas
+
+    def _take(self, result: RowResult) -> Delta | None:
+        """Add a round's tokens to its request, and end it if they say so."""
+        request, tokens = result.request, result.tokens
+        if not tokens and not result.finish:
+            return None
+        request.take(tokens, result.correct, result.drafted)
+        if request.params.logprobs is not None and result.logprobs is not None:
+            count = request.params.logprobs
+            for token, (chosen, ids, top) in zip(tokens, result.logprobs, strict=True):
+                likeliest = tuple(zip(ids[:count], top[:count], strict=True))
+                request.logprobs.append(TokenLogprob(token, chosen, likeliest))
+        text = ""
+        if request.stream is not None:
+            silent = 1 if result.finish == FINISH_STOP else 0  # the stop token itself has no text
+            piece = request.stream.push(tokens[: len(tokens) - silent])
+            text = piece.text
+            request.text += text
+            if piece.stopped is not None:
+                request.trim(len(tokens) - piece.kept)
+                return self._finish(request, "stop", piece.stopped, tokens[: piece.kept], text)
+        if result.finish == FINISH_STOP:
+            return self._finish(request, "stop", tokens[-1], tokens, text)
+        if result.finish == FINISH_LENGTH:
+            return self._finish(request, "length", None, tokens, text)
+        if result.finish == FINISH_FAULT:
+            return self._finish(request, "error", None, tokens, text)
+        return Delta(
+            request.id, text, tokens, request.drafted[len(request.drafted) - len(tokens) :], None, None
+        )
+
+    def _finish(
+        self,
+        request: Request,
+        reason: str,
+        stop: str | int | None = None,
+        tokens: list[int] | None = None,
+        text: str = "",
+    ) -> Delta:
+        """Give back the seat and every page, and say the last word."""
+        tokens = tokens or []
+        if request in self.running:
+            # Only places whose KV is known to be sound may be shared.
+            request.read_len = 0 if reason == "error" else request.num_tokens - 1
+            self._leave(request)
+        elif request in self.reading:
+            self.reading.remove(request)
+        else:
+            self.waiting.remove(request)
+        self.holdings.release(request)
+        if request.stream is not None:
+            rest = request.stream.finish()
+            text, request.text = text + rest, request.text + rest
+            if reason == "length" and request.stream.stopped is not None:
+                reason, stop = "stop", request.stream.stopped
+        error = FAULT.format(count=len(request.generated)) if reason == "error" else None
+        output = Output(
+            request_id=request.id,
+            prompt_token_ids=request.prompt,
+            text=request.text,
+            token_ids=list(request.generated),
+            finish_reason=reason,
+            stop_reason=stop,
+            error=error,
+            seed=request.seed,
+            drafted=list(request.drafted),
+            logprobs=list(request.logprobs) if request.params.logprobs is not None else None,
+            stats=request.stats,
+            timing=request.timing(),
+            simulated=self.simulated,
+        )
+        return Delta(
+            request.id, text, tokens, output.drafted[len(output.drafted) - len(tokens) :], reason, output
+        )

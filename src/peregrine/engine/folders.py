@@ -1,0 +1,47 @@
+"""Where a model lies: a folder, the name of an embedded model, or a hub id in the local cache."""
+
+from pathlib import Path
+
+from peregrine.errors import CheckpointError
+
+ASSETS = Path(__file__).parents[1] / "assets"
+NEEDED = ["*.json", "*.safetensors", "*.jinja"]
+
+
+def embedded_models() -> list[str]:
+    """Names of the models that come with the package."""
+    if not ASSETS.is_dir():
+        return []
+    return sorted(path.parent.name for path in ASSETS.glob("*/config.json"))
+
+
+def find_model(name: str) -> Path:
+    """The folder a model's name comes to; CheckpointError says where it was looked for."""
+    if name in embedded_models():
+        return ASSETS / name
+    if Path(name).exists():
+        return Path(name)
+    if name.count("/") == 1 and not name.startswith((".", "/", "~")):
+        return from_hub(name)
+    embedded = ", ".join(embedded_models()) or "none"
+    raise CheckpointError(
+        f"model={name!r}: no such folder, and not an embedded model (embedded: {embedded}); "
+        "pass a folder in Hugging Face format"
+    )
+
+
+def from_hub(name: str) -> Path:
+    """The snapshot of a hub id: from the local cache, or downloaded where the network allows."""
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise CheckpointError(
+            f"model={name!r}: no such folder, and hub ids need huggingface_hub; install it or pass a folder"
+        ) from error
+    try:
+        return Path(snapshot_download(name, allow_patterns=NEEDED))
+    except Exception as error:
+        raise CheckpointError(
+            f"model={name!r}: no such folder, and the hub did not give it ({type(error).__name__}: {error}); "
+            "check the name and the network, or pass a folder"
+        ) from error

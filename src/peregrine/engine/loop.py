@@ -1,0 +1,96 @@
+"""The engine's own thread: requests go in as messages, deltas come out through each request's sink."""
+
+import queue
+import threading
+from collections.abc import Callable
+
+import torch
+
+from peregrine.engine.engine import Engine
+from peregrine.engine.request import Delta, Request
+from peregrine.errors import EngineFault
+from peregrine.sampling import SamplingParams
+
+# Called in the engine's thread, once per delta; a fault is the last thing a sink hears.
+Sink = Callable[[Delta | EngineFault], None]
+
+
+class EngineLoop:
+    """Steps the engine while it has work, sleeps while it has none."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.fault: EngineFault | None = None
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._sinks: dict[int, Sink] = {}
+        self._open = True
+        self._thread = threading.Thread(target=self._run, name="peregrine-engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, prompt: list[int], params: SamplingParams, sink: Sink) -> Request:
+        """Admit a request in the caller's thread (RequestError is raised here) and hand it to the engine."""
+        if self.fault is not None:
+            raise self.fault
+        if not self._open:
+            raise EngineFault("the engine has been closed; make a new one")
+        request = self.engine.prepare(prompt, params)
+
+        def enter() -> None:
+            self._sinks[request.id] = sink
+            self.engine.enqueue(request)
+
+        self._inbox.put(enter)
+        return request
+
+    def abort(self, request: Request) -> None:
+        """End a request soon; its sink hears a last delta with finish_reason "abort" unless it has ended already."""
+        self._inbox.put(lambda: self.engine.abort(request))
+
+    def call(self, action: Callable[[], object]) -> None:
+        """Run something in the engine's thread between two steps, and wait for it."""
+        done = threading.Event()
+
+        def run() -> None:
+            action()
+            done.set()
+
+        self._inbox.put(run)
+        while not done.wait(0.1):
+            if not self._thread.is_alive():
+                raise self.fault or EngineFault("the engine has been closed; make a new one")
+
+    def close(self) -> None:
+        """Stop after the current step; requests in flight hear a fault."""
+        if self._open:
+            self._open = False
+            self._inbox.put(lambda: None)
+            self._thread.join()
+
+    @torch.inference_mode()
+    def _run(self) -> None:
+        try:
+            while self._open:
+                self._listen()
+                for delta in self.engine.step():
+                    self._deliver(delta)
+            self._end(EngineFault("the engine was closed while the request was in flight"))
+        except Exception as error:
+            self.fault = EngineFault(f"the engine stopped: {type(error).__name__}: {error}")
+            self.fault.__cause__ = error
+            self._end(self.fault)
+
+    def _listen(self) -> None:
+        """Take every message there is; wait for one when there is no work."""
+        if not self.engine.has_work:
+            self._inbox.get()()
+        while not self._inbox.empty():
+            self._inbox.get()()
+
+    def _deliver(self, delta: Delta) -> None:
+        sink = self._sinks[delta.request_id] if delta.output is None else self._sinks.pop(delta.request_id)
+        sink(delta)
+
+    def _end(self, fault: EngineFault) -> None:
+        sinks, self._sinks = list(self._sinks.values()), {}
+        for sink in sinks:
+            sink(fault)

@@ -1,0 +1,31 @@
+"""What can go wrong, in words a user can act on."""
+
+
+class PeregrineError(Exception):
+    """Anything Peregrine refuses or cannot do; the message is written for the person who asked."""
+
+
+class ConfigError(PeregrineError, ValueError):
+    """An engine option that cannot be honoured."""
+
+
+class CheckpointError(PeregrineError):
+    """A model folder that cannot be loaded: missing, malformed, unsupported or not fitting."""
+
+
+class OutOfPages(PeregrineError):
+    """Fewer free pages than were asked for; none were taken."""
+
+
+class EngineFault(PeregrineError):
+    """The engine itself failed; requests in flight end with this reason."""
+
+
+class RequestError(PeregrineError, ValueError):
+    """A request refused at admission: which field, what it held, and what to do instead."""
+
+    def __init__(self, field: str, value: object, problem: str, remedy: str) -> None:
+        shown = repr(value)
+        shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
+        super().__init__(f"{field}={shown}: {problem}; {remedy}")
+        self.field, self.value, self.problem, self.remedy = field, value, problem, remedy

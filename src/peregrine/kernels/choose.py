@@ -1,0 +1,133 @@
+"""The choosing law: which token a request takes at a position, greedy or sampled, on any device.
+
+The token is a function of (logits, seed, position, parameters, what came before) alone: the largest sum of
+processed logit and Gumbel noise, lowest id on ties. The maximum of logits plus Gumbel noise is a draw from
+their softmax, and since the noise is a hash and not a stream, all nodes of a draft tree are chosen at once
+and as if each came alone. Temperature 0 has no noise.
+
+Order: bias, penalties, token floor, temperature, top-k, top-p, min-p, noise.
+
+A row's bits depend on that row alone: every step is elementwise, a maximum, or a sum of whole numbers.
+Nothing waits for the device.
+"""
+
+import torch
+from torch import Tensor
+
+from peregrine.errors import EngineFault
+from peregrine.kernels.filters import MASS, filter_scores, masses
+from peregrine.kernels.law import Context, Features, Law
+from peregrine.kernels.noise import gumbel
+from peregrine.kernels.penalties import penalise
+
+__all__ = ["Context", "Features", "Law", "choose", "logprobs", "pick_scores", "process"]
+
+COLDEST = 1e-30  # lower temperatures act like this one: logits divided by it are still finite
+FAULT = -1  # chosen where there is nothing to choose from
+
+
+def choose(
+    logits: Tensor, positions: Tensor, law: Law, features: Features, context: Context | None
+) -> Tensor:
+    """The token at each node: logits [R, T, V], positions [R, T] -> [R, T] i64; -1 if a logit is not finite.
+
+    A position is that of the token to be chosen. Without penalties no context is needed.
+    """
+    lowest = logits.amin(dim=2)
+    if features.plain:
+        highest, tokens = logits.max(dim=2)  # torch promises the first of equals
+    else:
+        highest = logits.amax(dim=2)
+        scores = process(logits, positions, law, features, context)
+        if features.sampled:
+            scores = _add_noise(scores, positions, None, law)
+        tokens = scores.max(dim=2).indices
+    # 0 * x is 0 for a finite x, else NaN, which differs from everything.
+    return tokens.masked_fill_(highest * 0 != lowest * 0, FAULT)
+
+
+def process(
+    logits: Tensor, positions: Tensor, law: Law, features: Features, context: Context | None
+) -> Tensor:
+    """Logits whose softmax is the distribution of the token: [R, T, V] f32; dropped tokens are at -inf.
+
+    Without any feature in use it may be the very tensor that was given.
+    """
+    scores = logits.float()
+    if features.biased:
+        scores = _add_at(scores, law.bias_ids, law.bias_values[:, None])
+    if features.penalised:
+        if context is None:
+            raise EngineFault("context=None: penalties count what came before; pass a Context")
+        scores = penalise(scores, law, context)
+    if features.floored:
+        early = positions < law.floors[:, None]  # [R, T]
+        scores = _add_at(scores, law.stop_ids, torch.where(early, -torch.inf, -0.0)[:, :, None])
+    if features.sampled:
+        scores = scores / _divisors(law)
+    if features.filtered:
+        scores = filter_scores(scores, law)
+    return scores
+
+
+def pick_scores(
+    draft_logits: Tensor, positions: Tensor, target_ids: Tensor | None, law: Law, features: Features
+) -> Tensor:
+    """What a drafter should maximise to guess the target's choice: [R, n, Vd], [R, n] -> [R, n, Vd] f32.
+
+    The same noise that the target will add, keyed by target ids [Vd] (None: draft ids are target ids). A
+    drafter knows neither penalties nor filters; a wrong guess costs time, not tokens.
+    """
+    scores = draft_logits.float()
+    if not features.sampled:
+        return scores
+    return _add_noise(scores / _divisors(law), positions, target_ids, law)
+
+
+def logprobs(logits: Tensor, chosen: Tensor, top_n: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities under the model's own distribution, from raw logits [N, V] and token ids [N].
+
+    Returns the chosen tokens' [N] f32, then ids [N, n] and log-probabilities [N, n] f32 of the n likeliest,
+    largest first, lowest id first among equals.
+    """
+    scores = logits.float()
+    best = scores.amax(dim=1, keepdim=True)
+    total = masses(scores, best).sum(dim=1, keepdim=True)  # [N, 1] i64
+    norm = best.double() + (total.double() / MASS).log()
+    top_ids = _largest(scores, top_n)
+    ids = torch.cat([chosen.clamp(min=0)[:, None], top_ids], dim=1)
+    values = (scores.gather(1, ids) - norm).float()  # [N, 1 + n]
+    return values[:, 0], top_ids, values[:, 1:]
+
+
+def _divisors(law: Law) -> Tensor:
+    """What logits are divided by [R, 1, 1]: the temperature, and 1 for greedy rows."""
+    divisors = torch.where(law.temperature > 0, law.temperature.clamp(min=COLDEST), 1.0)
+    return divisors[:, None, None]
+
+
+def _add_noise(scores: Tensor, positions: Tensor, ids: Tensor | None, law: Law) -> Tensor:
+    """Scores [R, T, V] plus the noise of token ids [V], except in greedy rows."""
+    if ids is None:
+        ids = torch.arange(scores.shape[2], device=scores.device)
+    noise = gumbel(law.seeds, positions, ids)
+    # Noise times 0 or 1 is exact, so it is all one if the product and the sum are fused.
+    return torch.addcmul(scores, noise, (law.temperature > 0).float()[:, None, None])
+
+
+def _add_at(scores: Tensor, ids: Tensor, values: Tensor) -> Tensor:
+    """Scores [R, T, V] with values [R, 1 or T, 1 or B] added at token ids [R, B]; id -1 adds to none."""
+    # x + -0.0 is x, bit for bit, even if x is -0.0.
+    values = torch.where(ids[:, None] < 0, -0.0, values)
+    ids = ids.clamp(min=0)[:, None].expand(-1, scores.shape[1], -1)
+    return scores.scatter_add(2, ids, values.expand_as(ids))
+
+
+def _largest(scores: Tensor, count: int) -> Tensor:
+    """Ids of the largest scores, lowest id first among equals: [N, V] f32 -> [N, count] i64."""
+    bits = (scores + 0.0).view(torch.int32)  # -0.0 + 0.0 is 0.0: equal scores have equal bits
+    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # integers in the order of the floats
+    last = scores.shape[1] - 1
+    ranks = torch.arange(last, -1, -1, device=scores.device)
+    keys = (order.long() << 32) | ranks  # no two are equal
+    return last - (keys.topk(count, dim=1).values & 0xFFFFFFFF)

@@ -1,0 +1,47 @@
+"""top-k, top-p and min-p: each is a lowest score that may be chosen, so the highest of the three decides.
+
+Probabilities are summed as whole numbers, so that the order of the sum, and with it the number of rows and
+the device, cannot change a bit.
+"""
+
+import torch
+from torch import Tensor
+
+from peregrine.kernels.law import Law
+
+MASS = 2.0**40  # the likeliest token's mass; 2^23 tokens as likely as that still fit in 64 bits
+
+
+def filter_scores(scores: Tensor, law: Law) -> Tensor:
+    """Scores [R, T, V] with the tokens that top-k, top-p or min-p drop at -inf; one at least stays."""
+    return scores.masked_fill(scores < lowest_kept(scores, law), -torch.inf)
+
+
+def lowest_kept(scores: Tensor, law: Law) -> Tensor:
+    """The score a token needs to stay: [R, T, V] f32 -> [R, T, 1]; ties with it stay.
+
+    top-k: the k-th largest score. top-p: of the distribution that top-k leaves, the smallest set of largest
+    scores whose mass reaches p. min-p: a probability of at least min_p times the largest.
+    """
+    vocab_size = scores.shape[2]
+    ranked = scores.sort(dim=2, descending=True).values  # [R, T, V]
+    best = ranked[:, :, :1]
+
+    last_rank = torch.where(law.top_k > 0, law.top_k, vocab_size).clamp(max=vocab_size) - 1  # [R]
+    top_k = ranked.gather(2, last_rank[:, None, None].expand_as(best))  # [R, T, 1]
+
+    reached = masses(ranked, best).cumsum(dim=2)  # [R, T, V] i64
+    num_left = (ranked >= top_k).sum(dim=2, keepdim=True)  # more than k where the k-th has ties
+    total = reached.gather(2, num_left.clamp(min=1) - 1)  # NaN rows leave nothing, and must not fault
+    wanted = (total.double() * law.top_p[:, None, None].double()).ceil().long()
+    nucleus = torch.searchsorted(reached, wanted).clamp(max=vocab_size - 1)  # [R, T, 1]
+    # Tokens whose mass rounds to nothing would be lost at p = 1.
+    top_p = torch.where(law.top_p[:, None, None] < 1, ranked.gather(2, nucleus), -torch.inf)
+
+    min_p = best + law.min_p.log()[:, None, None]
+    return torch.maximum(torch.maximum(top_k, top_p), min_p)
+
+
+def masses(scores: Tensor, best: Tensor) -> Tensor:
+    """exp(score - best) in units of 1 / MASS, rounded down: [..., V], [..., 1] f32 -> [..., V] i64."""
+    return (scores - best).exp_().mul_(MASS).long()

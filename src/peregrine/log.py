@@ -1,0 +1,66 @@
+"""The one logger, and text styles for terminals. Environment read here: PEREGRINE_LOG, NO_COLOR, TERM."""
+
+import logging
+import os
+import sys
+from typing import TextIO
+
+from peregrine.errors import ConfigError
+
+LEVELS = ("debug", "info", "warning", "error")
+STYLES = {
+    "bold": 1,
+    "dim": 2,
+    "underline": 4,
+    "red": 31,
+    "green": 32,
+    "yellow": 33,
+    "blue": 34,
+    "magenta": 35,
+    "cyan": 36,
+}
+# NO_COLOR speaks of colour alone; weight and underline stay.
+COLOURS = {name for name, code in STYLES.items() if code >= 30}
+LEVEL_STYLES = {"DEBUG": "dim", "INFO": "cyan", "WARNING": "yellow", "ERROR": "red"}
+
+logger = logging.getLogger("peregrine")
+
+
+def style(text: str, *names: str, stream: TextIO | None = None) -> str:
+    """`text` in the named styles where `stream` (stdout unless given) is a terminal, else `text` as it is."""
+    stream = sys.stdout if stream is None else stream
+    kept = [name for name in names if name not in COLOURS or not os.environ.get("NO_COLOR")]
+    codes = ";".join(str(STYLES[name]) for name in kept)
+    if not text or not codes or not is_terminal(stream):
+        return text
+    return f"\033[{codes}m{text}\033[0m"
+
+
+def is_terminal(stream: TextIO) -> bool:
+    """Whether a person with a terminal that knows escape codes reads this stream."""
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def start_logging(default: str = "warning") -> None:
+    """Send the logger to stderr, at the level PEREGRINE_LOG names (else `default`). Safe to call again."""
+    level = os.environ.get("PEREGRINE_LOG", "").strip().lower() or default
+    if level not in LEVELS:
+        raise ConfigError(f"PEREGRINE_LOG={level!r}: no such level; choose one of {', '.join(LEVELS)}")
+    logger.setLevel(level.upper())
+    if not any(isinstance(handler.formatter, LineFormatter) for handler in logger.handlers):
+        handler = logging.StreamHandler()
+        handler.setFormatter(LineFormatter())
+        logger.addHandler(handler)
+        logger.propagate = False
+
+
+class LineFormatter(logging.Formatter):
+    """`12:30:01 warning: text`, the level coloured on a terminal; a traceback follows where there is one."""
+
+    def __init__(self) -> None:
+        super().__init__(fmt="%(asctime)s %(levelname)s: %(message)s", datefmt="%H:%M:%S")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        colour = LEVEL_STYLES.get(record.levelname, "red")
+        level = style(record.levelname.lower(), colour, stream=sys.stderr)
+        return f"{record.asctime} {level}: {record.message}"

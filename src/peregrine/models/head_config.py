@@ -1,0 +1,178 @@
+"""Which kind of draft head a folder holds and what its config.json asks for, in every public spelling.
+
+Spellings read: SafeAILab's and SpecForge's flat config with `eagle_config`, vLLM's wrapper with `model_type`
+"eagle", and the speculators layout with `speculators_model_type` and `transformer_layer_config`.
+
+Taps are counted in two ways. `eagle_aux_hidden_state_layer_ids` inside `eagle_config` (SGLang, SpecForge,
+ModelOpt) names the layers whose *output* is read; the same field at the top level (vLLM, speculators) names
+the layers the state *enters*. Our tap i enters layer i: the first kind is shifted by one, the second is not.
+"""
+
+import re
+from collections.abc import Set
+from dataclasses import dataclass
+from enum import Enum
+
+from peregrine.models.config import ModelConfig
+from peregrine.models.folder import Fields
+
+TAP_IDS = "eagle_aux_hidden_state_layer_ids"
+MIMO_PREFIX, SPECULATORS_MTP_PREFIX = "model.mtp_layers.0.", "mtp_layers.0."
+_NEXTN = re.compile(r"^(model\.layers\.\d+\.)eh_proj\.weight$")
+_FAMILIES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "mimo": "MiMoForCausalLM",
+}
+# Fields of `eagle_config` that change the arithmetic, with the only value that is served.
+_FIXED = {
+    "use_aux_hidden_state": True,
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+}
+
+
+class Kind(Enum):
+    """The families of heads."""
+
+    EAGLE3 = "EAGLE-3"
+    EAGLE = "EAGLE"
+    MTP = "MTP"
+
+
+@dataclass(frozen=True, slots=True)
+class HeadFields:
+    """A head's config.json: the whole, and the part that describes its layers."""
+
+    kind: Kind
+    outer: Fields
+    layer: Fields
+    speculators: bool
+
+
+def head_kind(config: Fields, names: Set[str]) -> Kind | None:
+    """The kind of head a config and its tensors make up; None if they are no head."""
+    said = config.text("speculators_model_type", "")
+    if said:
+        if said not in ("eagle3", "mtp"):
+            raise config.refusal(
+                "speculators_model_type", "supported are eagle3 and mtp", "choose another head"
+            )
+        return Kind.EAGLE3 if said == "eagle3" else Kind.MTP
+    words = " ".join([*config.texts("architectures"), config.text("method", "")]).lower()
+    stripped = {name.removeprefix("model.") for name in names}
+    if "eagle3" in words or any(name.startswith(("midlayer.", "layers.0.hidden_norm.")) for name in stripped):
+        return Kind.EAGLE3
+    if "eagle" in words or {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= stripped:
+        return Kind.EAGLE
+    if mtp_prefixes(names):
+        return Kind.MTP
+    return None
+
+
+def mtp_prefixes(names: Set[str]) -> list[str]:
+    """Where prediction layers are stored, in order."""
+    nextn = sorted(found.group(1) for name in names if (found := _NEXTN.match(name)))
+    plain = [p for p in (MIMO_PREFIX, SPECULATORS_MTP_PREFIX) if f"{p}input_proj.weight" in names]
+    return plain + nextn
+
+
+def open_fields(config: Fields, kind: Kind) -> HeadFields:
+    """The part of a config that describes the head's layers, wherever it is spelled."""
+    if "speculators_model_type" in config:
+        return HeadFields(kind, config, config.inner("transformer_layer_config"), speculators=True)
+    if config.text("model_type", "") == "eagle" and "model" in config:
+        return HeadFields(kind, config, config.inner("model"), speculators=False)
+    return HeadFields(kind, config, config, speculators=False)
+
+
+def layer_config(fields: Fields) -> ModelConfig:
+    """Shapes of the head's layers; the family follows from model_type or the architecture's name."""
+    family = _FAMILIES.get(fields.text("model_type", ""))
+    for word, architecture in _FAMILIES.items():
+        if family is None and any(word in name.lower() for name in fields.texts("architectures")):
+            family = architecture
+    if family is None:
+        raise fields.refusal(
+            "model_type",
+            f"no supported layer family; supported are {', '.join(_FAMILIES)}",
+            "choose another head",
+        )
+    return ModelConfig.from_fields(Fields(fields.source, fields.values | {"architectures": [family]}))
+
+
+def default_taps(num_layers: int) -> tuple[int, int, int]:
+    """The taps of an EAGLE-3 head whose config names none: early, middle, late."""
+    return 2, num_layers // 2, num_layers - 3
+
+
+def read_taps(fields: HeadFields, num_target_layers: int) -> tuple[int, ...]:
+    """Which target states an EAGLE-3 head reads, as taps."""
+    eagle = fields.outer.inner("eagle_config")
+    entered = fields.outer.wholes(TAP_IDS) or eagle.wholes("layer_ids")
+    left = eagle.wholes(TAP_IDS, minimum=-1)
+    taps = entered or tuple(layer + 1 for layer in left)
+    if entered and left and entered != tuple(layer + 1 for layer in left):
+        raise fields.outer.refusal(
+            TAP_IDS,
+            f"names other states than eagle_config's {list(left)}, which counts outputs",
+            "correct the config",
+        )
+    if not taps:
+        taps = default_taps(num_target_layers)
+        if len(set(taps)) < 3 or min(taps) < 0:
+            raise fields.outer.refusal(
+                TAP_IDS,
+                f"a target of {num_target_layers} layers is too small for the default taps",
+                "name them",
+            )
+    if max(taps) >= num_target_layers:
+        raise fields.outer.refusal(
+            TAP_IDS,
+            f"tap {max(taps)} does not enter one of the target's {num_target_layers} layers",
+            "use the head made for this target",
+        )
+    return taps
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """The switches of an EAGLE-3 head."""
+
+    norm_before_residual: bool
+    norm_each_tap: bool
+    norm_all_taps: bool
+    norm_output: bool
+
+
+def read_variant(fields: HeadFields) -> Variant:
+    """An EAGLE-3 head's switches; what is not served is refused."""
+    outer, eagle = fields.outer, fields.outer.inner("eagle_config")
+    for name, served in _FIXED.items():
+        if eagle.flag(name, served) != served:
+            raise eagle.refusal(name, f"only {str(served).lower()} is supported", "choose another head")
+    for place in (outer, eagle):
+        if "mask_token_id" in place or place.whole("parallel_draft_step", 1) != 1:
+            name = "mask_token_id" if "mask_token_id" in place else "parallel_draft_step"
+            raise place.refusal(
+                name, "parallel drafting is not supported", "choose a head that drafts in steps"
+            )
+    if outer.number("logit_scale", 1.0) != 1.0:
+        raise outer.refusal("logit_scale", "scaled logits are not supported", "choose another head")
+    # Readers of the speculators layout disagree about the default.
+    if fields.speculators and "norm_before_residual" not in outer:
+        raise outer.refusal(
+            "norm_before_residual", "the field is missing", "add true or false, as it was trained"
+        )
+    variant = Variant(
+        norm_before_residual=outer.flag("norm_before_residual", False),
+        norm_each_tap=outer.flag("fc_norm", outer.flag("use_aux_norm", False)),
+        norm_all_taps=eagle.flag("norm_before_fc", outer.flag("norm_before_fc", False)),
+        norm_output=outer.flag("norm_output", False),
+    )
+    if variant.norm_each_tap and variant.norm_all_taps:
+        raise outer.refusal("fc_norm", "does not go together with norm_before_fc", "correct the config")
+    return variant

@@ -1,0 +1,76 @@
+"""EAGLE-3 heads written in SafeAILab's names, with taps in both public spellings: other engines read them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from peregrine.models.head_config import TAP_IDS
+from peregrine.models.head_loading import eagle3_plan
+from peregrine.models.heads import Eagle3Config, Eagle3Head
+from peregrine.models.rope_table import rope_fields
+
+_ARCHITECTURES = {"llama": "LlamaForCausalLMEagle3", "qwen3": "Eagle3Qwen3ForCausalLM"}
+
+
+def save_head(head: Eagle3Head, folder: str | Path, dtype: torch.dtype | None = None) -> None:
+    """Write config.json and model.safetensors for an unpacked head, cast to dtype if one is given."""
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        name: tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+        for name, tensor in head_tensors(head).items()
+    }
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    (path / "config.json").write_text(json.dumps(head_fields(head.config), indent=2) + "\n", encoding="utf-8")
+
+
+def head_tensors(head: Eagle3Head) -> dict[str, Tensor]:
+    """The head's weights under their public names, fused ones taken apart; only of an unpacked head."""
+    if head.fc.packed is not None:
+        raise ValueError("a packed head has no plain weights left to save; load it with pack=False")
+    tensors: dict[str, Tensor] = {}
+    for name, pieces in eagle3_plan(head.config).items():
+        parts = torch.split(head.get_parameter(name).detach(), [piece.shape[0] for piece in pieces])
+        tensors |= {piece.name: part.contiguous() for piece, part in zip(pieces, parts, strict=True)}
+    ids, vocab_size = head.draft_to_target, head.config.layer.vocab_size
+    if ids is not None:
+        tensors["d2t"] = ids - torch.arange(len(ids), device=ids.device)
+        tensors["t2d"] = torch.zeros(vocab_size, dtype=torch.bool, device=ids.device).index_fill(0, ids, True)
+    return tensors
+
+
+def head_fields(config: Eagle3Config) -> dict[str, Any]:
+    """The config.json that `load_head` reads as this config."""
+    layer = config.layer
+    if layer.family not in _ARCHITECTURES:
+        raise ValueError(f"an EAGLE-3 head of {layer.family} layers has no public name; use llama or qwen3")
+    return {
+        "architectures": [_ARCHITECTURES[layer.family]],
+        "model_type": layer.family,
+        "vocab_size": layer.vocab_size,
+        "draft_vocab_size": config.draft_vocab_size,
+        "hidden_size": layer.hidden_size,
+        "target_hidden_size": config.target_hidden_size,
+        "intermediate_size": layer.intermediate_size,
+        "num_hidden_layers": layer.num_layers,
+        "num_attention_heads": layer.num_heads,
+        "num_key_value_heads": layer.num_kv_heads,
+        "head_dim": layer.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": layer.norm_eps,
+        "max_position_embeddings": layer.max_positions,
+        "attention_bias": layer.qkv_bias,
+        "mlp_bias": layer.mlp_bias,
+        "tie_word_embeddings": False,
+        **rope_fields(layer.rope),
+        "norm_before_residual": config.norm_before_residual,
+        "norm_before_fc": config.norm_all_taps,
+        "fc_norm": config.norm_each_tap,
+        "norm_output": config.norm_output,
+        TAP_IDS: list(config.taps),
+        "eagle_config": {"use_aux_hidden_state": True, TAP_IDS: [tap - 1 for tap in config.taps]},
+    }

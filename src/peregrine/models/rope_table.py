@@ -1,0 +1,216 @@
+"""Rotary tables: which angle each position turns each pair of a head by, for every supported scaling.
+
+The arithmetic is float32 on the CPU, step by step as checkpoints were trained with it, and the table is then
+moved: every device sees the same bits.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from peregrine.models.folder import Fields
+
+# Look-ahead tokens stand past the last position that can be committed; their table rows must exist.
+SPARE_POSITIONS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class LinearScaling:
+    """Every frequency divided by the factor."""
+
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3Scaling:
+    """Long wavelengths divided by the factor, short ones kept, a ramp between."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_positions: int
+
+
+@dataclass(frozen=True, slots=True)
+class YarnScaling:
+    """NTK-by-parts: pairs that turn seldom are interpolated, the rest kept; the table is scaled."""
+
+    factor: float
+    original_positions: int
+    beta_fast: float
+    beta_slow: float
+    attention_factor: float
+    truncate: bool
+
+
+Scaling = LinearScaling | Llama3Scaling | YarnScaling
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Base wavelength and scaling of a rotary embedding over whole heads."""
+
+    theta: float
+    scaling: Scaling | None
+
+
+_KEYS = {
+    "default": set[str](),
+    "linear": {"factor"},
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
+    "yarn": {
+        "factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+        "finetuned",
+    },
+}
+
+
+def read_rope(config: Fields, max_positions: int) -> Rope:
+    """What a config asks for, from `rope_parameters` or from `rope_scaling` and `rope_theta`."""
+    name = "rope_scaling" if config.values.get("rope_scaling") else "rope_parameters"
+    fields = config.inner(name)
+    kind = fields.text("rope_type", fields.text("type", "default"))
+    if kind not in _KEYS:
+        raise fields.refusal(
+            "rope_type" if "rope_type" in fields else "type",
+            f"this rope scaling is not supported; supported are {', '.join(sorted(_KEYS))}",
+            "choose a checkpoint with one of those",
+        )
+    theta = fields.number("rope_theta", config.number("rope_theta", 10000.0))
+    for place in (config, fields):
+        if place.number("partial_rotary_factor", 1.0) != 1.0:
+            raise place.refusal(
+                "partial_rotary_factor", "only whole heads are rotated", "choose a checkpoint with factor 1"
+            )
+    known = _KEYS[kind] | {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+    for key in fields.values:
+        if key not in known:
+            raise fields.refusal(
+                key, f"not a field of rope type {kind!r}", "remove it if the model was trained without it"
+            )
+    return Rope(theta, _read_scaling(kind, fields, config, max_positions))
+
+
+def _read_scaling(kind: str, fields: Fields, config: Fields, max_positions: int) -> Scaling | None:
+    if kind == "default":
+        return None
+    factor = fields.number("factor")
+    if kind == "linear":
+        return LinearScaling(factor)
+    original = fields.whole("original_max_position_embeddings", max_positions)
+    original = config.whole("original_max_position_embeddings", original)
+    if kind == "llama3":
+        low, high = fields.number("low_freq_factor"), fields.number("high_freq_factor")
+        if high <= low:
+            raise fields.refusal(
+                "high_freq_factor", f"not above low_freq_factor={low:g}", "correct the config"
+            )
+        return Llama3Scaling(factor, low, high, original)
+    return YarnScaling(
+        factor=factor,
+        original_positions=original,
+        beta_fast=fields.number("beta_fast", 32.0),
+        beta_slow=fields.number("beta_slow", 1.0),
+        attention_factor=_yarn_attention_factor(fields, factor),
+        truncate=fields.flag("truncate", True),
+    )
+
+
+def _yarn_attention_factor(fields: Fields, factor: float) -> float:
+    def magnitude(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if "attention_factor" in fields:
+        return fields.number("attention_factor")
+    if fields.values.get("mscale") and fields.values.get("mscale_all_dim"):
+        return magnitude(fields.number("mscale")) / magnitude(fields.number("mscale_all_dim"))
+    return magnitude(1.0)
+
+
+def rope_fields(rope: Rope) -> dict[str, Any]:
+    """The config.json fields that `read_rope` reads as this value."""
+    fields: dict[str, Any] = {"rope_theta": rope.theta, "rope_scaling": None}
+    match rope.scaling:
+        case LinearScaling(factor):
+            fields["rope_scaling"] = {"rope_type": "linear", "factor": factor}
+        case Llama3Scaling(factor, low, high, original):
+            scaling = {
+                "rope_type": "llama3",
+                "factor": factor,
+                "low_freq_factor": low,
+                "high_freq_factor": high,
+            }
+            fields["rope_scaling"] = scaling | {"original_max_position_embeddings": original}
+        case YarnScaling(factor, original, fast, slow, attention_factor, truncate):
+            scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+            scaling |= {"beta_fast": fast, "beta_slow": slow, "attention_factor": attention_factor}
+            fields["rope_scaling"] = scaling | {"truncate": truncate}
+    return fields
+
+
+def usable_positions(rope: Rope, max_positions: int) -> int:
+    """How many positions the model can read: yarn stretches its original context, the others declare it."""
+    if isinstance(rope.scaling, YarnScaling):
+        return max(max_positions, int(rope.scaling.factor * rope.scaling.original_positions))
+    return max_positions
+
+
+def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
+    """Radians per position of each pair of a head. [head_dim / 2] float32, on the CPU."""
+    plain = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
+    match rope.scaling:
+        case None:
+            return plain
+        case LinearScaling(factor):
+            return plain / factor
+        case Llama3Scaling():
+            return _llama3(plain, rope.scaling)
+        case YarnScaling():
+            return _yarn(plain, rope.scaling, rope.theta)
+
+
+def _llama3(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
+    wavelengths = 2 * math.pi / plain
+    longest = scaling.original_positions / scaling.low_freq_factor
+    shortest = scaling.original_positions / scaling.high_freq_factor
+    kept = (scaling.original_positions / wavelengths - scaling.low_freq_factor) / (
+        scaling.high_freq_factor - scaling.low_freq_factor
+    )
+    between = (1 - kept) * plain / scaling.factor + kept * plain
+    stretched = torch.where(wavelengths > longest, plain / scaling.factor, between)
+    return torch.where(wavelengths < shortest, plain, stretched)
+
+
+def _yarn(plain: Tensor, scaling: YarnScaling, theta: float) -> Tensor:
+    head_dim = 2 * len(plain)
+
+    def pair_that_turns(times: float) -> float:
+        return head_dim * math.log(scaling.original_positions / (times * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    high = high + 0.001 if low == high else high
+    ramp = ((torch.arange(len(plain), dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    return plain / scaling.factor * ramp + plain * (1 - ramp)
+
+
+def rope_table(rope: Rope, head_dim: int, num_positions: int, device: torch.device | str) -> Tensor:
+    """cos | sin of every position, attention factor folded in. [num_positions + spare, head_dim] float32."""
+    positions = torch.arange(num_positions + SPARE_POSITIONS, dtype=torch.float32)
+    angles = positions[:, None] * inverse_frequencies(rope, head_dim)[None, :]  # [C, D/2]
+    table = torch.cat((angles.cos(), angles.sin()), dim=1)
+    if isinstance(rope.scaling, YarnScaling):
+        table = table * rope.scaling.attention_factor
+    return table.to(device)

@@ -1,0 +1,139 @@
+"""What a request may ask of the choosing law; wrong values are refused here, before anything runs."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+
+from peregrine.errors import RequestError
+
+MAX_STOP_IDS = 32
+MAX_BIAS = 512
+MAX_LOGPROBS = 64
+SEED_BITS = 63
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the tokens of one request are chosen and when they end.
+
+    Order of the law: logit_bias, penalties, min_tokens, temperature, top_k, top_p, min_p, then noise from the
+    seed. Temperature 0 takes the largest logit. `logprobs=n` returns the chosen token's and the n largest
+    log-probabilities of the model's own distribution, before all of the above.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None  # None: one is drawn and reported
+    max_tokens: int | None = 128  # None: as many as the context holds
+    min_tokens: int = 0
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    num_drafts: int | None = None  # cap on drafts for this request; 0: no speculation; None: the engine's
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        self._check_number("temperature", 0.0, 100.0, "use 0 for greedy, 1 for the model's own distribution")
+        self._check_number("top_p", 0.0, 1.0, "use a share of the mass in (0, 1]", open_low=True)
+        self._check_number("min_p", 0.0, 1.0, "use a share of the largest probability in [0, 1]")
+        self._check_number("repetition_penalty", 0.0, 100.0, "use 1 for none", open_low=True)
+        self._check_number("presence_penalty", -2.0, 2.0, "use a value in [-2, 2]")
+        self._check_number("frequency_penalty", -2.0, 2.0, "use a value in [-2, 2]")
+        self._check_integer("top_k", 0, None, "use 0 for no limit")
+        self._check_integer("seed", 0, 2**SEED_BITS - 1, "use a non-negative 63-bit integer", optional=True)
+        self._check_integer(
+            "max_tokens", 1, None, "use at least 1, or None for the rest of the context", optional=True
+        )
+        self._check_integer("min_tokens", 0, None, "use 0 or more")
+        self._check_integer("logprobs", 0, MAX_LOGPROBS, f"use 0 to {MAX_LOGPROBS}, or None", optional=True)
+        self._check_integer("num_drafts", 0, None, "use 0 for no speculation", optional=True)
+        for name in ("ignore_eos", "skip_special_tokens"):
+            if not isinstance(self._value(name), bool):
+                raise RequestError(name, self._value(name), "is not true or false", "pass a bool")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                "min_tokens", self.min_tokens, f"exceeds max_tokens={self.max_tokens}", "lower it"
+            )
+        self._check_stops()
+        self._check_bias()
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Stop strings, always as a tuple."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    def _value(self, name: str) -> object:
+        value: object = object.__getattribute__(self, name)
+        return value
+
+    def _check_number(self, name: str, low: float, high: float, remedy: str, open_low: bool = False) -> None:
+        value = self._value(name)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise RequestError(name, value, "is not a number", remedy)
+        if not math.isfinite(value) or not low <= value <= high or (open_low and value == low):
+            raise RequestError(
+                name, value, f"is outside {'(' if open_low else '['}{low:g}, {high:g}]", remedy
+            )
+
+    def _check_integer(
+        self, name: str, low: int, high: int | None, remedy: str, optional: bool = False
+    ) -> None:
+        value = self._value(name)
+        if value is None and optional:
+            return
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise RequestError(name, value, "is not an integer", remedy)
+        if value < low or (high is not None and value > high):
+            limits = f"below {low}" if value < low else f"above {high}"
+            raise RequestError(name, value, f"is {limits}", remedy)
+
+    def _check_stops(self) -> None:
+        if not isinstance(self.stop, str | list | tuple):
+            raise RequestError("stop", self.stop, "is not a string or a list of strings", "pass strings")
+        for text in self.stops:
+            if not isinstance(text, str) or not text:
+                raise RequestError(
+                    "stop", text, "is not a non-empty string", "pass strings of one or more characters"
+                )
+        ids = self.stop_token_ids
+        if not isinstance(ids, list | tuple) or any(
+            isinstance(i, bool) or not isinstance(i, int) for i in ids
+        ):
+            raise RequestError("stop_token_ids", ids, "is not a list of token ids", "pass integers")
+        if len(ids) > MAX_STOP_IDS // 2:
+            raise RequestError(
+                "stop_token_ids", ids, f"holds {len(ids)} ids", f"pass at most {MAX_STOP_IDS // 2}"
+            )
+
+    def _check_bias(self) -> None:
+        if not isinstance(self.logit_bias, Mapping):
+            raise RequestError("logit_bias", self.logit_bias, "is not a mapping", "pass {token id: bias}")
+        if len(self.logit_bias) > MAX_BIAS:
+            raise RequestError(
+                "logit_bias", len(self.logit_bias), "holds too many entries", f"pass at most {MAX_BIAS}"
+            )
+        for token, bias in self.logit_bias.items():
+            if isinstance(token, bool) or not isinstance(token, int):
+                raise RequestError(
+                    "logit_bias", token, "has a key that is not a token id", "use integer keys"
+                )
+            if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
+                raise RequestError(
+                    "logit_bias", {token: bias}, "is outside [-100, 100]", "use a value in that range"
+                )
+
+
+def sampling_params(**values: object) -> SamplingParams:
+    """SamplingParams from loose values (a request body, a command line); unknown names are refused by name."""
+    known = [entry.name for entry in fields(SamplingParams)]
+    for name, value in values.items():
+        if name not in known:
+            raise RequestError(name, value, "is not a sampling parameter", f"known are {', '.join(known)}")
+    return SamplingParams(**values)  # type: ignore[arg-type]

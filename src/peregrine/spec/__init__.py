@@ -1,0 +1,1 @@
+"""Speculative decoding: the round, its state, and every way to guess."""

@@ -1,0 +1,109 @@
+"""Every way to guess, by name. A new drafter is a file beside this one and a line in DRAFTERS."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from peregrine.attention.backend import AttentionBackend
+from peregrine.cache.store import KVStore
+from peregrine.config import TreeShape
+from peregrine.errors import ConfigError
+from peregrine.models.decoder import Decoder
+from peregrine.models.head_loading import is_head, load_head
+from peregrine.models.heads import DraftHead
+from peregrine.models.loading import load_decoder
+from peregrine.spec.bound import BoundModel
+from peregrine.spec.chain import ChainDrafter
+from peregrine.spec.ngram import NgramDrafter
+from peregrine.spec.plain import NoDrafter
+from peregrine.spec.readers import DraftReader, HeadReader, ModelReader
+from peregrine.spec.tree import TreeDrafter
+from peregrine.spec.types import Drafter
+
+# Drafters without weights of their own: name -> made for a number of drafts.
+DRAFTERS: dict[str, Callable[[int], Drafter]] = {
+    "none": lambda num_drafts: NoDrafter(),
+    "ngram": NgramDrafter,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StoreShape:
+    """What a drafter's own KV store must hold per place."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSource:
+    """A drafter found by name or folder, its network loaded, before it has a store."""
+
+    name: str
+    network: DraftHead | Decoder | None
+
+    @property
+    def store_shape(self) -> StoreShape | None:
+        if self.network is None:
+            return None
+        if isinstance(self.network, Decoder):
+            config = self.network.config
+            return StoreShape(config.num_layers, config.num_kv_heads, config.head_dim)
+        return StoreShape(self.network.num_layers, self.network.num_kv_heads, self.network.head_dim)
+
+
+def find_drafter(name: str, model_folder: Path, target: Decoder) -> DraftSource:
+    """The drafter a wish comes to: a name above, a folder, a folder inside the model's, or the model's own MTP."""
+    if name in DRAFTERS:
+        return DraftSource(name, None)
+    beside, elsewhere = model_folder / name, Path(name)
+    if name == "mtp":
+        folder = model_folder
+    elif beside.is_dir():
+        folder = beside
+    elif elsewhere.is_dir():
+        folder = elsewhere
+    else:
+        known = [
+            *DRAFTERS,
+            "mtp",
+            *(p.name for p in sorted(model_folder.iterdir()) if (p / "config.json").exists()),
+        ]
+        raise ConfigError(
+            f"drafter={name!r}: no such drafter or folder; choose {', '.join(known)} or a folder"
+        )
+    device, dtype = target.embedding.device, target.embedding.dtype
+    if name == "mtp" or is_head(folder):
+        return DraftSource(name, load_head(folder, target, device, dtype))
+    model = load_decoder(folder, device, dtype)
+    if model.config.vocab_size != target.config.vocab_size:
+        raise ConfigError(
+            f"drafter={name!r}: its vocabulary has {model.config.vocab_size} tokens, the target's "
+            f"{target.config.vocab_size}; a draft model must share the target's tokenizer"
+        )
+    return DraftSource(name, model)
+
+
+def make_drafter(
+    source: DraftSource,
+    num_drafts: int,
+    tree: TreeShape | None,
+    store: KVStore | None,
+    backend: AttentionBackend,
+) -> Drafter:
+    """The drafter, ready to propose."""
+    if source.network is None or store is None:
+        if tree is not None:
+            raise ConfigError(
+                f"drafter={source.name!r}: guesses no trees; leave tree out or choose a draft head"
+            )
+        return DRAFTERS[source.name](num_drafts)
+    reader: DraftReader
+    if isinstance(source.network, Decoder):
+        reader = ModelReader(BoundModel(source.network, source.network.layer_attention(), store, backend))
+    else:
+        reader = HeadReader(source.network, store, backend)
+    if tree is None or tree.width == 1:
+        return ChainDrafter(reader, num_drafts if tree is None else tree.depth)
+    return TreeDrafter(reader, tree.depth, tree.width, tree.nodes)

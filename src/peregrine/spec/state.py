@@ -1,0 +1,256 @@
+"""What is carried between rounds, in device buffers with one line per seat.
+
+Seats are compact: the rows of a round are always the first R seats, so a round reads and writes plain slices of
+these buffers and gathers nothing. A seat that nobody holds is a pad: ended, on the scratch page, one token long.
+
+    history  | prompt tokens ............ | committed tokens ... newest |  later: garbage
+    places   0                        prompt_len                   past_len
+                                                    KV exists below past_len; the newest token has none yet
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from peregrine.kernels.choose import Context, Law
+from peregrine.sampling import MAX_BIAS, MAX_STOP_IDS
+from peregrine.spec.row_pages import RowPages
+from peregrine.spec.types import Drafts, DraftShape, Links, Verdict
+
+PLACES_STEP = 64  # widths of history and page table grow in these steps
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The batch of one round: its first `count` seats, and a bound on the places any of them may touch."""
+
+    count: int
+    places: int
+
+
+@dataclass(frozen=True, slots=True)
+class SeatEntry:
+    """Everything the device must know of a request that takes a seat."""
+
+    tokens: list[int]  # prompt and what was generated before; the last one has no KV yet
+    prompt_len: int
+    limit: int  # most tokens in all, prompt included
+    draft_cap: int
+    stop_ids: list[int]
+    floor: int  # a stop id may not be chosen for a position below this
+    seed: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition: float
+    presence: float
+    frequency: float
+    bias: dict[int, float]
+
+
+@dataclass(frozen=True, slots=True)
+class RowState:
+    """Views of the first R seats; writing them writes the seats."""
+
+    shape: DraftShape
+    history: Tensor  # [R, C] i64
+    past_lens: Tensor  # [R] i64
+    prompt_lens: Tensor  # [R] i64
+    window_tokens: Tensor  # [R, T] i64: the newest token, then the drafts
+    draft_depths: Tensor  # [R] i64
+    draft_caps: Tensor  # [R] i64
+    limits: Tensor  # [R] i64
+    done: Tensor  # [R] bool
+    links: Links
+    law: Law
+    pages: RowPages
+
+    def context(self, past_lens: Tensor) -> Context:
+        """What penalties count at each node of the window."""
+        return Context(
+            self.history, self.prompt_lens, past_lens + 1, self.window_tokens, self.links.ancestors
+        )
+
+    def commit(self, verdict: Verdict) -> None:
+        """Move every row past its accepted tokens; what was rejected lies past the end and is overwritten."""
+        places = self.past_lens[:, None] + torch.arange(
+            1, verdict.tokens.shape[1] + 1, device=self.history.device
+        )
+        self.history.scatter_(1, places, verdict.tokens)
+        self.past_lens.add_(verdict.accept_lens)
+        self.done.logical_or_(verdict.finish != 0)
+        self.window_tokens[:, :1].copy_(self.history.gather(1, self.past_lens[:, None]))
+
+    def keep(self, drafts: Drafts) -> None:
+        """Carry the drafts to the next round."""
+        self.window_tokens[:, 1:].copy_(drafts.tokens)
+        self.draft_depths.copy_(drafts.depths)
+        if drafts.links is not None:
+            self.links.parents.copy_(drafts.links.parents)
+            self.links.depths.copy_(drafts.links.depths)
+            self.links.ancestors.copy_(drafts.links.ancestors)
+
+
+class SeatState:
+    """The buffers of all seats; mutable, and only through the verbs below and RowState's."""
+
+    def __init__(
+        self, seats: int, shape: DraftShape, max_len: int, page_size: int, device: torch.device
+    ) -> None:
+        self.shape, self.max_len, self.page_size = shape, max_len, page_size
+        places = -(-(max_len + 2 * shape.span + 2) // PLACES_STEP) * PLACES_STEP
+        self.max_places = places
+
+        def whole(*size: int, fill: int = 0) -> Tensor:
+            return torch.full((seats, *size), fill, dtype=torch.int64, device=device)
+
+        def real(*size: int, fill: float = 0.0) -> Tensor:
+            return torch.full((seats, *size), fill, dtype=torch.float32, device=device)
+
+        self.history = whole(places)
+        self.past_lens, self.prompt_lens, self.limits = whole(), whole(), whole()
+        self.window_tokens = whole(shape.nodes)
+        self.draft_depths, self.draft_caps = whole(), whole()
+        self.done = torch.ones(seats, dtype=torch.bool, device=device)
+        self.page_table = whole(-(-places // page_size))
+        self._chain = Links.chain(shape.nodes, device)
+        # A chain's links never change: one row serves all seats. A tree's are chosen anew each round.
+        self.links = (
+            self._chain if shape.is_chain else Links(*(x.repeat(seats, 1) for x in self._chain.fields()))
+        )
+        self.law = Law(
+            temperature=real(),
+            top_k=whole(),
+            top_p=real(fill=1.0),
+            min_p=real(),
+            repetition=real(fill=1.0),
+            presence=real(),
+            frequency=real(),
+            seeds=whole(),
+            bias_ids=whole(MAX_BIAS, fill=-1),
+            bias_values=real(MAX_BIAS),
+            stop_ids=whole(MAX_STOP_IDS, fill=-1),
+            floors=whole(),
+        )
+        self._views: dict[Rows, RowState] = {}
+
+    def buffers(self) -> list[Tensor]:
+        """Every tensor with one line per seat."""
+        law = self.law
+        seated = [
+            self.history,
+            self.past_lens,
+            self.prompt_lens,
+            self.limits,
+            self.window_tokens,
+            self.draft_depths,
+        ]
+        seated += [
+            self.draft_caps,
+            self.done,
+            self.page_table,
+            law.temperature,
+            law.top_k,
+            law.top_p,
+            law.min_p,
+        ]
+        seated += [law.repetition, law.presence, law.frequency, law.seeds, law.bias_ids, law.bias_values]
+        seated += [law.stop_ids, law.floors]
+        return seated if self.shape.is_chain else seated + list(self.links.fields())
+
+    def rows(self, count: int, places: int) -> Rows:
+        """A batch of the first `count` seats that touches no place at or past `places`."""
+        return Rows(count, min(self.max_places, -(-places // PLACES_STEP) * PLACES_STEP))
+
+    def view(self, rows: Rows) -> RowState:
+        """The batch's slices, made once per batch shape."""
+        if rows not in self._views:
+            self._views[rows] = self._slice(rows)
+        return self._views[rows]
+
+    def _slice(self, rows: Rows) -> RowState:
+        count = rows.count
+        law = self.law
+        return RowState(
+            shape=self.shape,
+            history=self.history[:count, : rows.places],
+            past_lens=self.past_lens[:count],
+            prompt_lens=self.prompt_lens[:count],
+            window_tokens=self.window_tokens[:count],
+            draft_depths=self.draft_depths[:count],
+            draft_caps=self.draft_caps[:count],
+            limits=self.limits[:count],
+            done=self.done[:count],
+            links=self.links.rows(count),
+            law=Law(
+                temperature=law.temperature[:count],
+                top_k=law.top_k[:count],
+                top_p=law.top_p[:count],
+                min_p=law.min_p[:count],
+                repetition=law.repetition[:count],
+                presence=law.presence[:count],
+                frequency=law.frequency[:count],
+                seeds=law.seeds[:count],
+                bias_ids=law.bias_ids[:count],
+                bias_values=law.bias_values[:count],
+                stop_ids=law.stop_ids[:count],
+                floors=law.floors[:count],
+            ),
+            pages=RowPages(self.page_table[:count, : -(-rows.places // self.page_size)], self.page_size),
+        )
+
+    def join(self, seat: int, entry: SeatEntry) -> None:
+        """Seat a request; its first round has no drafts yet."""
+        self.clear(seat)
+        count = len(entry.tokens)
+        self.history[seat, :count] = self._put(entry.tokens)
+        self.past_lens[seat] = count - 1
+        self.prompt_lens[seat] = entry.prompt_len
+        self.limits[seat] = entry.limit
+        self.window_tokens[seat, 0] = entry.tokens[-1]
+        self.draft_caps[seat] = entry.draft_cap
+        self.done[seat] = False
+        law = self.law
+        law.temperature[seat] = entry.temperature
+        law.top_k[seat] = entry.top_k
+        law.top_p[seat] = entry.top_p
+        law.min_p[seat] = entry.min_p
+        law.repetition[seat] = entry.repetition
+        law.presence[seat] = entry.presence
+        law.frequency[seat] = entry.frequency
+        law.seeds[seat] = entry.seed
+        law.floors[seat] = entry.floor
+        if entry.stop_ids:
+            law.stop_ids[seat, : len(entry.stop_ids)] = self._put(entry.stop_ids)
+        if entry.bias:
+            law.bias_ids[seat, : len(entry.bias)] = self._put(list(entry.bias))
+            law.bias_values[seat, : len(entry.bias)] = self._put(list(entry.bias.values())).to(torch.float32)
+
+    def set_pages(self, seat: int, first: int, pages: list[int]) -> None:
+        """Write a seat's page-table entries from column `first` on."""
+        if pages:
+            self.page_table[seat, first : first + len(pages)] = self._put(pages)
+
+    def clear(self, seat: int) -> None:
+        """Make the seat a pad."""
+        for buffer in self.buffers():
+            buffer[seat] = 0
+        self.done[seat] = True
+        self.law.top_p[seat] = 1.0
+        self.law.repetition[seat] = 1.0
+        self.law.bias_ids[seat] = -1
+        self.law.stop_ids[seat] = -1
+        if not self.shape.is_chain:
+            for links, chain in zip(self.links.fields(), self._chain.fields(), strict=True):
+                links[seat] = chain[0]
+
+    def move(self, source: int, target: int) -> None:
+        """Give a request another seat and leave a pad behind."""
+        for buffer in self.buffers():
+            buffer[target].copy_(buffer[source])
+        self.clear(source)
+
+    def _put(self, values: list[int] | list[float]) -> Tensor:
+        return torch.tensor(values, device=self.history.device)

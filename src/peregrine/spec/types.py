@@ -1,0 +1,131 @@
+"""The nouns of speculative decoding: the shape of a window, its links, drafts, and what the target made of them."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from peregrine.attention.metadata import AttentionMetadata
+from peregrine.kernels.choose import Features, Law
+from peregrine.spec.row_pages import RowPages
+
+MAX_NODES = 64  # one 64-bit ancestor word per node
+
+
+@dataclass(frozen=True, slots=True)
+class DraftShape:
+    """How far and how wide a drafter guesses; fixed for the life of an engine."""
+
+    depth: int  # K: drafts on the longest path; 0 is plain decoding
+    width: int  # children a node may have; 1 is a chain
+    nodes: int  # T: window width, the root included; a chain has depth + 1
+    lookahead: int  # places past the newest token that proposing may write in the draft store
+
+    @staticmethod
+    def chain(depth: int, lookahead: int) -> "DraftShape":
+        return DraftShape(depth, 1, depth + 1, lookahead)
+
+    @property
+    def is_chain(self) -> bool:
+        return self.width == 1
+
+    @property
+    def span(self) -> int:
+        """Places past `past_len` that one round may write, in either store."""
+        return max(self.nodes, self.depth + 1 + self.lookahead)
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """How the nodes of each row's window hang together; node 0 is the root, parents come before children."""
+
+    parents: Tensor  # [R, T] i64, the root's is itself
+    depths: Tensor  # [R, T] i64
+    ancestors: Tensor  # [R, T] i64 words: own bit and every ancestor's
+
+    @staticmethod
+    def chain(nodes: int, device: torch.device) -> "Links":
+        """The links of a chain, for one row: [1, T]."""
+        order = torch.arange(nodes, device=device)
+        words = [(1 << (i + 1)) - 1 for i in range(nodes)]
+        signed = [word - (1 << 64) if word >= 1 << 63 else word for word in words]
+        return Links(
+            parents=(order - 1).clamp(min=0)[None],
+            depths=order[None],
+            ancestors=torch.tensor([signed], device=device),
+        )
+
+    def fields(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.parents, self.depths, self.ancestors
+
+    def rows(self, count: int) -> "Links":
+        """The first `count` rows (or one row spread over them), without a copy."""
+        if self.parents.shape[0] == 1:
+            return Links(*(x.expand(count, -1) for x in self.fields()))
+        return Links(*(x[:count] for x in self.fields()))
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """Tokens guessed ahead. `links` is None for a chain."""
+
+    tokens: Tensor  # [R, T - 1] i64, node 1 first
+    depths: Tensor  # [R] i64: guesses deeper than this are void
+    links: Links | None
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the target made of the drafts. `accept` counts the bonus token, `correct` does not."""
+
+    tokens: Tensor  # [R, K + 1] i64: the accepted tokens in order, then meaningless valid ids
+    path: Tensor  # [R, K + 1] i64: window nodes that lead to them
+    accept_lens: Tensor  # [R] i64: 0 only for a row that had already ended or met a fault at its root
+    correct_lens: Tensor  # [R] i64: how many of the accepted tokens were drafted
+    drafted_lens: Tensor  # [R] i64: guesses offered (nodes, not depth)
+    finish: Tensor  # [R] i64: one of FINISH_*
+
+
+FINISH_NONE, FINISH_STOP, FINISH_LENGTH, FINISH_FAULT = range(4)
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What the target has just read and said, for the drafter to read after it. W = K + 1."""
+
+    tokens: Tensor  # [R, W]  the accepted path's own tokens, root first
+    next_tokens: Tensor  # [R, W]  the token that follows each of them; valid ids, meaningless past `live`
+    taps: Tensor | None  # [R, W, taps * H]
+    past_lens: Tensor  # [R]  tokens cached before the round
+    new_past_lens: Tensor  # [R]  and after it; also the newest token's position
+    live: Tensor  # [R]  place of the newest cached token within W
+    history: Tensor  # [R, C]  every token so far by position, the newest at new_past_lens
+    pages: RowPages
+    law: Law
+    features: Features
+    max_len: int  # positions stop below this
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A stretch of prompt the target has just read, ragged over rows."""
+
+    tokens: Tensor  # [N]
+    next_tokens: Tensor  # [N]
+    taps: Tensor | None  # [N, taps * H]
+    metadata: AttentionMetadata  # of the target's read; the drafter's stores share its places
+
+
+class Drafter(Protocol):
+    """A way to guess. It can only change speed: the target decides every token."""
+
+    shape: DraftShape
+    taps: tuple[int, ...]  # which of the target's hidden states it wants
+    reads_next_token: bool  # its cache at a position depends on the token after it (draft heads)
+
+    def absorb(self, chunk: Chunk) -> None:
+        """Take in a prompt chunk without guessing."""
+
+    def propose(self, seen: Seen) -> Drafts:
+        """Take in the round's path and guess past the newest token."""

@@ -1,0 +1,264 @@
+"""Text to token ids and back, as a checkpoint folder's tokenizer files say.
+
+tokenizer.json is the truth; tokenizer_config.json adds names (bos_token, eos_token, ...) and chat templates.
+Encoding and decoding agree with transformers on the same folder, with three differences that are meant:
+- `add_bos_token: true` is honoured where the post-processor of tokenizer.json adds no bos (DeepSeek's files);
+- a special token that is named but not in the vocabulary gets no id, since the model has no row for it;
+- decoded text is never "cleaned up", which would rewrite what the model wrote.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
+
+from peregrine.errors import CheckpointError, RequestError
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+# Decoders whose text for an id depends on the id before it at most: what streaming relies on.
+_LOCAL_DECODERS = frozenset(
+    {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace", "WordPiece", "BPEDecoder"}
+)
+_BYTE_DECODERS = frozenset({"ByteLevel", "Fuse"})
+_TOKEN_FLAGS = frozenset({"content", "single_word", "lstrip", "rstrip", "normalized", "special"})
+_OTHER_VOCABULARIES = (
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "tekken.json",
+    "tiktoken.model",
+)
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The character that byte-level vocabularies write for each byte, turned around."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tokenizer:
+    """A checkpoint's vocabulary, its special tokens and its chat templates."""
+
+    backend: Backend = field(repr=False)
+    vocab_size: int  # one more than the largest id; a model may have more rows than that
+    bos_id: int | None
+    eos_id: int | None
+    special_ids: frozenset[int] = field(repr=False)
+    byte_ids: Mapping[int, int] = field(repr=False)  # byte-fallback ids and their bytes; empty elsewhere
+    byte_level: bool  # every id spells bytes (GPT-2, Llama 3, Qwen, ...)
+    prepends_bos: bool  # bos is ours to add; false where the post-processor adds it, or nobody does
+    named_tokens: Mapping[str, str]  # bos_token, eos_token, ... as chat templates see them
+    chat_templates: Mapping[str, str] = field(repr=False)  # by name; a single template is "default"
+
+    @classmethod
+    def read(cls, folder: Path | str) -> "Tokenizer":
+        """The tokenizer of a checkpoint folder; CheckpointError says which file is missing or wrong."""
+        folder = Path(folder)
+        backend, decoders = _read_backend(folder)
+        config = _read_config(folder)
+        named_tokens, extra_tokens = _special_tokens(config)
+        _register(backend, config, [*named_tokens.values(), *extra_tokens])
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        byte_ids = {
+            id: int(found[1], 16)
+            for token, id in vocabulary.items()
+            if (found := _BYTE_TOKEN.fullmatch(token))
+        }
+        bos_id = _named_id(folder, backend, named_tokens, "bos_token")
+        return cls(
+            backend=backend,
+            vocab_size=max(vocabulary.values(), default=-1) + 1,
+            bos_id=bos_id,
+            eos_id=_named_id(folder, backend, named_tokens, "eos_token"),
+            special_ids=frozenset(
+                id for id, token in backend.get_added_tokens_decoder().items() if token.special
+            ),
+            byte_ids=byte_ids if "ByteFallback" in decoders else {},
+            byte_level="ByteLevel" in decoders,
+            prepends_bos=config.get("add_bos_token") is True
+            and bos_id is not None
+            and backend.encode("", add_special_tokens=True).ids[:1] != [bos_id],
+            named_tokens=named_tokens,
+            chat_templates=_chat_templates(folder, config),
+        )
+
+    @property
+    def chat_template(self) -> str | None:
+        """The template for ordinary chats, or None for a model without one."""
+        return self.chat_templates.get("default")
+
+    def encode(self, text: str, add_special: bool = True) -> list[int]:
+        """Token ids of a text. Special tokens written in it are parsed; `add_special` adds bos and the like.
+
+        A rendered chat already holds its special tokens: `chat.encode_chat` is the way to encode one.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            problem = f"is not valid Unicode (lone surrogate at character {error.start})"
+            raise RequestError("text", text, problem, "send text that can be written as UTF-8") from error
+        ids = self.backend.encode(text, add_special_tokens=add_special).ids
+        return [self.bos_id, *ids] if add_special and self.prepends_bos and self.bos_id is not None else ids
+
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        """The text of ids; bytes that are no UTF-8 read as U+FFFD, ids without a token as nothing."""
+        return self.backend.decode(list(ids), skip_special_tokens=skip_special)
+
+    def token(self, id: int) -> str:
+        """The vocabulary's own spelling of an id (such as 'Ġhello'); '' for an id that has no token."""
+        return self.backend.id_to_token(id) or ""
+
+    def token_bytes(self, id: int) -> bytes:
+        """The bytes an id of a byte-level tokenizer spells, perhaps a part of a character."""
+        token = self.token(id)
+        # An added token may hold characters outside the byte alphabet: then it stands for itself.
+        return bytes(_BYTE_OF[c] for c in token) if all(c in _BYTE_OF for c in token) else token.encode()
+
+
+def _read_backend(folder: Path) -> tuple[Backend, set[str]]:
+    """tokenizer.json as the library's tokenizer, and the kinds of decoder it chains."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise CheckpointError(_missing(folder))
+    spec = _read_json(path)
+    try:
+        backend = Backend.from_file(str(path))
+    except Exception as error:  # the library raises bare Exceptions
+        raise CheckpointError(f"{path} is JSON but not a tokenizer: {error}") from error
+    # Limits for training batches; a prompt is never cut or filled up.
+    backend.no_truncation()
+    backend.no_padding()
+    decoders = _decoder_kinds(spec.get("decoder"))
+    allowed = _BYTE_DECODERS if "ByteLevel" in decoders else _LOCAL_DECODERS
+    if refused := sorted(decoders - allowed):
+        raise CheckpointError(
+            f"{path}: decoder chain {sorted(decoders)} cannot be streamed because of {refused}; "
+            f"supported are chains of {sorted(_LOCAL_DECODERS)}, or ByteLevel"
+        )
+    return backend, decoders
+
+
+def _missing(folder: Path) -> str:
+    if not folder.is_dir():
+        return f"{folder} is not a folder; name a checkpoint folder that holds tokenizer.json"
+    found = [name for name in _OTHER_VOCABULARIES if (folder / name).is_file()]
+    if not found:
+        return f"{folder} has no tokenizer.json; copy it from the model's repository"
+    return (
+        f"{folder} has {', '.join(found)} but no tokenizer.json; convert it once with "
+        "transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
+    )
+
+
+def _decoder_kinds(spec: object) -> set[str]:
+    if not isinstance(spec, dict):
+        return set()
+    if spec.get("type") == "Sequence":
+        return {kind for member in spec["decoders"] for kind in _decoder_kinds(member)}
+    return {str(spec.get("type"))}
+
+
+def _read_config(folder: Path) -> dict[str, object]:
+    """tokenizer_config.json, with special_tokens_map.json over it where the config lists no added tokens."""
+    config, special = folder / "tokenizer_config.json", folder / "special_tokens_map.json"
+    values = _read_json(config) if config.is_file() else {}
+    if special.is_file() and "added_tokens_decoder" not in values:
+        values |= _read_json(special)
+    return values
+
+
+def _read_json(path: Path) -> dict[str, object]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # also covers text that is no UTF-8
+        raise CheckpointError(f"{path} is not valid JSON ({error}); download it again") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds a {type(value).__name__}, not an object; download it again")
+    return value
+
+
+def _content(token: object) -> str | None:
+    """A token written as a string or as {"content": ...}; None for anything else."""
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else None
+
+
+def _special_tokens(config: Mapping[str, object]) -> tuple[dict[str, str], list[str]]:
+    """Special tokens that have a name (bos_token, ...), and those that have none."""
+    named = {
+        key: text for key, token in config.items() if key.endswith("_token") and (text := _content(token))
+    }
+    unnamed: list[object] = []
+    for key in ("extra_special_tokens", "additional_special_tokens"):
+        tokens = config.get(key)
+        if isinstance(tokens, dict):
+            named |= {name: text for name, token in tokens.items() if (text := _content(token))}
+        elif isinstance(tokens, list):
+            unnamed += tokens
+    return named, [text for token in unnamed if (text := _content(token))]
+
+
+def _register(backend: Backend, config: Mapping[str, object], special_tokens: list[str]) -> None:
+    """Make the backend know the config's added tokens, and treat the special ones as special."""
+    listed = config.get("added_tokens_decoder")
+    tokens = {
+        int(id): AddedToken(**{name: value for name, value in flags.items() if name in _TOKEN_FLAGS})
+        for id, flags in (listed.items() if isinstance(listed, dict) else ())
+    }
+    backend.add_tokens([tokens[id] for id in sorted(tokens)])  # a token already there takes these flags
+    for id, token in tokens.items():
+        if backend.token_to_id(token.content) != id:
+            raise CheckpointError(
+                f"tokenizer_config.json gives {token.content!r} the id {id}, but tokenizer.json makes it "
+                f"{backend.token_to_id(token.content)}; take both files from the same revision of the model"
+            )
+    added = {token.content for token in backend.get_added_tokens_decoder().values()}
+    # A name without an id is left out: a fresh id would point past the model's rows.
+    missing = [text for text in special_tokens if text not in added and backend.token_to_id(text) is not None]
+    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in missing])
+
+
+def _named_id(folder: Path, backend: Backend, named_tokens: Mapping[str, str], name: str) -> int | None:
+    text = named_tokens.get(name)
+    if text is None:
+        return None
+    id = backend.token_to_id(text)
+    if id is None:
+        raise CheckpointError(
+            f"{folder}/tokenizer_config.json: {name} is {text!r}, which tokenizer.json does not hold; "
+            "name a token of the vocabulary, or null for none"
+        )
+    return id
+
+
+def _chat_templates(folder: Path, config: Mapping[str, object]) -> dict[str, str]:
+    """Chat templates by name: files win over tokenizer_config.json."""
+    files = sorted((folder / "chat_templates").glob("*.jinja"))
+    templates = {path.stem: path.read_text(encoding="utf-8") for path in files}
+    single = folder / "chat_template.jinja"
+    if single.is_file():
+        templates["default"] = single.read_text(encoding="utf-8")
+    if templates:
+        return templates
+    written = config.get("chat_template")
+    if isinstance(written, str):
+        return {"default": written}
+    if written is None:
+        return {}
+    try:
+        return {str(entry["name"]): str(entry["template"]) for entry in written}  # type: ignore[attr-defined]
+    except (TypeError, KeyError) as error:
+        raise CheckpointError(
+            f"{folder}/tokenizer_config.json: chat_template is neither a string nor a list of "
+            '{"name": ..., "template": ...}; correct it, or put the template in chat_template.jinja'
+        ) from error

@@ -1,0 +1,1 @@
+"""Training: the embedded model end to end, and draft heads for any model the engine loads."""

@@ -1,0 +1,138 @@
+"""A kernel follows the window's shape; a backend is chosen by its traits; a refusal gives every reason."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from peregrine.attention import (
+    GraphSupport,
+    Kernel,
+    Needs,
+    Traits,
+    Window,
+    choose_backend,
+    kernel_for,
+    refusals,
+)
+from peregrine.attention.numba_backend import NumbaBackend
+from peregrine.attention.torch_backend import TorchBackend
+from peregrine.errors import ConfigError
+
+TRAITS = Traits(
+    devices=frozenset({"cuda"}),
+    dtypes=frozenset({torch.bfloat16, torch.float16}),
+    page_sizes=frozenset({16, 64}),
+    head_dims=frozenset({64, 128}),
+    max_decode_q_len=16,
+    tree_masks=False,
+    windows=False,
+    sinks=False,
+    reads_host_lens=False,
+    graphs=GraphSupport.UNIFORM,
+)
+NEEDS = Needs(
+    device="cuda",
+    dtype=torch.bfloat16,
+    page_size=16,
+    head_dim=128,
+    tree_masks=False,
+    windows=False,
+    sinks=False,
+    graphs=GraphSupport.UNIFORM,
+)
+CPU_NEEDS = replace(NEEDS, device="cpu", dtype=torch.float32, head_dim=64, graphs=GraphSupport.NEVER)
+
+
+@pytest.mark.parametrize(
+    ("window", "kernel"),
+    [
+        (Window.ragged([7, 3]), Kernel.CONTEXT),  # prefill
+        (Window.uniform(4, 5), Kernel.DECODE),  # verify, and the drafter rereading it
+        (Window.uniform(4, 1), Kernel.DECODE),  # one draft step, or plain decoding
+        (Window.uniform(4, 16), Kernel.DECODE),
+        (Window.uniform(4, 17), Kernel.CONTEXT),
+        (Window.ragged([5, 5]), Kernel.DECODE),  # prompts of one length are uniform, too
+        (Window.uniform(1, 4096), Kernel.CONTEXT),  # so is a long prompt alone
+    ],
+)
+def test_kernel_follows_shape(window: Window, kernel: Kernel) -> None:
+    assert kernel_for(window, TRAITS) is kernel
+
+
+def test_a_backend_without_a_decode_kernel_takes_all_as_context() -> None:
+    assert kernel_for(Window.uniform(1, 1), replace(TRAITS, max_decode_q_len=0)) is Kernel.CONTEXT
+
+
+def test_what_fits_has_no_refusals() -> None:
+    assert refusals(NEEDS, TRAITS) == []
+    assert refusals(NEEDS, replace(TRAITS, devices=None, page_sizes=None, head_dims=None)) == []
+
+
+@pytest.mark.parametrize(
+    ("needs", "reason"),
+    [
+        (replace(NEEDS, device="cpu"), "runs on cuda, not on cpu"),
+        (replace(NEEDS, dtype=torch.float32), "computes in bfloat16, float16, not in float32"),
+        (replace(NEEDS, page_size=32), "has page sizes [16, 64], not 32"),
+        (replace(NEEDS, head_dim=80), "has head dims [64, 128], not 80"),
+        (replace(NEEDS, tree_masks=True), "has no tree masks; choose a chain drafter"),
+        (replace(NEEDS, windows=True), "has no sliding windows, and the model has layers with one"),
+        (replace(NEEDS, sinks=True), "has no attention sinks, and the model has them"),
+        (replace(NEEDS, graphs=GraphSupport.ANY), "captures UNIFORM, but the round needs ANY"),
+    ],
+)
+def test_each_need_has_its_refusal(needs: Needs, reason: str) -> None:
+    assert refusals(needs, TRAITS) == [reason]
+
+
+def test_a_captured_round_never_reads_lengths_on_the_host() -> None:
+    (reason,) = refusals(NEEDS, replace(TRAITS, reads_host_lens=True))
+    assert "reads lengths on the host" in reason
+    assert refusals(replace(NEEDS, graphs=GraphSupport.NEVER), replace(TRAITS, reads_host_lens=True)) == []
+
+
+def test_all_reasons_come_at_once() -> None:
+    assert len(refusals(replace(NEEDS, device="cpu", dtype=torch.float32, sinks=True), TRAITS)) == 3
+
+
+@pytest.mark.skipif(bool(NumbaBackend().missing()), reason="needs numba")
+def test_auto_takes_numba_for_float32_on_the_cpu() -> None:
+    choice = choose_backend("auto", CPU_NEEDS)
+    assert choice.backend.name == "numba"
+    assert choice.reasons == ("numba: the first that fits",)
+
+
+def test_auto_says_why_numba_was_passed_over() -> None:
+    choice = choose_backend("auto", replace(CPU_NEEDS, dtype=torch.bfloat16, head_dim=20))
+    assert choice.backend.name == "torch"
+    assert choice.reasons[-1] == "torch: the first that fits"
+    assert "numba: computes in float32, not in bfloat16" in choice.reasons
+    assert "numba: has head dims 8, 16 .. 1024, not 20" in choice.reasons
+
+
+def test_auto_without_numba_falls_to_torch_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("peregrine.attention.numba_backend.NUMBA_PRESENT", False)
+    choice = choose_backend("auto", CPU_NEEDS)
+    assert choice.backend.name == "torch"
+    assert any("needs numba" in reason for reason in choice.reasons)
+    with pytest.raises(ConfigError, match=r"peregrine\[cpu\]"):
+        choose_backend("numba", CPU_NEEDS)
+
+
+def test_a_named_backend_is_taken_or_refused_but_never_replaced() -> None:
+    assert choose_backend("torch", CPU_NEEDS).backend.name == "torch"
+    with pytest.raises(ConfigError, match=r"numba: runs on cpu, not on cuda.*numba: computes in float32"):
+        choose_backend("numba", NEEDS)
+
+
+def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="attention='flash': no such backend; choose auto, numba or torch"):
+        choose_backend("flash", CPU_NEEDS)
+
+
+def test_backends_can_do_all_masks() -> None:
+    for backend in (TorchBackend(), NumbaBackend()):
+        assert backend.traits.tree_masks
+        assert backend.traits.windows
+        assert backend.traits.sinks

@@ -1,0 +1,59 @@
+"""Keys and values go to the slots they are sent to, in one layer or, when moved, in all."""
+
+import pytest
+import torch
+
+from peregrine.cache.store import KVStore
+from peregrine.errors import ConfigError
+
+
+def make_store(dtype: torch.dtype = torch.float32) -> KVStore:
+    return KVStore(2, 5, 4, num_kv_heads=3, head_dim=8, dtype=dtype, device="cpu")
+
+
+def test_shape_and_zeros() -> None:
+    store = make_store(torch.bfloat16)
+    assert store.keys.shape == store.values.shape == (2, 20, 3, 8)
+    assert store.keys.dtype == store.values.dtype == torch.bfloat16
+    assert not store.keys.any()
+    assert not store.values.any()
+    assert store.num_bytes == 2 * 2 * 20 * 3 * 8 * 2
+
+
+def test_write_touches_its_slots_in_its_layer_only() -> None:
+    store = make_store()
+    slots = torch.tensor([7, 4, 19])
+    k, v = torch.randn(3, 3, 8), torch.randn(3, 3, 8)
+    store.write(1, slots, k, v)
+    assert torch.equal(store.keys[1, slots], k)
+    assert torch.equal(store.values[1, slots], v)
+    rest = [slot for slot in range(20) if slot not in (7, 4, 19)]
+    assert not store.keys[1, rest].any()
+    assert not store.values[1, rest].any()
+    assert not store.keys[0].any()
+
+
+def test_write_takes_views_of_a_fused_projection() -> None:
+    store = make_store()
+    k, v = torch.randn(2, 6, 8).chunk(2, dim=1)
+    store.write(0, torch.tensor([8, 9]), k, v)
+    assert torch.equal(store.keys[0, 8:10], k)
+    assert torch.equal(store.values[0, 8:10], v)
+
+
+def test_move_reads_all_before_it_writes() -> None:
+    store = make_store()
+    store.keys.normal_()
+    store.values.normal_()
+    keys, values = store.keys.clone(), store.values.clone()
+    store.move(torch.tensor([5, 6, 7]), torch.tensor([4, 5, 6]))
+    assert torch.equal(store.keys[:, 4:7], keys[:, 5:8])
+    assert torch.equal(store.values[:, 4:7], values[:, 5:8])
+    store.move(torch.tensor([9, 10]), torch.tensor([10, 9]))
+    assert torch.equal(store.keys[:, [9, 10]], keys[:, [10, 9]])
+    assert torch.equal(store.keys[:, 11:], keys[:, 11:])
+
+
+def test_an_empty_size_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="num_pages=0"):
+        KVStore(2, 0, 4, 3, 8, torch.float32, "cpu")

@@ -1,0 +1,123 @@
+"""A stand-in for peregrine.llm that remembers what it was asked and answers at once."""
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import ModuleType
+
+import pytest
+
+from peregrine.config import Decision
+from peregrine.engine.request import Delta, Output, Stats, Timing
+from peregrine.errors import CheckpointError, ConfigError
+from peregrine.sampling import SamplingParams
+
+TEXTS = ["A", " bird", " fell", "", " é"]  # what each token adds; the fourth is half of a character
+
+
+class Letters:
+    """A tokenizer of five tokens: their texts, and U+FFFD for half a character at the end."""
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(TEXTS[i] for i in ids) + (" \ufffd" if ids[-1:] == [3] else "")
+
+
+def make_output(tokens: list[int], drafted: list[bool], reason: str, prompt: object, seed: int) -> Output:
+    stats = Stats()
+    stats.count(drafted=3, correct=sum(drafted), accepted=len(tokens))
+    return Output(
+        request_id=0,
+        prompt_token_ids=list(prompt) if isinstance(prompt, list) else [7],
+        text=Letters().decode(tokens),
+        token_ids=tokens,
+        finish_reason=reason,
+        stop_reason=None,
+        error="the weather" if reason == "error" else None,
+        seed=seed,
+        drafted=drafted,
+        logprobs=None,
+        stats=stats,
+        timing=Timing(queue_s=0.0, first_token_s=0.125, total_s=0.5, per_token_s=0.1),
+        simulated=False,
+    )
+
+
+@dataclass
+class Calls:
+    """What the command line asked of the stand-in, and how the stand-in shall behave."""
+
+    options: list[dict[str, object]] = field(default_factory=list)
+    prompts: list[object] = field(default_factory=list)
+    params: list[SamplingParams] = field(default_factory=list)
+    closed: int = 0
+    reason: str = "length"
+    tokens_with_drafter: list[int] = field(default_factory=lambda: [0, 1, 2, 3, 4])
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """Put the stand-in in place of peregrine.llm."""
+    record = Calls()
+
+    class LLM:
+        tokenizer = Letters()
+
+        def __init__(self, **options: object) -> None:
+            record.options.append(options)
+            self.decisions = (Decision("drafter", options.get("drafter", "none"), "asked for"),)
+            if options.get("model") == "broken":
+                raise CheckpointError("no config.json in 'broken'; give another folder")
+            if options.get("device") == "toaster":
+                raise ConfigError("device='toaster': is unknown\nchoose cpu")
+
+        def __enter__(self) -> "LLM":
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            record.closed += 1
+
+        def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+            assert [message["role"] for message in messages] == ["user"]
+            return [len(messages[0]["content"]), 99]
+
+        def generate(
+            self, prompts: list[object], params: SamplingParams, progress: bool = True
+        ) -> list[Output]:
+            assert progress is False
+            return [delta.output for delta in self.stream(prompts[0], params) if delta.output]
+
+        def stream(self, prompt: object, params: SamplingParams) -> Iterator[Delta]:
+            record.prompts.append(prompt)
+            record.params.append(params)
+            plain = record.options[-1].get("drafter", "none") == "none"
+            tokens = [0, 1, 2, 3, 4] if plain else record.tokens_with_drafter
+            drafted = [not plain and 0 < i < 3 for i in range(len(tokens))]
+            output = make_output(tokens, drafted, record.reason, prompt, params.seed or 12)
+            for i, token in enumerate(tokens):
+                last = i == len(tokens) - 1
+                yield Delta(
+                    request_id=0,
+                    text=TEXTS[token],
+                    token_ids=[token],
+                    drafted=[drafted[i]],
+                    finish_reason=record.reason if last else None,
+                    output=output if last else None,
+                )
+
+    module = ModuleType("peregrine.llm")
+    module.LLM = LLM  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "peregrine.llm", module)
+    return record
+
+
+@pytest.fixture
+def peregrine(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Run the command line: (exit code, stdout, stderr)."""
+    from peregrine.cli.main import main
+
+    def run(*argv: str) -> tuple[int, str, str]:
+        code = main(argv)
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run

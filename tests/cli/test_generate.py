@@ -1,0 +1,90 @@
+"""`peregrine generate`: where the prompt comes from, what reaches the engine, what is printed where."""
+
+import io
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_streams_text_and_keeps_stats_off_stdout(calls: Any, peregrine: Run) -> None:
+    code, out, err = peregrine("generate", "hi", "--seed", "7", "--model", "m", "--drafter", "ngram")
+    assert (code, out) == (0, "A bird fell é\n")
+    assert calls.prompts == ["hi"]
+    assert calls.options == [{"model": "m", "drafter": "ngram"}]
+    assert calls.params[0].seed == 7
+    assert calls.closed == 1
+    assert err.startswith("5 tokens in 0.50 s (10.0 tokens/s); first after 125 ms")
+    assert "5.00 tokens per round (bonus included); 2 of 3 drafts right; ended by length; seed 7\n" in err
+
+
+def test_json_is_the_whole_output(calls: Any, peregrine: Run) -> None:
+    code, out, err = peregrine("generate", "hi", "--json", "--drafter", "ngram")
+    result = json.loads(out)
+    assert (code, err) == (0, "")
+    assert result["text"] == "A bird fell é"
+    assert result["drafted"] == [False, True, True, False, False]
+    assert result["stats"]["correct"] == 2
+
+
+def test_chat_sends_a_user_message_through_the_template(calls: Any, peregrine: Run) -> None:
+    peregrine("generate", "--chat", "hello")
+    assert calls.prompts == [[5, 99]]
+
+
+def test_prompt_from_a_file(calls: Any, peregrine: Run, tmp_path: Path) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text("é one\ntwo\n", encoding="utf-8")
+    peregrine("generate", "--file", str(file))
+    assert calls.prompts == ["é one\ntwo"]
+
+
+def test_prompt_from_standard_input(calls: Any, peregrine: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one\ntwo\n"))
+    peregrine("generate")
+    assert calls.prompts == ["one\ntwo"]
+
+
+def test_a_terminal_is_not_waited_for(calls: Any, peregrine: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", Terminal("typed"))
+    code, _, err = peregrine("generate")
+    assert code == 2
+    assert "--file" in err
+    assert calls.options == []
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["hi", "--file", "x"], "both were given"),
+        (["--file", "/no/such/file"], "file='/no/such/file'"),
+        (["hi", "--temperature", "-1"], "temperature=-1.0"),
+        (["hi", "--model", "broken"], "no config.json in 'broken'"),
+    ],
+)
+def test_refusals(calls: Any, peregrine: Run, argv: list[str], named: str) -> None:
+    code, out, err = peregrine("generate", *argv)
+    assert (code, out) == (2, "")
+    assert named in err
+
+
+def test_bad_parameters_are_refused_before_the_model_loads(calls: Any, peregrine: Run) -> None:
+    peregrine("generate", "hi", "--top-p", "7")
+    assert calls.options == []
+
+
+def test_failed_generation_is_an_error(calls: Any, peregrine: Run) -> None:
+    calls.reason = "error"
+    code, _, err = peregrine("generate", "hi")
+    assert code == 2
+    assert "error: the generation failed: the weather" in err

@@ -1,0 +1,54 @@
+"""What every test run has in common: no network, few threads, the GPU tests skipped where there is no GPU."""
+
+import importlib.util
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# Before anything imports them: workers share the cores, and the hub is out of bounds.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1"
+
+import torch
+
+GPU_FOLDER = Path(__file__).parent / "gpu"
+LOOPBACK = ("127.", "::1", "localhost")
+
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+if importlib.util.find_spec("hypothesis"):
+    from hypothesis import settings
+
+    # A test is red or green by what it finds, never by how long it took or which examples were drawn today.
+    settings.register_profile("peregrine", deadline=None, derandomize=True, database=None)
+    settings.load_profile("peregrine")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what lies in tests/gpu, and skip it without CUDA."""
+    no_gpu = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if GPU_FOLDER in item.path.parents:
+            item.add_marker("gpu")
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(no_gpu)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def offline() -> Iterator[None]:
+    """Connections to anything but this machine fail with the address they wanted."""
+    patch = pytest.MonkeyPatch()
+    connect = socket.socket.connect
+
+    def guarded(self: socket.socket, address: object) -> None:
+        host = str(address[0]) if isinstance(address, tuple) else ""
+        if self.family != socket.AF_UNIX and not host.startswith(LOOPBACK):
+            raise OSError(f"tests are offline, but something connects to {address}")
+        connect(self, address)  # type: ignore[arg-type]
+
+    patch.setattr(socket.socket, "connect", guarded)
+    yield
+    patch.undo()

@@ -1,0 +1,68 @@
+"""Greedy text equals transformers' generate, for every dense family, prompt after prompt and all in one batch."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from peregrine.sampling import SamplingParams
+from spec.harness import Case, build, prompts, run, tiny_model, tokens
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 301,  # a multiple of nothing
+    "hidden_size": 48,
+    "intermediate_size": 88,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "eos_token_id": 0,
+    "bos_token_id": None,
+    "pad_token_id": None,
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama, untied": ("Llama", {"tie_word_embeddings": False}),
+    "llama, tied, one head a group": ("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 6}),
+    "mistral, window 13, eight heads a group": (
+        "Mistral",
+        {"sliding_window": 13, "num_attention_heads": 8, "num_key_value_heads": 1},
+    ),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {"tie_word_embeddings": False, "head_dim": 24}),
+}
+
+
+def checkpoint(family: str, fields: dict[str, Any], folder: Path) -> transformers.PreTrainedModel:
+    """A random checkpoint of the family, its weights loud enough for the text to vary."""
+    config = getattr(transformers, f"{family}Config")(**{**SHAPE, **fields})
+    torch.manual_seed(7)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() == 2:
+                weight.mul_(10)
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((tiny_model() / name).read_bytes())
+    return model
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_greedy_text_equals_generate(name: str, tmp_path: Path) -> None:
+    model = checkpoint(*FAMILIES[name], tmp_path)
+    asked = prompts(20, seed=3, high=40)
+    expected = []
+    for prompt in asked:
+        ids = torch.tensor([prompt])
+        made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=64, do_sample=False)
+        expected.append(made[0, len(prompt) :].tolist())
+    wish = SamplingParams(temperature=0, max_tokens=64)
+    engine = build(tmp_path, drafter="ngram", num_drafts=3).engine
+    made = tokens(run(engine, [Case(prompt, wish) for prompt in asked]))
+    assert made == expected
+    assert len({tuple(text) for text in made}) > 15, (
+        "the text must depend on the prompt for this to mean anything"
+    )

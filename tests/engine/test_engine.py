@@ -1,0 +1,147 @@
+"""What comes back of a request: reasons, log-probabilities, provenance, timing; faults; simulated acceptance."""
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from scipy import stats
+
+from peregrine.engine.request import Output
+from peregrine.sampling import SamplingParams
+from spec import reference
+from spec.harness import Case, accept_length, build, cases, copy_model, noisy_model, run, tiny_model, tokens
+from spec.test_identity import naive_logits
+
+TREE = {"drafter": str(noisy_model()), "tree": (3, 3, 10)}
+
+
+def test_logprobs_are_of_the_models_own_distribution() -> None:
+    wish = SamplingParams(temperature=0.7, top_k=5, logit_bias={9: 5.0}, seed=2, max_tokens=20, logprobs=3)
+    case = Case((4, 5, 6), wish)
+    engine = build(**TREE).engine
+    output = run(engine, [case, *cases(3, max_tokens=20)])[0]
+    logits = naive_logits(engine)
+    text = list(case.prompt)
+    assert output.logprobs is not None
+    assert len(output.logprobs) == len(output.token_ids)
+    for token, entry in zip(output.token_ids, output.logprobs, strict=True):
+        expected = torch.tensor(logits(text)).double().log_softmax(0)
+        assert entry.token_id == token
+        assert entry.logprob == pytest.approx(float(expected[token]), abs=1e-4)
+        assert [i for i, _ in entry.top] == expected.topk(3).indices.tolist()
+        assert [v for _, v in entry.top] == pytest.approx(expected.topk(3).values.tolist(), abs=1e-4)
+        text.append(token)
+
+
+def test_provenance_and_counters_add_up() -> None:
+    for output in run(build(**TREE).engine, cases(6, max_tokens=80)):
+        counted = output.stats
+        assert counted.accepted == len(output.token_ids) == len(output.drafted)
+        assert counted.correct == sum(output.drafted)
+        assert sum(counted.accept_histogram) == counted.rounds
+        assert sum(n * rounds for n, rounds in enumerate(counted.accept_histogram)) == counted.correct
+        assert counted.accept_length == counted.accepted / counted.rounds
+        assert counted.drafted == 9 * (counted.rounds - 1)  # the first round has no drafts
+        assert not output.drafted[0]
+        timing = output.timing
+        assert 0 <= timing.queue_s <= timing.first_token_s <= timing.total_s
+
+
+def test_a_request_without_a_seed_gets_one_and_reports_it() -> None:
+    free = Case((3, 4), SamplingParams(temperature=1.0, max_tokens=30))
+    first, second = (run(build().engine, [free])[0] for _ in range(2))
+    assert first.seed != second.seed
+    again = run(
+        build().engine, [Case((3, 4), SamplingParams(temperature=1.0, max_tokens=30, seed=first.seed))]
+    )[0]
+    assert again.token_ids == first.token_ids
+
+
+@pytest.mark.parametrize(
+    "options", [{}, TREE, {"drafter": "ngram", "lag": 1}], ids=["plain", "tree", "ngram"]
+)
+def test_logits_that_are_not_finite_end_one_request_alone(options: dict[str, object]) -> None:
+    """Reading token 77 gives NaN; a request that meets it ends with an error, its neighbours go on."""
+    embedding = load_file(tiny_model() / "model.safetensors")["model.embed_tokens.weight"].clone()
+    embedding[77] = float("nan")
+    folder = copy_model("nan", {"model.embed_tokens.weight": embedding})
+    wish = SamplingParams(temperature=0, max_tokens=20, logit_bias={77: -100.0})
+    good = [Case((1, 2, 3), wish), Case((9, 8, 7, 6), wish)]
+    bad = Case((5, 77), wish)
+    outputs = run(build(folder, **options).engine, [good[0], bad, good[1]])
+    assert outputs[1].finish_reason == "error"
+    assert outputs[1].token_ids == []
+    assert "NaN or inf" in str(outputs[1].error)
+    assert tokens([outputs[0], outputs[2]]) == tokens(run(build().engine, good))
+
+
+@pytest.mark.parametrize(
+    "law",
+    [
+        {"temperature": 1.0, "top_k": 6},
+        {"temperature": 1.4, "top_p": 0.6},
+        {"temperature": 0.8, "min_p": 0.1, "logit_bias": {21: 3.0}},
+        {"temperature": 1.0, "top_k": 8, "repetition_penalty": 1.5, "presence_penalty": 1.0},
+    ],
+    ids=["top_k", "top_p", "min_p and bias", "penalties"],
+)
+def test_trees_draw_from_the_exact_distribution(law: dict[str, object]) -> None:
+    """Chi-square of the first and of the second token, over many seeds, through the engine with trees."""
+    prompt, count = (11, 12, 13), 1200
+    some = [Case(prompt, SamplingParams(seed=s, max_tokens=2, **law)) for s in range(count)]  # type: ignore[arg-type]
+    engine = build(max_rows=32, **TREE).engine
+    pairs = tokens(run(engine, some))
+    logits = naive_logits(engine)
+    first = exact(logits, list(prompt), [], some[0].params)
+    second = np.zeros_like(first)
+    for token in np.flatnonzero(first):
+        second += first[token] * exact(logits, [*prompt, int(token)], [int(token)], some[0].params)
+    for place, expected in ((0, first), (1, second)):
+        counts = np.bincount([pair[place] for pair in pairs], minlength=len(expected))
+        assert counts[expected == 0].sum() == 0
+        common = expected * count >= 5
+        observed = np.append(counts[common], counts[~common].sum())
+        wanted = np.append(expected[common], expected[~common].sum()) * count
+        keep = wanted > 0
+        assert stats.chisquare(observed[keep], wanted[keep]).pvalue > 1e-4
+
+
+def exact(logits: reference.Logits, text: list[int], made: list[int], params: SamplingParams) -> np.ndarray:
+    """The distribution the law draws from."""
+    scores = reference.process(logits(text).astype(np.float64), text, made, params, set())
+    weights = np.exp(scores - scores.max())
+    return weights / weights.sum()
+
+
+@pytest.mark.parametrize("options", [{"drafter": str(noisy_model())}, TREE], ids=["chain", "tree"])
+def test_simulated_acceptance_has_the_mean_it_was_asked_for(options: dict[str, object]) -> None:
+    def run_all() -> list[Output]:
+        some = [
+            Case((1, 2, s + 3), SamplingParams(temperature=0, seed=s, max_tokens=300, ignore_eos=True))
+            for s in range(8)
+        ]
+        return run(build(simulate_accept=2.6, **options).engine, some)
+
+    outputs = run_all()
+    assert all(o.simulated for o in outputs)
+    assert accept_length(outputs) == pytest.approx(2.6, abs=0.08)
+    assert tokens(outputs) == tokens(run_all())
+
+
+def test_abort_before_the_first_token_and_after_the_last() -> None:
+    engine = build().engine
+    with torch.inference_mode():
+        request = engine.prepare([1, 2], SamplingParams(max_tokens=3))
+        engine.enqueue(request)
+        engine.abort(request)
+        deltas = engine.step()
+        assert [d.finish_reason for d in deltas] == ["abort"]
+        engine.abort(request)
+        assert not engine.has_work
+
+
+def test_waiting_requests_start_in_order_of_arrival() -> None:
+    some = [Case((n + 1,), SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)) for n in range(5)]
+    outputs = run(build(max_rows=1).engine, some)
+    ends = [o.timing.total_s for o in outputs]
+    assert ends == sorted(ends)

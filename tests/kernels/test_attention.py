@@ -1,0 +1,142 @@
+"""The torch law of attention at its edges, and the compiled kernel against it."""
+
+import pytest
+import torch
+
+from peregrine.kernels import attention
+from peregrine.kernels.attention import BLOCK, paged_attention_torch, plan_causal, plan_tree, slots_of_rows
+from peregrine.kernels.cpu import NUMBA_PRESENT
+
+needs_numba = pytest.mark.skipif(not NUMBA_PRESENT, reason="needs numba")
+
+
+def test_slots_follow_the_table_and_end_in_scratch() -> None:
+    slots = slots_of_rows(torch.tensor([[3, 1], [2, 0]], dtype=torch.int32), page_size=4)
+    assert slots.shape == (2, BLOCK)
+    assert slots.dtype == torch.int64
+    assert slots[0, :10].tolist() == [12, 13, 14, 15, 4, 5, 6, 7, 0, 0]
+    assert slots[1, :9].tolist() == [8, 9, 10, 11, 0, 1, 2, 3, 0]
+
+
+def test_a_tree_query_reads_its_ancestors_as_a_chain() -> None:
+    slots = slots_of_rows(torch.tensor([[1, 2]]), page_size=8)  # key s lies in slot 8 + s
+    words = torch.tensor([[0b00001, 0b01001, 0b11001]])
+    plan = plan_tree(torch.tensor([5, 6, 7]), torch.tensor([5]), words, slots)
+    assert plan.limits.flatten().tolist() == [6, 7, 8]
+    assert plan.key_slots[2, :8].tolist() == [8, 9, 10, 11, 12, 8 + 5 + 0, 8 + 5 + 3, 8 + 5 + 4]
+
+
+def test_ragged_rows_find_their_tokens() -> None:
+    positions = torch.tensor([4, 0, 1, 2, 9])
+    slots = torch.zeros(3, BLOCK, dtype=torch.int64)
+    plan = plan_causal(positions, torch.tensor([0, 1, 4, 5]), 3, slots)
+    assert plan.places is not None
+    assert plan.tokens is not None
+    assert plan.places.flatten()[plan.tokens].tolist() == [0, 1, 2, 3, 4]
+    assert plan.tokens.tolist() == [0, 3, 4, 5, 6]
+    assert plan.limits.flatten()[plan.tokens].tolist() == [5, 1, 2, 3, 10]
+
+
+def test_pieces_bound_memory_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    keys, values = torch.randn(2, 96, 2, 16)
+    q = torch.randn(40, 6, 16)
+    plan = plan_causal(torch.arange(50, 90), torch.tensor([0, 40]), 40, torch.arange(128).clamp(max=95)[None])
+    whole = paged_attention_torch(q, keys, values, plan, 0.25, None, torch.randn(6))
+    torch.manual_seed(0)
+    monkeypatch.setattr(attention, "MAX_PRODUCTS", 1)
+    keys, values = torch.randn(2, 96, 2, 16)
+    q = torch.randn(40, 6, 16)
+    assert torch.equal(paged_attention_torch(q, keys, values, plan, 0.25, None, torch.randn(6)), whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_computes_in_float32(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    keys, values = torch.randn(2, 64, 1, 16).to(dtype)
+    q = torch.randn(2, 3, 16).to(dtype)
+    plan = plan_causal(torch.tensor([40, 41]), torch.tensor([0, 2]), 2, torch.arange(64)[None])
+    out = paged_attention_torch(q, keys, values, plan, 0.25, None, None)
+    wide = paged_attention_torch(q.float(), keys.float(), values.float(), plan, 0.25, None, None)
+    assert out.dtype == dtype
+    assert torch.equal(out, wide.to(dtype))
+
+
+@needs_numba
+@pytest.mark.parametrize("is_tree", [False, True])
+@pytest.mark.parametrize("window", [None, 7])
+def test_kernel_agrees_with_its_twin(is_tree: bool, window: int | None) -> None:
+    from peregrine.kernels.attention_cpu import paged_attention_cpu
+    from peregrine.kernels.attention_plan_cpu import plan_cpu
+
+    torch.manual_seed(0)
+    keys, values = torch.randn(2, 160, 2, 24)
+    q, sinks = torch.randn(2 * 5, 6, 24), torch.randn(6)
+    table, past_lens = torch.tensor([[1, 5, 3, 9], [2, 4, 0, 0]], dtype=torch.int32), torch.tensor([50, 17])
+    positions = (past_lens[:, None] + torch.tensor([0, 1, 1, 2, 2])).flatten()
+    words = torch.tensor([[1, 3, 5, 11, 21]]).expand(2, 5) if is_tree else None
+    q_starts = torch.tensor([0, 5, 10])
+    slots = slots_of_rows(table, 16)
+    twin = (
+        plan_causal(positions, q_starts, 5, slots)
+        if words is None
+        else plan_tree(positions, past_lens, words, slots)
+    )
+    plan = plan_cpu(positions, q_starts, past_lens, 5, table, 16, words)
+    out = paged_attention_cpu(q, keys.data_ptr(), values.data_ptr(), 2, plan, 0.3, window, sinks)
+    expected = paged_attention_torch(q, keys, values, twin, 0.3, window, sinks)
+    torch.testing.assert_close(out, expected, atol=2e-6, rtol=1e-5)
+
+
+@needs_numba
+def test_threads_do_not_change_bits() -> None:
+    from peregrine.kernels.attention_cpu import paged_attention_cpu
+    from peregrine.kernels.attention_plan_cpu import plan_cpu
+
+    torch.manual_seed(0)
+    keys, values = torch.randn(2, 608, 1, 64)
+    q = torch.randn(60, 5, 64)
+    table = torch.arange(1, 38)[None]
+    plan = plan_cpu(torch.arange(520, 580), torch.tensor([0, 60]), torch.tensor([520]), 60, table, 16, None)
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append(
+                paged_attention_cpu(q, keys.data_ptr(), values.data_ptr(), 1, plan, 0.1, None, None)
+            )
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+@needs_numba
+def test_a_position_past_the_table_reads_the_table_and_no_further() -> None:
+    from peregrine.kernels.attention_cpu import paged_attention_cpu
+    from peregrine.kernels.attention_plan_cpu import plan_cpu
+
+    keys, values = torch.randn(2, 32, 1, 16)
+    q = torch.randn(2, 1, 16)
+    table, q_starts, past_lens = torch.tensor([[1]]), torch.tensor([0, 2]), torch.tensor([15])
+    plan = plan_cpu(torch.tensor([15, 900]), q_starts, past_lens, 2, table, 16, None)
+    out = paged_attention_cpu(q[[0, 0]], keys.data_ptr(), values.data_ptr(), 1, plan, 0.25, None, None)
+    assert torch.equal(out[0], out[1])
+
+
+@needs_numba
+def test_sizes_that_do_not_fit_the_plan_are_refused() -> None:
+    from peregrine.kernels.attention_cpu import paged_attention_cpu
+    from peregrine.kernels.attention_plan_cpu import plan_cpu, write_cpu
+
+    keys, values = torch.zeros(2, 32, 1, 16)
+    plan = plan_cpu(
+        torch.tensor([3]), torch.tensor([0, 1]), torch.tensor([3]), 1, torch.tensor([[1]]), 16, None
+    )
+    with pytest.raises(ValueError, match="2 tokens, but the window was planned for 1"):
+        paged_attention_cpu(
+            torch.zeros(2, 1, 16), keys.data_ptr(), values.data_ptr(), 1, plan, 1.0, None, None
+        )
+    with pytest.raises(ValueError, match="k has 2 tokens, but slots has 1"):
+        write_cpu(keys.data_ptr(), values.data_ptr(), torch.tensor([3]), *torch.zeros(2, 2, 1, 16))

@@ -1,0 +1,71 @@
+"""Compiled kernels: which tensors they take, and that threads cannot change what they compute."""
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from peregrine.kernels import cpu
+from peregrine.kernels.cpu import NUMBA_PRESENT, cpu_ready
+from peregrine.kernels.linear import linear, pack_weight
+
+needs_numba = pytest.mark.skipif(not NUMBA_PRESENT, reason="numba is not installed")
+
+
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@needs_numba
+def test_takes_float32_without_gradients():
+    plain, wanted = torch.ones(2), torch.ones(2, requires_grad=True)
+    assert cpu_ready(plain)
+    assert cpu_ready(plain, plain)
+    assert not cpu_ready(plain, plain.double())
+    assert not cpu_ready(plain.bfloat16())
+    assert not cpu_ready(plain.to("meta"))
+    assert not cpu_ready(plain, wanted)
+    with torch.inference_mode():
+        assert cpu_ready(plain, wanted)
+
+
+def test_without_numba_the_twin_serves(monkeypatch):
+    monkeypatch.setattr(cpu, "NUMBA_PRESENT", False)
+    packed = pack_weight(torch.ones(3, 7))
+    assert packed.panels is None
+    assert torch.equal(linear(torch.ones(2, 7), packed), torch.full((2, 3), 7.0))
+
+
+@needs_numba
+@pytest.mark.usefixtures("two_threads")
+def test_without_torchs_threads_the_caller_computes(monkeypatch):
+    x, packed = torch.randn(5, 320), pack_weight(torch.randn(384, 320))
+    expected = linear(x, packed)
+    monkeypatch.setattr(cpu, "torch_team", lambda: None)
+    assert torch.equal(linear(x, packed), expected)
+
+
+@needs_numba
+@pytest.mark.usefixtures("two_threads")
+def test_many_python_threads_may_call_at_once():
+    x, packed = torch.randn(5, 320), pack_weight(torch.randn(384, 320))
+    expected = linear(x, packed)
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(lambda _: linear(x, packed), range(100)))
+    assert all(torch.equal(result, expected) for result in results)
+
+
+def test_importing_the_kernels_leaves_numba_alone():
+    imports = "from peregrine.kernels import activation, linear, norm, rope"
+    code = f"import sys; {imports}; sys.exit('numba' in sys.modules)"
+    path = os.pathsep.join(sys.path)
+    subprocess.run(
+        [sys.executable, "-c", code], check=True, timeout=120, env={**os.environ, "PYTHONPATH": path}
+    )

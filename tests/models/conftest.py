@@ -1,0 +1,111 @@
+"""Small random checkpoints written by transformers, and a dense `attend` that knows nothing of pages."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from models.head_files import LAYERS
+from models.head_files import SHAPE as HEAD_SHAPE
+from peregrine.attention import Attend, LayerAttention
+from peregrine.models.config import ModelConfig
+from peregrine.models.decoder import Decoder
+from peregrine.models.folder import Fields
+from peregrine.models.layers import draw_weights
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 257,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 96,
+}
+
+
+class DenseCache:
+    """Keys and values of one sequence, whole and unpaged; attention is three lines of float64."""
+
+    def __init__(self, layers: Sequence[LayerAttention]) -> None:
+        self.layers = layers
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
+
+    def bind(self, positions: Tensor, live: Tensor | None = None) -> Attend:
+        """An `attend` for queries at these positions; keys and values are appended in order."""
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            spec = self.layers[layer]
+            keys, values = (
+                torch.cat([held[layer], new]) if layer in held else new
+                for held, new in ((self.keys, k), (self.values, v))
+            )
+            self.keys[layer], self.values[layer] = keys, values
+            at = positions if len(positions) == len(q) or live is None else positions[live]
+            past = torch.arange(len(keys))[None, :]
+            seen = past <= at[:, None]
+            if spec.window is not None:
+                seen = seen & (past > at[:, None] - spec.window)
+            group = q.shape[1] // keys.shape[1]
+            wide = (x.repeat_interleave(group, dim=1).double() for x in (keys, values))
+            keys, values = wide
+            scores = torch.einsum("nhd,shd->hns", q.double(), keys) * spec.scale
+            weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+            return torch.einsum("hns,shd->nhd", weights, values).to(q.dtype)
+
+        return attend
+
+
+@pytest.fixture(scope="session")
+def target() -> Decoder:
+    """A decoder of eight small layers for draft heads to read."""
+    fields = HEAD_SHAPE | {
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": LAYERS,
+        "rope_theta": 1e4,
+    }
+    decoder = Decoder(ModelConfig.from_fields(Fields("target", fields)), num_positions=64)
+    draw_weights(decoder, torch.Generator().manual_seed(3), scale=0.2)
+    return decoder.pack()
+
+
+@pytest.fixture
+def dense_cache() -> type[DenseCache]:
+    return DenseCache
+
+
+@pytest.fixture
+def write_checkpoint(tmp_path: Path) -> Callable[..., Path]:
+    """Write a random checkpoint of a family with transformers; keywords change its config."""
+    transformers = pytest.importorskip("transformers")
+
+    def write(family: str, seed: int = 0, **changes: Any) -> Path:
+        torch.manual_seed(seed)
+        config = getattr(transformers, f"{family}Config")(**{**SHAPE, **changes})
+        model = getattr(transformers, f"{family}ForCausalLM")(config).float()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                # Norm weights and biases are not left at one and zero, or a missing one would go unseen.
+                spread = 0.3 if parameter.dim() == 1 else 0.15
+                parameter.copy_(torch.randn_like(parameter) * spread + (1.0 if "norm" in name else 0.0))
+        folder = tmp_path / f"{family.lower()}-{seed}"
+        model.save_pretrained(folder)
+        return folder
+
+    return write
+
+
+@pytest.fixture
+def edit_json() -> Callable[..., None]:
+    """Change fields of a JSON file in place; a field set to `...` is removed."""
+
+    def edit(path: Path, **changes: Any) -> None:
+        values = json.loads(path.read_text()) | changes
+        path.write_text(json.dumps({name: value for name, value in values.items() if value is not ...}))
+
+    return edit

@@ -1,0 +1,199 @@
+"""The dense decoder against transformers: logits, hidden states, caches, live rows and gradients."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from peregrine.models.config import ModelConfig
+from peregrine.models.decoder import Decoder
+from peregrine.models.folder import Fields
+from peregrine.models.layers import Linear, draw_weights
+from peregrine.models.loading import load_decoder
+
+TOLERANCE = 1e-4
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 24,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 24}
+
+# name -> (family, changes to the config)
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-untied": ("Llama", {}),
+    "llama-tied-one-layer": ("Llama", {"tie_word_embeddings": True, "num_hidden_layers": 1}),
+    "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True, "rms_norm_eps": 1e-3}),
+    "llama-heads-apart": ("Llama", {"head_dim": 20, "num_attention_heads": 8, "num_key_value_heads": 1}),
+    "llama-group-1": ("Llama", {"num_key_value_heads": 6, "rope_parameters": {"rope_theta": 777.0}}),
+    "llama-llama3": ("Llama", {"rope_parameters": LLAMA3}),
+    "llama-linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}}),
+    "llama-yarn": ("Llama", {"rope_parameters": YARN}),
+    "llama-yarn-no-truncate": ("Llama", {"rope_parameters": {**YARN, "truncate": False, "beta_fast": 20}}),
+    "llama-yarn-mscale": ("Llama", {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3}}),
+    "llama-yarn-factor": ("Llama", {"rope_parameters": {**YARN, "attention_factor": 1.25}}),
+    "mistral-window": ("Mistral", {"sliding_window": 7, "head_dim": 10}),
+    "mistral-no-window": ("Mistral", {"sliding_window": None, "num_hidden_layers": 2}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True, "num_attention_heads": 8, "num_key_value_heads": 1}),
+    "qwen2-window-last": (
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2},
+    ),
+    "qwen2-layer-types": (
+        "Qwen2",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "qwen3": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
+    "qwen3-biased-yarn": ("Qwen3", {"head_dim": 16, "attention_bias": True, "rope_parameters": YARN}),
+}
+
+
+def oracle(folder: Path, tokens: Tensor) -> Any:
+    """transformers' own forward over the whole prompt, eager attention."""
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").float()
+    with torch.no_grad():
+        return model(tokens[None], output_hidden_states=True)
+
+
+def prompt(length: int, seed: int = 1) -> Tensor:
+    return torch.randint(0, 257, (length,), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(params=list(CASES))
+def folder(request: pytest.FixtureRequest, write_checkpoint: Callable[..., Path]) -> Path:
+    family, changes = CASES[request.param]
+    return write_checkpoint(family, **changes)
+
+
+@torch.no_grad()
+def test_whole_prompt_and_taps_agree_with_transformers(folder: Path, dense_cache: Any) -> None:
+    tokens, positions = prompt(41), torch.arange(41)
+    expected = oracle(folder, tokens)
+    decoder = load_decoder(folder)
+    taps = (decoder.config.num_layers, *range(decoder.config.num_layers))
+    hidden, tapped = decoder(tokens, positions, dense_cache(decoder.layer_attention()).bind(positions), taps)
+    states = expected.hidden_states
+    torch.testing.assert_close(decoder.logits(hidden), expected.logits[0], atol=TOLERANCE, rtol=0)
+    assert tapped is not None
+    for tap, ours in zip(taps, tapped.split(decoder.config.hidden_size, dim=1), strict=True):
+        torch.testing.assert_close(ours, states[tap][0], atol=TOLERANCE, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_token_by_token_agrees_with_transformers(folder: Path, dense_cache: Any) -> None:
+    tokens = prompt(33, seed=2)
+    expected = oracle(folder, tokens).logits[0]
+    decoder = load_decoder(folder)
+    cache = dense_cache(decoder.layer_attention())
+    start = 0
+    for length in (11, 1, 1, 5, 1, 14):
+        positions = torch.arange(start, start + length)
+        hidden, tapped = decoder(tokens[positions], positions, cache.bind(positions))
+        assert tapped is None
+        torch.testing.assert_close(decoder.logits(hidden), expected[positions], atol=TOLERANCE, rtol=0)
+        start += length
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("taps", [(), (0, 2), (1, 3)])
+def test_live_rows_are_the_same_rows(
+    write_checkpoint: Callable[..., Path], dense_cache: Any, taps: tuple[int, ...]
+) -> None:
+    decoder = load_decoder(write_checkpoint("Qwen3", head_dim=16))
+    tokens, positions, live = prompt(17), torch.arange(17), torch.tensor([16, 3, 8])
+    whole, all_taps = decoder(tokens, positions, dense_cache(decoder.layer_attention()).bind(positions), taps)
+    caches = [dense_cache(decoder.layer_attention()) for _ in range(2)]
+    some, some_taps = decoder(tokens, positions, caches[0].bind(positions, live), taps, live)
+    assert some.shape == (3, decoder.config.hidden_size)
+    torch.testing.assert_close(some, whole[live], atol=1e-6, rtol=0)
+    if taps:
+        torch.testing.assert_close(some_taps, all_taps, atol=1e-6, rtol=0)
+    # Keys and values are written for every token, live or not.
+    decoder(tokens, positions, caches[1].bind(positions))
+    for layer in range(decoder.config.num_layers):
+        torch.testing.assert_close(caches[0].keys[layer], caches[1].keys[layer], atol=1e-6, rtol=0)
+
+
+@torch.no_grad()
+def test_packed_and_plain_agree(write_checkpoint: Callable[..., Path], dense_cache: Any) -> None:
+    folder = write_checkpoint("Llama", attention_bias=True, mlp_bias=True)
+    tokens, positions = prompt(9), torch.arange(9)
+    outputs = []
+    for decoder in (
+        load_decoder(folder),
+        load_decoder(folder, pack=False),
+        load_decoder(folder, pack=False).pack(),
+    ):
+        hidden, _ = decoder(tokens, positions, dense_cache(decoder.layer_attention()).bind(positions))
+        outputs.append(decoder.logits(hidden))
+    torch.testing.assert_close(outputs[1], outputs[0], atol=1e-5, rtol=0)
+    assert torch.equal(outputs[2], outputs[0])
+
+
+def test_packing_drops_weights_but_not_the_shared_one(write_checkpoint: Callable[..., Path]) -> None:
+    decoder = load_decoder(write_checkpoint("Llama", tie_word_embeddings=True))
+    linears = [module for module in decoder.modules() if isinstance(module, Linear)]
+    assert all(module.packed is not None for module in linears)
+    assert [module for module in linears if module.weight is not None] == [decoder.head]
+    assert decoder.head.weight is decoder.embedding
+    assert not any(parameter.requires_grad for parameter in decoder.parameters())
+
+
+def test_gradients_reach_every_parameter(write_checkpoint: Callable[..., Path], dense_cache: Any) -> None:
+    folder = write_checkpoint("Qwen3", head_dim=16, attention_bias=True)
+    decoder = load_decoder(folder, pack=False)
+    tokens, positions = prompt(12), torch.arange(12)
+    hidden, _ = decoder(tokens, positions, dense_cache(decoder.layer_attention()).bind(positions))
+    decoder.logits(hidden).log_softmax(-1)[torch.arange(11), tokens[1:]].sum().backward()
+    for name, parameter in decoder.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.abs().sum() > 0 or name.endswith("kv.bias"), name
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").float()
+    model(tokens[None]).logits[0].log_softmax(-1)[torch.arange(11), tokens[1:]].sum().backward()
+    expected = model.model.embed_tokens.weight.grad
+    torch.testing.assert_close(decoder.embedding.grad, expected, atol=1e-4, rtol=1e-3)
+
+
+@torch.no_grad()
+def test_half_precision_stays_close(write_checkpoint: Callable[..., Path], dense_cache: Any) -> None:
+    folder = write_checkpoint("Qwen3", head_dim=16)
+    tokens, positions = prompt(13), torch.arange(13)
+    exact = oracle(folder, tokens).logits[0]
+    decoder = load_decoder(folder, dtype=torch.float16)
+    hidden, _ = decoder(tokens, positions, dense_cache(decoder.layer_attention()).bind(positions))
+    logits = decoder.logits(hidden)
+    assert logits.dtype == torch.float16
+    assert torch.nn.functional.cosine_similarity(logits.float(), exact).min() > 0.999
+
+
+def test_drawn_weights_follow_the_generator() -> None:
+    fields = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 61,
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 3,
+        "tie_word_embeddings": True,
+    }
+    config = ModelConfig.from_fields(Fields("config", fields))
+    decoders = [Decoder(config, num_positions=16) for _ in range(2)]
+    for decoder in decoders:
+        draw_weights(decoder, torch.Generator().manual_seed(5))
+    for ours, theirs in zip(*(decoder.parameters() for decoder in decoders), strict=True):
+        assert torch.equal(ours, theirs)
+    assert torch.equal(decoders[0].norm.weight, torch.ones(24))
+    assert decoders[0].rope_table.shape[0] < 200
+    assert 0.015 < decoders[0].embedding.std() < 0.025

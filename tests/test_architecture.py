@@ -1,0 +1,241 @@
+"""The shape of the code base, checked: imports point down, files stay small, some calls stay home.
+
+Every check is a function from a parsed file to complaints. It runs over the package, and over small bad
+examples that it must complain about.
+"""
+
+import ast
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).parents[1] / "src" / "peregrine"
+FLOORS = (
+    {"errors", "log", "hardware", "config", "sampling", "assets"},
+    {"kernels", "text"},
+    {"cache"},
+    {"attention"},
+    {"models"},
+    {"spec"},
+    {"engine"},
+    {"llm"},
+    {"serve", "train", "bench"},
+    {"cli"},
+)
+FLOOR = {unit: height for height, units in enumerate(FLOORS) for unit in units}
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_ARGUMENTS = 300, 60, 8
+COMPILED = re.compile(
+    r"jit|cfunc|cpu_kernel|intrinsic"
+)  # decorators of kernels: the hardware sets their size
+VAGUE_NAMES = {"utils", "util", "common", "base", "manager", "misc", "helpers", "v2"}
+READS_RESULTS = {"engine", "llm", "train", "bench", "serve", "cli"}
+# call -> the only units that may make it
+HOMES = {
+    "item": READS_RESULTS,
+    "cpu": READS_RESULTS,
+    "tolist": READS_RESULTS | {"cache"},
+    "synchronize": READS_RESULTS,
+    "getattr": {"models"},
+    "hasattr": set[str](),
+    "getenv": {"log", "hardware"},
+}
+ENVIRONMENT_HOMES = {"log", "hardware"}
+# The front door: loads LLM, which lies above everything it is made of, on first use.
+DOOR = SRC / "__init__.py"
+
+FILES = sorted(SRC.rglob("*.py"))
+each_file = pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SRC)))
+Complaints = Iterator[str]
+
+
+def unit_of(path: Path) -> str:
+    """The floor's resident a file belongs to: its top folder, or its own name."""
+    return path.relative_to(SRC).parts[0].removesuffix(".py")
+
+
+def imports_of(tree: ast.AST) -> Iterator[str]:
+    """Each `peregrine...` name a file imports: at the top, in functions, under TYPE_CHECKING, by string."""
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{'.' * node.level}{node.module or ''}.{alias.name}" for alias in node.names]
+        elif (
+            isinstance(node, ast.Call) and called_name(node) in ("import_module", "__import__") and node.args
+        ):
+            names = [str(node.args[0].value)] if isinstance(node.args[0], ast.Constant) else []
+        yield from (name for name in names if name.startswith(("peregrine", ".")))
+
+
+def called_name(node: ast.Call) -> str:
+    """`f` for f(...) and for x.f(...)."""
+    match node.func:
+        case ast.Attribute(attr=name) | ast.Name(id=name):
+            return name
+    return ""
+
+
+def upward_imports(tree: ast.Module, unit: str) -> Complaints:
+    """Imports that do not point down. Floor 0 is one folder, so its files may use each other."""
+    for name in imports_of(tree):
+        if name.startswith("."):
+            yield f"{name}: absolute imports only"
+            continue
+        used = name.split(".")[1] if "." in name else "__init__"
+        if used == "__version__":
+            continue
+        if used not in FLOOR:
+            yield f"{name}: import it from the file it lives in"
+        elif used != unit and FLOOR[used] >= max(FLOOR[unit], 1):
+            yield f"{name}: floor {FLOOR[used]} is not below {unit} (floor {FLOOR[unit]})"
+
+
+def oversize(tree: ast.Module, unit: str) -> Complaints:
+    """Functions with too many lines or arguments; compiled kernels excepted."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if any(COMPILED.search(ast.unparse(mark)) for mark in node.decorator_list):
+            continue
+        lines = (node.end_lineno or node.lineno) - node.lineno + 1
+        arguments = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+        count = len([name for name in arguments if name not in ("self", "cls")])
+        if lines > MAX_FUNCTION_LINES:
+            yield f"line {node.lineno}: {node.name} has {lines} lines, more than {MAX_FUNCTION_LINES}"
+        if count > MAX_ARGUMENTS:
+            yield f"line {node.lineno}: {node.name} has {count} arguments, more than {MAX_ARGUMENTS}"
+
+
+def strayed_calls(tree: ast.Module, unit: str) -> Complaints:
+    """Waits for the device, peeks at attributes and reads of the environment outside their homes; globals."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Global():
+                yield f"line {node.lineno}: global: no module state"
+            case ast.Call() if unit not in HOMES.get(called_name(node), {unit}):
+                homes = sorted(HOMES[called_name(node)])
+                yield f"line {node.lineno}: {called_name(node)}() belongs in {', '.join(homes) or 'no file'}"
+            case ast.Attribute(attr="environ") | ast.alias(name="environ") if unit not in ENVIRONMENT_HOMES:
+                yield f"line {node.lineno}: environ belongs in {', '.join(sorted(ENVIRONMENT_HOMES))}"
+
+
+def wordless(tree: ast.Module, unit: str) -> Complaints:
+    """A file that does not open with what it is for."""
+    if not ast.get_docstring(tree):
+        yield "the file opens without a docstring that says what it is for"
+
+
+@each_file
+@pytest.mark.parametrize("check", [upward_imports, oversize, strayed_calls, wordless])
+def test_file(path: Path, check: Callable[[ast.Module, str], Complaints]) -> None:
+    if path == DOOR and check is upward_imports:
+        return
+    unit = unit_of(path) if path != DOOR else "errors"
+    assert unit in FLOOR, f"{unit} has no floor: add it to FLOORS"
+    complaints = list(check(ast.parse(path.read_text()), unit))
+    assert not complaints, "\n".join(complaints)
+
+
+@each_file
+def test_file_is_short_and_plainly_named(path: Path) -> None:
+    lines = path.read_text().count("\n")
+    assert lines <= MAX_FILE_LINES, (
+        f"{lines} lines, more than {MAX_FILE_LINES}: cut it where the subject changes"
+    )
+    words = {word for part in path.relative_to(SRC).with_suffix("").parts for word in part.split("_")}
+    assert not words & VAGUE_NAMES, "name the file after what is in it"
+
+
+def test_no_file_imports_itself_by_a_detour() -> None:
+    modules = {".".join(("peregrine", *path.relative_to(SRC).with_suffix("").parts)): path for path in FILES}
+    modules = {name.removesuffix(".__init__"): path for name, path in modules.items() if path != DOOR}
+    graph = {
+        name: {home for used in imports_of(ast.parse(path.read_text())) if (home := home_of(used, modules))}
+        for name, path in modules.items()
+    }
+    assert not find_cycle(graph)
+
+
+def home_of(name: str, modules: dict[str, Path]) -> str | None:
+    """The module that an imported name is or lives in."""
+    return name if name in modules else next((m for m in [name.rpartition(".")[0]] if m in modules), None)
+
+
+def find_cycle(graph: dict[str, set[str]]) -> list[str]:
+    """One import cycle as a list of modules; empty if there is none."""
+    done: set[str] = set()
+
+    def visit(name: str, trail: list[str]) -> list[str]:
+        if name in trail:
+            return [*trail[trail.index(name) :], name]
+        if name in done:
+            return []
+        for used in sorted(graph[name]):
+            if cycle := visit(used, [*trail, name]):
+                return cycle
+        done.add(name)
+        return []
+
+    return next((cycle for name in sorted(graph) if (cycle := visit(name, []))), [])
+
+
+@pytest.mark.parametrize(
+    ("check", "unit", "source"),
+    [
+        (upward_imports, "attention", "from peregrine.engine.runner import Runner"),
+        (upward_imports, "attention", "import peregrine.models.config"),
+        (upward_imports, "attention", "from peregrine import models"),
+        (upward_imports, "attention", "from peregrine import LLM"),
+        (upward_imports, "attention", "from .window import Window"),
+        (upward_imports, "attention", "def f():\n    from peregrine.spec import round"),
+        (upward_imports, "attention", "if TYPE_CHECKING:\n    from peregrine.engine import runner"),
+        (upward_imports, "attention", "importlib.import_module('peregrine.engine')"),
+        (upward_imports, "bench", "from peregrine.serve import app"),
+        (upward_imports, "kernels", "from peregrine.text.stream import TextStream"),
+        (upward_imports, "errors", "from peregrine.kernels import linear"),
+        (oversize, "spec", "def f():\n" + "    x = 1\n" * 60),
+        (oversize, "spec", "def f(a, b, c, d, e, f, g, h, i): ..."),
+        (oversize, "spec", "def f(a, b, c, d, /, e, f, *, g, h, i): ..."),
+        (strayed_calls, "spec", "x.item()"),
+        (strayed_calls, "kernels", "x.sum().tolist()"),
+        (strayed_calls, "models", "x.cpu()"),
+        (strayed_calls, "attention", "torch.cuda.synchronize()"),
+        (strayed_calls, "engine", "getattr(x, 'y')"),
+        (strayed_calls, "models", "hasattr(x, 'y')"),
+        (strayed_calls, "engine", "os.environ['X']"),
+        (strayed_calls, "engine", "os.getenv('X')"),
+        (strayed_calls, "engine", "from os import environ"),
+        (strayed_calls, "log", "def f():\n    global x"),
+        (wordless, "spec", "import torch"),
+    ],
+)
+def test_check_complains(check: Callable[[ast.Module, str], Complaints], unit: str, source: str) -> None:
+    assert list(check(ast.parse(source), unit))
+
+
+@pytest.mark.parametrize(
+    ("check", "unit", "source"),
+    [
+        (upward_imports, "attention", "from peregrine.cache.store import KVStore"),
+        (upward_imports, "attention", "from peregrine.attention.window import Window"),
+        (upward_imports, "hardware", "from peregrine.errors import ConfigError"),
+        (upward_imports, "cli", "def f():\n    from peregrine.llm import LLM"),
+        (upward_imports, "cli", "from peregrine import __version__"),
+        (oversize, "spec", "@triton.jit\ndef f(a, b, c, d, e, f, g, h, i): ..."),
+        (oversize, "spec", "class A:\n    def f(self, a, b, c, d, e, f, g, h): ..."),
+        (strayed_calls, "engine", "x.item()"),
+        (strayed_calls, "cache", "x.tolist()"),
+        (strayed_calls, "hardware", "os.environ['X']"),
+        (wordless, "spec", '"""What it is for."""'),
+    ],
+)
+def test_check_is_content(check: Callable[[ast.Module, str], Complaints], unit: str, source: str) -> None:
+    assert not list(check(ast.parse(source), unit))
+
+
+def test_a_cycle_is_found() -> None:
+    assert find_cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+    assert find_cycle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []

@@ -1,0 +1,196 @@
+"""Chats render as transformers renders them, inside a sandbox, and wrong chats are refused by name."""
+
+import json
+import re
+from datetime import datetime
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from peregrine.errors import CheckpointError, RequestError
+from peregrine.text.chat import encode_chat, render_chat
+from peregrine.text.tokenizer import Tokenizer
+
+PLAIN = """{{ bos_token }}
+{%- for message in messages %}
+    {%- if message.role not in ["system", "user", "assistant", "tool"] %}
+        {{- raise_exception("unknown role " + message.role) }}
+    {%- endif %}
+    {{- "<|user|>" + message["role"] + "\\n" + (message.content or "") | trim + eos_token }}
+    {%- if message.tool_calls %}
+        {{- message.tool_calls | tojson }}
+    {%- endif %}
+{% endfor %}
+    {% if add_generation_prompt %}
+<|user|>assistant
+    {% endif %}
+"""
+RICH = """{% set state = namespace(turns=0) %}
+{% if tools is not none %}{{ tools | tojson(indent=2) }}{% endif %}
+{% if documents is defined and not documents %}no documents{% endif %}
+{% for message in messages %}
+{% if loop.index > 3 %}{% break %}{% endif %}
+{% set state.turns = state.turns + 1 %}
+{% generation %}{{ message.role }}: {% endgeneration %}
+{% if message.role == "assistant" %}{{ message.content }}{% continue %}{% endif %}
+{{ message.content }}{{ pad_token }}{{ "<&'>" | tojson }}
+{% endfor %}
+{{ state.turns }}{% if enable_thinking %}<think>{% endif %}
+"""
+MESSAGES = [
+    {"role": "system", "content": " Be brief. "},
+    {"role": "user", "content": 'Grüße <b>你好</b> & "x"'},
+    {"role": "assistant", "content": "Hello."},
+    {"role": "user", "content": "And?"},
+]
+CALL = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"function": {"name": "fly", "arguments": {"é": 1}}}],
+}
+TOOLS = [{"type": "function", "function": {"name": "fly", "parameters": {}}}]
+
+
+def read_with(write, template: object) -> Tokenizer:
+    tokens = {"bos_token": "<|bos|>", "eos_token": "<|eos|>"}
+    return Tokenizer.read(write({**tokens, "chat_template": template}))
+
+
+@pytest.mark.parametrize("add_generation_prompt", [True, False])
+@pytest.mark.parametrize("template", [PLAIN, RICH])
+@pytest.mark.parametrize(
+    ("messages", "extra"),
+    [(MESSAGES, {}), ([*MESSAGES[:2], CALL], {"tools": TOOLS}), (MESSAGES[1:2], {"enable_thinking": True})],
+)
+def test_a_chat_agrees_with_transformers(write, template, messages, extra, add_generation_prompt) -> None:
+    folder = write({"bos_token": "<|bos|>", "eos_token": "<|eos|>", "chat_template": template})
+    tokenizer, oracle = Tokenizer.read(folder), PreTrainedTokenizerFast.from_pretrained(folder)
+    asked = {"add_generation_prompt": add_generation_prompt, **extra}
+    text = oracle.apply_chat_template(messages, tokenize=False, **asked)
+    assert render_chat(tokenizer, messages, **asked) == text
+    assert (
+        encode_chat(tokenizer, messages, **asked)
+        == oracle.apply_chat_template(messages, **asked)["input_ids"]
+    )
+
+
+def test_encode_chat_holds_the_bos_of_the_template_and_no_other(write) -> None:
+    tokenizer = read_with(write, PLAIN)
+    assert encode_chat(tokenizer, MESSAGES).count(tokenizer.bos_id) == 1
+
+
+def test_strftime_now_is_today(write) -> None:
+    tokenizer = read_with(write, "{{ strftime_now('%Y') }}")
+    assert render_chat(tokenizer, MESSAGES) == datetime.now().strftime("%Y")
+
+
+def test_a_list_of_templates_offers_its_default_and_its_tool_template(write) -> None:
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
+    tokenizer = read_with(write, named)
+    assert tokenizer.chat_template == "plain"
+    assert render_chat(tokenizer, MESSAGES) == "plain"
+    assert render_chat(tokenizer, MESSAGES, tools=TOOLS) == "tools"
+
+
+def test_a_template_file_wins_over_the_config(write) -> None:
+    folder = write({"chat_template": "config"})
+    (folder / "chat_template.jinja").write_text("file")
+    (folder / "chat_templates").mkdir()
+    (folder / "chat_templates" / "tool_use.jinja").write_text("tools")
+    tokenizer = Tokenizer.read(folder)
+    assert render_chat(tokenizer, MESSAGES) == "file"
+    assert render_chat(tokenizer, MESSAGES, tools=TOOLS) == "tools"
+
+
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    [(None, "the model has no chat template"), ([{"name": "rag", "template": "x"}], r"only .*\['rag'\]")],
+)
+def test_a_model_without_a_template_says_what_to_do(write, template, problem) -> None:
+    tokenizer = read_with(write, template)
+    assert tokenizer.chat_template is None
+    with pytest.raises(RequestError, match=rf"{problem}; send a plain prompt, or put the template in"):
+        render_chat(tokenizer, MESSAGES)
+
+
+def test_a_malformed_template_entry_is_refused(write) -> None:
+    with pytest.raises(CheckpointError, match="chat_template is neither a string nor a list"):
+        read_with(write, [{"template": "nameless"}])
+
+
+def test_a_template_that_does_not_parse_names_the_line(write) -> None:
+    tokenizer = read_with(write, "{{ bos_token }}\n{% for %}")
+    with pytest.raises(CheckpointError, match="does not parse, line 2"):
+        render_chat(tokenizer, MESSAGES)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.__init__.__globals__ }}",
+        "{{ ''['__class__'].x }}",
+        "{{ raise_exception.__globals__.x }}",
+        "{{ cycler.__init__.__globals__.os.popen('true').read() }}",
+        "{{ '{0.__class__.__mro__}'.format(messages) }}",
+        "{{ (messages | attr('__class__')).x }}",
+    ],
+)
+def test_a_template_cannot_reach_python(write, template: str) -> None:
+    tokenizer = read_with(write, template)
+    with pytest.raises(CheckpointError, match=r"stopped by its sandbox: .*unsafe"):
+        render_chat(tokenizer, MESSAGES)
+
+
+@pytest.mark.parametrize("template", ["{{ messages.append(1) }}", "{{ messages[0].update(role='x') }}"])
+def test_a_template_cannot_change_what_it_is_given(write, template: str) -> None:
+    tokenizer = read_with(write, template)
+    before = json.dumps(MESSAGES)
+    with pytest.raises(CheckpointError, match="stopped by its sandbox"):
+        render_chat(tokenizer, MESSAGES)
+    assert json.dumps(MESSAGES) == before
+
+
+def test_what_a_template_raises_answers_the_request(write) -> None:
+    tokenizer = read_with(write, PLAIN)
+    with pytest.raises(RequestError, match="the model's chat template refuses them: unknown role critic"):
+        render_chat(tokenizer, [{"role": "critic", "content": "hm"}])
+
+
+def test_a_template_that_trips_over_a_chat_answers_the_request(write) -> None:
+    tokenizer = read_with(write, "{{ messages[0].content + 1 }}")
+    with pytest.raises(RequestError, match="chat template refuses them"):
+        render_chat(tokenizer, MESSAGES)
+
+
+@pytest.mark.parametrize(
+    ("messages", "problem"),
+    [
+        ([], "messages=[]: is empty"),
+        ("hello", "messages='hello': is not a list"),
+        ({"role": "user"}, "is not a list"),
+        ([MESSAGES[0], "hi"], "messages[1]='hi': is not an object"),
+        ([{"content": "x"}], "messages[0].role=None: is not a role"),
+        ([MESSAGES[0], {"role": 3, "content": "x"}], "messages[1].role=3: is not a role"),
+        ([{"role": "user"}], "messages[0].content=None: is not a string"),
+        ([{"role": "user", "content": None, "tool_calls": []}], "messages[0].content=None"),
+        ([{"role": "user", "content": ["x"]}], "messages[0].content=['x']: is not a string"),
+        (
+            [{"role": "user", "content": "x", "images": [{"data": b"1"}]}],
+            "messages[0].images[0].data=b'1': is a bytes",
+        ),
+    ],
+)
+def test_a_wrong_chat_is_refused_by_name(write, messages, problem: str) -> None:
+    with pytest.raises(RequestError, match=re.escape(problem)):
+        render_chat(read_with(write, PLAIN), messages)
+
+
+def test_objects_with_methods_never_reach_a_template(write) -> None:
+    with pytest.raises(RequestError, match="tools="):
+        render_chat(read_with(write, PLAIN), MESSAGES, tools=Tokenizer)
+
+
+def test_a_chat_that_is_no_unicode_is_refused(write) -> None:
+    with pytest.raises(RequestError, match="lone surrogate"):
+        encode_chat(read_with(write, PLAIN), [{"role": "user", "content": "\udc00"}])

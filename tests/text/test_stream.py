@@ -1,0 +1,294 @@
+"""Text as tokens arrive equals text decoded at the end, however the tokens are cut into pushes."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from peregrine.text.stream import Detokenizer, Piece, TextStream
+from peregrine.text.tokenizer import Tokenizer
+
+ALPHABET = [
+    *"abtheng .,\n 0",
+    "é",
+    "e\u0301",
+    "ß",
+    "你",
+    "好",
+    "世",
+    "🦅",
+    "👩\u200d🚀",
+    "\ufffd",
+    "▁",
+    "\u0000",
+]
+WORDS = ["the", " the", "bird", " 你好", "🦅🦅", "<|eos|>", "<tool>", "鳥 bird", "\n\n", "  "]
+texts = st.lists(st.sampled_from(ALPHABET + WORDS), max_size=12).map("".join)
+
+
+@st.composite
+def generations(draw: st.DrawFn, tokenizer: Tokenizer) -> list[int]:
+    """Ids a model may emit: parts of texts, and ids in no order, with unknown ones and broken bytes."""
+    stretches = st.one_of(
+        texts.map(lambda text: tokenizer.encode(text, add_special=False)),
+        st.lists(st.integers(0, tokenizer.vocab_size + 2), max_size=8),
+        st.lists(st.sampled_from(sorted(tokenizer.byte_ids) or [0]), max_size=6),
+    )
+    return [id for ids in draw(st.lists(stretches, max_size=4)) for id in ids]
+
+
+def cut(data: st.DataObject, ids: Sequence[int]) -> list[Sequence[int]]:
+    places = sorted(data.draw(st.lists(st.integers(0, len(ids)), max_size=8)))
+    return [ids[start:end] for start, end in zip([0, *places], [*places, len(ids)], strict=True)]
+
+
+def reference(tokenizer: Tokenizer, prompt: list[int], ids: Sequence[int], skip_special: bool) -> str:
+    """What the ids add to the prompt's text, by decoding everything twice."""
+    return tokenizer.decode([*prompt, *ids], skip_special)[len(tokenizer.decode(prompt, skip_special)) :]
+
+
+def draw_prompt(data: st.DataObject, tokenizer: Tokenizer) -> list[int]:
+    """A prompt that ends with a whole character (and not in a run of bytes: see the tests that do)."""
+    prompt = tokenizer.encode(data.draw(texts), add_special=data.draw(st.booleans()))
+    while prompt and prompt[-1] in tokenizer.byte_ids:
+        prompt.pop()
+    return prompt
+
+
+@settings(max_examples=60)
+@given(data=st.data(), skip_special=st.booleans())
+def test_pushes_add_up_to_the_whole_text(
+    tokenizer: Tokenizer, data: st.DataObject, skip_special: bool
+) -> None:
+    prompt, ids = draw_prompt(data, tokenizer), data.draw(generations(tokenizer))
+    expected = reference(tokenizer, prompt, ids, skip_special)
+    detokenizer = Detokenizer(tokenizer, prompt, skip_special)
+    text = ""
+    for part in cut(data, ids):
+        text += detokenizer.push(part)
+        assert expected.startswith(text)
+    assert text + detokenizer.finish() == expected
+    assert detokenizer.finish() == ""
+
+
+@settings(max_examples=40)
+@given(data=st.data())
+def test_no_more_is_held_back_than_must_be(tokenizer: Tokenizer, data: st.DataObject) -> None:
+    prompt, ids = draw_prompt(data, tokenizer), data.draw(generations(tokenizer))
+    detokenizer, text = Detokenizer(tokenizer, prompt), ""
+    for count, id in enumerate(ids, start=1):
+        text += detokenizer.push([id])
+        now = reference(tokenizer, prompt, ids[:count], skip_special=True)
+        if tokenizer.byte_level:
+            assert len(now) - len(text) <= 1  # the beginning of one character
+        elif not any(id in tokenizer.byte_ids for id in ids):
+            assert now == text
+
+
+def ids_of(tokenizer: Tokenizer, *tokens: str) -> list[int]:
+    ids = [tokenizer.backend.token_to_id(token) for token in tokens]
+    assert None not in ids
+    return [id for id in ids if id is not None]
+
+
+def byte_ids(tokenizer: Tokenizer, spelled: bytes) -> list[int]:
+    """Ids that spell these bytes, one id each."""
+    if tokenizer.byte_level:
+        of_byte = {tokenizer.token_bytes(id): id for id in range(tokenizer.vocab_size)}
+        return [of_byte[bytes([byte])] for byte in spelled]
+    return ids_of(tokenizer, *(f"<0x{byte:02X}>" for byte in spelled))
+
+
+@pytest.fixture(params=["byte_level", "byte_fallback", "metaspace_fallback"])
+def bytewise(request: pytest.FixtureRequest, tokenizers: dict[str, Tokenizer]) -> Tokenizer:
+    return tokenizers[request.param]
+
+
+def test_a_character_comes_out_whole(bytewise: Tokenizer) -> None:
+    detokenizer = Detokenizer(bytewise, bytewise.encode("a bird"))
+    parts = [detokenizer.push([id]) for id in byte_ids(bytewise, "🦅".encode())]
+    assert "".join(parts) + detokenizer.finish() == "🦅"
+    assert "\ufffd" not in "".join(parts)
+
+
+def test_half_a_character_at_the_end_is_a_replacement(bytewise: Tokenizer) -> None:
+    detokenizer = Detokenizer(bytewise, bytewise.encode("a bird"))
+    assert detokenizer.push(byte_ids(bytewise, b"\xf0")) == ""
+    assert detokenizer.finish() == "\ufffd"
+
+
+@pytest.mark.parametrize("split", [1, 2, 3])
+def test_a_character_the_prompt_began_belongs_to_the_generation(bytewise: Tokenizer, split: int) -> None:
+    spelled = byte_ids(bytewise, "🦅".encode())
+    detokenizer = Detokenizer(bytewise, [*bytewise.encode("a bird"), *spelled[:split]])
+    assert detokenizer.push(spelled[split:]) + detokenizer.finish() == "🦅"
+
+
+def test_a_whole_character_of_the_prompt_is_not_said_again(bytewise: Tokenizer) -> None:
+    prompt = [*bytewise.encode("a bird"), *byte_ids(bytewise, "\ufffd\n".encode())]
+    detokenizer = Detokenizer(bytewise, prompt)
+    assert detokenizer.push(byte_ids(bytewise, b"\nx")) + detokenizer.finish() == "\nx"
+    assert Detokenizer(bytewise, prompt).finish() == ""
+
+
+def test_a_bad_byte_after_a_prompt_ending_in_bytes_speaks_for_itself_only(bytewise: Tokenizer) -> None:
+    prompt = [*bytewise.encode("a bird"), *byte_ids(bytewise, "é".encode())]
+    detokenizer = Detokenizer(bytewise, prompt)
+    assert detokenizer.push(byte_ids(bytewise, b"\xff")) + detokenizer.finish() == "\ufffd"
+
+
+@pytest.mark.parametrize("name", ["byte_fallback", "metaspace", "metaspace_fallback"])
+def test_only_the_first_word_of_all_loses_its_space(tokenizers: dict[str, Tokenizer], name: str) -> None:
+    tokenizer = tokenizers[name]
+    word = tokenizer.encode("the", add_special=False)
+    assert tokenizer.decode(word) == "the"
+    assert Detokenizer(tokenizer, []).push(word) == "the"
+    assert Detokenizer(tokenizer, tokenizer.encode("", add_special=True)).push(word) == "the"
+    assert Detokenizer(tokenizer, tokenizer.encode("bird")).push(word) == " the"
+
+
+def test_a_skipped_id_does_not_end_a_run_of_bytes(tokenizers: dict[str, Tokenizer]) -> None:
+    tokenizer = tokenizers["byte_fallback"]
+    first, *rest = byte_ids(tokenizer, "é".encode())
+    ids = [first, *ids_of(tokenizer, "<|eos|>"), *rest]
+    assert Detokenizer(tokenizer, []).push([*ids, *ids_of(tokenizer, "b")]) == "éb"
+    shown = Detokenizer(tokenizer, [], skip_special=False)
+    assert shown.push([*ids, *ids_of(tokenizer, "b")]) == "\ufffd<|eos|>\ufffdb"
+
+
+def test_a_skipped_id_does_not_end_a_character_of_the_prompt(bytewise: Tokenizer) -> None:
+    *begun, last = byte_ids(bytewise, "🦅".encode())
+    detokenizer = Detokenizer(bytewise, [*begun, *ids_of(bytewise, "<|eos|>")])
+    assert detokenizer.push([last]) + detokenizer.finish() == "🦅"
+
+
+def test_a_word_after_leading_bytes_keeps_its_space(tokenizers: dict[str, Tokenizer]) -> None:
+    tokenizer = tokenizers["byte_fallback"]
+    word = tokenizer.encode("the", add_special=False)
+    assert Detokenizer(tokenizer, []).push([*byte_ids(tokenizer, b"\n"), *word]) == "\n the"
+    assert Detokenizer(tokenizer, byte_ids(tokenizer, b"\n")).push(word) == " the"
+
+
+def test_each_id_gets_the_characters_it_completes(tokenizers: dict[str, Tokenizer]) -> None:
+    tokenizer = tokenizers["byte_fallback"]
+    detokenizer = Detokenizer(tokenizer, [])
+    # The decoder drops the space that begins the whole text; the others keep their places.
+    assert detokenizer.settle(
+        [*byte_ids(tokenizer, " é\n".encode()), *ids_of(tokenizer, "<|eos|>", "b")]
+    ) == [
+        *["", "", "é", "\n"],
+        *["", "b"],
+    ]
+
+
+class CountingBackend:
+    """Counts the ids the library is asked about."""
+
+    def __init__(self, backend: Any) -> None:
+        self.backend, self.num_ids = backend, 0
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        self.num_ids += len(ids)
+        return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def id_to_token(self, id: int) -> str | None:
+        self.num_ids += 1
+        return self.backend.id_to_token(id)
+
+
+@pytest.mark.parametrize("spelled", [b"\xff", b"\x80", b"a", "\ufffd".encode(), "你".encode()])
+def test_time_grows_with_the_text_and_no_faster(bytewise: Tokenizer, spelled: bytes) -> None:
+    counting = CountingBackend(bytewise.backend)
+    detokenizer = Detokenizer(replace(bytewise, backend=counting), bytewise.encode("a bird"))  # type: ignore[arg-type]
+    ids = byte_ids(bytewise, spelled) * 500
+    for id in ids:
+        detokenizer.push([id])
+    detokenizer.finish()
+    assert counting.num_ids <= 8 * len(ids)
+
+
+def push_all(stream: TextStream, parts: Sequence[Sequence[int]]) -> tuple[str, int, str | None]:
+    """Text, kept ids and stop string of a whole generation."""
+    text, kept = "", 0
+    for part in parts:
+        piece = stream.push(part)
+        text, kept = text + piece.text, kept + piece.kept
+        if piece.stopped is not None:
+            break
+    return text + stream.finish(), kept, stream.stopped
+
+
+@settings(max_examples=60)
+@given(
+    data=st.data(),
+    stops=st.lists(st.text("ab \nh你🦅", min_size=1, max_size=3), max_size=3),
+    include_stop=st.booleans(),
+)
+def test_a_stream_ends_at_the_first_stop(
+    tokenizer: Tokenizer, data: st.DataObject, stops: list[str], include_stop: bool
+) -> None:
+    prompt, ids = draw_prompt(data, tokenizer), data.draw(generations(tokenizer))
+    whole = reference(tokenizer, prompt, ids, skip_special=True)
+    ends = [(whole.find(stop) + len(stop), -len(stop), stop) for stop in stops if stop in whole]
+    end, negative, stop = min(ends, default=(len(whole), 0, None))
+    expected = whole[:end] if include_stop else whole[: end + negative]
+
+    text, kept, stopped = push_all(TextStream(tokenizer, prompt, stops, include_stop), cut(data, ids))
+    assert (text, stopped) == (expected, stop)
+    at_once = push_all(TextStream(tokenizer, prompt, stops, include_stop), [ids])
+    assert at_once[0] == expected
+    if stop is None:
+        assert kept == at_once[1] == len(ids)
+    else:
+        # The shortest beginning of the ids that already reads so.
+        lengths = range(len(ids) + 1)
+        needed = next(n for n in lengths if reference(tokenizer, prompt, ids[:n], True)[:end] == whole[:end])
+        assert at_once[1] == needed
+        assert kept == needed or (kept > needed and tokenizer.byte_ids)  # a run of bytes may be kept by then
+
+
+def test_ids_after_the_one_that_completes_the_stop_are_not_kept(tokenizers: dict[str, Tokenizer]) -> None:
+    tokenizer = tokenizers["byte_level"]
+    stream = TextStream(tokenizer, [], stops=["st"])
+    assert stream.push(ids_of(tokenizer, "kil")) == Piece("kil", 1, None)
+    assert stream.push(ids_of(tokenizer, "s")) == Piece("", 1, None)
+    assert stream.push(ids_of(tokenizer, "turn", "the", "upon")) == Piece("", 1, "st")
+    assert stream.push(ids_of(tokenizer, "the")) == Piece("", 0, "st")
+    assert stream.finish() == ""
+
+
+def test_the_stop_is_said_where_asked_for_and_nothing_after_it(tokenizers: dict[str, Tokenizer]) -> None:
+    tokenizer = tokenizers["byte_level"]
+    stream = TextStream(tokenizer, [], stops=["st"], include_stop=True)
+    assert stream.push(ids_of(tokenizer, "kil", "s", "turn", "the")) == Piece("kilst", 3, "st")
+
+
+def test_a_newline_byte_stops_at_its_own_id(tokenizers: dict[str, Tokenizer]) -> None:
+    tokenizer = tokenizers["byte_fallback"]
+    bird, newline = ids_of(tokenizer, "b"), byte_ids(tokenizer, b"\n")
+    at_once = TextStream(tokenizer, bird, stops=["\n"])
+    assert at_once.push([*bird, *newline, *newline, *bird]) == Piece("b", 2, "\n")
+    # Held until the run of bytes ends; what was kept by then stays kept.
+    stream = TextStream(tokenizer, bird, stops=["\n"])
+    assert stream.push([*bird, *newline]) == Piece("b", 2, None)
+    assert stream.push([*newline]) == Piece("", 1, None)
+    assert stream.push(bird) == Piece("", 0, "\n")
+
+
+def test_a_stop_in_the_text_held_to_the_end_is_found(tokenizers: dict[str, Tokenizer]) -> None:
+    tokenizer = tokenizers["byte_fallback"]
+    stream = TextStream(tokenizer, ids_of(tokenizer, "b"), stops=["\n"])
+    assert stream.push([*ids_of(tokenizer, "b"), *byte_ids(tokenizer, b"\n.")]).stopped is None
+    assert stream.finish() == ""
+    assert stream.stopped == "\n"
+
+
+def test_half_a_stop_at_the_end_is_text(tokenizers: dict[str, Tokenizer]) -> None:
+    tokenizer = tokenizers["byte_level"]
+    stream = TextStream(tokenizer, [], stops=["fast bird"])
+    assert stream.push(ids_of(tokenizer, "fast")) == Piece("", 1, None)
+    assert stream.finish() == "fast"
+    assert stream.stopped is None
