@@ -38,6 +38,7 @@ class SamplingParams:
     logprobs: int | None = None
     num_drafts: int | None = None  # cap on drafts for this request; 0: no speculation; None: the engine's
     skip_special_tokens: bool = True
+    detokenize: bool = True  # False: token ids alone, no text and no stop strings
 
     def __post_init__(self) -> None:
         self._check_number("temperature", 0.0, 100.0, "use 0 for greedy, 1 for the model's own distribution")
@@ -54,7 +55,7 @@ class SamplingParams:
         self._check_integer("min_tokens", 0, None, "use 0 or more")
         self._check_integer("logprobs", 0, MAX_LOGPROBS, f"use 0 to {MAX_LOGPROBS}, or None", optional=True)
         self._check_integer("num_drafts", 0, None, "use 0 for no speculation", optional=True)
-        for name in ("ignore_eos", "skip_special_tokens"):
+        for name in ("ignore_eos", "skip_special_tokens", "detokenize"):
             if not isinstance(self._value(name), bool):
                 raise RequestError(name, self._value(name), "is not true or false", "pass a bool")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -102,6 +103,10 @@ class SamplingParams:
                 raise RequestError(
                     "stop", text, "is not a non-empty string", "pass strings of one or more characters"
                 )
+        if self.stops and not self.detokenize:
+            raise RequestError(
+                "detokenize", False, "stop strings are found in text", "leave stop out, or set it"
+            )
         ids = self.stop_token_ids
         if not isinstance(ids, list | tuple) or any(
             isinstance(i, bool) or not isinstance(i, int) for i in ids

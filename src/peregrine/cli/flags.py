@@ -92,8 +92,8 @@ SAMPLING_FLAGS = (
     Flag("logprobs", "report log-probabilities: the token's and the N likeliest (with --json)", "N", int),
     Flag("skip_special_tokens", "leave special tokens out of the text"),
 )
-# A cap per request, for batches and servers; on the command line --num-drafts sets the engine's own.
-WITHOUT_SAMPLING_FLAG = {"num_drafts"}
+# num_drafts caps one request of many; on the command line --num-drafts sets the engine's own.
+WITHOUT_SAMPLING_FLAG = {"num_drafts", "detokenize"}
 
 
 def add_flags(parser: argparse.ArgumentParser, title: str, flags: tuple[Flag, ...], owner: type) -> None:

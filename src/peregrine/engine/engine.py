@@ -54,7 +54,7 @@ class Engine:
     def prepare(self, prompt: list[int], params: SamplingParams) -> Request:
         """A request that can be served as asked; RequestError otherwise. Touches nothing of the engine's."""
         request = admit(next(self._ids), prompt, params, self.limits)
-        if self.tokenizer is not None:
+        if self.tokenizer is not None and params.detokenize:
             request.stream = TextStream(
                 self.tokenizer, prompt, params.stops, skip_special=params.skip_special_tokens
             )

@@ -1,0 +1,130 @@
+"""The offline front door: batches, streams, errors, and what is left behind."""
+
+import asyncio
+import functools
+import operator
+
+import pytest
+
+from peregrine import LLM, SamplingParams
+from peregrine.errors import ConfigError, EngineFault, RequestError
+from spec.harness import build, check_pages, noisy_model, tiny_model
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM(str(tiny_model()), drafter=str(noisy_model()), num_drafts=3, num_pages=200) as made:
+        yield made
+
+
+def test_outputs_come_in_the_order_of_prompts(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = ["Once upon a time", [5, 6, 7], "The falcon"]
+    outputs = llm.generate(prompts, GREEDY)
+    assert [o.prompt_token_ids for o in outputs] == [llm.encode(p) for p in prompts]
+    assert all(o.text == llm.tokenizer.decode(o.token_ids) for o in outputs)
+    assert "3/3" in capsys.readouterr().err  # the progress bar
+
+
+def test_one_prompt_is_a_batch_of_one(llm: LLM) -> None:
+    for prompt in ("Once upon a time", [5, 6, 7]):
+        assert len(llm.generate(prompt, GREEDY)) == 1
+
+
+def test_parameters_may_differ_by_prompt(llm: LLM) -> None:
+    outputs = llm.generate([[5], [5]], [GREEDY, SamplingParams(temperature=0, max_tokens=3)], progress=False)
+    assert [len(o.token_ids) for o in outputs] == [12, 3]
+    with pytest.raises(RequestError, match="there are 2 prompts"):
+        llm.generate([[5], [5]], [GREEDY])
+
+
+def test_one_bad_prompt_costs_the_others_nothing(llm: LLM) -> None:
+    good, bad, also = llm.generate([[5, 6], [], [7]], GREEDY, progress=False)
+    assert bad.finish_reason == "error"
+    assert "prompt=[]: is empty" in str(bad.error)
+    assert good.token_ids == llm.generate([5, 6], GREEDY)[0].token_ids
+    assert also.finish_reason == "length"
+    with pytest.raises(RequestError, match="is empty"):
+        llm.generate([[]], GREEDY)
+
+
+def test_a_stream_adds_up_to_the_output(llm: LLM) -> None:
+    deltas = list(llm.stream("Once upon", GREEDY))
+    whole = llm.generate("Once upon", GREEDY)[0]
+    final = deltas[-1].output
+    assert final is not None
+    assert "".join(d.text for d in deltas) == final.text == whole.text
+    assert functools.reduce(operator.iadd, (d.token_ids for d in deltas), []) == whole.token_ids
+    assert functools.reduce(operator.iadd, (d.drafted for d in deltas), []) == final.drafted
+    assert [d.finish_reason for d in deltas[:-1]] == [None] * (len(deltas) - 1)
+
+
+def test_leaving_a_stream_aborts_its_request(llm: LLM) -> None:
+    stream = llm.stream([5], SamplingParams(temperature=0, max_tokens=500, ignore_eos=True))
+    next(stream)
+    stream.close()
+    llm._loop.call(lambda: None)
+    while llm.engine.has_work:
+        pass
+    check_pages(llm.engine)
+
+
+def test_async_streams_run_side_by_side(llm: LLM) -> None:
+    async def whole(prompt: list[int]) -> list[int]:
+        return [token async for delta in llm.astream(prompt, GREEDY) for token in delta.token_ids]
+
+    async def both() -> list[list[int]]:
+        return await asyncio.gather(whole([5, 6]), whole([7]), whole([8, 9, 10]))
+
+    expected = [o.token_ids for o in llm.generate([[5, 6], [7], [8, 9, 10]], GREEDY, progress=False)]
+    assert asyncio.run(both()) == expected
+
+
+def test_chat_goes_through_the_template(llm: LLM) -> None:
+    ids = llm.encode_chat([{"role": "user", "content": "Hello"}])
+    assert llm.tokenizer.decode(ids) == "User: Hello\nAssistant:"
+
+
+def test_decisions_have_reasons(llm: LLM) -> None:
+    assert {"model", "device", "dtype", "drafter", "attention", "num_pages", "lag"} == {
+        d.field for d in llm.decisions
+    }
+    assert all(d.because for d in llm.decisions)
+
+
+def test_unknown_options_are_named() -> None:
+    with pytest.raises(ConfigError, match="speed='ludicrous'"):
+        LLM(str(tiny_model()), speed="ludicrous")
+
+
+def test_an_engine_fault_reaches_everyone_and_nothing_hangs() -> None:
+    with LLM(str(tiny_model()), drafter="none", num_pages=100) as llm:
+
+        def explode(*_: object) -> None:
+            raise MemoryError("no more")
+
+        llm.engine.runner.launch = explode  # type: ignore[method-assign]
+        with pytest.raises(EngineFault, match="MemoryError: no more"):
+            llm.generate([[1], [2]], GREEDY, progress=False)
+        with pytest.raises(EngineFault, match="no more"):
+            llm.generate([1], GREEDY)
+
+
+def test_a_closed_engine_says_so() -> None:
+    llm = LLM(str(tiny_model()), drafter="none", num_pages=100)
+    llm.close()
+    with pytest.raises(EngineFault, match="closed"):
+        llm.generate([1], GREEDY)
+
+
+def test_text_can_be_left_out(llm: LLM) -> None:
+    output = llm.generate([5, 6], SamplingParams(temperature=0, max_tokens=12, detokenize=False))[0]
+    assert output.text == ""
+    assert output.token_ids == llm.generate([5, 6], GREEDY)[0].token_ids
+    with pytest.raises(RequestError, match="detokenize"):
+        SamplingParams(detokenize=False, stop="x")
+
+
+def test_build_is_what_llm_runs() -> None:
+    assert build().engine.limits.num_drafts == 0
