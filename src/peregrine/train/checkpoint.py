@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch import Tensor
 from peregrine.errors import ConfigError
 
 STATE, LOG = "state", "log.jsonl"
-Facts = dict[str, object]
+Facts = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)

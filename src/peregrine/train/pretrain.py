@@ -32,18 +32,18 @@ LossOf = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a run is started with; a resumed run must be asked for with the same."""
+    """What a run is started with, by default merlin's recipe; a resumed run must be asked for with the same."""
 
     row_len: int = 1024
-    batch_rows: int = 192
-    steps: int | None = 3000  # None: as many as `minutes` allows
+    batch_rows: int = 96
+    steps: int | None = 1914  # None: as many as `minutes` allows
     minutes: float = 0.0
     rate: float = 3e-3
     warmup_steps: int = 100
-    decay_share: float = 0.5
+    decay_share: float = 0.85
     weight_decay: float = 0.1
     seed: int = 0
-    eval_every: int = 200
+    eval_every: int = 400
     save_every: int = 500
     epoch_tokens: int = 20_000_000
 
@@ -60,7 +60,7 @@ class Run:
         saved = load_state(folder)
         if saved is not None:
             same_options(saved.facts, asdict(options), folder)
-            self.step, self.total_steps = int(str(saved.facts["step"])), int(str(saved.facts["total_steps"]))
+            self.step, self.total_steps = saved.facts["step"], saved.facts["total_steps"]
             self.decoder.load_state_dict(saved.model, strict=False, assign=False)
             self.optimizers.restore({name: tensor.to(device) for name, tensor in saved.optimizer.items()})
             logger.info("resumed %s at step %d of %d", folder, self.step, self.total_steps)
