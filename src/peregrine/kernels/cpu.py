@@ -9,7 +9,9 @@ import ctypes
 import functools
 import importlib.util
 import struct
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -35,6 +37,30 @@ def pieces_for(num_items: int, work: int, serial_work: int) -> int:
     return 1 if work < serial_work else min(num_items, PIECES_PER_THREAD * torch.get_num_threads())
 
 
+# One kernel call as it can be made again: its claim counter, what to call, with which arguments.
+Call = tuple[ctypes.c_int64, Callable[..., Any], tuple[Any, ...]]
+
+
+class _Notes(threading.local):
+    """Where this thread's kernel calls are noted, if anywhere; see `tape.py`."""
+
+    calls: list[Call] | None = None
+
+
+_notes = _Notes()
+
+
+@contextmanager
+def note_calls() -> Iterator[list[Call]]:
+    """Note every kernel call that this thread makes inside the block."""
+    calls: list[Call] = []
+    before, _notes.calls = _notes.calls, calls
+    try:
+        yield calls
+    finally:
+        _notes.calls = before
+
+
 class CpuKernel:
     """A compiled body, cut into pieces that the threads claim one after the other.
 
@@ -55,10 +81,12 @@ class CpuKernel:
         block = self._pack(ctypes.addressof(claimed), pieces, *arguments)
         threads = torch.get_num_threads() if pieces > 1 else 1
         team = torch_team() if threads > 1 else None
-        if team is None:
-            self._alone(block)
-        else:
-            team(self._address, block, min(pieces, threads), 0)
+        call: Call = (claimed, self._alone, (block,))
+        if team is not None:
+            call = (claimed, team, (self._address, block, min(pieces, threads), 0))
+        call[1](*call[2])
+        if _notes.calls is not None:
+            _notes.calls.append(call)
 
 
 @functools.cache

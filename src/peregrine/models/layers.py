@@ -90,16 +90,24 @@ class Attention(nn.Module):
         self, x: Tensor, positions: Tensor, table: Tensor, attend: Attend, live: Tensor | None
     ) -> Tensor:
         """[N, in] -> [N, H], or [R, H] for the live rows alone; keys and values are written for all N."""
+        return self.merge(attend(self.layer, *self.project(x, positions, table, live)))
+
+    def project(
+        self, x: Tensor, positions: Tensor, table: Tensor, live: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values in heads, turned: [N, in] -> [N or R, Hq, D], [N, Hkv, D], [N, Hkv, D]."""
         if self.qkv is not None:
             assert live is None, "this layer projects queries with keys and values"
-            q, k, v = self._together(self.qkv(x), positions, table)
-        else:
-            q, k, v = self._apart(x, positions, table, live)
-        attended = attend(self.layer, q, k, v)  # [Nq, Hq, D]
-        out: Tensor = self.out(attended.flatten(1))
-        return out
+            return self._together(x, positions, table)
+        return self._apart(x, positions, table, live)
 
-    def _together(self, qkv: Tensor, positions: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def merge(self, attended: Tensor) -> Tensor:
+        """What attention found, back in the stream's size: [N, Hq, D] -> [N, H]."""
+        return self.out.forward(attended.flatten(1))
+
+    def _together(self, x: Tensor, positions: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        assert self.qkv is not None
+        qkv = self.qkv.forward(x)
         q_heads, kv_heads = self.num_heads, self.num_kv_heads
         heads = qkv.view(qkv.shape[0], q_heads + 2 * kv_heads, self.head_dim)
         if self.q_norm is None or self.k_norm is None:
@@ -114,12 +122,12 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         assert self.q is not None
         assert self.kv is not None
-        kv = self.kv(x).view(x.shape[0], 2 * self.num_kv_heads, self.head_dim)
+        kv = self.kv.forward(x).view(x.shape[0], 2 * self.num_kv_heads, self.head_dim)
         k, v = torch.split_with_sizes(kv, (self.num_kv_heads, self.num_kv_heads), 1)
         q_positions = positions
         if live is not None:
             x, q_positions = x.index_select(0, live), positions.index_select(0, live)
-        q = self.q(x).view(x.shape[0], self.num_heads, self.head_dim)
+        q = self.q.forward(x).view(x.shape[0], self.num_heads, self.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         return rope(q, q_positions, table), rope(k, positions, table), v
@@ -135,8 +143,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[N, H] -> [N, H]."""
-        out: Tensor = self.down(silu_mul(self.gate_up(x)))
-        return out
+        return self.down.forward(silu_mul(self.gate_up.forward(x)))
 
 
 class Layer(nn.Module):
@@ -168,9 +175,13 @@ class Layer(nn.Module):
         live: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(update, stream) whose sum leaves the layer; [N, H] each, or [R, H] for the live rows."""
-        attended = self.attention.forward(normed, positions, table, attend, live)
-        stream = stream if live is None else stream.index_select(0, live)
-        normed, stream = self.post_norm.add(attended, stream)
+        attention = self.attention
+        attended = attend(attention.layer, *attention.project(normed, positions, table, live))
+        return self.leave(attended, stream if live is None else stream.index_select(0, live))
+
+    def leave(self, attended: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
+        """(update, stream) after attention has answered: the second half of the layer."""
+        normed, stream = self.post_norm.add(self.attention.merge(attended), stream)
         return self.mlp.forward(normed), stream
 
 

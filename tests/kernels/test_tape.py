@@ -1,0 +1,80 @@
+"""A remembered run gives the bits of the run itself, and what cannot be remembered is noticed."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from peregrine.kernels.activation import silu_mul
+from peregrine.kernels.cpu import NUMBA_PRESENT
+from peregrine.kernels.linear import linear, pack_weight
+from peregrine.kernels.norm import add_rms_norm
+from peregrine.kernels.tape import Remembered, Shelf
+
+pytestmark = pytest.mark.skipif(not NUMBA_PRESENT, reason="needs numba")
+
+
+@pytest.fixture
+def mlp():
+    generator = torch.Generator().manual_seed(0)
+    up = pack_weight(torch.randn(96, 32, generator=generator))
+    down = pack_weight(torch.randn(32, 48, generator=generator))
+
+    def step(x: Tensor, stream: Tensor) -> tuple[Tensor, ...]:
+        normed, total = add_rms_norm(x, stream, torch.ones(32), 1e-5)
+        return linear(silu_mul(linear(normed, up)).flatten(1), down), total
+
+    weight = torch.ones(32)
+
+    def clean(x: Tensor, stream: Tensor) -> tuple[Tensor, ...]:
+        normed, total = add_rms_norm(x, stream, weight, 1e-5)
+        return linear(silu_mul(linear(normed, up)).flatten(1), down), total
+
+    return step, clean
+
+
+def draw(rows: int, seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, 32, generator=generator), torch.randn(rows, 32, generator=generator)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 17])
+@pytest.mark.parametrize("inference", [True, False])
+def test_a_remembered_run_has_the_same_bits(mlp, rows: int, inference: bool) -> None:
+    _, clean = mlp
+    with torch.inference_mode(inference):
+        known = Remembered(clean, draw(rows, 0))
+        assert known.complete
+        for seed in range(1, 6):
+            torch.randn(10_000)  # whatever memory was free is used by somebody else now
+            expected = clean(*draw(rows, seed))
+            assert all(torch.equal(a, b) for a, b in zip(known(*draw(rows, seed)), expected, strict=True))
+
+
+def test_work_done_by_torch_is_noticed(mlp) -> None:
+    step, _ = mlp  # makes its norm's weight anew each time
+    assert not Remembered(step, draw(2, 0)).complete
+    assert not Remembered(lambda x, y: (x.add_(1),), draw(2, 0)).complete
+    assert not Remembered(lambda x, y: (x.t().contiguous(),), draw(2, 0)).complete
+    assert Remembered(lambda x, y: (x.view(-1)[3:],), draw(2, 0)).complete
+
+
+def test_a_shelf_runs_what_it_cannot_remember(mlp) -> None:
+    step, clean = mlp
+    shelf = Shelf(max_rows=8, max_kept=2)
+    for seed in range(3):
+        for rows in (1, 2, 3, 20):
+            for index, function in enumerate((step, clean)):
+                inputs = draw(rows, seed)
+                expected = function(*inputs)
+                made = shelf.run(index, function, *inputs)
+                assert all(torch.equal(a, b) for a, b in zip(made, expected, strict=True))
+    assert list(shelf._steps) == [2, 3]  # 1 was used least recently, 20 is too large
+
+
+def test_an_unchanged_input_is_not_copied(mlp) -> None:
+    _, clean = mlp
+    x, stream = draw(2, 0)
+    known = Remembered(clean, (x, stream))
+    x.mul_(2)
+    expected = clean(x, stream)
+    assert torch.equal(known(x, stream)[0], expected[0])
