@@ -14,10 +14,11 @@ from peregrine.attention.traits import Traits
 from peregrine.cache.store import KVStore
 from peregrine.engine.engine import Engine
 from peregrine.kernels.choose import Features
+from peregrine.kernels.verdict import Verdict
 from peregrine.models.layers import Linear
 from peregrine.spec.judge import Judge
 from peregrine.spec.state import RowState
-from peregrine.spec.types import Chunk, Drafter, Drafts, Seen, Verdict
+from peregrine.spec.types import Chunk, Drafter, Drafts, Seen
 
 
 @dataclass(slots=True)

@@ -9,8 +9,8 @@ from peregrine.engine.holdings import Holdings
 from peregrine.engine.prefill import next_stretches, read_stretches
 from peregrine.engine.request import Delta, Output, Request, TokenLogprob
 from peregrine.engine.runner import RowResult, Runner
+from peregrine.kernels.verdict import FINISH_FAULT, FINISH_LENGTH, FINISH_STOP
 from peregrine.sampling import SamplingParams
-from peregrine.spec.types import FINISH_FAULT, FINISH_LENGTH, FINISH_STOP
 from peregrine.text.stream import TextStream
 from peregrine.text.tokenizer import Tokenizer
 

@@ -8,13 +8,12 @@ from torch import Tensor
 
 from peregrine.engine.request import Request
 from peregrine.kernels.choose import Features
+from peregrine.kernels.verdict import HEADER
 from peregrine.spec.bound import BoundModel
 from peregrine.spec.judge import Judge
 from peregrine.spec.round import run_round
 from peregrine.spec.state import Rows, SeatState
-from peregrine.spec.types import Drafter, Verdict
-
-HEADER = 4  # accept, correct, drafted, finish stand before a row's tokens
+from peregrine.spec.types import Drafter
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +33,7 @@ class RoundInFlight:
     """A queued round: who sat where, and its verdict on the way to the host."""
 
     requests: list[Request]
-    verdict: Tensor  # [R, HEADER + K + 1] i64 on the host, valid once `ready` has passed
+    verdict: Tensor  # [R, HEADER + 2 W] i64 on the host, valid once `ready` has passed
     logprobs: tuple[Tensor, Tensor, Tensor] | None
     ready: torch.cuda.Event | None
 
@@ -49,7 +48,7 @@ class Runner:
     def launch(self, requests: list[Request], rows: Rows, features: Features) -> None:
         """Queue one round for the requests in seats 0 .. len(requests) - 1; rows past them are pads."""
         verdict, logprobs = run_round(self.target, self.drafter, self.judge, self.seats, rows, features)
-        packed = pack_verdict(verdict)
+        packed = verdict.table
         values = None if logprobs is None else (logprobs.chosen, logprobs.top_ids, logprobs.top)
         ready = None
         if packed.is_cuda:
@@ -84,11 +83,3 @@ class Runner:
             return None
         chosen, ids, top = (values[row, :accept].tolist() for values in flight.logprobs)
         return list(zip(chosen, ids, top, strict=True))
-
-
-def pack_verdict(verdict: Verdict) -> Tensor:
-    """One integer tensor for one copy to the host."""
-    header = torch.stack(
-        [verdict.accept_lens, verdict.correct_lens, verdict.drafted_lens, verdict.finish], dim=1
-    )
-    return torch.cat([header, verdict.tokens], dim=1)

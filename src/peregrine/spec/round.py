@@ -16,10 +16,11 @@ from torch import Tensor
 
 from peregrine.attention.metadata import AttentionMetadata
 from peregrine.kernels.choose import Features, logprobs
+from peregrine.kernels.verdict import Verdict
 from peregrine.spec.bound import BoundModel
 from peregrine.spec.judge import Judge
 from peregrine.spec.state import Rows, RowState, SeatState
-from peregrine.spec.types import Drafter, Seen, Verdict
+from peregrine.spec.types import Drafter, Seen
 
 
 @dataclass(frozen=True, slots=True)

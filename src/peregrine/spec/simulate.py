@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from peregrine.errors import ConfigError
-from peregrine.kernels.choose import Features, choose
+from peregrine.kernels.choose import Features
 from peregrine.kernels.noise import random_bits
-from peregrine.spec.judge import Judge, settle
+from peregrine.kernels.verdict import Verdict, settle
+from peregrine.spec.judge import Judge, choices
 from peregrine.spec.state import RowState
-from peregrine.spec.types import Verdict
 
 
 def simulated_judge(accept: float, depth: int) -> Judge:
@@ -29,8 +29,7 @@ def simulated_judge(accept: float, depth: int) -> Judge:
     def judge(logits: Tensor, past_lens: Tensor, state: RowState, features: Features) -> Verdict:
         links = state.links
         nodes = torch.arange(links.parents.shape[1], device=logits.device)
-        positions = past_lens[:, None] + links.depths + 1
-        choices = choose(logits, positions, state.law, features, state.context(past_lens))  # the real work
+        chosen = choices(logits, past_lens, state, features)  # the real work
         draws = random_bits(state.law.seeds, past_lens[:, None], nodes[:1])[:, 0, 0]  # [R] in [0, 2^32)
         accept_lens = whole + (draws < part * 2**32).long()
         accept_lens = torch.minimum(accept_lens, torch.minimum(state.draft_depths, state.draft_caps) + 1)
@@ -44,7 +43,7 @@ def simulated_judge(accept: float, depth: int) -> Judge:
         route = torch.stack(path, dim=1)  # [R, K + 1]
         drafted = state.window_tokens.gather(1, route.roll(-1, dims=1))  # token d was drafted at route[d + 1]
         bonus = torch.arange(route.shape[1], device=logits.device) == (accept_lens - 1)[:, None]
-        tokens = torch.where(bonus, choices.gather(1, route), drafted)
-        return settle(tokens, route, accept_lens, past_lens, state)
+        tokens = torch.where(bonus, chosen.gather(1, route), drafted)
+        return settle(tokens, route, accept_lens, state.nodes(), state.ends(past_lens))
 
     return judge

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from peregrine.kernels.choose import Context, Law
+from peregrine.kernels.verdict import Ends, Nodes, Verdict
 from peregrine.sampling import MAX_BIAS, MAX_STOP_IDS
 from peregrine.spec.row_pages import RowPages
-from peregrine.spec.types import Drafts, DraftShape, Links, Verdict
+from peregrine.spec.types import Drafts, DraftShape, Links
 
 PLACES_STEP = 64  # widths of history and page table grow in these steps
 
@@ -72,6 +73,15 @@ class RowState:
         return Context(
             self.history, self.prompt_lens, past_lens + 1, self.window_tokens, self.links.ancestors
         )
+
+    def nodes(self) -> Nodes:
+        """The windows as the judge sees them."""
+        links, offered = self.links, torch.minimum(self.draft_depths, self.draft_caps)
+        return Nodes(self.window_tokens, links.parents, links.depths, links.ancestors, offered)
+
+    def ends(self, past_lens: Tensor) -> Ends:
+        """Where each row must end."""
+        return Ends(past_lens, self.limits, self.law.stop_ids, self.done)
 
     def commit(self, verdict: Verdict) -> None:
         """Move every row past its accepted tokens; what was rejected lies past the end and is overwritten."""

@@ -1,4 +1,4 @@
-"""The nouns of speculative decoding: the shape of a window, its links, drafts, and what the target made of them."""
+"""The nouns of speculative decoding: the shape of a window, its links, drafts, and what a drafter is told."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -73,21 +73,6 @@ class Drafts:
     tokens: Tensor  # [R, T - 1] i64, node 1 first
     depths: Tensor  # [R] i64: guesses deeper than this are void
     links: Links | None
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What the target made of the drafts. `accept` counts the bonus token, `correct` does not."""
-
-    tokens: Tensor  # [R, K + 1] i64: the accepted tokens in order, then meaningless valid ids
-    path: Tensor  # [R, K + 1] i64: window nodes that lead to them
-    accept_lens: Tensor  # [R] i64: 0 only for a row that had already ended or met a fault at its root
-    correct_lens: Tensor  # [R] i64: how many of the accepted tokens were drafted
-    drafted_lens: Tensor  # [R] i64: guesses offered (nodes, not depth)
-    finish: Tensor  # [R] i64: one of FINISH_*
-
-
-FINISH_NONE, FINISH_STOP, FINISH_LENGTH, FINISH_FAULT = range(4)
 
 
 @dataclass(frozen=True, slots=True)

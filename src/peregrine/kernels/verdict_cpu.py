@@ -1,0 +1,87 @@
+"""The compiled verdict: a few words per row, where the torch twin needs some fifty small operations."""
+
+import torch
+from torch import Tensor
+
+from peregrine.kernels.cpu_jit import claim, cpu_kernel, longs_at, words_of
+from peregrine.kernels.verdict import (
+    FINISH_FAULT,
+    FINISH_LENGTH,
+    FINISH_NONE,
+    FINISH_STOP,
+    HEADER,
+    Ends,
+    Nodes,
+)
+
+
+def judge_nodes(choices: Tensor, nodes: Nodes, ends: Ends, depth: int) -> Tensor:
+    """The verdict's table [R, HEADER + 2 W] for choices [R, T], all on the CPU."""
+    num_rows, num_nodes = choices.shape
+    table = torch.empty(num_rows, HEADER + 2 * (depth + 1), dtype=torch.int64)
+    rows = [choices, nodes.tokens, nodes.parents, nodes.depths, nodes.ancestors, ends.stop_ids]
+    rows = [x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous() for x in rows]
+    lines = [nodes.offered, ends.past_lens, ends.limits, ends.done.long()]
+    lines = [x.contiguous() for x in lines]
+    _judge_nodes(
+        1,
+        *(x.data_ptr() for x in rows),
+        *(x.stride(0) for x in rows),
+        *(x.data_ptr() for x in lines),
+        *(table.data_ptr(), num_rows, num_nodes, depth + 1, ends.stop_ids.shape[1]),
+    )
+    return table
+
+
+@cpu_kernel("q" * 21)
+def _judge_nodes(block):  # type: ignore[no-untyped-def]
+    words = words_of(block)
+    offered, past_lens, limits, done = words[14], words[15], words[16], words[17]
+    table, rows, num_nodes, width, num_stops = words[18], words[19], words[20], words[21], words[22]
+    if claim(words) != 0:
+        return
+    for r in range(rows):
+        choices = longs_at(words[2] + r * words[8] * 8, num_nodes)
+        tokens = longs_at(words[3] + r * words[9] * 8, num_nodes)
+        parents = longs_at(words[4] + r * words[10] * 8, num_nodes)
+        depths = longs_at(words[5] + r * words[11] * 8, num_nodes)
+        ancestors = longs_at(words[6] + r * words[12] * 8, num_nodes)
+        stops = longs_at(words[7] + r * words[13] * 8, num_stops)
+        out = longs_at(table + r * (HEADER + 2 * width) * 8, HEADER + 2 * width)
+        deepest = longs_at(offered, rows)[r]
+        ended = longs_at(done, rows)[r] != 0
+        room = longs_at(limits, rows)[r] - longs_at(past_lens, rows)[r] - 1
+
+        bits, drafted = 1, 0
+        for i in range(1, num_nodes):
+            if depths[i] <= deepest:
+                drafted += 1
+                if tokens[i] == choices[parents[i]]:
+                    bits |= 1 << i
+        length, spare = 0, 0
+        for i in range(num_nodes):
+            if ancestors[i] & bits == ancestors[i]:
+                if length < width:
+                    out[HEADER + width + length] = i
+                length += 1
+        for i in range(num_nodes):  # the rest of the path is any nodes, in order
+            if ancestors[i] & bits != ancestors[i] and length + spare < width:
+                out[HEADER + width + length + spare] = i
+                spare += 1
+
+        finish, accept = FINISH_NONE, length
+        for place in range(width):
+            token = choices[out[HEADER + width + place]]
+            out[HEADER + place] = max(token, 0)
+            if place < length and finish == FINISH_NONE:
+                if token < 0:
+                    finish, accept = FINISH_FAULT, place  # a fault has no token
+                else:
+                    for s in range(num_stops):
+                        if stops[s] == token:
+                            finish, accept = FINISH_STOP, place + 1
+        if accept > room or (accept == room and finish != FINISH_STOP):
+            finish, accept = FINISH_LENGTH, min(accept, room)
+        if ended:
+            finish, accept, drafted = FINISH_NONE, 0, 0
+        out[0], out[1], out[2], out[3] = accept, min(length - 1, accept), drafted, finish

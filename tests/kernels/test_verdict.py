@@ -1,0 +1,118 @@
+"""The compiled verdict equals its twin, and both equal a walk down the tree in plain Python."""
+
+import random
+
+import pytest
+import torch
+
+from peregrine.kernels.cpu import NUMBA_PRESENT
+from peregrine.kernels.verdict import (
+    FINISH_FAULT,
+    FINISH_LENGTH,
+    FINISH_NONE,
+    FINISH_STOP,
+    Ends,
+    Nodes,
+    Verdict,
+    judge_nodes,
+    judge_nodes_torch,
+)
+
+VOCAB = 5
+
+
+def draw(seed: int, num_nodes: int, depth: int) -> tuple[torch.Tensor, Nodes, Ends]:
+    """Random trees in which agreement is common; some rows are done, near their limit, or faulty."""
+    rng = random.Random(seed)
+    rows = [draw_row(rng, num_nodes, depth) for _ in range(6)]
+    choices, tokens, parents, depths, words = (torch.tensor(part) for part in zip(*rows, strict=True))
+    offered = torch.tensor([rng.randint(0, depth) for _ in rows])
+    past = torch.tensor([rng.randint(0, 9) for _ in rows])
+    room = torch.tensor([rng.choice([1, 2, 3, 50]) for _ in rows])
+    stops = torch.tensor([[rng.choice([-1, -1, rng.randrange(VOCAB)]) for _ in range(3)] for _ in rows])
+    done = torch.tensor([rng.random() < 0.15 for _ in rows])
+    return choices, Nodes(tokens, parents, depths, words, offered), Ends(past, past + 1 + room, stops, done)
+
+
+def draw_row(rng: random.Random, num_nodes: int, depth: int) -> tuple[list[int], ...]:
+    parents, depths, tokens = [0], [0], [rng.randrange(VOCAB)]
+    taken: set[tuple[int, int]] = set()
+    while len(parents) < num_nodes:
+        parent, token = rng.randrange(len(parents)), rng.randrange(VOCAB)
+        if depths[parent] < depth and (parent, token) not in taken:
+            taken.add((parent, token))
+            parents.append(parent)
+            depths.append(depths[parent] + 1)
+            tokens.append(token)
+    words = []
+    for node in range(num_nodes):
+        word, step = 1, node
+        while step:
+            word, step = word | 1 << step, parents[step]
+        words.append(word - (1 << 64) if word >= 1 << 63 else word)
+    choices = [rng.choice([-1, *range(VOCAB)] if rng.random() < 0.1 else range(VOCAB)) for _ in parents]
+    return choices, tokens, parents, depths, words
+
+
+def walk(row: int, choices: torch.Tensor, nodes: Nodes, ends: Ends) -> tuple[list[int], int, int]:
+    """(accepted tokens, correct drafts, finish) by going down the tree."""
+    if ends.done[row]:
+        return [], 0, FINISH_NONE
+    node, made, correct = 0, [], 0
+    room = int(ends.limits[row] - ends.past_lens[row] - 1)
+    while True:
+        token = int(choices[row, node])
+        if token < 0:
+            return made, min(correct, len(made)), FINISH_FAULT
+        made.append(token)
+        if len(made) == room:
+            stopped = token in ends.stop_ids[row].tolist()
+            return made, min(correct, len(made)), FINISH_STOP if stopped else FINISH_LENGTH
+        if token in ends.stop_ids[row].tolist():
+            return made, min(correct, len(made)), FINISH_STOP
+        children = [
+            i
+            for i in range(1, nodes.tokens.shape[1])
+            if nodes.parents[row, i] == node
+            and nodes.tokens[row, i] == token
+            and nodes.depths[row, i] <= nodes.offered[row]
+        ]
+        if not children:
+            return made, correct, FINISH_NONE
+        node, correct = children[0], correct + 1
+
+
+@pytest.mark.parametrize(("num_nodes", "depth"), [(1, 0), (2, 1), (4, 3), (7, 2), (16, 4), (64, 6)])
+def test_verdicts_agree_with_a_walk(num_nodes: int, depth: int) -> None:
+    kernels = [judge_nodes_torch, *([judge_nodes] if NUMBA_PRESENT else [])]
+    for seed in range(60):
+        choices, nodes, ends = draw(seed, num_nodes, depth)
+        for kernel in kernels:
+            verdict: Verdict = kernel(choices, nodes, ends, depth)
+            for row in range(len(choices)):
+                made, correct, finish = walk(row, choices, nodes, ends)
+                accept = int(verdict.accept_lens[row])
+                assert verdict.tokens[row, :accept].tolist() == made
+                # A draft that lies past the end was right, but became no output.
+                assert int(verdict.correct_lens[row]) == min(int(verdict.correct_lens[row]), accept)
+                assert int(verdict.correct_lens[row]) >= correct
+                assert int(verdict.finish[row]) == finish
+
+
+@pytest.mark.skipif(not NUMBA_PRESENT, reason="needs numba")
+@pytest.mark.parametrize(("num_nodes", "depth"), [(1, 0), (5, 4), (9, 3), (64, 5)])
+def test_kernel_and_twin_write_the_same_table(num_nodes: int, depth: int) -> None:
+    for seed in range(100):
+        drawn = draw(seed, num_nodes, depth)
+        assert torch.equal(judge_nodes(*drawn, depth).table, judge_nodes_torch(*drawn, depth).table)
+
+
+@pytest.mark.skipif(not NUMBA_PRESENT, reason="needs numba")
+def test_one_row_of_links_may_serve_all_rows() -> None:
+    choices, nodes, ends = draw(3, 4, 3)
+    order = torch.arange(4)
+    shared = [x[None].expand(len(choices), -1) for x in ((order - 1).clamp(min=0), order, (2 << order) - 1)]
+    nodes = Nodes(nodes.tokens, *shared, nodes.offered)
+    assert torch.equal(
+        judge_nodes(choices, nodes, ends, 3).table, judge_nodes_torch(choices, nodes, ends, 3).table
+    )
