@@ -4,9 +4,9 @@ import re
 from pathlib import Path
 
 import pytest
-from spec.harness import accept_length, build, cases, run, tokens
 
 from peregrine.spec import registry
+from spec.harness import accept_length, build, cases, run, tokens
 
 GUIDE = Path(__file__).parents[2] / "CONTRIBUTING.md"
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from peregrine.kernels.cpu_jit import claim, cpu_kernel, longs_at, words_of
-from peregrine.kernels.verdict import (
+from peregrine.kernels.nodes import (
     FINISH_FAULT,
     FINISH_LENGTH,
     FINISH_NONE,
