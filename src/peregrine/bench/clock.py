@@ -3,37 +3,42 @@
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from peregrine.attention.backend import Attend, AttentionBackend, LayerAttention
 from peregrine.attention.metadata import AttentionMetadata
 from peregrine.attention.traits import Traits
 from peregrine.cache.store import KVStore
 from peregrine.engine.engine import Engine
-from peregrine.kernels.choose import Features
-from peregrine.kernels.verdict import Verdict
+from peregrine.models.decoder import Decoder
 from peregrine.models.layers import Linear
-from peregrine.spec.judge import Judge
-from peregrine.spec.state import RowState
-from peregrine.spec.types import Chunk, Drafter, Drafts, Seen
+from peregrine.spec.chain import ChainDrafter
+from peregrine.spec.readers import HeadReader, ModelReader
+from peregrine.spec.tree import TreeDrafter
 
 
 @dataclass(slots=True)
 class Clock:
-    """Seconds by name; spans may nest and each is counted whole."""
+    """Seconds by name. Spans of different names may nest; of one name only the outermost counts."""
 
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     calls: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    _open: set[str] = field(default_factory=set)
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
+        if name in self._open:
+            yield
+            return
+        self._open.add(name)
         start = time.perf_counter()
         yield
         self.seconds[name] += time.perf_counter() - start
         self.calls[name] += 1
+        self._open.remove(name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,64 +63,63 @@ class TimedBackend:
         attend = self.inner.bind(store, layers, metadata)
 
         def timed(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            with self.clock.span("attention"):
+            with self.clock.span("kernels"):
                 return attend(layer, q, k, v)
 
         return timed
 
 
-class TimedDrafter:
-    """A drafter whose proposals are counted."""
-
-    def __init__(self, inner: Drafter, clock: Clock) -> None:
-        self.inner, self.clock = inner, clock
-        self.shape, self.taps, self.reads_next_token = inner.shape, inner.taps, inner.reads_next_token
-
-    def absorb(self, chunk: Chunk) -> None:
-        self.inner.absorb(chunk)
-
-    def propose(self, seen: Seen) -> Drafts:
-        with self.clock.span("propose"):
-            return self.inner.propose(seen)
-
-
-def timed_judge(judge: Judge, clock: Clock) -> Judge:
-    """A judge whose verdicts are counted."""
-
-    def timed(logits: Tensor, past_lens: Tensor, state: RowState, features: Features) -> Verdict:
-        with clock.span("judge"):
-            return judge(logits, past_lens, state, features)
-
-    return timed
+@contextmanager
+def watch(engine: Engine, clock: Clock) -> Iterator[None]:
+    """Count the engine's rounds by stage inside the block. It never waits for a device, so it is for CPUs."""
+    runner, target = engine.runner, engine.runner.target
+    with ExitStack() as undo:
+        undo.callback(setattr, runner, "target", target)
+        runner.target = replace(target, backend=TimedBackend(target.backend, clock))
+        count_network(target.decoder, clock, undo)
+        if isinstance(runner.drafter, ChainDrafter | TreeDrafter):
+            count_reader(runner.drafter.reader, clock, undo)
+        count_calls(target.decoder, "forward", "verify", clock, undo)
+        count_calls(target.decoder, "logits", "verify", clock, undo)
+        for owner, method, name in (
+            (runner, "launch", "round"),
+            (runner, "judge", "judge"),
+            (runner.drafter, "propose", "propose"),
+        ):
+            count_calls(owner, method, name, clock, undo)
+        yield
 
 
-def attach(engine: Engine, clock: Clock) -> Callable[[], None]:
-    """Count the engine's rounds by stage until the returned function is called; it never waits, so CPU only."""
-    runner = engine.runner
-    kept = (runner.target, runner.drafter, runner.judge)
-    target = replace(runner.target, backend=TimedBackend(runner.target.backend, clock))
-    runner.target, runner.drafter = target, TimedDrafter(runner.drafter, clock)
-    runner.judge = timed_judge(runner.judge, clock)
-    linears = [module for module in target.decoder.modules() if isinstance(module, Linear)]
-    for module in linears:
-        time_calls(module, "forward", "linear", clock)
-    time_calls(runner, "launch", "round", clock)
-
-    def detach() -> None:
-        runner.target, runner.drafter, runner.judge = kept
-        for module in linears:
-            del vars(module)["forward"]
-        del vars(runner)["launch"]
-
-    return detach
+def count_reader(reader: object, clock: Clock, undo: ExitStack) -> None:
+    """The kernels of a drafter's own network."""
+    if isinstance(reader, HeadReader) and isinstance(reader.head, nn.Module):
+        undo.callback(setattr, reader, "backend", reader.backend)
+        reader.backend = TimedBackend(reader.backend, clock)
+        count_network(reader.head, clock, undo)
+    if isinstance(reader, ModelReader):
+        model = reader.model
+        undo.callback(setattr, reader, "model", model)
+        reader.model = replace(model, backend=TimedBackend(model.backend, clock))
+        count_network(model.decoder, clock, undo)
 
 
-def time_calls(owner: object, method: str, name: str, clock: Clock) -> None:
-    """Count the calls of one object's method; the object's own attribute hides its class's."""
-    inner = object.__getattribute__(owner, method)
+def count_network(network: nn.Module, clock: Clock, undo: ExitStack) -> None:
+    """Matrix products, and the remembered runs that consist of little else."""
+    for module in network.modules():
+        if isinstance(module, Linear):
+            count_calls(module, "forward", "kernels", clock, undo)
+        if isinstance(module, Decoder):
+            count_calls(module.shelf, "run", "kernels", clock, undo)
 
-    def timed(*arguments: object) -> object:
+
+def count_calls(owner: object, method: str, name: str, clock: Clock, undo: ExitStack) -> None:
+    """Count the calls of one object's method; an attribute of the object's own hides its class's."""
+    inner: Callable[..., object] = object.__getattribute__(owner, method)
+    own = vars(owner)
+    undo.callback(own.__setitem__, method, own[method]) if method in own else undo.callback(own.pop, method)
+
+    def timed(*arguments: object, **named: object) -> object:
         with clock.span(name):
-            return inner(*arguments)
+            return inner(*arguments, **named)
 
-    vars(owner)[method] = timed
+    own[method] = timed

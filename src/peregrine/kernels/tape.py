@@ -44,11 +44,11 @@ class Remembered:
         return self.outputs
 
 
-class _Keeper(TorchDispatchMode):
+class _Keeper(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Keeps every tensor that is made, so that noted addresses stay theirs, and notices work done by torch."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.made: list[Any] = []
         self.unknown: list[Any] = []
 
