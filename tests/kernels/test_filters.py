@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kernels.exact_law import Params, kept_tokens, law_of
 from peregrine.kernels import filters
-from peregrine.kernels.filters import MASS, filter_scores, masses
+from peregrine.kernels.filters import MASS, filter_scores, lowest_kept_torch, masses, masses_torch
 
 FILTERS = [
     Params(),
@@ -106,9 +106,10 @@ def test_bits_do_not_depend_on_company(vocab_size):
             assert torch.equal(alone[0, 0], together[row, node])
 
 
-def test_masses_are_whole_and_fit():
+@pytest.mark.parametrize("function", [masses, masses_torch])
+def test_masses_are_whole_and_fit(function):
     scores = torch.tensor([[0.0, -1.0, -20.0, -100.0, -torch.inf]])
-    got = masses(scores, scores[:, :1])[0]
+    got = function(scores, scores[:, :1])[0]
     assert got.numpy() == pytest.approx(MASS * np.exp(scores[0].double().numpy()), rel=1e-4, abs=1)
     assert got[0] * 2**22 > 0
 
@@ -116,6 +117,5 @@ def test_masses_are_whole_and_fit():
 def test_top_p_stops_where_its_share_is_reached(monkeypatch):
     monkeypatch.setattr(filters, "masses", lambda *_: torch.tensor([[[4, 2, 1, 1]]]))
     scores = torch.tensor([[[4.0, 3.0, 2.0, 1.0]]])
-    assert kept(scores, [Params(top_p=0.5)])[0, 0].tolist() == [True, False, False, False]
-    assert kept(scores, [Params(top_p=0.51)])[0, 0].tolist() == [True, True, False, False]
-    assert kept(scores, [Params(top_p=0.75)])[0, 0].tolist() == [True, True, False, False]
+    for top_p, lowest in [(0.5, 4.0), (0.51, 3.0), (0.75, 3.0), (0.76, 2.0)]:
+        assert lowest_kept_torch(scores, law_of([Params(top_p=top_p)])).item() == lowest

@@ -11,16 +11,20 @@ A row's bits depend on that row alone: every step is elementwise, a maximum, or 
 Nothing waits for the device.
 """
 
+import functools
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
 from peregrine.errors import EngineFault
+from peregrine.kernels.cpu import cpu_ready
 from peregrine.kernels.filters import MASS, filter_scores, masses
 from peregrine.kernels.law import Context, Features, Law
 from peregrine.kernels.noise import gumbel
 from peregrine.kernels.penalties import penalise
 
-__all__ = ["Context", "Features", "Law", "choose", "logprobs", "pick_scores", "process"]
+__all__ = ["Context", "Features", "Law", "choose", "logprobs", "pick", "pick_scores", "process"]
 
 COLDEST = 1e-30  # lower temperatures act like this one: logits divided by it are still finite
 FAULT = -1  # chosen where there is nothing to choose from
@@ -33,6 +37,20 @@ def choose(
 
     A position is that of the token to be chosen. Without penalties no context is needed.
     """
+    if not cpu_ready(logits):
+        return choose_torch(logits, positions, law, features, context)
+    scores = adjust(logits, positions, law, features, context)
+    if scores is logits:
+        tokens: Tensor = _compiled().choose(logits, positions, law, features, COLDEST)
+        return tokens
+    tokens = _compiled().choose_unchecked(scores, positions, None, law, features, COLDEST)
+    return _mark_faults(tokens, logits.amin(dim=2), logits.amax(dim=2))
+
+
+def choose_torch(
+    logits: Tensor, positions: Tensor, law: Law, features: Features, context: Context | None
+) -> Tensor:
+    """The twin."""
     lowest = logits.amin(dim=2)
     if features.plain:
         highest, tokens = logits.max(dim=2)  # torch promises the first of equals
@@ -42,8 +60,7 @@ def choose(
         if features.sampled:
             scores = _add_noise(scores, positions, None, law)
         tokens = scores.max(dim=2).indices
-    # 0 * x is 0 for a finite x, else NaN, which differs from everything.
-    return tokens.masked_fill_(highest * 0 != lowest * 0, FAULT)
+    return _mark_faults(tokens, lowest, highest)
 
 
 def process(
@@ -53,6 +70,18 @@ def process(
 
     Without any feature in use it may be the very tensor that was given.
     """
+    scores = adjust(logits, positions, law, features, context)
+    if features.sampled:
+        scores = scores / _divisors(law)
+    if features.filtered:
+        scores = filter_scores(scores, law)
+    return scores
+
+
+def adjust(
+    logits: Tensor, positions: Tensor, law: Law, features: Features, context: Context | None
+) -> Tensor:
+    """Logits after bias, penalties and token floor: [R, T, V] f32; the very tensor if none is in use."""
     scores = logits.float()
     if features.biased:
         scores = _add_at(scores, law.bias_ids, law.bias_values[:, None])
@@ -63,10 +92,6 @@ def process(
     if features.floored:
         early = positions < law.floors[:, None]  # [R, T]
         scores = _add_at(scores, law.stop_ids, torch.where(early, -torch.inf, -0.0)[:, :, None])
-    if features.sampled:
-        scores = scores / _divisors(law)
-    if features.filtered:
-        scores = filter_scores(scores, law)
     return scores
 
 
@@ -78,10 +103,30 @@ def pick_scores(
     The same noise that the target will add, keyed by target ids [Vd] (None: draft ids are target ids). A
     drafter knows neither penalties nor filters; a wrong guess costs time, not tokens.
     """
-    scores = draft_logits.float()
     if not features.sampled:
+        return draft_logits.float()
+    if cpu_ready(draft_logits):
+        scores: Tensor = _compiled().pick_scores(draft_logits, positions, target_ids, law, COLDEST)
         return scores
-    return _add_noise(scores / _divisors(law), positions, target_ids, law)
+    return pick_scores_torch(draft_logits, positions, target_ids, law)
+
+
+def pick_scores_torch(draft_logits: Tensor, positions: Tensor, target_ids: Tensor | None, law: Law) -> Tensor:
+    """The twin, where some row is sampled."""
+    return _add_noise(draft_logits.float() / _divisors(law), positions, target_ids, law)
+
+
+def pick(
+    draft_logits: Tensor, positions: Tensor, target_ids: Tensor | None, law: Law, features: Features
+) -> Tensor:
+    """The draft id of the largest pick score, lowest on ties: [R, n, Vd], [R, n] -> [R, n] i64 in [0, Vd)."""
+    if cpu_ready(draft_logits):
+        unfiltered = Features(sampled=features.sampled)
+        ids: Tensor = _compiled().choose_unchecked(
+            draft_logits, positions, target_ids, law, unfiltered, COLDEST
+        )
+        return ids
+    return pick_scores(draft_logits, positions, target_ids, law, features).max(dim=2).indices
 
 
 def logprobs(logits: Tensor, chosen: Tensor, top_n: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -98,6 +143,12 @@ def logprobs(logits: Tensor, chosen: Tensor, top_n: int) -> tuple[Tensor, Tensor
     ids = torch.cat([chosen.clamp(min=0)[:, None], top_ids], dim=1)
     values = (scores.gather(1, ids) - norm).float()  # [N, 1 + n]
     return values[:, 0], top_ids, values[:, 1:]
+
+
+def _mark_faults(tokens: Tensor, lowest: Tensor, highest: Tensor) -> Tensor:
+    """Tokens [R, T] with -1 where the lowest or the highest logit is not finite."""
+    # 0 * x is 0 for a finite x, else NaN, which differs from everything.
+    return tokens.masked_fill_(highest * 0 != lowest * 0, FAULT)
 
 
 def _divisors(law: Law) -> Tensor:
@@ -131,3 +182,10 @@ def _largest(scores: Tensor, count: int) -> Tensor:
     ranks = torch.arange(last, -1, -1, device=scores.device)
     keys = (order.long() << 32) | ranks  # no two are equal
     return last - (keys.topk(count, dim=1).values & 0xFFFFFFFF)
+
+
+@functools.cache
+def _compiled() -> ModuleType:
+    from peregrine.kernels import choose_cpu
+
+    return choose_cpu

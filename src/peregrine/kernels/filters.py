@@ -4,9 +4,13 @@ Probabilities are summed as whole numbers, so that the order of the sum, and wit
 the device, cannot change a bit.
 """
 
+import functools
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
+from peregrine.kernels.cpu import cpu_ready
 from peregrine.kernels.law import Law
 
 MASS = 2.0**40  # the likeliest token's mass; 2^23 tokens as likely as that still fit in 64 bits
@@ -23,6 +27,14 @@ def lowest_kept(scores: Tensor, law: Law) -> Tensor:
     top-k: the k-th largest score. top-p: of the distribution that top-k leaves, the smallest set of largest
     scores whose mass reaches p. min-p: a probability of at least min_p times the largest.
     """
+    if cpu_ready(scores):
+        lowest: Tensor = _compiled().lowest_kept(scores, law)
+        return lowest
+    return lowest_kept_torch(scores, law)
+
+
+def lowest_kept_torch(scores: Tensor, law: Law) -> Tensor:
+    """The twin."""
     vocab_size = scores.shape[2]
     ranked = scores.sort(dim=2, descending=True).values  # [R, T, V]
     best = ranked[:, :, :1]
@@ -44,4 +56,19 @@ def lowest_kept(scores: Tensor, law: Law) -> Tensor:
 
 def masses(scores: Tensor, best: Tensor) -> Tensor:
     """exp(score - best) in units of 1 / MASS, rounded down: [..., V], [..., 1] f32 -> [..., V] i64."""
+    if cpu_ready(scores, best):
+        found: Tensor = _compiled().masses(scores, best)
+        return found
+    return masses_torch(scores, best)
+
+
+def masses_torch(scores: Tensor, best: Tensor) -> Tensor:
+    """The twin."""
     return (scores - best).exp_().mul_(MASS).long()
+
+
+@functools.cache
+def _compiled() -> ModuleType:
+    from peregrine.kernels import filters_cpu
+
+    return filters_cpu

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from peregrine.kernels.choose import pick_scores
+from peregrine.kernels.choose import pick
 from peregrine.spec.readers import DraftReader
 from peregrine.spec.types import Chunk, Drafts, DraftShape, Seen
 
@@ -37,7 +37,5 @@ class ChainDrafter:
         """Each row's guess for the token `step` places past its newest, as the target would choose it. [R]"""
         positions = (seen.new_past_lens + 1 + step)[:, None]
         logits = self.reader.logits(hidden)[:, None]  # [R, 1, Vd]
-        picks = pick_scores(logits, positions, self.reader.target_ids, seen.law, seen.features).argmax(dim=2)[
-            :, 0
-        ]
+        picks = pick(logits, positions, self.reader.target_ids, seen.law, seen.features)[:, 0]
         return picks if self.reader.target_ids is None else self.reader.target_ids[picks]

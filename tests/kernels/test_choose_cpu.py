@@ -1,0 +1,242 @@
+"""The compiled choosing law against its twins: the same noise bits, the same kept sets, the same choices."""
+
+import numpy as np
+import pytest
+import torch
+
+from kernels.exact_law import Params, law_of
+from peregrine.kernels.choose import (
+    COLDEST,
+    Features,
+    choose,
+    choose_torch,
+    pick,
+    pick_scores,
+    pick_scores_torch,
+)
+from peregrine.kernels.cpu import NUMBA_PRESENT
+from peregrine.kernels.filters import MASS, lowest_kept, lowest_kept_torch, masses, masses_torch
+from peregrine.kernels.noise import gumbel
+
+if not NUMBA_PRESENT:
+    pytest.skip("numba is not installed", allow_module_level=True)
+
+from numba import njit
+
+from peregrine.kernels import choose_cpu
+from peregrine.kernels.noise_cpu import noise_bound, noise_of
+
+SAMPLED, FILTERED = Features(sampled=True), Features(sampled=True, filtered=True)
+WIDTHS = (1, 2, 15, 63, 64, 65, 129, 1003)  # blocks are of 64
+FILTERS = [
+    Params(temperature=0.7, top_k=1, seed=1),
+    Params(temperature=1.3, top_k=5, seed=2),
+    Params(temperature=1.0, top_k=40, top_p=0.9, min_p=0.05, seed=3),
+    Params(temperature=0.3, top_p=0.5, seed=4),
+    Params(temperature=2.0, top_p=0.95, seed=5),
+    Params(temperature=1.0, top_p=1e-6, seed=6),
+    Params(temperature=1.0, min_p=0.1, seed=7),
+    Params(temperature=0.0, top_k=3, seed=8),
+    Params(temperature=1.0, seed=9),
+    Params(temperature=5.0, top_k=10_000, top_p=0.3, seed=10),
+]
+
+
+@njit
+def noise_of_hash(hashed):
+    return noise_of(hashed)
+
+
+@njit
+def bound_of_hash(hashed):
+    return noise_bound(hashed)
+
+
+def rows_of(kind, num_rows, num_nodes, width, seed=0):
+    """Logits [R, T, V] of a kind."""
+    generator = torch.Generator().manual_seed(seed + width)
+    logits = torch.randn(num_rows, num_nodes, width, generator=generator) * 3
+    match kind:
+        case "ties":
+            return logits.round()
+        case "flat":
+            return torch.full_like(logits, -1.5)
+        case "two values":
+            return torch.where(logits > 1, 2.0, -1.0)
+        case "peaked":
+            return logits + 12 * (torch.rand(logits.shape, generator=generator) > 0.97)
+        case "wide":
+            return logits * torch.logspace(-20, 3, width)
+        case "far":  # so large that noise is below the distance of neighbouring floats
+            return logits + 1e9
+    return logits
+
+
+KINDS = ["normal", "ties", "flat", "two values", "peaked", "wide", "far"]
+
+
+def positions_of(num_rows, num_nodes):
+    return torch.arange(7, 7 + num_nodes).expand(num_rows, -1)
+
+
+def assert_same_choices(logits, positions, law, features):
+    """The kernel's tokens are the twin's; where two sums are nearly equal the last place of a logarithm decides."""
+    got, expected = (function(logits, positions, law, features, None) for function in (choose, choose_torch))
+    apart = got != expected
+    if apart.any():
+        sums = pick_scores_torch(logits, positions, None, law).double()
+        gaps = sums.gather(2, expected[:, :, None]) - sums.gather(2, got[:, :, None])
+        assert apart.double().mean() < 1e-3
+        assert (gaps[:, :, 0].abs()[apart] < 1e-5).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_kept_sets_are_the_twins(kind, width):
+    """The twin adds up the kernel's masses, so that the two can be held to the very same sets."""
+    scores = rows_of(kind, len(FILTERS), 20, width)
+    law = law_of(FILTERS)
+    got, expected = (scores >= function(scores, law) for function in (lowest_kept, lowest_kept_torch))
+    assert torch.equal(got, expected)
+
+
+def test_kept_sets_of_rows_with_impossible_tokens_are_the_twins():
+    scores = rows_of("normal", len(FILTERS), 20, 97)
+    scores[:, :10, ::2] = -torch.inf
+    scores[:, 10:, 3:] = -torch.inf
+    law = law_of(FILTERS)
+    got, expected = (scores >= function(scores, law) for function in (lowest_kept, lowest_kept_torch))
+    assert torch.equal(got, expected)
+    tokens = choose_cpu.choose_unchecked(scores, positions_of(len(FILTERS), 20), None, law, FILTERED, COLDEST)
+    assert (scores.gather(2, tokens[:, :, None]) > -torch.inf).all()
+
+
+def test_masses_are_the_twins_but_for_the_last_place():
+    scores = -torch.rand(3, 5, 1003, generator=torch.Generator().manual_seed(0)) * 40
+    best = scores.amax(dim=2, keepdim=True)
+    got, expected = masses(scores, best), masses_torch(scores, best)
+    assert ((got - expected).abs() <= expected * 2.0**-22 + 1).all()
+    assert (got.amax(dim=2) == MASS).all()
+    assert torch.equal(masses(scores[1:2, 3:4], best[1:2, 3:4])[0, 0], got[1, 3])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("features", [Features(), SAMPLED, FILTERED])
+def test_choices_are_the_twins(kind, width, features):
+    logits = rows_of(kind, len(FILTERS), 30, width)
+    assert_same_choices(logits, positions_of(len(FILTERS), 30), law_of(FILTERS), features)
+
+
+@pytest.mark.parametrize("temperature", [1e-44, 0.2, 1.0, 30.0])
+def test_choices_at_any_temperature_are_the_twins(temperature):
+    logits = rows_of("normal", 3, 40, 4099)
+    law = law_of([Params(temperature=temperature, seed=seed) for seed in (0, 2**62, -5)])
+    assert_same_choices(logits, positions_of(3, 40), law, SAMPLED)
+
+
+@pytest.mark.parametrize("kind", ["normal", "ties", "flat", "far"])
+def test_passing_tokens_over_changes_no_choice(kind):
+    """Every noise computed and added, by the kernel itself: the largest sum, lowest id on ties, exactly."""
+    logits = rows_of(kind, 4, 300, 517)
+    law = law_of([Params(temperature=t, seed=seed) for seed, t in enumerate([0.0, 0.5, 1.0, 4.0])])
+    positions = positions_of(4, 300)
+    sums = pick_scores(logits, positions, None, law, SAMPLED)
+    assert torch.equal(choose(logits, positions, law, SAMPLED, None), sums.max(dim=2).indices)
+    assert torch.equal(pick(logits, positions, None, law, SAMPLED), sums.max(dim=2).indices)
+
+
+def test_noise_has_the_twins_bits_but_for_the_last_places():
+    generator = torch.Generator().manual_seed(3)
+    seeds = torch.randint(-(2**62), 2**62, (50,), generator=generator)
+    law = law_of([Params(seed=seed) for seed in seeds.tolist()])
+    positions = torch.randint(0, 2**40, (50, 4), generator=generator)
+    ids = torch.randint(0, 2**31, (2003,), generator=generator)
+    got = pick_scores(torch.zeros(50, 4, 2003), positions, ids, law, SAMPLED)
+    expected = gumbel(seeds, positions, ids)
+    torch.testing.assert_close(got, expected, rtol=5e-7, atol=5e-7)
+    named = pick(torch.zeros(50, 4, 2003), positions, ids, law, SAMPLED)
+    assert torch.equal(named, got.max(dim=2).indices)
+
+
+@pytest.mark.parametrize("bits", [0, 1, 2, 1000, 2**31, 2**32 - 129, 2**32 - 1])
+def test_the_ends_of_the_noise_are_finite_and_right(bits):
+    hashed = np.float32(bits) + np.float32(0.5)
+    v = min(float(hashed) * 2.0**-32, 1 - 2.0**-24)
+    got = noise_of_hash(hashed)
+    assert got == pytest.approx(-np.log(-np.log1p(-v)), rel=4e-7, abs=4e-7)
+    assert got <= bound_of_hash(hashed)
+    assert got < 22.9
+
+
+def test_the_bound_is_above_the_noise_everywhere():
+    rng = np.random.default_rng(0)
+    spread = 2.0 ** rng.uniform(-1, 32, 20_000)
+    for hashed in spread.astype(np.float32):
+        assert noise_of_hash(hashed) <= bound_of_hash(hashed)
+
+
+@pytest.mark.parametrize("features", [Features(), SAMPLED, FILTERED])
+@pytest.mark.parametrize("width", [1, 64, 131])
+@pytest.mark.parametrize("poison", [torch.nan, -torch.nan, torch.inf, -torch.inf])
+def test_broken_rows_choose_nothing_and_harm_nobody(features, width, poison):
+    logits = rows_of("normal", len(FILTERS), 2, width)
+    positions, law = positions_of(len(FILTERS), 2), law_of(FILTERS)
+    expected = choose(logits, positions, law, features, None)
+    for place in {0, width // 2, width - 1}:
+        broken = logits.clone()
+        broken[::2, 1, place] = poison
+        tokens = choose(broken, positions, law, features, None)
+        assert (tokens[::2, 1] == -1).all()
+        tokens[::2, 1] = expected[::2, 1]
+        assert torch.equal(tokens, expected)
+        picked = pick(broken, positions, None, law, features)
+        assert ((picked >= 0) & (picked < width)).all()
+    whole = torch.full_like(logits, poison)
+    assert (choose(whole, positions, law, features, None) == -1).all()
+    assert (pick(whole, positions, None, law, features) == 0).all()
+
+
+@pytest.mark.parametrize("width", [65, 5000])  # below and above the work that more threads share
+def test_a_node_is_chosen_alike_in_any_company(width):
+    logits = rows_of("normal", len(FILTERS), 6, width)
+    positions, law = positions_of(len(FILTERS), 6), law_of(FILTERS)
+    tokens = choose(logits, positions, law, FILTERED, None)
+    sums = pick_scores(logits, positions, None, law, SAMPLED)
+    lowest = lowest_kept(logits, law)
+    for row, params in enumerate(FILTERS):
+        for node in range(6):
+            alone = logits[row : row + 1, node : node + 1], positions[row : row + 1, node : node + 1]
+            assert choose(*alone, law_of([params]), FILTERED, None)[0, 0] == tokens[row, node]
+            assert torch.equal(pick_scores(*alone, None, law_of([params]), SAMPLED)[0, 0], sums[row, node])
+            assert torch.equal(lowest_kept(alone[0], law_of([params]))[0, 0], lowest[row, node])
+
+
+def test_threads_change_nothing():
+    logits = rows_of("peaked", len(FILTERS), 7, 3001)
+    positions, law = positions_of(len(FILTERS), 7), law_of(FILTERS)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = choose(logits, positions, law, FILTERED, None)
+        torch.set_num_threads(3)
+        assert torch.equal(choose(logits, positions, law, FILTERED, None), alone)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_views_are_chosen_from_like_their_copies():
+    wide = rows_of("normal", len(FILTERS), 4, 300)
+    positions, law = positions_of(len(FILTERS), 4), law_of(FILTERS)
+    view = wide[:, ::2, 17:211]
+    got = choose(view, positions[:, ::2], law, FILTERED, None)
+    assert torch.equal(got, choose(view.clone(), positions[:, ::2].clone(), law, FILTERED, None))
+
+
+@pytest.mark.parametrize("features", [Features(), SAMPLED])
+def test_half_precision_takes_the_twin(features):
+    logits = rows_of("normal", 2, 3, 40).bfloat16()
+    law, positions = law_of([Params(seed=1), Params(seed=2)]), positions_of(2, 3)
+    expected = choose_torch(logits, positions, law, features, None)
+    assert torch.equal(choose(logits, positions, law, features, None), expected)
+    assert torch.equal(pick(logits, positions, None, law, features), expected)
