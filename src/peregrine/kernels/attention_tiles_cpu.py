@@ -17,6 +17,7 @@ from peregrine.kernels.cpu_jit import (
     INT64,
     broadcast_lane,
     counted_loop,
+    exponential,
     fused_multiply_add,
     load_vector,
     store_vector,
@@ -26,18 +27,6 @@ LANES = 8  # key indices are scored, weighed and summed in groups of so many
 INT32 = ir.IntType(32)
 VECTOR = ir.VectorType(FLOAT, LANES)
 NUMBERS = ir.VectorType(INT32, LANES)
-ROUND = 12582912.0  # 1.5 * 2**23: added to a float, it leaves the nearest integer in the low bits
-# exp(x) = 2**n * e**r, |r| <= ln(2) / 2, with the polynomial of Cephes' expf: relative error below 2e-7
-LN2_HIGH, LN2_LOW = 0.693145751953125, 1.428606765330187045e-06
-EXP_TERMS = (
-    1.9875691500e-4,
-    1.3981999507e-3,
-    8.3334519073e-3,
-    4.1665795894e-2,
-    1.6666665459e-1,
-    5.0000001201e-1,
-)
-EXP_LOWEST = -87.0  # below this the weight is 0
 
 
 def _float_at(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
@@ -188,22 +177,6 @@ def _visible(builder: ir.IRBuilder, first: ir.Value, low: ir.Value, high: ir.Val
     return builder.and_(builder.icmp_signed(">=", index, bottom), builder.icmp_signed("<", index, top))
 
 
-def _exp(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """e**x per lane for x <= 0; 0 below EXP_LOWEST; NaN stays NaN."""
-    shifted = fused_multiply_add(builder, x, _constant(1.44269504088896341), _constant(ROUND))
-    whole = builder.fsub(shifted, _constant(ROUND))
-    rest = fused_multiply_add(builder, whole, _constant(-LN2_HIGH), x)
-    rest = fused_multiply_add(builder, whole, _constant(-LN2_LOW), rest)
-    series = _constant(EXP_TERMS[0])
-    for term in EXP_TERMS[1:]:
-        series = fused_multiply_add(builder, series, rest, _constant(term))
-    series = fused_multiply_add(builder, series, builder.fmul(rest, rest), rest)
-    exponent = builder.shl(builder.bitcast(shifted, NUMBERS), ir.Constant(NUMBERS, [23] * LANES))
-    power = builder.bitcast(builder.add(exponent, ir.Constant(NUMBERS, [127 << 23] * LANES)), VECTOR)
-    result = builder.fmul(builder.fadd(series, _constant(1.0)), power)
-    return builder.select(builder.fcmp_ordered("<", x, _constant(EXP_LOWEST)), _constant(0.0), result)
-
-
 def _over_groups(
     builder: ir.IRBuilder, low: ir.Value, high: ir.Value, carried: ir.Value, take: Callable[..., ir.Value]
 ) -> ir.Value:
@@ -263,7 +236,7 @@ def _weigh(context: Any, scores: Any, low: Any, high: Any, top: Any) -> Any:
 
         def take(sums: ir.Value, first: ir.Value, seen: ir.Value | None) -> ir.Value:
             place = builder.gep(pointer, [first])
-            weight = _exp(builder, builder.fsub(load_vector(builder, place, LANES), peak))
+            weight = exponential(builder, builder.fsub(load_vector(builder, place, LANES), peak))
             weight = weight if seen is None else builder.select(seen, weight, _constant(0.0))
             store_vector(builder, weight, place)
             return builder.fadd(sums, weight)
