@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
 
 from peregrine.attention.routing import choose_backend
 from peregrine.attention.traits import GraphSupport, Needs
@@ -18,6 +19,7 @@ from peregrine.engine.holdings import Holdings
 from peregrine.engine.runner import Runner
 from peregrine.errors import ConfigError
 from peregrine.hardware import read_gpu, read_memory, resolve_device, resolve_dtype
+from peregrine.kernels.cpu import COMPILED, load_kernels
 from peregrine.models.config import ModelConfig
 from peregrine.models.decoder import Decoder
 from peregrine.models.loading import load_decoder, stored_dtype
@@ -64,6 +66,9 @@ def build_engine(asked: EngineConfig) -> Built:
     name, why = pick_drafter(asked.drafter, folder)
     source = find_drafter(name, folder, target)
     decisions.append(Decision("drafter", name, why))
+
+    if device.type == "cpu":
+        compile_kernels()
 
     needs = attention_needs(asked, target, device, dtype)
     choice = choose_backend(asked.attention, needs)
@@ -137,6 +142,13 @@ def assemble(
         pace=Pace(asked.max_rows, asked.prefill_chunk, lag, asked.row_sizes),
         simulated=asked.simulate_accept is not None,
     )
+
+
+def compile_kernels() -> None:
+    """Have every CPU kernel ready before the first request; a bar shows when that takes long."""
+    names = tqdm(load_kernels(), "compiling kernels for this CPU, once", len(COMPILED), delay=3, leave=False)
+    for name in names:
+        names.set_postfix_str(name, refresh=False)
 
 
 def dtype_reason(device: torch.device) -> str:

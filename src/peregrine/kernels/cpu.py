@@ -7,6 +7,7 @@ second pool beside it would fight it for the cores, since the workers of both sp
 
 import ctypes
 import functools
+import importlib
 import importlib.util
 import struct
 import threading
@@ -19,6 +20,7 @@ from torch import Tensor
 
 NUMBA_PRESENT = importlib.util.find_spec("numba") is not None
 FLOAT32 = torch.float32
+COMPILED = ("linear", "norm", "rope", "activation", "attention", "attention_plan", "choose", "verdict")
 PIECES_PER_THREAD = 4  # enough to even out threads of unlike speed; long pieces read memory faster
 
 
@@ -30,6 +32,13 @@ def cpu_ready(*tensors: Tensor) -> bool:
         if not tensor.is_cpu or tensor.dtype is not FLOAT32:
             return False
     return not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
+
+
+def load_kernels() -> Iterator[str]:
+    """Load every compiled kernel, one name at a time; the first time on a machine this compiles them."""
+    for name in COMPILED if NUMBA_PRESENT else ():
+        yield name
+        importlib.import_module(f"peregrine.kernels.{name}_cpu")
 
 
 def pieces_for(num_items: int, work: int, serial_work: int) -> int:

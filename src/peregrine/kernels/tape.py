@@ -52,6 +52,11 @@ class _Keeper(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.made: list[Any] = []
         self.unknown: list[Any] = []
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled in here; saying so would import the compiler, which takes a second."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
