@@ -6,15 +6,16 @@ import sys
 from collections.abc import Sequence
 
 from peregrine import __version__
-from peregrine.cli import bench, demo, doctor, generate
+from peregrine.cli import bench, demo, doctor, generate, train
 from peregrine.errors import PeregrineError
 from peregrine.log import start_logging, style
 
-COMMANDS = (demo, generate, bench, doctor)
+COMMANDS = (demo, generate, bench, train, doctor)
 EPILOG = """examples:
   peregrine demo                                     see speculation at work
   peregrine generate "Once upon a time" --seed 7
   peregrine generate --chat "Why is the sky blue?" --model /models/llama
+  peregrine train head --target MODEL --data FILES --out FOLDER
   peregrine doctor                                   what this machine can do
   peregrine COMMAND --help                           all options of a command
 

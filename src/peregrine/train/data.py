@@ -5,7 +5,7 @@ held out for validation depends on its text alone, so a copy of it in another sh
 """
 
 import lzma
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -33,6 +33,7 @@ class Source:
     name: str
     paths: tuple[Path, ...]
     share: float
+    rewrite: Callable[[str], str | None] | None = None  # what becomes of a document; None drops it
 
 
 def find_sources(folder: Path, shares: dict[str, float]) -> list[Source]:
@@ -68,6 +69,18 @@ def read_documents(path: Path) -> Iterator[str]:
             yield from _document(lines)
             lines = []
     yield from _document(lines)
+
+
+def split_documents(source: Source) -> Iterator[tuple[str, bool]]:
+    """(document as the source wants it, whether it is held out) in file order.
+
+    The document as it was read decides on the hold-out, so no rewriting brings a held-out text into training.
+    """
+    for path in source.paths:
+        for document in read_documents(path):
+            text = document if source.rewrite is None else source.rewrite(document)
+            if text is not None:
+                yield text, held_out(document)
 
 
 def held_out(document: str, per_mille: int = HELD_OUT_PER_MILLE) -> bool:

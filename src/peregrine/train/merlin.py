@@ -13,6 +13,7 @@ from peregrine.train.data import MERLIN_SHARES, Source, find_sources, sample_doc
 from peregrine.train.export import stored_tensors, write_sharded
 from peregrine.train.packing import HELD_OUT, TRAIN, encode_source, load_shard
 from peregrine.train.pretrain import Options, Run, pretrain
+from peregrine.train.requests import with_requests
 from peregrine.train.shape import Shape, write_configs
 from peregrine.train.tokenizer import save_tokenizer, train_tokenizer
 
@@ -41,6 +42,7 @@ def make_target(workshop: Workshop, shape: Shape, options: Options, device: torc
     sources = find_sources(workshop.data, MERLIN_SHARES)
     write_configs(shape, workshop.out)
     tokenizer = make_tokenizer(sources, workshop.out, shape)
+    sources = with_requests(sources)
     for source in sources:
         encode_source(source, tokenizer, workshop.tokens)
     config = ModelConfig.read(workshop.out)

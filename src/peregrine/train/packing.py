@@ -19,7 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from peregrine.errors import ConfigError
-from peregrine.train.data import END_OF_TEXT, Source, held_out, read_documents
+from peregrine.train.data import END_OF_TEXT, Source, split_documents
 
 BATCH_DOCUMENTS = 4096
 TRAIN, HELD_OUT = "train", "held_out"
@@ -50,12 +50,11 @@ def encode_source(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
     if (folder / f"{source.name}.{HELD_OUT}.starts.npy").exists():
         return
     splits: dict[str, list[NDArray[np.uint16]]] = {TRAIN: [], HELD_OUT: []}
-    documents = (document for path in source.paths for document in read_documents(path))
-    progress = tqdm(documents, desc=f"encode {source.name}", unit=" documents", mininterval=1.0)
+    progress = tqdm(split_documents(source), desc=f"encode {source.name}", unit=" documents", mininterval=1.0)
     for batch in _batches(progress, BATCH_DOCUMENTS):
-        encodings = tokenizer.encode_batch_fast([document + END_OF_TEXT for document in batch])
-        for document, encoding in zip(batch, encodings, strict=True):
-            splits[HELD_OUT if held_out(document) else TRAIN].append(np.array(encoding.ids, dtype=np.uint16))
+        encodings = tokenizer.encode_batch_fast([document + END_OF_TEXT for document, _ in batch])
+        for (_, kept_out), encoding in zip(batch, encodings, strict=True):
+            splits[HELD_OUT if kept_out else TRAIN].append(np.array(encoding.ids, dtype=np.uint16))
     folder.mkdir(parents=True, exist_ok=True)
     for split, arrays in splits.items():
         if not arrays:

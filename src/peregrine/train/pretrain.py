@@ -36,7 +36,7 @@ class Options:
 
     row_len: int = 1024
     batch_rows: int = 96
-    steps: int | None = 1914  # None: as many as `minutes` allows
+    steps: int | None = 3600  # None: as many as `minutes` allows
     minutes: float = 0.0
     rate: float = 3e-3
     warmup_steps: int = 100

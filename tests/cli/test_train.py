@@ -1,0 +1,83 @@
+"""`peregrine train`: help is instant and teaches, and flags reach the training code."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).parents[2] / "src"
+IMPORTED = """
+import sys
+from peregrine.cli.main import main
+try:
+    main(sys.argv[1:])
+finally:
+    print(sorted({"torch", "numpy", "tokenizers", "matplotlib"} & set(sys.modules)), file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("kind", ["head", "merlin"])
+def test_help_imports_nothing_heavy(kind: str) -> None:
+    command = [sys.executable, "-c", IMPORTED, "train", kind, "--help"]
+    environment = {**os.environ, "PYTHONPATH": str(SRC)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    assert done.stderr.strip() == "[]"
+    assert f"peregrine train {kind}" in done.stdout
+
+
+def test_flags_become_an_order(
+    monkeypatch: pytest.MonkeyPatch, peregrine: Callable[..., tuple[int, str, str]]
+) -> None:
+    orders = []
+    monkeypatch.setattr("peregrine.train.make_head.make_head", orders.append)
+    flags = [
+        "--target",
+        "m",
+        "--data",
+        "a.txt",
+        "b.jsonl",
+        "--out",
+        "o",
+        "--device",
+        "cpu",
+        "--taps",
+        "1",
+        "2",
+    ]
+    flags += [
+        "--shares",
+        "2",
+        "1",
+        "--tokens",
+        "900",
+        "--minutes",
+        "1.5",
+        "--unroll",
+        "3",
+        "--draft-vocab",
+        "full",
+    ]
+    code, out, _ = peregrine("train", "head", *flags)
+    [order] = orders
+    assert (code, out) == (0, "the head and its report are in o\n")
+    assert (order.target, [path.name for path in order.data]) == ("m", ["a.txt", "b.jsonl"])
+    assert (order.shares, order.taps, order.draft_vocab) == ((2.0, 1.0), (1, 2), "full")
+    assert (order.plan.tokens, order.plan.rows) == (900, 32)
+    assert (order.options.steps, order.options.minutes, order.options.unroll) == (None, 1.5, 3)
+
+
+def test_steps_have_a_default_and_merlin_its_own_folders(
+    monkeypatch: pytest.MonkeyPatch, peregrine: Callable[..., tuple[int, str, str]]
+) -> None:
+    orders = []
+    monkeypatch.setattr("peregrine.train.make_head.make_head", orders.append)
+    monkeypatch.setattr("peregrine.train.make_merlin.make_merlin", orders.append)
+    assert peregrine("train", "head", "--target", "m", "--data", "a", "--out", "o", "--device", "cpu")[0] == 0
+    assert peregrine("train", "merlin", "corpus", "--out", "x/merlin", "--steps", "7")[0] == 0
+    head, merlin = orders
+    assert head.options.steps == 3000
+    assert merlin.options.steps == 7
+    assert merlin.workshop.work == Path("x/merlin.work")

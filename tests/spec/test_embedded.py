@@ -1,0 +1,46 @@
+"""Identity on the embedded model and its own head: a real model, real drafts."""
+
+import pytest
+
+from peregrine.engine.folders import ASSETS
+from peregrine.sampling import SamplingParams
+from peregrine.text.chat import encode_chat
+from spec.harness import Case, accept_length, build, run, tokens
+
+MERLIN = ASSETS / "merlin"
+STORIES = ("Once upon a time", "Lily and Ben were playing in the garden when", "Sara had a new doll. She")
+CHATS = (
+    "Tell me a story about a dragon who loves soup.",
+    "What is 12 + 30?",
+    "Write a Python function that reverses a string.",
+)
+LAWS = (
+    {"temperature": 0.0},
+    {"temperature": 0.8, "top_p": 0.9},
+    {"temperature": 1.0, "top_k": 40, "repetition_penalty": 1.1},
+    {"temperature": 1.0, "min_p": 0.05, "frequency_penalty": 0.3},
+)
+
+
+def requests(max_tokens: int) -> list[Case]:
+    tokenizer = build(MERLIN).tokenizer
+    prompts = [tokenizer.encode(text) for text in STORIES]
+    prompts += [encode_chat(tokenizer, [{"role": "user", "content": text}]) for text in CHATS]
+    return [
+        Case(tuple(prompt), SamplingParams(**LAWS[i % len(LAWS)], seed=i, max_tokens=max_tokens))  # type: ignore[arg-type]
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"num_drafts": 3}, {"num_drafts": 6, "lag": 1, "page_size": 64}, {"tree": (5, 4, 24)}],
+    ids=["chain of 3", "chain of 6, one behind", "tree of 24"],
+)
+def test_the_embedded_head_changes_no_token(options: dict[str, object]) -> None:
+    some = requests(96)
+    plain = run(build(MERLIN).engine, some)
+    drafted = run(build(MERLIN, drafter="eagle3", **options).engine, some)
+    assert tokens(drafted) == tokens(plain)
+    assert [o.text for o in drafted] == [o.text for o in plain]
+    assert accept_length(drafted) > 1.8, "the head should be worth having"

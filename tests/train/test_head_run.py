@@ -1,0 +1,286 @@
+"""`peregrine train head` on a toy, start to finish: it learns, it resumes exactly, and it refuses what cannot be."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from peregrine.cli.main import main
+from peregrine.llm import LLM
+from peregrine.sampling import SamplingParams
+from peregrine.train import head_run, sampling
+from peregrine.train.make_merlin import MerlinOrder, make_merlin
+from peregrine.train.merlin import Workshop, make_target
+from peregrine.train.pretrain import Options
+from peregrine.train.shape import Shape
+
+SHAPE = Shape(
+    vocab_size=320,
+    hidden_size=48,
+    num_layers=2,
+    num_heads=3,
+    num_kv_heads=1,
+    head_dim=16,
+    intermediate_size=96,
+    max_positions=128,
+)
+TARGET = Options(
+    row_len=64,
+    batch_rows=8,
+    steps=150,
+    rate=1e-2,
+    warmup_steps=5,
+    eval_every=150,
+    save_every=150,
+    epoch_tokens=20_000,
+)
+NAMES = ("Tom", "Lily", "Max", "Anna", "Ben", "Mia", "Sam", "Zoe")
+THINGS = ("red ball", "green kite", "small boat", "old hat", "big drum", "blue cup")
+SMALL = ["--max-tokens", "40", "--prompt-tokens", "24", "--rows", "16", "--batch", "4", "--seed", "3"]
+SMALL += ["--eval-prompts", "8", "--eval-tokens", "32", "--device", "cpu"]
+
+
+def story(name: str, thing: str, number: int) -> str:
+    return (
+        f"{name} had a {thing}. One day {name} lost the {thing} in the park. "
+        f"A friend found the {thing} and gave it back. {name} said thank you {number} times."
+    )
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with text in `data` and a target of two layers that knows it, in `model`."""
+    folder = tmp_path_factory.mktemp("toy")
+    texts = [story(name, thing, n) for name in NAMES for thing in THINGS for n in range(2, 18)]
+    (folder / "data").mkdir()
+    (folder / "data" / "stories.txt").write_text("\n<|endoftext|>\n".join(texts) + "\n<|endoftext|>\n")
+    make_target(
+        Workshop(folder / "data", folder / "model", folder / "work"), SHAPE, TARGET, torch.device("cpu")
+    )
+    return folder
+
+
+@pytest.fixture
+def train(toy: Path, tmp_path: Path) -> Callable[..., int]:
+    """The command on the toy, into a folder of the test's own; later flags win."""
+
+    def run(*flags: str, data: Path | None = None, out: str = "head") -> int:
+        paths = ["--target", str(toy / "model"), "--data", str(data or toy / "data" / "stories.txt")]
+        return main(["train", "head", *paths, "--out", str(tmp_path / out), *SMALL, *flags])
+
+    return run
+
+
+def accept_length(entries: list[dict[str, object]], shape: str, temperature: float) -> float:
+    [found] = [
+        e for e in entries if (e["shape"], e["temperature"], e["source"]) == (shape, temperature, "all")
+    ]
+    assert isinstance(found["accept_length"], float)
+    return found["accept_length"]
+
+
+def test_a_head_for_a_toy_is_accepted_far_more_often_than_an_untrained_one(
+    train: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train("--tokens", "6000", "--steps", "120", "--rate", "0.01", "--draft-vocab", "200") == 0
+    printed = capsys.readouterr().out
+    assert "tokens to sample: 6,000" in printed
+    assert "device memory:" in printed
+    report = json.loads((tmp_path / "head" / "report.json").read_text())
+    for temperature in (0.0, 1.0):
+        untrained = accept_length(report["untrained"], "chain of 3", temperature)
+        assert untrained < 1.5
+        assert accept_length(report["acceptance"], "chain of 3", temperature) > 2.5
+    assert accept_length(report["acceptance"], "chain of 5", 0.0) > 3.0
+    assert accept_length(report["acceptance"], "tree 5, 4, 24", 1.0) > 2.5
+    assert report["draft_vocab"] == 200
+    assert len(report["training"][-1]["agreement"]) == 5
+    assert report["training"][-1]["agreement"][4] > 0.6
+    names = set(load_file(tmp_path / "head" / "model.safetensors"))
+    assert {
+        "fc.weight",
+        "midlayer.hidden_norm.weight",
+        "lm_head.weight",
+        "norm.weight",
+        "d2t",
+        "t2d",
+    } <= names
+    pytest.importorskip("matplotlib")
+    for picture in ("losses.png", "acceptance.png"):
+        assert (tmp_path / "head" / picture).read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_killed_run_ends_with_the_weights_of_an_uninterrupted_one(
+    train: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = ("--tokens", "3000", "--steps", "12", "--save-every", "4", "--no-eval")
+    assert train(*flags, out="whole") == 0
+    write, shards = sampling.write_shard, []
+
+    def killed_write(path: Path, samples: sampling.Samples) -> None:
+        if shards:
+            raise KeyboardInterrupt
+        shards.append(path)
+        write(path, samples)
+
+    monkeypatch.setattr(sampling, "write_shard", killed_write)
+    assert train(*flags, out="parts") == 130
+    monkeypatch.setattr(sampling, "write_shard", write)
+    step, count = head_run.train_step, []
+
+    def killed_step(*arguments: object) -> object:
+        count.append(1)
+        if len(count) == 7:
+            raise KeyboardInterrupt
+        return step(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(head_run, "train_step", killed_step)
+    assert train(*flags, out="parts") == 130
+    assert json.loads((tmp_path / "parts/work/run/state/facts.json").read_text())["step"] == 4
+    monkeypatch.setattr(head_run, "train_step", step)
+    assert train(*flags, out="parts") == 0
+    for kind in ("model.safetensors", "optimizer.safetensors"):
+        whole, parts = (load_file(tmp_path / out / "work/run/state" / kind) for out in ("whole", "parts"))
+        assert whole.keys() == parts.keys()
+        for name in whole:
+            assert torch.equal(whole[name], parts[name]), name
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (("--tokens", "5000000"), r"tokens=5000000: needs about \d+ prompts, and \d+ documents give \d+"),
+        (("--tokens", "2000", "--max-tokens", "200"), "max_tokens=200: .* the target's context is 128"),
+        (("--tokens", "2000", "--draft-vocab", "9999"), "draft_vocab=9999: choose auto, full, or a number"),
+        (
+            ("--tokens", "2000", "--batch", "4000"),
+            "batch=4000: the samples fill only|training needs about .* GiB",
+        ),
+        (
+            ("--tokens", "2000", "--batch", "900000"),
+            r"training needs about .* GiB, cpu has .* free; lower batch",
+        ),
+        (("--tokens", "2000", "--shares", "1", "2"), "there are 1 files; give one share for each"),
+        (("--tokens", "2000", "--taps", "0", "7"), r"taps=\(0, 7\): each must be one of the target's layers"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_numbers(
+    train: Callable[..., int], capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], complaint: str
+) -> None:
+    assert train(*flags, "--no-eval", "--steps", "2") == 2
+    assert_line(capsys.readouterr().err, complaint)
+
+
+def assert_line(text: str, pattern: str) -> None:
+    assert re.search(f"error: .*({pattern})|error: ({pattern})", text), text
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "complaint"),
+    [
+        ("none.txt", None, "no such file"),
+        ("data.csv", "a,b", "is not .txt, .txt.xz or .jsonl"),
+        ("few.txt", "One.\n<|endoftext|>\nTwo.\n", "data: 2 documents; give at least 16"),
+        ("bad.jsonl", '{"prompt": "x"}\n{"text": "y"}\n', 'line 2: has neither "prompt" nor "messages"'),
+        ("worse.jsonl", "{\n", "line 1: is not JSON"),
+        ("mute.jsonl", '{"messages": [{"role": "assistant", "content": "x"}]}\n', "holds no user's turn"),
+    ],
+)
+def test_bad_data_is_refused(
+    train: Callable[..., int],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    content: str | None,
+    complaint: str,
+) -> None:
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    assert train("--tokens", "500", "--no-eval", data=tmp_path / name) == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_a_folder_of_another_run_is_left_alone(
+    train: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--tokens", "500", "--steps", "2", "--no-eval")
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "notes.txt").write_text("mine")
+    assert train(*flags, out="taken") == 2
+    assert "holds files of something else" in capsys.readouterr().err
+    assert train(*flags) == 0
+    assert train(*flags, "--tokens", "600") == 2
+    assert "tokens=600: the run in" in capsys.readouterr().err
+    assert train(*flags, "--rate", "0.5") == 2
+    assert "was started with rate=0.002" in capsys.readouterr().err
+    # Samples of another model do not fit.
+    shutil.rmtree(tmp_path / "head" / "work" / "run")
+    shards = sorted((tmp_path / "head" / "work" / "samples").glob("*.npz"))
+    found = sampling.load_shard(shards[0])
+    foreign = sampling.Samples(found.tokens + 10_000, found.starts, found.prompt_lens)
+    sampling.write_shard(shards[0], foreign)
+    assert train(*flags) == 2
+    assert "is not in the target's vocabulary of 320" in capsys.readouterr().err
+
+
+def test_chats_and_ready_prompts_come_from_jsonl(train: Callable[..., int], tmp_path: Path) -> None:
+    chats = [
+        {"messages": [{"role": "user", "content": f"Tell {name} {n}"}, {"role": "assistant", "content": "x"}]}
+        for n in range(10)
+        for name in NAMES
+    ]
+    lines = [*chats, *({"prompt": story(name, "hat", 3)[:20]} for name in NAMES)]
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert train("--tokens", "300", "--steps", "1", "--no-eval", data=tmp_path / "chats.jsonl") == 0
+    prompts = json.loads((tmp_path / "head/work/prompts.json").read_text())[0]
+    assert {source for source, _ in prompts} == {"chats"}
+    assert any(tokens[0] == 1 and tokens.count(2) == 1 and tokens[-1] != 0 for _, tokens in prompts)
+
+
+def test_documents_join_the_samples_and_another_head_is_gone_on_from(
+    train: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--tokens", "600", "--steps", "2", "--no-eval")
+    assert train(*flags, out="first") == 0
+    more = (*flags, "--start", str(tmp_path / "first"), "--text-tokens", "4000")
+    assert train(*more, out="second") == 0
+    first, second = (json.loads((tmp_path / out / "report.json").read_text()) for out in ("first", "second"))
+    assert first["text_tokens"] == 0
+    assert 4000 <= second["text_tokens"] < 4200
+    texts = sampling.load_shard(tmp_path / "second/work/texts.npz")
+    lasts = texts.tokens[texts.starts[1:] - 1]
+    assert ((lasts == 0) | (texts.starts[1:] - texts.starts[:-1] == 24 + 40)).all()  # ended, or cut to fit
+    assert second["rows"] > first["rows"]
+    # The second began where the first ended: a step at a tiny rate leaves it there.
+    still = (*flags, "--start", str(tmp_path / "first"), "--rate", "1e-12")
+    assert train(*still, out="third") == 0
+    weights = [load_file(tmp_path / out / "model.safetensors") for out in ("first", "third")]
+    for name in weights[0]:
+        assert torch.equal(weights[0][name], weights[1][name]), name
+    assert train(*flags, "--start", str(tmp_path / "first"), "--draft-vocab", "100", out="fourth") == 2
+    assert "has other sizes, taps or draft tokens" in capsys.readouterr().err
+
+
+def test_merlin_is_made_end_to_end_and_finds_its_head(toy: Path, tmp_path: Path) -> None:
+    order = MerlinOrder(
+        Workshop(toy / "data", tmp_path / "merlin", tmp_path / "work"),
+        Options(row_len=64, batch_rows=4, steps=2, eval_every=2, save_every=2, epoch_tokens=20_000),
+        head_tokens=2500,
+        head_steps=2,
+        device="cpu",
+        shape=SHAPE,
+        draft_vocab="auto",
+        max_tokens=24,
+        longest_prompt=16,
+        text_tokens=1000,
+    )
+    make_merlin(order)
+    with LLM(str(tmp_path / "merlin"), max_rows=1, max_len=64) as llm:
+        assert any(d.field == "drafter" and d.value == "eagle3" for d in llm.decisions)
+        [output] = llm.generate("Tom had", SamplingParams(max_tokens=8), progress=False)
+        assert output.stats.drafted > 0
