@@ -26,7 +26,7 @@ EPILOG = """examples:
   peregrine demo "The little bird" --temperature 0.8 --seed 7
   peregrine demo --model /models/llama --drafter ngram --num-drafts 5
 """
-PROMPT = "Once upon a time"
+PROMPT = "One day, a little fox found a key in the snow."
 MODEL = EngineConfig().model
 STAND_IN = {"num_layers": 4, "hidden_size": 256, "intermediate_size": 688, "head_dim": 64, "seed": 1}
 DEFAULTS: dict[str, object] = {"temperature": 0.0, "max_tokens": 96}

@@ -66,7 +66,7 @@ class Engine:
 
     def abort(self, request: Request) -> None:
         """End a request now, wherever it is; its pages come back at once. A finished one is left alone."""
-        if request in self.waiting or request in self.reading or request in self.running:
+        if request.seat is not None or request in self.reading or request in self.waiting:
             self._ended.append(self._finish(request, "abort"))
 
     def step(self) -> list[Delta]:
@@ -110,20 +110,23 @@ class Engine:
     # Seats.
 
     def _sit(self, request: Request) -> None:
-        seat = len(self.running)
+        seat = request.seat = len(self.running)
         self.running.append(request)
         self.runner.seats.join(seat, seat_entry(request, self.limits))
         self.runner.seats.set_pages(seat, 0, request.pages)
 
     def _leave(self, request: Request) -> None:
         """Free the request's seat; the last seat's holder moves into it, so that seats stay compact."""
-        seat, last = self.running.index(request), len(self.running) - 1
+        seat, last = request.seat, len(self.running) - 1
+        assert seat is not None
         if seat == last:
             self.runner.seats.clear(seat)
         else:
             self.runner.seats.move(last, seat)
             self.running[seat] = self.running[last]
+            self.running[seat].seat = seat
         self.running.pop()
+        request.seat = None
 
     # Rounds.
 
@@ -137,7 +140,7 @@ class Engine:
         """Pages for the next round of every running request; when they run out, the youngest is put back."""
         deltas: list[Delta] = []
         for request in list(self.running):
-            while request in self.running and not self._grow(request):
+            while request.seat is not None and not self._grow(request):
                 if self.runner.in_flight:
                     deltas += (
                         self._collect()
@@ -150,13 +153,14 @@ class Engine:
         held = len(request.pages)
         if not self.holdings.reserve(request, self._reach(request)):
             return False
-        self.runner.seats.set_pages(self.running.index(request), held, request.pages[held:])
+        assert request.seat is not None
+        self.runner.seats.set_pages(request.seat, held, request.pages[held:])
         return True
 
     def _put_back(self, request: Request) -> None:
         """Preempt: free the pages, wait at the front, read everything again later. Its tokens do not change."""
         request.stats.preemptions += 1
-        if request in self.running:
+        if request.seat is not None:
             request.read_len = request.num_tokens - 1
             self._leave(request)
         else:
@@ -179,7 +183,7 @@ class Engine:
         """Read the oldest round; a request that has left since is not listened to."""
         deltas = []
         for result in self.runner.read():
-            if result.request in self.running:
+            if result.request.seat is not None:
                 delta = self._take(result)
                 if delta is not None:
                     deltas.append(delta)
@@ -225,7 +229,7 @@ class Engine:
     ) -> Delta:
         """Give back the seat and every page, and say the last word."""
         tokens = tokens or []
-        if request in self.running:
+        if request.seat is not None:
             # Only places whose KV is known to be sound may be shared.
             request.read_len = 0 if reason == "error" else request.num_tokens - 1
             self._leave(request)

@@ -138,6 +138,7 @@ class Request:
         self.pages: list[int] = []  # in order of place, matched ones first
         self.read_len = 0  # prompt (or replayed) tokens whose KV exists
         self.rounds_in_flight = 0
+        self.seat: int | None = None  # while it runs
         self.turn = 0  # order of admission; the youngest is put back first
         self.arrived = time.perf_counter()
         self.started: float | None = None

@@ -48,13 +48,12 @@ def head_fields(config: Eagle3Config) -> dict[str, Any]:
     layer = config.layer
     if layer.family not in _ARCHITECTURES:
         raise ValueError(f"an EAGLE-3 head of {layer.family} layers has no public name; use llama or qwen3")
-    return {
+    fields = {
         "architectures": [_ARCHITECTURES[layer.family]],
         "model_type": layer.family,
         "vocab_size": layer.vocab_size,
         "draft_vocab_size": config.draft_vocab_size,
         "hidden_size": layer.hidden_size,
-        "target_hidden_size": config.target_hidden_size,
         "intermediate_size": layer.intermediate_size,
         "num_hidden_layers": layer.num_layers,
         "num_attention_heads": layer.num_heads,
@@ -74,3 +73,7 @@ def head_fields(config: Eagle3Config) -> dict[str, Any]:
         TAP_IDS: list(config.taps),
         "eagle_config": {"use_aux_hidden_state": True, TAP_IDS: [tap - 1 for tap in config.taps]},
     }
+    # Where the sizes agree the field is left out: with it, some loaders do not take the target's embedding.
+    if config.target_hidden_size != layer.hidden_size:
+        fields["target_hidden_size"] = config.target_hidden_size
+    return fields
