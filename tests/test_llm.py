@@ -3,6 +3,8 @@
 import asyncio
 import functools
 import operator
+import subprocess
+import sys
 
 import pytest
 
@@ -128,3 +130,16 @@ def test_text_can_be_left_out(llm: LLM) -> None:
 
 def test_build_is_what_llm_runs() -> None:
     assert build().engine.limits.num_drafts == 0
+
+
+def test_leaving_without_closing_is_quiet() -> None:
+    """The process ends cleanly while a request is in flight."""
+    code = f"""
+from peregrine import LLM, SamplingParams
+llm = LLM({str(tiny_model())!r}, drafter="none", num_pages=100)
+stream = llm.stream([5, 6], SamplingParams(temperature=0, max_tokens=500, ignore_eos=True))
+print(len(next(stream).token_ids))
+"""
+    for _ in range(3):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "1\n", "")

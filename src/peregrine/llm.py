@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import queue
+import weakref
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import fields
 from types import TracebackType
@@ -35,6 +36,8 @@ class LLM:
         self.decisions: tuple[Decision, ...] = built.decisions
         self.engine = built.engine
         self._loop = EngineLoop(built.engine)
+        # At exit, too: a thread that is inside a kernel when the interpreter goes takes the process down with it.
+        self._close = weakref.finalize(self, self._loop.close)
 
     def generate(
         self,
@@ -120,7 +123,7 @@ class LLM:
 
     def close(self) -> None:
         """Stop the engine's thread and free what it holds."""
-        self._loop.close()
+        self._close()
 
     def __enter__(self) -> "LLM":
         return self

@@ -64,7 +64,8 @@ class EngineLoop:
         if self._open:
             self._open = False
             self._inbox.put(lambda: None)
-            self._thread.join()
+            if threading.current_thread() is not self._thread:
+                self._thread.join()
 
     @torch.inference_mode()
     def _run(self) -> None:
