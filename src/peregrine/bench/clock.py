@@ -14,6 +14,7 @@ from peregrine.attention.traits import Traits
 from peregrine.cache.store import KVStore
 from peregrine.engine.engine import Engine
 from peregrine.models.decoder import Decoder
+from peregrine.models.head_parts import Eagle3Layer
 from peregrine.models.layers import Linear
 from peregrine.spec.chain import ChainDrafter
 from peregrine.spec.readers import HeadReader, ModelReader
@@ -108,7 +109,7 @@ def count_network(network: nn.Module, clock: Clock, undo: ExitStack) -> None:
     for module in network.modules():
         if isinstance(module, Linear):
             count_calls(module, "forward", "kernels", clock, undo)
-        if isinstance(module, Decoder):
+        if isinstance(module, Decoder | Eagle3Layer):
             count_calls(module.shelf, "run", "kernels", clock, undo)
 
 

@@ -8,10 +8,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from peregrine.attention import Attend, LayerAttention
+from peregrine.kernels.tape import Shelf, Step
 from peregrine.models.config import ModelConfig
 from peregrine.models.decoder import Decoder
 from peregrine.models.layers import MLP, Attention, Layer, Linear, RMSNorm
 from peregrine.models.rope_table import SPARE_POSITIONS, rope_table
+
+MAX_SHELF_ROWS = 64  # larger windows are not run from remembered kernel calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,7 @@ class Eagle3Layer(nn.Module):
     def __init__(self, config: ModelConfig, split: bool, norm_before_residual: bool) -> None:
         super().__init__()
         self.norm_before_residual = norm_before_residual
+        self.shelf = Shelf(max_rows=MAX_SHELF_ROWS)
         self.input_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.hidden_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.attention = Attention(config, 0, 2 * config.hidden_size, split)
@@ -105,7 +109,20 @@ class Eagle3Layer(nn.Module):
         normed = self.hidden_norm(hidden)
         stream = normed if self.norm_before_residual else hidden
         both = torch.cat((self.input_norm(embedded), normed), dim=1)  # [N, 2 H]
-        attended = self.attention.forward(both, positions, table, attend, live)
-        stream = stream if live is None else stream.index_select(0, live)
-        normed, stream = self.post_norm.add(attended, stream)
+        if live is None:
+            q, k, v = self._run(0, lambda x, at: self.attention.project(x, at, table), both, positions)
+        else:
+            q, k, v = self.attention.project(both, positions, table, live)
+            stream = stream.index_select(0, live)
+        update, stream = self._run(1, self._leave, attend(0, q, k, v), stream)
+        return update, stream
+
+    def _leave(self, attended: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
+        normed, stream = self.post_norm.add(self.attention.merge(attended), stream)
         return self.mlp.forward(normed), stream
+
+    def _run(self, index: int, step: Step, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """A step of kernels alone, from memory once it is packed for the CPU."""
+        packed = self.mlp.down.packed
+        compiled = packed is not None and packed.panels is not None
+        return self.shelf.run(index, step, *inputs) if compiled else step(*inputs)
