@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -66,9 +67,11 @@ def run(plan: Plan, options: dict[str, object]) -> dict[str, object]:
     }
     start_up_s = start_up_seconds(model, speculative)
     before = peak_mib()
-    with LLM(model, **speculative) as fast, LLM(model, **plain) as slow:
+    with ExitStack() as opened:
+        fast = opened.enter_context(LLM(model, **speculative))
         fast.generate(list(PROMPTS), sampling(plan), progress=False)
-        memory = memory_facts(fast, before)
+        memory = memory_facts(fast, before)  # of this engine alone
+        slow = opened.enter_context(LLM(model, **plain))
         peer = load_peer(decided(slow, "model")) if plan.peer else None
         lines = [measure_rows(plan, rows, slow, fast, peer) for rows in plan.rows]
         return {
