@@ -104,7 +104,7 @@ DRAFTERS = drafters()
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_speculation_changes_no_token(name: str) -> None:
-    first = 10 + 3 * list(DRAFTERS).index(name)
+    first = 10 + 4 * list(DRAFTERS).index(name)
     some = (MATRIX[first:] + MATRIX)[:5]
     assert tokens(run(build(**DRAFTERS[name]).engine, some)) == plain(some)  # type: ignore[arg-type]
 
