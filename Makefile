@@ -61,6 +61,7 @@ clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
+# lm-eval goes without its dependencies (750 MB that only its task library needs): the tests use its API client.
 # The backend is installed first and used without isolation: its version is pinned, and a later re-install
 # (after an edit of pyproject.toml) finds everything in place with the network gone.
 $(STAMP): pyproject.toml constraints.txt
@@ -72,7 +73,8 @@ $(STAMP): pyproject.toml constraints.txt
 		$(PYTHON) -m venv --clear $(VENV); \
 	fi
 	@echo "[2/3] installing torch, numba and the test tools (first time: a few minutes; log in $(LOG))"
-	@{ $(PIP) hatchling && $(PIP) --no-build-isolation -e '.[cpu,train,test]'; } >$(LOG) 2>&1 || { \
+	@{ $(PIP) hatchling && $(PIP) --no-build-isolation -e '.[cpu,train,serve,test]' && \
+		$(PIP) --no-deps lm-eval; } >$(LOG) 2>&1 || { \
 		grep -v '^WARNING' $(LOG) | tail -n 20; \
 		echo "error: the installation failed, see above and $(LOG); the first one needs the network"; exit 1; }
 	@touch $@

@@ -2,22 +2,28 @@
 
 import importlib.util
 import os
+import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-# Before anything imports them: workers share the cores, and the hub is out of bounds.
+# Before anything imports them: workers share the cores, the hub is out of bounds, GPU kernels need a GPU.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+if shutil.which("nvidia-smi") is None:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1"
 
 import torch
+
+from peregrine.kernels.interpreter import mend_interpreter
 
 GPU_FOLDER = Path(__file__).parent / "gpu"
 LOOPBACK = ("127.", "::1", "localhost")
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+mend_interpreter()
 
 if importlib.util.find_spec("hypothesis"):
     from hypothesis import settings

@@ -66,7 +66,7 @@ def test_leaving_a_stream_aborts_its_request(llm: LLM) -> None:
     stream = llm.stream([5], SamplingParams(temperature=0, max_tokens=500, ignore_eos=True))
     next(stream)
     stream.close()
-    llm._loop.call(lambda: None)
+    llm.loop.call(lambda: None)
     while llm.engine.has_work:
         pass
     check_pages(llm.engine)
@@ -89,7 +89,7 @@ def test_chat_goes_through_the_template(llm: LLM) -> None:
 
 
 def test_decisions_have_reasons(llm: LLM) -> None:
-    assert {"model", "device", "dtype", "drafter", "attention", "num_pages", "lag"} == {
+    assert {"model", "device", "dtype", "drafter", "attention", "graphs", "num_pages", "lag"} == {
         d.field for d in llm.decisions
     }
     assert all(d.because for d in llm.decisions)

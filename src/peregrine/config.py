@@ -6,6 +6,7 @@ from peregrine.errors import ConfigError
 
 MAX_NODES = 64  # a tree node's ancestors are one 64-bit word
 MAX_DRAFTS = 16
+MAX_LAG = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,7 @@ class EngineConfig:
     tree: TreeShape | None = None
     device: str = "auto"
     dtype: str = "auto"
+    kv_dtype: str = "auto"  # of keys and values: auto, or float8 (e4m3) for half the memory
     page_size: int = 16
     max_rows: int = 8
     max_len: int | None = None  # tokens per request, prompt included; None: the model's context
@@ -50,7 +52,8 @@ class EngineConfig:
     prefill_chunk: int = 256  # borders of prompt chunks lie at its multiples
     prefix_cache: bool = True
     lag: int | None = None  # rounds queued before the oldest is read; None: 0 on CPU, 1 elsewhere
-    row_sizes: tuple[int, ...] | None = None  # batches are padded to one of these; None: no padding
+    row_sizes: tuple[int, ...] | None = None  # batches are padded to one of these; None: as graphs need it
+    graphs: bool | None = None  # record rounds as device graphs; None: where the device and the backend can
     simulate_accept: float | None = None  # benchmarks only: draw the acceptance length with this mean
 
     def __post_init__(self) -> None:
@@ -61,7 +64,7 @@ class EngineConfig:
             ("max_len", self.max_len, 2, None),
             ("num_pages", self.num_pages, 2, None),
             ("prefill_chunk", self.prefill_chunk, 1, None),
-            ("lag", self.lag, 0, 8),
+            ("lag", self.lag, 0, MAX_LAG),
         ):
             check_integer(name, value, low, high)
         if self.page_size & (self.page_size - 1):

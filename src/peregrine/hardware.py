@@ -6,6 +6,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,6 +58,12 @@ class Hardware:
     gpus: tuple[Gpu, ...]
 
 
+def upload(values: Sequence[int] | Sequence[float], device: torch.device) -> torch.Tensor:
+    """A tensor of these values on the device; the host does not wait for the copy."""
+    tensor = torch.tensor(values)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
 def read_hardware() -> Hardware:
     """The facts of this machine, now."""
     total, available = read_memory()
@@ -80,6 +87,11 @@ def version_of(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def triton_interprets() -> bool:
+    """Whether Triton kernels run in Triton's interpreter, on CPU tensors: slow, and for tests."""
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
 
 
 def read_cpu() -> Cpu:
@@ -153,6 +165,13 @@ def resolve_dtype(name: str, device: torch.device, stored: torch.dtype) -> torch
     if name not in DTYPES:
         raise ConfigError(f"dtype={name!r}: no such dtype; choose one of auto, {', '.join(DTYPES)}")
     return DTYPES[name]
+
+
+def resolve_kv_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype keys and values are held in: "auto" is that of the arithmetic."""
+    if name not in ("auto", "float8"):
+        raise ConfigError(f"kv_dtype={name!r}: no such dtype; choose auto or float8")
+    return dtype if name == "auto" else torch.float8_e4m3fn
 
 
 def colon_table(text: str) -> dict[str, str]:

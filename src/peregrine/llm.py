@@ -35,9 +35,9 @@ class LLM:
         self.tokenizer, self.config = built.tokenizer, built.model
         self.decisions: tuple[Decision, ...] = built.decisions
         self.engine = built.engine
-        self._loop = EngineLoop(built.engine)
+        self.loop = EngineLoop(built.engine)
         # At exit, too: a thread that is inside a kernel when the interpreter goes takes the process down with it.
-        self._close = weakref.finalize(self, self._loop.close)
+        self._close = weakref.finalize(self, self.loop.close)
 
     def generate(
         self,
@@ -59,7 +59,7 @@ class LLM:
         for index, (prompt, wish) in enumerate(zip(many, each, strict=True)):
             try:
                 ids = self.encode(prompt)
-                requests[index] = self._loop.submit(ids, wish, numbered(results, index))
+                requests[index] = self.loop.submit(ids, wish, numbered(results, index))
             except RequestError as error:
                 if len(many) == 1:
                     raise
@@ -80,7 +80,7 @@ class LLM:
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
         """Deltas as they come; the last one carries the output. Closing the iterator aborts the request."""
         results: queue.SimpleQueue[Delta | EngineFault] = queue.SimpleQueue()
-        request = self._loop.submit(self.encode(prompt), params or SamplingParams(), results.put)
+        request = self.loop.submit(self.encode(prompt), params or SamplingParams(), results.put)
         try:
             while True:
                 delta = results.get()
@@ -90,7 +90,7 @@ class LLM:
                 if delta.output is not None:
                     return
         finally:
-            self._loop.abort(request)
+            self.loop.abort(request)
 
     async def astream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[Delta]:
         """The same for asyncio; many may run side by side and share rounds."""
@@ -101,7 +101,7 @@ class LLM:
             with contextlib.suppress(RuntimeError):  # the event loop has gone; nobody listens
                 loop.call_soon_threadsafe(results.put_nowait, delta)
 
-        request = self._loop.submit(self.encode(prompt), params or SamplingParams(), sink)
+        request = self.loop.submit(self.encode(prompt), params or SamplingParams(), sink)
         try:
             while True:
                 delta = await results.get()
@@ -111,7 +111,7 @@ class LLM:
                 if delta.output is not None:
                     return
         finally:
-            self._loop.abort(request)
+            self.loop.abort(request)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The prompt's token ids; text gets the special tokens its tokenizer adds."""
@@ -120,6 +120,12 @@ class LLM:
     def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
         """Chat messages through the model's template, ready for the assistant's turn."""
         return encode_chat(self.tokenizer, messages)
+
+    def drop_cached(self) -> int | None:
+        """Empty the prefix cache: how many pages that freed, or None, and nothing done, while requests run."""
+        freed: list[int | None] = []
+        self.loop.call(lambda: freed.append(self.engine.drop_cached()))
+        return freed[0]
 
     def close(self) -> None:
         """Stop the engine's thread and free what it holds."""
@@ -141,7 +147,7 @@ class LLM:
         finally:
             for index, request in requests.items():
                 if index not in outputs:
-                    self._loop.abort(request)
+                    self.loop.abort(request)
 
 
 def engine_config(model: str, options: dict[str, object]) -> EngineConfig:

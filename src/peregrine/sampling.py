@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields
 
 from peregrine.errors import RequestError
 
+MAX_STOPS = 64  # strings, each looked for at every character
 MAX_STOP_IDS = 32
 MAX_BIAS = 512
 MAX_LOGPROBS = 64
@@ -18,7 +19,8 @@ class SamplingParams:
 
     Order of the law: logit_bias, penalties, min_tokens, temperature, top_k, top_p, min_p, then noise from the
     seed. Temperature 0 takes the largest logit. `logprobs=n` returns the chosen token's and the n largest
-    log-probabilities of the model's own distribution, before all of the above.
+    log-probabilities of the model's own distribution, before all of the above; `prompt_logprobs=n` the same for
+    the prompt's tokens, which are then read anew, past the prefix cache.
     """
 
     temperature: float = 1.0
@@ -36,9 +38,11 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     num_drafts: int | None = None  # cap on drafts for this request; 0: no speculation; None: the engine's
     skip_special_tokens: bool = True
     detokenize: bool = True  # False: token ids alone, no text and no stop strings
+    report_drafts: bool = False  # deltas carry the drafts of their round, rejected ones too
 
     def __post_init__(self) -> None:
         self._check_number("temperature", 0.0, 100.0, "use 0 for greedy, 1 for the model's own distribution")
@@ -53,9 +57,10 @@ class SamplingParams:
             "max_tokens", 1, None, "use at least 1, or None for the rest of the context", optional=True
         )
         self._check_integer("min_tokens", 0, None, "use 0 or more")
-        self._check_integer("logprobs", 0, MAX_LOGPROBS, f"use 0 to {MAX_LOGPROBS}, or None", optional=True)
+        for name in ("logprobs", "prompt_logprobs"):
+            self._check_integer(name, 0, MAX_LOGPROBS, f"use 0 to {MAX_LOGPROBS}, or None", optional=True)
         self._check_integer("num_drafts", 0, None, "use 0 for no speculation", optional=True)
-        for name in ("ignore_eos", "skip_special_tokens", "detokenize"):
+        for name in ("ignore_eos", "skip_special_tokens", "detokenize", "report_drafts"):
             if not isinstance(self._value(name), bool):
                 raise RequestError(name, self._value(name), "is not true or false", "pass a bool")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -103,6 +108,10 @@ class SamplingParams:
                 raise RequestError(
                     "stop", text, "is not a non-empty string", "pass strings of one or more characters"
                 )
+        if len(self.stops) > MAX_STOPS:
+            raise RequestError(
+                "stop", f"{len(self.stops)} strings", "are too many", f"pass at most {MAX_STOPS}"
+            )
         if self.stops and not self.detokenize:
             raise RequestError(
                 "detokenize", False, "stop strings are found in text", "leave stop out, or set it"

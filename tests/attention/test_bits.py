@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention.cases import BACKENDS, Layout, Row, attend, chain, tree
+from attention.cases import BACKENDS
 from peregrine.attention import AttentionBackend, LayerAttention
+from peregrine.attention.conformance.paging import Layout, attend
+from peregrine.attention.conformance.problem import Row, chain, tree
 
 every_backend = pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
 every_shape = pytest.mark.parametrize("heads", [(5, 1, 64), (6, 2, 16), (8, 1, 128), (3, 3, 80), (4, 2, 8)])
@@ -87,10 +89,8 @@ def test_a_tree_path_is_the_chain_it_stands_for(
     assert row.words is not None
     layer = LayerAttention(0.2, 40, None)
     out = attend(backend, [row], layer)[0]
-    for i, word in enumerate(row.words):
-        keys = [*range(past), *(past + j for j in range(64) if word >> j & 1)]
-        path = Row(past, row.positions[i : i + 1], None, row.q[i : i + 1], row.k[keys], row.v[keys])
-        assert torch.equal(attend(backend, [path], layer)[0], out[i : i + 1])
+    for i in range(len(row.words)):
+        assert torch.equal(attend(backend, [row.path_to(i)], layer)[0], out[i : i + 1])
 
 
 @every_backend

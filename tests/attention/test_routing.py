@@ -1,27 +1,19 @@
-"""A kernel follows the window's shape; a backend is chosen by its traits; a refusal gives every reason."""
+"""A backend is chosen by its traits; a refusal gives every reason."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
-from peregrine.attention import (
-    GraphSupport,
-    Kernel,
-    Needs,
-    Traits,
-    Window,
-    choose_backend,
-    kernel_for,
-    refusals,
-)
+from peregrine.attention import GraphSupport, Needs, Traits, choose_backend, refusals
 from peregrine.attention.numba_backend import NumbaBackend
-from peregrine.attention.torch_backend import TorchBackend
+from peregrine.attention.routing import BACKENDS
 from peregrine.errors import ConfigError
 
 TRAITS = Traits(
     devices=frozenset({"cuda"}),
     dtypes=frozenset({torch.bfloat16, torch.float16}),
+    kv_dtypes=frozenset({torch.bfloat16, torch.float16}),
     page_sizes=frozenset({16, 64}),
     head_dims=frozenset({64, 128}),
     max_decode_q_len=16,
@@ -30,10 +22,12 @@ TRAITS = Traits(
     sinks=False,
     reads_host_lens=False,
     graphs=GraphSupport.UNIFORM,
+    automatic=True,
 )
 NEEDS = Needs(
     device="cuda",
     dtype=torch.bfloat16,
+    kv_dtype=torch.bfloat16,
     page_size=16,
     head_dim=128,
     tree_masks=False,
@@ -41,27 +35,14 @@ NEEDS = Needs(
     sinks=False,
     graphs=GraphSupport.UNIFORM,
 )
-CPU_NEEDS = replace(NEEDS, device="cpu", dtype=torch.float32, head_dim=64, graphs=GraphSupport.NEVER)
-
-
-@pytest.mark.parametrize(
-    ("window", "kernel"),
-    [
-        (Window.ragged([7, 3]), Kernel.CONTEXT),  # prefill
-        (Window.uniform(4, 5), Kernel.DECODE),  # verify, and the drafter rereading it
-        (Window.uniform(4, 1), Kernel.DECODE),  # one draft step, or plain decoding
-        (Window.uniform(4, 16), Kernel.DECODE),
-        (Window.uniform(4, 17), Kernel.CONTEXT),
-        (Window.ragged([5, 5]), Kernel.DECODE),  # prompts of one length are uniform, too
-        (Window.uniform(1, 4096), Kernel.CONTEXT),  # so is a long prompt alone
-    ],
+CPU_NEEDS = replace(
+    NEEDS,
+    device="cpu",
+    dtype=torch.float32,
+    kv_dtype=torch.float32,
+    head_dim=64,
+    graphs=GraphSupport.NEVER,
 )
-def test_kernel_follows_shape(window: Window, kernel: Kernel) -> None:
-    assert kernel_for(window, TRAITS) is kernel
-
-
-def test_a_backend_without_a_decode_kernel_takes_all_as_context() -> None:
-    assert kernel_for(Window.uniform(1, 1), replace(TRAITS, max_decode_q_len=0)) is Kernel.CONTEXT
 
 
 def test_what_fits_has_no_refusals() -> None:
@@ -74,6 +55,10 @@ def test_what_fits_has_no_refusals() -> None:
     [
         (replace(NEEDS, device="cpu"), "runs on cuda, not on cpu"),
         (replace(NEEDS, dtype=torch.float32), "computes in bfloat16, float16, not in float32"),
+        (
+            replace(NEEDS, kv_dtype=torch.float8_e4m3fn),
+            "reads keys and values in bfloat16, float16, not float8_e4m3fn",
+        ),
         (replace(NEEDS, page_size=32), "has page sizes [16, 64], not 32"),
         (replace(NEEDS, head_dim=80), "has head dims [64, 128], not 80"),
         (replace(NEEDS, tree_masks=True), "has no tree masks; choose a chain drafter"),
@@ -100,7 +85,31 @@ def test_all_reasons_come_at_once() -> None:
 def test_auto_takes_numba_for_float32_on_the_cpu() -> None:
     choice = choose_backend("auto", CPU_NEEDS)
     assert choice.backend.name == "numba"
-    assert choice.reasons == ("numba: the first that fits",)
+    assert choice.reasons[-1] == "numba: the first that fits"
+    assert all(reason.startswith("triton: ") for reason in choice.reasons[:-1])
+
+
+def test_auto_never_takes_an_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr("peregrine.attention.triton_backend.TRITON_PRESENT", True)
+    choice = choose_backend("auto", CPU_NEEDS)
+    assert choice.backend.name != "triton"
+    assert choice.reasons[0] == "triton: is interpreted, which is for tests; ask for it by name"
+    assert choose_backend("triton", CPU_NEEDS).backend.name == "triton"
+
+
+def test_auto_takes_triton_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr("peregrine.attention.triton_backend.TRITON_PRESENT", True)
+    assert choose_backend("auto", NEEDS).reasons == ("triton: the first that fits",)
+
+
+def test_auto_without_triton_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr("peregrine.attention.triton_backend.TRITON_PRESENT", False)
+    choice = choose_backend("auto", NEEDS)
+    assert choice.backend.name == "torch"
+    assert choice.reasons[0] == "triton: needs triton, which comes with CUDA builds of torch"
 
 
 def test_auto_says_why_numba_was_passed_over() -> None:
@@ -127,12 +136,14 @@ def test_a_named_backend_is_taken_or_refused_but_never_replaced() -> None:
 
 
 def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="attention='flash': no such backend; choose auto, numba or torch"):
+    with pytest.raises(
+        ConfigError, match="attention='flash': no such backend; choose auto, triton, numba or torch"
+    ):
         choose_backend("flash", CPU_NEEDS)
 
 
 def test_backends_can_do_all_masks() -> None:
-    for backend in (TorchBackend(), NumbaBackend()):
+    for backend in BACKENDS:
         assert backend.traits.tree_masks
         assert backend.traits.windows
         assert backend.traits.sinks

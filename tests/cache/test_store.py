@@ -41,6 +41,36 @@ def test_write_takes_views_of_a_fused_projection() -> None:
     assert torch.equal(store.values[0, 8:10], v)
 
 
+def test_float8_is_held_divided_by_its_scale_and_cut_off() -> None:
+    store = make_store(torch.float8_e4m3fn)
+    assert store.num_bytes == 2 * 2 * 20 * 3 * 8
+    assert store.k_scales is not None
+    assert store.v_scales is not None
+    store.k_scales[1], store.v_scales[1] = 0.5, 4.0
+    k, v = torch.full((2, 3, 8), 3.0), torch.full((2, 3, 8), 2.0)
+    k[0, 0, 0], k[1, 0, 0], v[1, 2, 7] = 1e6, -1e6, torch.nan
+    store.write(1, torch.tensor([4, 9]), k, v)
+    assert store.keys[1, 4].float().unique().equal(torch.tensor([6.0, 448.0]))
+    assert store.keys[1, 9].float().unique().equal(torch.tensor([-448.0, 6.0]))
+    assert store.values[1, 4].float().unique().equal(torch.tensor([0.5]))
+    assert store.values[1, 9, 2, 7].isnan()
+    assert not store.keys[0].float().any()
+
+
+def test_float8_moves_as_it_is() -> None:
+    store = make_store(torch.float8_e4m3fn)
+    k = torch.randn(3, 3, 8)
+    store.write(0, torch.tensor([5, 6, 7]), k, k)
+    held = store.keys.float()
+    store.move(torch.tensor([5, 6, 7]), torch.tensor([4, 5, 6]))
+    assert torch.equal(store.keys[:, 4:7].float(), held[:, 5:8])
+
+
+def test_only_float8_has_scales() -> None:
+    assert make_store(torch.bfloat16).k_scales is None
+    assert make_store().v_scales is None
+
+
 def test_move_reads_all_before_it_writes() -> None:
     store = make_store()
     store.keys.normal_()

@@ -4,9 +4,11 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 
 from peregrine.attention.routing import BACKENDS
+from peregrine.cli import doctor
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -28,6 +30,25 @@ def test_json_has_reasons_by_backend(peregrine: Run) -> None:
     assert report["target"]["dtype"] == "bfloat16"
     assert report["target"]["backends"]["torch"] == []
     assert report["model"] is None
+
+
+def test_says_which_kernel_serves_which_window(peregrine: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine whose Triton serves: a kernel for short windows, another for the rest."""
+    monkeypatch.setattr(doctor, "backend_reasons", lambda *_: {b.name: [] for b in BACKENDS})
+    code, out, _ = peregrine("doctor", "--device", "cpu")
+    assert code == 0
+    assert "verify of 3 drafts: 1 x 4: decode, not measured" in out
+    assert "prompts: 2 x up to 256: context, rows differ in length" in out
+    assert "plain decoding, a draft step: 1 x 1: context, the only kernel there is" in out  # torch
+    report = json.loads(peregrine("doctor", "--json", "--device", "cpu")[1])
+    assert set(report["target"]["kernels"]) == {backend.name for backend in BACKENDS}
+
+
+def test_a_backend_that_cannot_serve_has_no_kernels(peregrine: Run) -> None:
+    report = json.loads(peregrine("doctor", "--json", "--device", "cpu", "--dtype", "bfloat16")[1])
+    assert "torch" in report["target"]["kernels"]
+    for name, reasons in report["target"]["backends"].items():
+        assert (name in report["target"]["kernels"]) == (not reasons)
 
 
 def test_unknown_device_fails_with_its_reason(peregrine: Run) -> None:

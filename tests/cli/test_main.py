@@ -87,7 +87,10 @@ def test_bench_passes_its_plan_and_the_engine_options_on(
     assert code == 0
     assert (plan.rows, plan.tokens) == ((1, 4), 9)
     assert options == {"drafter": "ngram"}
-    assert json.loads(out) == json.loads(file.read_text()) == {"a": 1}
+    written = json.loads(file.read_text())
+    assert json.loads(out) == written
+    assert written["command"].split()[0] == "peregrine"
+    assert written["a"] == 1
 
 
 def test_every_command_has_examples() -> None:

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from scipy import stats
 
 from peregrine.kernels.law import Context, Law
 
@@ -113,6 +112,8 @@ def distribution(logits, params, position=0, prompt=(), output=()):
 
 def assert_drawn_from(tokens, probabilities):
     """Chi-square: the tokens are draws from these probabilities, and none has probability 0."""
+    from scipy import stats
+
     counts = np.bincount(np.asarray(tokens).ravel(), minlength=len(probabilities))
     assert counts.shape == probabilities.shape
     assert not counts[probabilities == 0].any()

@@ -1,10 +1,13 @@
-"""The compiled verdict equals its twin, and both equal a walk down the tree in plain Python."""
+"""The kernels judge and commit as the twin does, and the twin as a walk down the tree in plain Python."""
 
 import random
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 
+from kernels.interpreted import needs_interpreter
 from peregrine.kernels.cpu import NUMBA_PRESENT
 from peregrine.kernels.verdict import (
     FINISH_FAULT,
@@ -14,11 +17,31 @@ from peregrine.kernels.verdict import (
     Ends,
     Nodes,
     Verdict,
+    commit_torch,
     judge_nodes,
-    judge_nodes_torch,
 )
 
 VOCAB = 5
+PLACES = 32
+Commit = Callable[[torch.Tensor, Nodes, Ends, torch.Tensor, int], torch.Tensor]
+
+
+def by_numba() -> Commit:
+    from peregrine.kernels import verdict_cpu
+
+    return verdict_cpu.commit
+
+
+def by_triton() -> Commit:
+    from peregrine.kernels import verdict_gpu
+
+    return verdict_gpu.commit
+
+
+KERNELS = [
+    pytest.param(by_numba, marks=pytest.mark.skipif(not NUMBA_PRESENT, reason="needs numba")),
+    pytest.param(by_triton, marks=needs_interpreter),
+]
 
 
 def draw(seed: int, num_nodes: int, depth: int) -> tuple[torch.Tensor, Nodes, Ends]:
@@ -84,35 +107,69 @@ def walk(row: int, choices: torch.Tensor, nodes: Nodes, ends: Ends) -> tuple[lis
 
 @pytest.mark.parametrize(("num_nodes", "depth"), [(1, 0), (2, 1), (4, 3), (7, 2), (16, 4), (64, 6)])
 def test_verdicts_agree_with_a_walk(num_nodes: int, depth: int) -> None:
-    kernels = [judge_nodes_torch, *([judge_nodes] if NUMBA_PRESENT else [])]
     for seed in range(60):
         choices, nodes, ends = draw(seed, num_nodes, depth)
-        for kernel in kernels:
-            verdict: Verdict = kernel(choices, nodes, ends, depth)
-            for row in range(len(choices)):
-                made, correct, finish = walk(row, choices, nodes, ends)
-                accept = int(verdict.accept_lens[row])
-                assert verdict.tokens[row, :accept].tolist() == made
-                # A draft that lies past the end was right, but became no output.
-                assert int(verdict.correct_lens[row]) == min(int(verdict.correct_lens[row]), accept)
-                assert int(verdict.correct_lens[row]) >= correct
-                assert int(verdict.finish[row]) == finish
+        verdict: Verdict = judge_nodes(choices, nodes, ends, depth)
+        for row in range(len(choices)):
+            made, correct, finish = walk(row, choices, nodes, ends)
+            accept = int(verdict.accept_lens[row])
+            assert verdict.tokens[row, :accept].tolist() == made
+            # A draft that lies past the end was right, but became no output.
+            assert int(verdict.correct_lens[row]) == min(int(verdict.correct_lens[row]), accept)
+            assert int(verdict.correct_lens[row]) >= correct
+            assert int(verdict.finish[row]) == finish
 
 
-@pytest.mark.skipif(not NUMBA_PRESENT, reason="needs numba")
+def committed(
+    commit: Commit, choices: torch.Tensor, nodes: Nodes, ends: Ends, depth: int
+) -> tuple[torch.Tensor, ...]:
+    """The table, and all that a commit writes: history, past lengths, ends, windows."""
+    history = torch.arange(100, 100 + PLACES).repeat(len(choices), 1)
+    history.scatter_(1, ends.past_lens[:, None], nodes.tokens[:, :1])  # the root is the newest token
+    nodes = replace(nodes, tokens=nodes.tokens.clone())
+    ends = replace(ends, past_lens=ends.past_lens.clone(), done=ends.done.clone())
+    table = commit(choices, nodes, ends, history, depth)
+    return table, history, ends.past_lens, ends.done, nodes.tokens
+
+
+def by_twin(
+    choices: torch.Tensor, nodes: Nodes, ends: Ends, history: torch.Tensor, depth: int
+) -> torch.Tensor:
+    return commit_torch(choices, nodes, ends, history, depth).table
+
+
+@pytest.mark.parametrize(("num_nodes", "depth"), [(1, 0), (4, 3), (16, 4)])
+def test_a_commit_moves_rows_past_what_they_accepted(num_nodes: int, depth: int) -> None:
+    for seed in range(30):
+        choices, nodes, ends = draw(seed, num_nodes, depth)
+        _, history, past_lens, done, windows = committed(by_twin, choices, nodes, ends, depth)
+        for row in range(len(choices)):
+            made, _, finish = walk(row, choices, nodes, ends)
+            past = int(ends.past_lens[row])
+            assert history[row, past + 1 : past + 1 + len(made)].tolist() == made
+            assert history[row, :past].tolist() == list(range(100, 100 + past))
+            assert past_lens[row] == past + len(made)
+            assert windows[row, 0] == (made[-1] if made else nodes.tokens[row, 0])
+            assert done[row] == (bool(ends.done[row]) or finish != FINISH_NONE)
+        assert torch.equal(windows[:, 1:], nodes.tokens[:, 1:])
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(("num_nodes", "depth"), [(1, 0), (5, 4), (9, 3), (64, 5)])
-def test_kernel_and_twin_write_the_same_table(num_nodes: int, depth: int) -> None:
-    for seed in range(100):
+def test_kernel_and_twin_write_the_same(kernel: Callable[[], Commit], num_nodes: int, depth: int) -> None:
+    for seed in range(15):
         drawn = draw(seed, num_nodes, depth)
-        assert torch.equal(judge_nodes(*drawn, depth).table, judge_nodes_torch(*drawn, depth).table)
+        expected = committed(by_twin, *drawn, depth)
+        for got, wanted in zip(committed(kernel(), *drawn, depth), expected, strict=True):
+            assert torch.equal(got, wanted)
 
 
-@pytest.mark.skipif(not NUMBA_PRESENT, reason="needs numba")
-def test_one_row_of_links_may_serve_all_rows() -> None:
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_one_row_of_links_may_serve_all_rows(kernel: Callable[[], Commit]) -> None:
     choices, nodes, ends = draw(3, 4, 3)
     order = torch.arange(4)
     shared = [x[None].expand(len(choices), -1) for x in ((order - 1).clamp(min=0), order, (2 << order) - 1)]
     nodes = Nodes(nodes.tokens, *shared, nodes.offered)
-    assert torch.equal(
-        judge_nodes(choices, nodes, ends, 3).table, judge_nodes_torch(choices, nodes, ends, 3).table
-    )
+    expected = committed(by_twin, choices, nodes, ends, 3)
+    for got, wanted in zip(committed(kernel(), choices, nodes, ends, 3), expected, strict=True):
+        assert torch.equal(got, wanted)

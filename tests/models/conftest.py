@@ -39,7 +39,7 @@ class DenseCache:
     def bind(self, positions: Tensor, live: Tensor | None = None) -> Attend:
         """An `attend` for queries at these positions; keys and values are appended in order."""
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, turn: object = None) -> Tensor:
             spec = self.layers[layer]
             keys, values = (
                 torch.cat([held[layer], new]) if layer in held else new

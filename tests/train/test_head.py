@@ -15,7 +15,7 @@ from peregrine.models.head_saving import save_head
 from peregrine.models.loading import load_decoder
 from peregrine.spec.bound import BoundModel
 from peregrine.spec.readers import HeadReader
-from peregrine.spec.row_pages import RowPages
+from peregrine.spec.row_pages import RowPages, even_starts
 from peregrine.spec.types import Chunk
 from peregrine.train.head import draft_ids, fresh_head, learnable, pick_taps, read_target, teach, unroll
 from peregrine.train.packed_attend import UnrolledAttend, packed_attend
@@ -78,7 +78,7 @@ def chain_states(target, head, tokens, index, steps):  # type: ignore[no-untyped
     ]
     bound = BoundModel(target, target.layer_attention(), stores[0], backend)
     reader = HeadReader(head, stores[1], backend)
-    pages = RowPages(torch.arange(1, num_pages)[None], PAGE)
+    pages = RowPages(torch.arange(1, num_pages)[None], PAGE, CONTEXT, even_starts(1, CONTEXT, "cpu"))
 
     def metadata(first: int, count: int):  # type: ignore[no-untyped-def]
         positions = torch.arange(first, first + count)[None]

@@ -19,7 +19,7 @@ FILES = {  # name: (bytes, sha256)
     ),
     "model.safetensors": (
         5_533_584,
-        "fcf79d8390219097dba1a72c574a0e6b1ba28d887c762d037da23963799c5b16",
+        "e706b3db8195cb7253012af3db37bce6b28b27fe6c3e9de86ff2f66e2e4aaade",
     ),
 }
 VOCAB, DRAFT_VOCAB, HIDDEN, INNER, HEAD_DIM, HEADS = 8192, 4096, 320, 768, 64, 5
@@ -48,7 +48,7 @@ PROMPTS = (  # (text, is a chat)
     ("def is_even(n):", False),
 )
 # Tokens per round with a chain of 3, the bonus counted; kernels that round otherwise move it a little.
-GREEDY_BAND, SAMPLED_BAND = (2.79, 2.99), (2.45, 2.65)
+GREEDY_BAND, SAMPLED_BAND = (2.86, 3.06), (2.74, 2.94)
 
 
 @pytest.mark.parametrize("name", FILES)

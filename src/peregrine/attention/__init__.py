@@ -1,8 +1,9 @@
 """Attention over paged keys and values: windows, metadata, backends and the choice among them."""
 
 from peregrine.attention.backend import Attend, AttentionBackend, LayerAttention
+from peregrine.attention.kernel_choice import Kernel, KernelCosts, kernel_for
 from peregrine.attention.metadata import AttentionMetadata
-from peregrine.attention.routing import Choice, Kernel, choose_backend, kernel_for
+from peregrine.attention.routing import Choice, choose_backend
 from peregrine.attention.traits import GraphSupport, Needs, Traits, refusals
 from peregrine.attention.window import Window
 
@@ -13,6 +14,7 @@ __all__ = [
     "Choice",
     "GraphSupport",
     "Kernel",
+    "KernelCosts",
     "LayerAttention",
     "Needs",
     "Traits",

@@ -1,6 +1,6 @@
 """What an attention backend is given and what it offers: traits, and `bind`, which plans one forward."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,9 +9,17 @@ from torch import Tensor
 from peregrine.attention.metadata import AttentionMetadata
 from peregrine.attention.traits import Traits
 from peregrine.cache.store import KVStore
+from peregrine.kernels.rope import Turn
 
-# (layer, q [N, Hq, D], k [M, Hkv, D], v [M, Hkv, D]) -> [N, Hq, D]: k and v go to metadata.slots first.
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+class Attend(Protocol):
+    """Attention of one forward: what the queries of a layer find among the keys they see."""
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: Turn | None = None) -> Tensor:
+        """k and v [M, Hkv, D] go to metadata.slots first. q [N, Hq, D] -> [N, Hq, D]
+
+        With `turn`, queries and keys are normed and turned on the way. Without queries (N is 0) it only writes.
+        """
 
 
 @dataclass(frozen=True, slots=True)

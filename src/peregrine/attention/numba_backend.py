@@ -10,6 +10,7 @@ from peregrine.attention.metadata import AttentionMetadata
 from peregrine.attention.traits import GraphSupport, Traits
 from peregrine.cache.store import KVStore
 from peregrine.kernels.cpu import NUMBA_PRESENT
+from peregrine.kernels.rope import Turn
 
 
 class NumbaBackend:
@@ -19,6 +20,7 @@ class NumbaBackend:
     traits = Traits(
         devices=frozenset({"cpu"}),
         dtypes=frozenset({torch.float32}),
+        kv_dtypes=frozenset({torch.float32}),
         page_sizes=None,
         head_dims=frozenset(range(8, 1025, 8)),  # whole vectors of 8
         max_decode_q_len=0,  # one kernel for every shape
@@ -27,6 +29,7 @@ class NumbaBackend:
         sinks=True,
         reads_host_lens=False,  # on the CPU nothing has to be waited for
         graphs=GraphSupport.NEVER,
+        automatic=True,
     )
 
     def missing(self) -> list[str]:
@@ -53,9 +56,12 @@ class NumbaBackend:
         keys, values = store.keys.data_ptr(), store.values.data_ptr()
         layer_bytes = store.keys.stride(0) * store.keys.element_size()
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, turn: Turn | None = None) -> Tensor:
+            assert turn is None, "compiled CPU kernels turn before they attend"
             own, offset = layers[layer], layer * layer_bytes
             write_cpu(keys + offset, values + offset, slots, k, v)
+            if not len(q):
+                return q
             return paged_attention_cpu(
                 *(
                     q,

@@ -16,6 +16,7 @@ from peregrine.kernels.attention import (
     plan_tree,
     slots_of_rows,
 )
+from peregrine.kernels.rope import Turn, turn_heads
 
 
 class TorchBackend:
@@ -25,6 +26,7 @@ class TorchBackend:
     traits = Traits(
         devices=None,
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
+        kv_dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn}),
         page_sizes=None,
         head_dims=None,
         max_decode_q_len=0,  # one kernel for every shape
@@ -33,6 +35,7 @@ class TorchBackend:
         sinks=True,
         reads_host_lens=False,
         graphs=GraphSupport.ANY,
+        automatic=True,
     )
 
     def missing(self) -> list[str]:
@@ -43,11 +46,20 @@ class TorchBackend:
         """Plan once for all layers; the returned callable writes keys and values, then attends."""
         plan = _plan(metadata)
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, turn: Turn | None = None) -> Tensor:
+            if turn is not None:
+                q, k = turn_heads(q, k, turn)
             store.write(layer, metadata.slots, k, v)
+            if not len(q):
+                return q
             own = layers[layer]
             keys, values = store.keys[layer], store.values[layer]
-            return paged_attention_torch(q, keys, values, plan, own.scale, own.window, own.sinks)
+            if store.k_scales is None or store.v_scales is None:
+                return paged_attention_torch(q, keys, values, plan, own.scale, own.window, own.sinks)
+            # A scale of all keys scales every score, one of all values the output, before it is rounded.
+            scale = own.scale * store.k_scales[layer]
+            out = paged_attention_torch(q.float(), keys, values, plan, scale, own.window, own.sinks)
+            return (out * store.v_scales[layer]).to(q.dtype)
 
         return attend
 

@@ -20,6 +20,7 @@ class Traits:
 
     devices: frozenset[str] | None  # torch device types; None: any
     dtypes: frozenset[torch.dtype]
+    kv_dtypes: frozenset[torch.dtype]  # what a store may hold
     page_sizes: frozenset[int] | None  # None: any
     head_dims: frozenset[int] | None  # None: any
     max_decode_q_len: int  # longest uniform window the decode kernel takes; 0: it has none
@@ -28,6 +29,7 @@ class Traits:
     sinks: bool
     reads_host_lens: bool  # costs one device-to-host wait per forward
     graphs: GraphSupport
+    automatic: bool  # whether "auto" may take it; False: only who asks for it by name gets it
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,7 @@ class Needs:
 
     device: str
     dtype: torch.dtype
+    kv_dtype: torch.dtype
     page_size: int
     head_dim: int
     tree_masks: bool
@@ -51,6 +54,10 @@ def refusals(needs: Needs, traits: Traits) -> list[str]:
         reasons.append(f"runs on {', '.join(sorted(traits.devices))}, not on {needs.device}")
     if needs.dtype not in traits.dtypes:
         reasons.append(f"computes in {_dtype_names(traits.dtypes)}, not in {_dtype_names({needs.dtype})}")
+    if needs.kv_dtype not in traits.kv_dtypes:
+        reasons.append(
+            f"reads keys and values in {_dtype_names(traits.kv_dtypes)}, not {_dtype_names({needs.kv_dtype})}"
+        )
     if traits.page_sizes is not None and needs.page_size not in traits.page_sizes:
         reasons.append(f"has page sizes {sorted(traits.page_sizes)}, not {needs.page_size}")
     if traits.head_dims is not None and needs.head_dim not in traits.head_dims:

@@ -13,6 +13,7 @@ from peregrine.attention.metadata import AttentionMetadata
 from peregrine.attention.traits import Traits
 from peregrine.cache.store import KVStore
 from peregrine.engine.engine import Engine
+from peregrine.kernels.rope import Turn
 from peregrine.models.decoder import Decoder
 from peregrine.models.head_parts import Eagle3Layer
 from peregrine.models.layers import Linear
@@ -63,9 +64,9 @@ class TimedBackend:
     def bind(self, store: KVStore, layers: Sequence[LayerAttention], metadata: AttentionMetadata) -> Attend:
         attend = self.inner.bind(store, layers, metadata)
 
-        def timed(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def timed(layer: int, q: Tensor, k: Tensor, v: Tensor, turn: Turn | None = None) -> Tensor:
             with self.clock.span("kernels"):
-                return attend(layer, q, k, v)
+                return attend(layer, q, k, v, turn)
 
         return timed
 

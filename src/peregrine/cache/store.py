@@ -7,7 +7,11 @@ from peregrine.errors import ConfigError
 
 
 class KVStore:
-    """Keys and values of all layers. Slot = page * page_size + offset; page 0 is scratch. Starts as zeros."""
+    """Keys and values of all layers. Slot = page * page_size + offset; page 0 is scratch. Starts as zeros.
+
+    In float8 an entry is held divided by its layer's scale, and cut off at the largest number there is. Scales start
+    as 1; whoever knows better fills them in before the first write.
+    """
 
     def __init__(
         self,
@@ -37,6 +41,9 @@ class KVStore:
         shape = (num_layers, num_pages * page_size, num_kv_heads, head_dim)
         self.keys = torch.zeros(shape, dtype=dtype, device=device)  # [L, slots, Hkv, D]
         self.values = torch.zeros(shape, dtype=dtype, device=device)  # [L, slots, Hkv, D]
+        is_scaled = dtype == torch.float8_e4m3fn
+        self.k_scales = torch.ones(num_layers, device=device) if is_scaled else None  # [L] f32
+        self.v_scales = torch.ones(num_layers, device=device) if is_scaled else None  # [L] f32
 
     @property
     def num_bytes(self) -> int:
@@ -45,10 +52,21 @@ class KVStore:
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Put k and v [M, Hkv, D] into one layer's slots [M]; only scratch slots may occur twice."""
-        self.keys[layer].index_copy_(0, slots, k)
-        self.values[layer].index_copy_(0, slots, v)
+        if self.k_scales is not None and self.v_scales is not None:
+            k, v = self._quantised(k, self.k_scales[layer]), self._quantised(v, self.v_scales[layer])
+        _as_bytes(self.keys[layer]).index_copy_(0, slots, _as_bytes(k))
+        _as_bytes(self.values[layer]).index_copy_(0, slots, _as_bytes(v))
 
     def move(self, sources: Tensor, targets: Tensor) -> None:
         """Copy slots [M] to slots [M] in every layer; all are read before any is written."""
-        self.keys.index_copy_(1, targets, self.keys.index_select(1, sources))
-        self.values.index_copy_(1, targets, self.values.index_select(1, sources))
+        for held in (_as_bytes(self.keys), _as_bytes(self.values)):
+            held.index_copy_(1, targets, held.index_select(1, sources))
+
+    def _quantised(self, x: Tensor, scale: Tensor) -> Tensor:
+        largest = torch.finfo(self.keys.dtype).max
+        return (x.float() / scale).clamp(-largest, largest).to(self.keys.dtype)
+
+
+def _as_bytes(x: Tensor) -> Tensor:
+    """Float8 as what it is made of, since copies by index do not know it everywhere; anything else as it is."""
+    return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x

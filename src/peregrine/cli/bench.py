@@ -2,9 +2,12 @@
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
-from peregrine.cli.flags import add_engine_flags, engine_options
+from peregrine.cli.bench_serve import add_benchmarks, command_line
+from peregrine.cli.flags import add_engine_flags, engine_flags, engine_options
+from peregrine.cli.serve import need_serve_extra
 
 EPILOG = """examples:
   peregrine bench offline
@@ -36,6 +39,11 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     offline.add_argument("--out", type=Path, metavar="FILE", help="also write the JSON here")
     add_engine_flags(offline)
     offline.set_defaults(run=run_offline)
+    add_http(kinds)
+    add_round(kinds)
+    add_kernels(kinds)
+    add_tiles(kinds)
+    add_benchmarks(kinds)
 
 
 def run_offline(args: argparse.Namespace) -> int:
@@ -43,10 +51,196 @@ def run_offline(args: argparse.Namespace) -> int:
     from peregrine.bench import offline
 
     plan = offline.Plan(tuple(args.rows), args.tokens, args.repeats, args.temperature, not args.no_peer)
-    result = offline.run(plan, engine_options(args))
+    result = {"command": command_line(sys.argv), **offline.run(plan, engine_options(args))}
     written = json.dumps(result, indent=2)
     if args.out is not None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(written + "\n")
     print(written if args.json else offline.show(result))
     return 0
+
+
+def add_http(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add `bench http`."""
+    http = kinds.add_parser(
+        "http",
+        help="what streaming over HTTP costs, against LLM.generate",
+        epilog="examples:\n  peregrine bench http\n  peregrine bench http --streams 8 --drafter none",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    http.add_argument("--streams", type=int, default=32, metavar="N", help="at once (default: 32)")
+    http.add_argument("--tokens", type=int, default=128, metavar="N", help="per stream (default: 128)")
+    http.add_argument("--repeats", type=int, default=5, metavar="N", help="the median counts (default: 5)")
+    http.add_argument("--temperature", type=float, default=0.0, metavar="T", help="(default: 0)")
+    http.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    http.add_argument("--out", type=Path, metavar="FILE", help="also write the JSON here")
+    add_engine_flags(http)
+    http.set_defaults(run=run_http)
+
+
+def run_http(args: argparse.Namespace) -> int:
+    """Measure and print."""
+    need_serve_extra()
+    from peregrine.bench import http
+
+    plan = http.Plan(args.streams, args.tokens, args.repeats, args.temperature)
+    result = http.run(plan, engine_options(args), engine_flags(args))
+    written = json.dumps(result, indent=2)
+    if args.out is not None:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(written + "\n")
+    print(written if args.json else http.show(result))
+    return 0
+
+
+def add_round(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add `bench round`."""
+    parser = kinds.add_parser(
+        "round",
+        help="ms per round on a GPU against the bytes it must read",
+        epilog="examples:\n"
+        "  peregrine bench round --model shape:llama-3.1-8b --drafter eagle3 --num-drafts 3 --accept 3\n"
+        "  peregrine bench round --model shape:llama-3.1-8b --drafter none --cases 1x2048 32x2048",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--cases",
+        type=case,
+        nargs="+",
+        default=[case(text) for text in ("1x2048", "1x32768", "8x2048", "32x2048")],
+        metavar="ROWSxCONTEXT",
+        help="(default: 1x2048 1x32768 8x2048 32x2048)",
+    )
+    parser.add_argument("--rounds", type=int, default=200, metavar="N", help="per case (default: 200)")
+    parser.add_argument(
+        "--accept", type=float, metavar="LEN", help="simulated tokens per round, bonus counted"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="also write the JSON here")
+    add_engine_flags(parser)
+    parser.set_defaults(run=run_round)
+
+
+def case(text: str) -> "tuple[int, int]":
+    """ROWSxCONTEXT as two whole numbers."""
+    rows, _, context = text.partition("x")
+    if not (rows.isdigit() and context.isdigit() and int(rows) and int(context)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not ROWSxCONTEXT, such as 8x2048")
+    return int(rows), int(context)
+
+
+def run_round(args: argparse.Namespace) -> int:
+    """Measure and print."""
+    from peregrine.bench import round as rounds
+
+    cases = [rounds.Case(*pair) for pair in args.cases]
+    options = engine_options(args)
+    if args.accept is not None:
+        options["simulate_accept"] = args.accept
+    result = rounds.run(rounds.engine_config(options, cases, args.rounds), cases, args.rounds)
+    write_result(result, args.out)
+    print(json.dumps(result, indent=2) if args.json else rounds.show(result))
+    return 0
+
+
+def add_kernels(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add `bench kernels`."""
+    parser = kinds.add_parser(
+        "kernels",
+        help="attention's decode kernel against its context kernel, on the windows of a round",
+        epilog="examples:\n  peregrine bench kernels\n  peregrine bench kernels --rows 1 --contexts 131072",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--rows", type=int, nargs="+", default=[1, 8, 32], metavar="N", help="(default: 1 8 32)"
+    )
+    parser.add_argument(
+        "--q-lens",
+        type=int,
+        nargs="+",
+        default=[1, 4, 8],
+        metavar="N",
+        help="queries on each row (default: 1 4 8)",
+    )
+    parser.add_argument(
+        "--contexts", type=int, nargs="+", default=[2048, 32768], metavar="N", help="(default: 2048 32768)"
+    )
+    parser.add_argument(
+        "--heads",
+        type=int,
+        nargs=3,
+        default=[32, 8, 128],
+        metavar=("HEADS", "KV_HEADS", "HEAD_DIM"),
+        help="(default: 32 8 128)",
+    )
+    parser.add_argument("--page-size", type=int, default=16, metavar="N", help="(default: 16)")
+    parser.add_argument("--dtype", default="bfloat16", metavar="DTYPE", help="(default: bfloat16)")
+    parser.add_argument("--kv-dtype", default="auto", metavar="DTYPE", help="auto or float8 (default: auto)")
+    parser.add_argument("--device", default="auto", metavar="DEVICE", help="(default: auto)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="also write the JSON here")
+    parser.set_defaults(run=run_kernels)
+
+
+def run_kernels(args: argparse.Namespace) -> int:
+    """Measure and print."""
+    from peregrine.bench import kernels
+
+    result = kernels.run(
+        kernels.Plan(
+            rows=tuple(args.rows),
+            q_lens=tuple(args.q_lens),
+            contexts=tuple(args.contexts),
+            heads=tuple(args.heads),
+            page_size=args.page_size,
+            dtype=args.dtype,
+            kv_dtype=args.kv_dtype,
+            device=args.device,
+        )
+    )
+    write_result(result, args.out)
+    print(json.dumps(result, indent=2) if args.json else kernels.show(result))
+    return 0
+
+
+def add_tiles(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add `bench tiles`."""
+    parser = kinds.add_parser(
+        "tiles",
+        help="the fastest tile of the linear kernel for each weight of a model, on this GPU",
+        epilog="examples:\n  peregrine bench tiles --model shape:llama-3.1-8b\n"
+        "  peregrine bench tiles --model /models/llama --rows 16 --out tiles.json\n\n"
+        "The last lines are what kernels/linear_tiles.py would say for this GPU.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", required=True, metavar="MODEL", help="a folder, a name or shape:NAME")
+    parser.add_argument("--drafter", default="auto", metavar="DRAFTER", help="(default: auto)")
+    parser.add_argument(
+        "--rows",
+        type=int,
+        nargs="+",
+        default=[16, 32, 64, 128],
+        metavar="N",
+        help="heights of tiles (default: 16 32 64 128)",
+    )
+    parser.add_argument("--dtype", default="auto", metavar="DTYPE", help="(default: as stored)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="also write the JSON here")
+    parser.set_defaults(run=run_tiles)
+
+
+def run_tiles(args: argparse.Namespace) -> int:
+    """Measure and print."""
+    from peregrine.bench import tiles
+
+    result = tiles.run(args.model, args.drafter, tuple(args.rows), args.dtype)
+    write_result(result, args.out)
+    print(json.dumps(result, indent=2) if args.json else tiles.show(result))
+    return 0
+
+
+def write_result(result: object, out: Path | None) -> None:
+    """The result as a JSON file, if one was asked for."""
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(result, indent=2) + "\n")

@@ -73,9 +73,10 @@ def target_report(device_name: str, dtype_name: str) -> Report:
         # Most checkpoints hold bfloat16; the one asked about may say otherwise when it is loaded.
         dtype = resolve_dtype(dtype_name, device, torch.bfloat16)
     except PeregrineError as error:
-        return {"device": None, "dtype": None, "backends": {}, "error": str(error)}
+        return {"device": None, "dtype": None, "backends": {}, "kernels": {}, "error": str(error)}
     names = {"device": str(device), "dtype": str(dtype).removeprefix("torch.")}
-    return {**names, "backends": backend_reasons(device, dtype), "error": None}
+    backends = backend_reasons(device, dtype)
+    return {**names, "backends": backends, "kernels": kernel_reasons(backends), "error": None}
 
 
 def backend_reasons(device: "torch.device", dtype: "torch.dtype") -> dict[str, list[str]]:
@@ -86,6 +87,7 @@ def backend_reasons(device: "torch.device", dtype: "torch.dtype") -> dict[str, l
     needs = Needs(
         device=device.type,
         dtype=dtype,
+        kv_dtype=dtype,
         page_size=PAGE_SIZE,
         head_dim=HEAD_DIM,
         tree_masks=False,
@@ -94,6 +96,25 @@ def backend_reasons(device: "torch.device", dtype: "torch.dtype") -> dict[str, l
         graphs=GraphSupport.NEVER,
     )
     return {backend.name: backend.missing() + refusals(needs, backend.traits) for backend in BACKENDS}
+
+
+def kernel_reasons(backends: dict[str, list[str]]) -> dict[str, dict[str, str]]:
+    """By backend that can serve: which of its kernels takes each kind of window, and why."""
+    from peregrine.attention import Window
+    from peregrine.attention.kernel_choice import kernel_reason
+    from peregrine.attention.routing import BACKENDS
+
+    windows = {
+        "plain decoding, a draft step": Window.uniform(1, 1),
+        "verify of 3 drafts": Window.uniform(1, 4),
+        "verify of a tree": Window.uniform(1, 32),
+        "prompts": Window.ragged([256, 100]),
+    }
+    return {
+        backend.name: {what: kernel_reason(window, backend.traits) for what, window in windows.items()}
+        for backend in BACKENDS
+        if not backends[backend.name]
+    }
 
 
 def model_report(options: dict[str, object]) -> Report:
@@ -132,10 +153,12 @@ def target_lines(target: Report) -> list[str]:
         return [style("device", "bold"), failed(str(target["error"]))]
     lines = [f"  {'device':<8} {target['device']}, {target['dtype']}"]
     lines.append(style(f"attention backends (heads of {HEAD_DIM}, pages of {PAGE_SIZE})", "bold"))
-    backends = target["backends"]
+    backends, kernels = target["backends"], target["kernels"]
     assert isinstance(backends, dict)
+    assert isinstance(kernels, dict)
     for name, reasons in backends.items():
         lines.append(failed(f"{name}: {'; '.join(reasons)}") if reasons else passed(f"{name}: can serve"))
+        lines += [f"      {what}: {reason}" for what, reason in kernels.get(name, {}).items()]
     return lines
 
 

@@ -63,6 +63,8 @@ ENGINE_FLAGS = (
     Flag("tree", "guess a tree: levels, children per node, nodes with the root", "D,W,N", tree_shape),
     Flag("device", "auto, cpu, cuda or cuda:INDEX", "DEVICE", str),
     Flag("dtype", "auto, float32, bfloat16 or float16", "DTYPE", str),
+    Flag("kv_dtype", "of keys and values: auto or float8", "DTYPE", str),
+    Flag("graphs", "record rounds as device graphs"),
     Flag("attention", "auto, or the name of an attention backend (see peregrine doctor)", "BACKEND", str),
     Flag("page_size", "tokens per page of the KV cache", "TOKENS", int),
     Flag("num_pages", "pages of the KV cache", "PAGES", int),
@@ -90,10 +92,11 @@ SAMPLING_FLAGS = (
     Flag("stop_token_ids", "end at this token; repeatable", "ID", int, many=True, name="stop_token_id"),
     Flag("ignore_eos", "do not end at the model's end-of-text token"),
     Flag("logprobs", "report log-probabilities: the token's and the N likeliest (with --json)", "N", int),
+    Flag("prompt_logprobs", "the same for the prompt's own tokens (with --json)", "N", int),
     Flag("skip_special_tokens", "leave special tokens out of the text"),
 )
-# num_drafts caps one request of many; on the command line --num-drafts sets the engine's own.
-WITHOUT_SAMPLING_FLAG = {"num_drafts", "detokenize"}
+# num_drafts caps one request of many; on the command line --num-drafts sets the engine's own. The rest is for programs.
+WITHOUT_SAMPLING_FLAG = {"num_drafts", "detokenize", "report_drafts"}
 
 
 def add_flags(parser: argparse.ArgumentParser, title: str, flags: tuple[Flag, ...], owner: type) -> None:
@@ -134,6 +137,20 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
 def engine_options(args: argparse.Namespace) -> dict[str, object]:
     """The engine options that were given, by name."""
     return given(args, ENGINE_FLAGS)
+
+
+def engine_flags(args: argparse.Namespace) -> list[str]:
+    """The same as they would be written on another command line."""
+    written: list[str] = []
+    for flag in ENGINE_FLAGS:
+        if flag.field not in args:
+            continue
+        value = vars(args)[flag.field]
+        if flag.parse is None:
+            written.append(flag.option if value else flag.option.replace("--", "--no-", 1))
+        else:
+            written += [flag.option, ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
+    return written
 
 
 def sampling_options(args: argparse.Namespace) -> dict[str, object]:

@@ -6,15 +6,18 @@ import sys
 from collections.abc import Sequence
 
 from peregrine import __version__
-from peregrine.cli import bench, demo, doctor, generate, train
+from peregrine.cli import batch, bench, chat, conformance, demo, doctor, generate, serve, train
 from peregrine.errors import PeregrineError
 from peregrine.log import start_logging, style
 
-COMMANDS = (demo, generate, bench, train, doctor)
+COMMANDS = (demo, chat, generate, serve, batch, bench, train, conformance, doctor)
 EPILOG = """examples:
   peregrine demo                                     see speculation at work
+  peregrine chat                                     talk to a model
   peregrine generate "Once upon a time" --seed 7
   peregrine generate --chat "Why is the sky blue?" --model /models/llama
+  peregrine serve --port 8000                        OpenAI's API on this machine
+  peregrine batch in.jsonl out.jsonl                 a file of requests, resumable
   peregrine train head --target MODEL --data FILES --out FOLDER
   peregrine doctor                                   what this machine can do
   peregrine COMMAND --help                           all options of a command

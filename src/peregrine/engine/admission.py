@@ -1,6 +1,7 @@
 """What a request must satisfy before it may wait in line; each refusal names the field, the value and the remedy."""
 
 import secrets
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from peregrine.engine.request import Request
@@ -21,12 +22,18 @@ class Limits:
     num_drafts: int
     eos_ids: tuple[int, ...]
 
+    def check_ids(self, field: str, ids: Iterable[int]) -> None:
+        """Refuse ids the model does not have."""
+        bad = [i for i in ids if not 0 <= i < self.vocab_size]
+        if bad:
+            raise RequestError(field, bad[0], "is not a token id", f"ids run from 0 to {self.vocab_size - 1}")
+
 
 def admit(request_id: int, prompt: list[int], params: SamplingParams, limits: Limits) -> Request:
     """A request that is sure to fit when it is alone; RequestError otherwise."""
     _check_prompt(prompt, limits)
-    _check_ids("logit_bias", list(params.logit_bias), limits)
-    _check_ids("stop_token_ids", list(params.stop_token_ids), limits)
+    limits.check_ids("logit_bias", params.logit_bias)
+    limits.check_ids("stop_token_ids", params.stop_token_ids)
     if params.num_drafts is not None and params.num_drafts > limits.num_drafts:
         remedy = f"use 0 to {limits.num_drafts}, or start the engine with more"
         raise RequestError(
@@ -51,6 +58,11 @@ def admit(request_id: int, prompt: list[int], params: SamplingParams, limits: Li
 def _check_prompt(prompt: list[int], limits: Limits) -> None:
     if not prompt:
         raise RequestError("prompt", prompt, "is empty", "pass at least one token")
+    if len(prompt) >= limits.max_len:
+        problem = f"{len(prompt)} tokens leave no room in the context of {limits.max_len}"
+        raise RequestError(
+            "prompt", f"{len(prompt)} tokens", problem, f"shorten it to {limits.max_len - 1} or fewer"
+        )
     bad = [
         t for t in prompt if isinstance(t, bool) or not isinstance(t, int) or not 0 <= t < limits.vocab_size
     ]
@@ -58,17 +70,6 @@ def _check_prompt(prompt: list[int], limits: Limits) -> None:
         raise RequestError(
             "prompt", bad[0], "is not a token id", f"ids run from 0 to {limits.vocab_size - 1}"
         )
-    if len(prompt) >= limits.max_len:
-        problem = f"{len(prompt)} tokens leave no room in the context of {limits.max_len}"
-        raise RequestError(
-            "prompt", f"{len(prompt)} tokens", problem, f"shorten it to {limits.max_len - 1} or fewer"
-        )
-
-
-def _check_ids(field: str, ids: list[int], limits: Limits) -> None:
-    bad = [i for i in ids if not 0 <= i < limits.vocab_size]
-    if bad:
-        raise RequestError(field, bad[0], "is not a token id", f"ids run from 0 to {limits.vocab_size - 1}")
 
 
 def seat_entry(request: Request, limits: Limits) -> SeatEntry:

@@ -1,37 +1,36 @@
 """From what was asked for to an engine that runs: every choice on the way is a Decision with its reason."""
 
+import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
 from peregrine.attention.routing import choose_backend
-from peregrine.attention.traits import GraphSupport, Needs
+from peregrine.attention.traits import GraphSupport, Needs, Traits
 from peregrine.cache.pages import PagePool
 from peregrine.cache.prefix import PrefixTree
-from peregrine.cache.store import KVStore
 from peregrine.config import Decision, EngineConfig
 from peregrine.engine.admission import Limits
 from peregrine.engine.engine import Engine, Pace
-from peregrine.engine.folders import find_model
+from peregrine.engine.graphs import Graphs
 from peregrine.engine.holdings import Holdings
-from peregrine.engine.runner import Runner
+from peregrine.engine.memory import explain_memory, make_stores, pick_num_pages, store_shape_of
+from peregrine.engine.runner import VARIANTS, Runner
+from peregrine.engine.sources import open_source
 from peregrine.errors import ConfigError
-from peregrine.hardware import read_gpu, read_memory, resolve_device, resolve_dtype
+from peregrine.hardware import resolve_device, resolve_dtype, resolve_kv_dtype
 from peregrine.kernels.cpu import COMPILED, load_kernels
+from peregrine.kernels.gpu import TRITON_PRESENT
 from peregrine.models.config import ModelConfig
 from peregrine.models.decoder import Decoder
-from peregrine.models.loading import load_decoder, stored_dtype
 from peregrine.spec.bound import BoundModel
 from peregrine.spec.judge import judge
-from peregrine.spec.registry import StoreShape, find_drafter, make_drafter
+from peregrine.spec.registry import make_drafter
 from peregrine.spec.simulate import simulated_judge
 from peregrine.spec.state import SeatState
 from peregrine.spec.types import Drafter
 from peregrine.text.tokenizer import Tokenizer
-
-CPU_SHARE, GPU_SHARE = 0.25, 0.85  # of the memory that is free once weights are loaded, for KV pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +45,11 @@ class Built:
 
 def build_engine(asked: EngineConfig) -> Built:
     """Load the model and its drafter, lay out memory, and put the engine together."""
-    folder = find_model(asked.model)
+    source = open_source(asked.model)
     device = resolve_device(asked.device)
-    dtype = resolve_dtype(asked.dtype, device, stored_dtype(folder))
+    dtype = resolve_dtype(asked.dtype, device, source.dtype)
     decisions = [
-        Decision(
-            "model", str(folder), "asked for" if str(folder) == asked.model else f"{asked.model} lies there"
-        ),
+        Decision("model", *source.describe(asked.model)),
         Decision("device", str(device), "asked for" if asked.device != "auto" else "the fastest there is"),
         Decision(
             "dtype",
@@ -60,49 +57,38 @@ def build_engine(asked: EngineConfig) -> Built:
             "asked for" if asked.dtype != "auto" else dtype_reason(device),
         ),
     ]
-    tokenizer = Tokenizer.read(folder)
-    target = load_decoder(folder, device, dtype)
+    tokenizer = source.tokenizer()
+    with explain_memory(device, "the model's weights", "choose a smaller model or another device"):
+        target = source.target(device, dtype)
     check_tokenizer(tokenizer, target.config)
-    name, why = pick_drafter(asked.drafter, folder)
-    source = find_drafter(name, folder, target)
+    name, why = (asked.drafter, "asked for") if asked.drafter != "auto" else source.automatic_drafter()
+    with explain_memory(device, "the drafter's weights", "choose a smaller drafter, ngram or none"):
+        draft = source.drafter(name, target)
     decisions.append(Decision("drafter", name, why))
 
     if device.type == "cpu":
         compile_kernels()
 
-    needs = attention_needs(asked, target, device, dtype)
-    choice = choose_backend(asked.attention, needs)
+    kv_dtype = resolve_kv_dtype(asked.kv_dtype, dtype)
+    choice = choose_backend(asked.attention, attention_needs(asked, target, device, dtype, kv_dtype))
     decisions.append(Decision("attention", choice.backend.name, "; ".join(choice.reasons)))
+    graphs, why = pick_graphs(asked, device, choice.backend.traits)
+    decisions.append(Decision("graphs", graphs, why))
 
     max_len = pick_max_len(asked, target.config)
-    stores = [store_shape_of(target)] + ([source.store_shape] if source.store_shape else [])
-    num_pages, why = pick_num_pages(asked, stores, max_len, device, dtype)
+    shapes = [store_shape_of(target)] + ([draft.store_shape] if draft.store_shape else [])
+    num_pages, why = pick_num_pages(asked, shapes, max_len, device, kv_dtype)
     decisions.append(Decision("num_pages", num_pages, why))
-
-    def make_store(shape: StoreShape) -> KVStore:
-        return KVStore(
-            shape.num_layers, num_pages, asked.page_size, shape.num_kv_heads, shape.head_dim, dtype, device
-        )
-
-    bound = BoundModel(target, target.layer_attention(), make_store(stores[0]), choice.backend)
-    draft_store = make_store(source.store_shape) if source.store_shape else None
-    drafter = make_drafter(source, asked.num_drafts, asked.tree, draft_store, choice.backend)
+    stores = make_stores(shapes, num_pages, asked.page_size, kv_dtype, device)
+    bound = BoundModel(target, target.layer_attention(), stores[0], choice.backend)
+    drafter = make_drafter(draft, asked.num_drafts, asked.tree, stores[-1], choice.backend)
     check_windows(target.config, drafter)
-    lag = asked.lag if asked.lag is not None else (0 if device.type == "cpu" else 1)
-    why = (
-        "asked for"
-        if asked.lag is not None
-        else "nothing to overlap on a CPU"
-        if lag == 0
-        else "hides the host"
-    )
-    decisions.append(Decision("lag", lag, why))
-    return Built(
-        assemble(asked, bound, drafter, tokenizer, max_len, num_pages, lag),
-        tokenizer,
-        target.config,
-        tuple(decisions),
-    )
+    pace, why = pick_pace(asked, device, graphs)
+    decisions.append(Decision("lag", pace.lag, why))
+    engine = assemble(asked, bound, drafter, tokenizer, max_len, pace)
+    if graphs:
+        decisions.append(record_graphs(engine, device))
+    return Built(engine, tokenizer, target.config, tuple(decisions))
 
 
 def assemble(
@@ -111,12 +97,11 @@ def assemble(
     drafter: Drafter,
     tokenizer: Tokenizer,
     max_len: int,
-    num_pages: int,
-    lag: int,
+    pace: Pace,
 ) -> Engine:
     """Put the parts together; nothing is decided here."""
-    device = target.store.keys.device
-    num_seats = asked.max_rows if asked.row_sizes is None else max(asked.row_sizes)
+    device, num_pages = target.store.keys.device, target.store.num_pages
+    num_seats = pace.max_rows if pace.row_sizes is None else max(pace.row_sizes)
     seats = SeatState(num_seats, drafter.shape, max_len, asked.page_size, device)
     verdicts = (
         judge
@@ -139,7 +124,7 @@ def assemble(
             eos_ids=config.eos_ids,
         ),
         tokenizer=tokenizer,
-        pace=Pace(asked.max_rows, asked.prefill_chunk, lag, asked.row_sizes),
+        pace=pace,
         simulated=asked.simulate_accept is not None,
     )
 
@@ -163,20 +148,14 @@ def check_tokenizer(tokenizer: Tokenizer, config: ModelConfig) -> None:
         )
 
 
-def pick_drafter(asked: str, folder: Path) -> tuple[str, str]:
-    """The drafter's name, and why."""
-    if asked != "auto":
-        return asked, "asked for"
-    if (folder / "eagle3" / "config.json").exists():
-        return "eagle3", "the model's folder has a head"
-    return "none", "the model's folder has no head; ask for ngram or a folder to speculate"
-
-
-def attention_needs(asked: EngineConfig, target: Decoder, device: torch.device, dtype: torch.dtype) -> Needs:
+def attention_needs(
+    asked: EngineConfig, target: Decoder, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> Needs:
     """What the model and the shape of its windows ask of attention."""
     return Needs(
         device=device.type,
         dtype=dtype,
+        kv_dtype=kv_dtype,
         page_size=asked.page_size,
         head_dim=target.config.head_dim,
         tree_masks=asked.tree is not None,
@@ -193,29 +172,51 @@ def pick_max_len(asked: EngineConfig, config: ModelConfig) -> int:
     return asked.max_len or config.max_positions
 
 
-def store_shape_of(model: Decoder) -> StoreShape:
-    return StoreShape(model.config.num_layers, model.config.num_kv_heads, model.config.head_dim)
-
-
-def pick_num_pages(
-    asked: EngineConfig, stores: list[StoreShape], max_len: int, device: torch.device, dtype: torch.dtype
-) -> tuple[int, str]:
-    """Pages for every seat at full length, or as many as the memory allows."""
-    if asked.num_pages is not None:
-        return asked.num_pages, "asked for"
-    place_bytes = sum(2 * s.num_layers * s.num_kv_heads * s.head_dim for s in stores) * dtype.itemsize
-    page_bytes = place_bytes * asked.page_size
-    wanted = 1 + asked.max_rows * (-(-max_len // asked.page_size) + 8)
-    free = read_memory()[1] if device.type == "cpu" else read_gpu(device.index or 0).memory_free_bytes
-    share = CPU_SHARE if device.type == "cpu" else GPU_SHARE
-    allowed = wanted if free is None else int(free * share / page_bytes)
-    if allowed < 2:
+def pick_graphs(asked: EngineConfig, device: torch.device, traits: Traits) -> tuple[bool, str]:
+    """Whether rounds are recorded as device graphs, and why."""
+    able = device.type == "cuda" and traits.graphs > GraphSupport.NEVER and TRITON_PRESENT
+    if asked.graphs and not able:
         raise ConfigError(
-            f"num_pages: {share:.0%} of the free memory holds {allowed} pages of {page_bytes} bytes"
+            f"graphs=True: rounds are recorded on CUDA devices with Triton; this is {device}; leave it out"
         )
-    if wanted <= allowed:
-        return wanted, f"{asked.max_rows} requests of {max_len} tokens"
-    return allowed, f"{share:.0%} of the free memory"
+    if asked.graphs is not None:
+        return asked.graphs, "asked for"
+    return able, "a round is one launch" if able else "rounds are recorded on CUDA devices with Triton"
+
+
+def pick_pace(asked: EngineConfig, device: torch.device, graphs: bool) -> tuple[Pace, str]:
+    """How requests are batched, and why the host runs ahead or does not."""
+    sizes = asked.row_sizes
+    if sizes is None and graphs:
+        sizes = tuple(sorted({min(2**power, asked.max_rows) for power in range(13)}))
+    if asked.lag is not None:
+        lag, why = asked.lag, "asked for"
+    elif device.type == "cpu":
+        lag, why = 0, "nothing to overlap on a CPU"
+    else:
+        lag, why = 1, "hides the host"
+    return Pace(asked.max_rows, asked.prefill_chunk, lag, sizes), why
+
+
+def record_graphs(engine: Engine, device: torch.device) -> Decision:
+    """Record every round the engine may run; a bar shows how far it is."""
+    began, taken = time.perf_counter(), 0
+    sizes = engine.pace.row_sizes
+    assert sizes is not None
+    engine.runner.graphs = Graphs(device)
+    bar = tqdm(total=len(sizes) * len(VARIANTS), desc="recording rounds", unit="graph", delay=1, leave=False)
+    with bar, explain_memory(device, "the graphs of rounds", "lower max_rows or num_pages"):
+        for num_bytes in engine.runner.record(sizes):
+            taken += num_bytes
+            bar.update()
+    torch.cuda.synchronize(device)
+    seconds = time.perf_counter() - began
+    return Decision(
+        "recorded",
+        len(engine.runner.graphs),
+        f"rounds of {', '.join(map(str, sizes))} rows in {len(VARIANTS)} variants; "
+        f"{taken / 2**20:.0f} MiB, {seconds:.1f} s",
+    )
 
 
 def check_windows(config: ModelConfig, drafter: Drafter) -> None:

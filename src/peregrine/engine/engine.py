@@ -2,18 +2,19 @@
 
 import itertools
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from peregrine.engine.admission import Limits, admit, features_of, seat_entry
 from peregrine.engine.holdings import Holdings
 from peregrine.engine.prefill import next_stretches, read_stretches
 from peregrine.engine.request import Delta, Output, Request, TokenLogprob
 from peregrine.engine.runner import RowResult, Runner
-from peregrine.kernels.verdict import FINISH_FAULT, FINISH_LENGTH, FINISH_STOP
+from peregrine.kernels.verdict import FINISH_FAULT, FINISH_LENGTH, FINISH_NONE, FINISH_STOP
 from peregrine.sampling import SamplingParams
 from peregrine.text.stream import TextStream
 from peregrine.text.tokenizer import Tokenizer
 
+ENDINGS = {FINISH_NONE: None, FINISH_STOP: "stop", FINISH_LENGTH: "length", FINISH_FAULT: "error"}
 FAULT = "the model's logits held NaN or inf after {count} tokens; check the checkpoint and the dtype"
 
 
@@ -51,6 +52,11 @@ class Engine:
     def has_work(self) -> bool:
         return bool(self.waiting or self.reading or self.running or self._ended or self.runner.in_flight)
 
+    @property
+    def num_requests(self) -> int:
+        """Requests that wait, are being read, or run."""
+        return len(self.waiting) + len(self.reading) + len(self.running)
+
     def prepare(self, prompt: list[int], params: SamplingParams) -> Request:
         """A request that can be served as asked; RequestError otherwise. Touches nothing of the engine's."""
         request = admit(next(self._ids), prompt, params, self.limits)
@@ -67,7 +73,11 @@ class Engine:
     def abort(self, request: Request) -> None:
         """End a request now, wherever it is; its pages come back at once. A finished one is left alone."""
         if request.seat is not None or request in self.reading or request in self.waiting:
-            self._ended.append(self._finish(request, "abort"))
+            self._ended.append(self._finish(request, Delta(request.id, "", [], [], None, None), "abort"))
+
+    def drop_cached(self) -> int | None:
+        """Empty the prefix cache: how many pages that freed, or None, and nothing done, while there is work."""
+        return None if self.has_work else self.holdings.drop_cached()
 
     def step(self) -> list[Delta]:
         """Seat who fits, read one prompt chunk, queue the next round, then read the oldest one in flight."""
@@ -175,7 +185,7 @@ class Engine:
         if self.pace.row_sizes is not None:
             count = min(size for size in self.pace.row_sizes if size >= count)
         places = max(self._reach(request) for request in self.running) + 2
-        rows = self.runner.seats.rows(count, places)
+        rows = self.runner.rows(count, places)
         self.runner.launch(self.running, rows, features_of(self.running))
         return True
 
@@ -200,7 +210,9 @@ class Engine:
             for token, (chosen, ids, top) in zip(tokens, result.logprobs, strict=True):
                 likeliest = tuple(zip(ids[:count], top[:count], strict=True))
                 request.logprobs.append(TokenLogprob(token, chosen, likeliest))
-        text = ""
+        is_first = len(request.generated) == len(tokens)
+        text, reason = "", ENDINGS[result.finish]
+        stop: str | int | None = tokens[-1] if result.finish == FINISH_STOP else None
         if request.stream is not None:
             silent = 1 if result.finish == FINISH_STOP else 0  # the stop token itself has no text
             piece = request.stream.push(tokens[: len(tokens) - silent])
@@ -208,27 +220,26 @@ class Engine:
             request.text += text
             if piece.stopped is not None:
                 request.trim(len(tokens) - piece.kept)
-                return self._finish(request, "stop", piece.stopped, tokens[: piece.kept], text)
-        if result.finish == FINISH_STOP:
-            return self._finish(request, "stop", tokens[-1], tokens, text)
-        if result.finish == FINISH_LENGTH:
-            return self._finish(request, "length", None, tokens, text)
-        if result.finish == FINISH_FAULT:
-            return self._finish(request, "error", None, tokens, text)
-        return Delta(
-            request.id, text, tokens, request.drafted[len(request.drafted) - len(tokens) :], None, None
+                tokens, reason, stop = tokens[: piece.kept], "stop", piece.stopped
+        delta = Delta(
+            request_id=request.id,
+            text=text,
+            token_ids=tokens,
+            drafted=request.drafted[len(request.drafted) - len(tokens) :],
+            finish_reason=None,
+            output=None,
+            offered=result.drafted,
+            logprobs=None
+            if request.params.logprobs is None
+            else request.logprobs[len(request.logprobs) - len(tokens) :],
+            prompt_logprobs=request.prompt_logprobs() if is_first else None,
+            drafts=result.drafts if request.params.report_drafts else None,
         )
+        return delta if reason is None else self._finish(request, delta, reason, stop)
 
-    def _finish(
-        self,
-        request: Request,
-        reason: str,
-        stop: str | int | None = None,
-        tokens: list[int] | None = None,
-        text: str = "",
-    ) -> Delta:
+    def _finish(self, request: Request, last: Delta, reason: str, stop: str | int | None = None) -> Delta:
         """Give back the seat and every page, and say the last word."""
-        tokens = tokens or []
+        text = last.text
         if request.seat is not None:
             # Only places whose KV is known to be sound may be shared.
             request.read_len = 0 if reason == "error" else request.num_tokens - 1
@@ -243,7 +254,6 @@ class Engine:
             text, request.text = text + rest, request.text + rest
             if reason == "length" and request.stream.stopped is not None:
                 reason, stop = "stop", request.stream.stopped
-        error = FAULT.format(count=len(request.generated)) if reason == "error" else None
         output = Output(
             request_id=request.id,
             prompt_token_ids=request.prompt,
@@ -251,14 +261,13 @@ class Engine:
             token_ids=list(request.generated),
             finish_reason=reason,
             stop_reason=stop,
-            error=error,
+            error=FAULT.format(count=len(request.generated)) if reason == "error" else None,
             seed=request.seed,
             drafted=list(request.drafted),
             logprobs=list(request.logprobs) if request.params.logprobs is not None else None,
             stats=request.stats,
             timing=request.timing(),
             simulated=self.simulated,
+            prompt_logprobs=request.prompt_logprobs(),
         )
-        return Delta(
-            request.id, text, tokens, output.drafted[len(output.drafted) - len(tokens) :], reason, output
-        )
+        return replace(last, text=text, finish_reason=reason, output=output)

@@ -19,6 +19,9 @@ class Holdings:
         """Take the longest cached prefix of what the request must read; its newest token is never part of it."""
         assert not request.pages
         request.read_len = 0
+        if request.wants_scores:  # every place must be read
+            request.forget_scores()
+            return
         if self.tree is None:
             return
         readable = request.num_tokens - 1 + self.lookahead
@@ -56,6 +59,10 @@ class Holdings:
             self.tree.unlock(request.match)
         self.pool.release(request.pages[matched:])
         request.match, request.pages, request.read_len = None, [], 0
+
+    def drop_cached(self) -> int:
+        """Forget every cached page that nobody holds; returns how many."""
+        return 0 if self.tree is None else self.tree.clear()
 
     def pages_for(self, places: int) -> int:
         """Pages that hold this many places."""

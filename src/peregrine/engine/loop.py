@@ -24,22 +24,20 @@ class EngineLoop:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._sinks: dict[int, Sink] = {}
         self._open = True
+        self._entrance = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="peregrine-engine", daemon=True)
         self._thread.start()
 
     def submit(self, prompt: list[int], params: SamplingParams, sink: Sink) -> Request:
         """Admit a request in the caller's thread (RequestError is raised here) and hand it to the engine."""
-        if self.fault is not None:
-            raise self.fault
-        if not self._open:
-            raise EngineFault("the engine has been closed; make a new one")
         request = self.engine.prepare(prompt, params)
-
-        def enter() -> None:
+        with self._entrance:  # once the engine has ended nobody enters unheard
+            if self.fault is not None:
+                raise self.fault
+            if not self._open:
+                raise EngineFault("the engine has been closed; make a new one")
             self._sinks[request.id] = sink
-            self.engine.enqueue(request)
-
-        self._inbox.put(enter)
+        self._inbox.put(lambda: self.engine.enqueue(request))
         return request
 
     def abort(self, request: Request) -> None:
@@ -59,10 +57,16 @@ class EngineLoop:
             if not self._thread.is_alive():
                 raise self.fault or EngineFault("the engine has been closed; make a new one")
 
+    @property
+    def alive(self) -> bool:
+        """Whether the engine's thread can still serve."""
+        return self._open and self._thread.is_alive()
+
     def close(self) -> None:
         """Stop after the current step; requests in flight hear a fault."""
         if self._open:
-            self._open = False
+            with self._entrance:
+                self._open = False
             self._inbox.put(lambda: None)
             if threading.current_thread() is not self._thread:
                 self._thread.join()
@@ -76,9 +80,11 @@ class EngineLoop:
                     self._deliver(delta)
             self._end(EngineFault("the engine was closed while the request was in flight"))
         except Exception as error:
-            self.fault = EngineFault(f"the engine stopped: {type(error).__name__}: {error}")
-            self.fault.__cause__ = error
-            self._end(self.fault)
+            fault = EngineFault(f"the engine stopped: {type(error).__name__}: {error}")
+            fault.__cause__ = error
+            with self._entrance:
+                self.fault = fault
+            self._end(fault)
 
     def _listen(self) -> None:
         """Take every message there is; wait for one when there is no work."""

@@ -12,8 +12,12 @@ from torch import Tensor
 from peregrine.attention.metadata import AttentionMetadata
 from peregrine.attention.window import Window
 from peregrine.engine.request import Request
+from peregrine.hardware import upload
+from peregrine.kernels.choose import logprobs
 from peregrine.spec.bound import BoundModel
 from peregrine.spec.types import Chunk, Drafter
+
+SCORED_AT_ONCE = 64  # prompt tokens whose logits exist at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +45,43 @@ def next_stretches(requests: list[Request], chunk_size: int) -> list[Stretch]:
 
 
 def read_stretches(target: BoundModel, drafter: Drafter, stretches: list[Stretch], page_size: int) -> None:
+    """Read the stretches; those whose tokens are to be scored go apart, so that the others pay nothing for it."""
+    for scored in (False, True):
+        alike = [stretch for stretch in stretches if stretch.request.wants_scores == scored]
+        if alike:
+            _read_alike(target, drafter, alike, page_size, scored)
+
+
+def _read_alike(
+    target: BoundModel, drafter: Drafter, stretches: list[Stretch], page_size: int, scored: bool
+) -> None:
     """One ragged forward of the target, then the drafter absorbs the same tokens."""
     device = target.store.keys.device
     metadata = stretch_metadata(stretches, page_size, device)
     tokens = _flat([s.request.tokens[s.start : s.end] for s in stretches], device)
     following = _flat([s.request.tokens[s.start + 1 : s.end + 1] for s in stretches], device)
-    taps = target.fill(tokens, metadata, drafter.taps)
+    if scored:
+        hidden, taps = target.read(tokens, metadata, drafter.taps)  # [N, H]
+        _score(target, hidden, following, stretches)
+    else:
+        taps = target.fill(tokens, metadata, drafter.taps)
     drafter.absorb(Chunk(tokens=tokens, next_tokens=following, taps=taps, metadata=metadata))
     for stretch in stretches:
         stretch.request.read_len = stretch.end
+
+
+def _score(target: BoundModel, hidden: Tensor, following: Tensor, stretches: list[Stretch]) -> None:
+    """Log-probabilities of the tokens that follow, for each stretch's request."""
+    start = 0
+    for stretch in stretches:
+        end = start + stretch.end - stretch.start
+        count = stretch.request.params.prompt_logprobs
+        assert count is not None
+        for low in range(start, end, SCORED_AT_ONCE):
+            places = slice(low, min(low + SCORED_AT_ONCE, end))
+            logits = target.decoder.logits(hidden[places])  # [n, V]
+            stretch.request.add_scores(*logprobs(logits, following[places], count))
+        start = end
 
 
 def stretch_metadata(stretches: list[Stretch], page_size: int, device: torch.device) -> AttentionMetadata:
@@ -68,14 +100,14 @@ def stretch_metadata(stretches: list[Stretch], page_size: int, device: torch.dev
     return AttentionMetadata(
         window=Window.ragged(lens),
         positions=_flat([list(range(s.start, s.end)) for s in stretches], device),
-        q_starts=torch.tensor(starts, device=device),
-        past_lens=torch.tensor([s.start for s in stretches], device=device),
-        page_table=torch.tensor(table, device=device),
+        q_starts=upload(starts, device),
+        past_lens=upload([s.start for s in stretches], device),
+        page_table=_flat(table, device).view(len(table), width),
         page_size=page_size,
-        slots=torch.tensor(slots, device=device),
+        slots=upload(slots, device),
         ancestors=None,
     )
 
 
 def _flat(parts: list[list[int]], device: torch.device) -> Tensor:
-    return torch.tensor([token for part in parts for token in part], device=device)
+    return upload([token for part in parts for token in part], device)

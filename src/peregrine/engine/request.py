@@ -3,14 +3,17 @@
 import time
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from peregrine.cache.prefix import Match
+from peregrine.engine.landing import Landing
 from peregrine.sampling import SamplingParams
 from peregrine.text.stream import TextStream
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Log-probability of a generated token under the model's own distribution, and the likeliest tokens there."""
+    """Log-probability of a token under the model's own distribution, and the likeliest tokens there."""
 
     token_id: int
     logprob: float
@@ -71,14 +74,10 @@ class Output:
     stats: Stats
     timing: Timing
     simulated: bool  # acceptance was drawn, not earned: the text means nothing
+    prompt_logprobs: list[TokenLogprob] | None = None  # of the prompt's tokens from the second on
 
     def to_json(self) -> dict[str, object]:
         """The same fields as plain values."""
-        logprobs = None
-        if self.logprobs is not None:
-            logprobs = [
-                {"token_id": t.token_id, "logprob": t.logprob, "top": dict(t.top)} for t in self.logprobs
-            ]
         stats, timing = self.stats, self.timing
         return {
             "text": self.text,
@@ -89,7 +88,8 @@ class Output:
             "error": self.error,
             "seed": self.seed,
             "drafted": self.drafted,
-            "logprobs": logprobs,
+            "logprobs": _plain(self.logprobs),
+            "prompt_logprobs": _plain(self.prompt_logprobs),
             "stats": {
                 "rounds": stats.rounds,
                 "drafted": stats.drafted,
@@ -109,6 +109,21 @@ class Output:
         }
 
 
+def _plain(logprobs: list[TokenLogprob] | None) -> list[dict[str, object]] | None:
+    if logprobs is None:
+        return None
+    return [{"token_id": t.token_id, "logprob": t.logprob, "top": dict(t.top)} for t in logprobs]
+
+
+@dataclass(frozen=True, slots=True)
+class RoundDrafts:
+    """Every draft of one round, for a request that asked to see them; node 0 is the round's newest token."""
+
+    tokens: list[int]  # of nodes 1, 2, ...
+    parents: list[int]  # the node each of them hangs from
+    correct: list[int]  # the nodes that became output
+
+
 @dataclass(frozen=True, slots=True)
 class Delta:
     """What one step added to one request; the last one carries the whole output."""
@@ -119,6 +134,10 @@ class Delta:
     drafted: list[bool]
     finish_reason: str | None
     output: Output | None
+    offered: int = 0  # drafts the round offered to the target
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob] | None = None  # with the first delta
+    drafts: RoundDrafts | None = None
 
 
 class Request:
@@ -132,6 +151,8 @@ class Request:
         self.generated: list[int] = []  # as the device has them
         self.drafted: list[bool] = []
         self.logprobs: list[TokenLogprob] = []
+        self.scores: list[Landing] = []  # of prompt tokens, in stretches as read
+        self.num_scored = 0
         self.text = ""
         self.stats = Stats()
         self.match: Match | None = None  # locked prefix, while it is being held
@@ -152,6 +173,11 @@ class Request:
     def num_tokens(self) -> int:
         return len(self.prompt) + len(self.generated)
 
+    @property
+    def wants_scores(self) -> bool:
+        """Log-probabilities of the prompt were asked for and are not complete."""
+        return self.params.prompt_logprobs is not None and self.num_scored < len(self.prompt) - 1
+
     def begin(self, turn: int) -> None:
         """The request has pages and is being read."""
         self.turn = turn
@@ -166,6 +192,26 @@ class Request:
         self.generated.extend(tokens)
         self.drafted.extend(place < correct for place in range(len(tokens)))
         self.stats.count(drafted, correct, len(tokens))
+
+    def add_scores(self, chosen: Tensor, top_ids: Tensor, top: Tensor) -> None:
+        """Log-probabilities of the next prompt tokens, [n], [n, top], [n, top]; the host does not wait for them."""
+        self.scores.append(Landing.of(chosen, top_ids, top))
+        self.num_scored += len(chosen)
+
+    def forget_scores(self) -> None:
+        """The prompt is read from its beginning again."""
+        self.scores, self.num_scored = [], 0
+
+    def prompt_logprobs(self) -> list[TokenLogprob] | None:
+        """What was asked for of the prompt's tokens and has been computed; after a round has been read, no wait."""
+        if self.params.prompt_logprobs is None:
+            return None
+        parts = [[values.tolist() for values in landing.read()] for landing in self.scores]
+        lines = [line for part in parts for line in zip(*part, strict=True)]
+        return [
+            TokenLogprob(token, chosen, tuple(zip(ids, top, strict=True)))
+            for token, (chosen, ids, top) in zip(self.prompt[1:], lines, strict=False)
+        ]
 
     def trim(self, count: int) -> None:
         """Forget the last `count` tokens: they lie past a stop string."""

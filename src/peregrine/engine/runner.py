@@ -1,19 +1,34 @@
-"""Queue rounds and read their verdicts later: the only code of the engine that waits for the device."""
+"""Queue rounds and read their verdicts later."""
 
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from peregrine.engine.request import Request
+from peregrine.engine.graphs import Graphs
+from peregrine.engine.landing import Ring
+from peregrine.engine.request import Request, RoundDrafts
 from peregrine.kernels.choose import Features
-from peregrine.kernels.verdict import HEADER
+from peregrine.kernels.verdict import HEADER, Verdict
+from peregrine.sampling import MAX_LOGPROBS
 from peregrine.spec.bound import BoundModel
 from peregrine.spec.judge import Judge
-from peregrine.spec.round import run_round
+from peregrine.spec.round import Logprobs, run_round
 from peregrine.spec.state import Rows, SeatState
 from peregrine.spec.types import Drafter
+
+ALL_PARTS = Features(sampled=True, filtered=True, penalised=True, biased=True, floored=True)
+# What is recorded on a device, cheapest first.
+VARIANTS = (
+    Features(),
+    Features(sampled=True),
+    Features(sampled=True, filtered=True),
+    ALL_PARTS,
+    replace(ALL_PARTS, logprobs=MAX_LOGPROBS),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +41,7 @@ class RowResult:
     drafted: int
     finish: int
     logprobs: list[tuple[float, list[int], list[float]]] | None
+    drafts: RoundDrafts | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,30 +51,79 @@ class RoundInFlight:
     requests: list[Request]
     verdict: Tensor  # [R, HEADER + 2 W] i64 on the host, valid once `ready` has passed
     logprobs: tuple[Tensor, Tensor, Tensor] | None
+    windows: Tensor | None  # [R, 3, T] i64 on the host: tokens, parents, offered or not; if somebody asked
     ready: torch.cuda.Event | None
 
 
 class Runner:
     """Launches `run_round` on compact seats and keeps the rounds that have not been read."""
 
-    def __init__(self, target: BoundModel, drafter: Drafter, judge: Judge, seats: SeatState) -> None:
+    def __init__(
+        self,
+        target: BoundModel,
+        drafter: Drafter,
+        judge: Judge,
+        seats: SeatState,
+        graphs: Graphs[tuple[Verdict, Logprobs | None]] | None = None,
+    ) -> None:
         self.target, self.drafter, self.judge, self.seats = target, drafter, judge, seats
+        self.graphs = graphs
         self.in_flight: deque[RoundInFlight] = deque()
+        self._landings: dict[tuple[tuple[int, ...], torch.dtype], Ring] = {}
+
+    def record(self, row_sizes: Sequence[int]) -> Iterator[int]:
+        """Record the graphs of every batch size and variant; yields the bytes each one took.
+
+        Seats are pads while this runs, so rounds change nothing that counts.
+        """
+        assert self.graphs is not None
+        for count in sorted(row_sizes, reverse=True):  # smaller ones find room where larger ones had it
+            for variant in VARIANTS:
+                rows = Rows(count, self.seats.max_places)
+                yield self.graphs.record((rows, variant), partial(self._round, rows, variant))
+
+    def rows(self, count: int, places: int) -> Rows:
+        """A batch that touches no place at or past `places`; a recorded one may touch every place."""
+        if self.graphs is not None:
+            return Rows(count, self.seats.max_places)
+        return self.seats.rows(count, places)
 
     def launch(self, requests: list[Request], rows: Rows, features: Features) -> None:
         """Queue one round for the requests in seats 0 .. len(requests) - 1; rows past them are pads."""
-        verdict, logprobs = run_round(self.target, self.drafter, self.judge, self.seats, rows, features)
-        packed = verdict.table
-        values = None if logprobs is None else (logprobs.chosen, logprobs.top_ids, logprobs.top)
+        windows = self._windows(rows) if any(r.params.report_drafts for r in requests) else None
+        if self.graphs is None:
+            verdict, logprobs = self._round(rows, features)
+        else:
+            verdict, logprobs = self._replay(rows, features)
+        packed = self._land(verdict.table)
+        values = None
+        if logprobs is not None:
+            values = self._land(logprobs.chosen), self._land(logprobs.top_ids), self._land(logprobs.top)
+        windows = None if windows is None else self._land(windows)
         ready = None
-        if packed.is_cuda:
-            packed = packed.to("cpu", non_blocking=True)
-            values = None if values is None else tuple(v.to("cpu", non_blocking=True) for v in values)  # type: ignore[assignment]
+        if verdict.table.is_cuda:
             ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             ready.record()
         for request in requests:
             request.rounds_in_flight += 1
-        self.in_flight.append(RoundInFlight(list(requests), packed, values, ready))
+        self.in_flight.append(RoundInFlight(list(requests), packed, values, windows, ready))
+
+    def _round(self, rows: Rows, features: Features) -> tuple[Verdict, Logprobs | None]:
+        return run_round(self.target, self.drafter, self.judge, self.seats, rows, features)
+
+    def _replay(self, rows: Rows, features: Features) -> tuple[Verdict, Logprobs | None]:
+        """The round from its graph, in the cheapest variant that does all that is asked for."""
+        assert self.graphs is not None
+        return self.graphs.replay((rows, next(v for v in VARIANTS if v.covers(features))))
+
+    def _land(self, value: Tensor) -> Tensor:
+        """The value on its way into the host's memory: pinned, in a ring, so that no copy waits."""
+        if not value.is_cuda:
+            return value
+        key = tuple(value.shape), value.dtype
+        if key not in self._landings:
+            self._landings[key] = Ring(value)
+        return self._landings[key].land(value)
 
     def read(self) -> list[RowResult]:
         """Wait for the oldest round in flight and say what it did."""
@@ -71,10 +136,19 @@ class Runner:
             request.rounds_in_flight -= 1
             accept, correct, drafted, finish = lines[row][:HEADER]
             tokens = lines[row][HEADER : HEADER + accept]
-            results.append(
-                RowResult(request, tokens, correct, drafted, finish, self._logprobs(flight, row, accept))
+            path = lines[row][(HEADER + len(lines[row])) // 2 :]
+            drafts = (
+                None if flight.windows is None else offered_drafts(flight.windows[row], path[1 : correct + 1])
             )
+            logprobs = self._logprobs(flight, row, accept)
+            results.append(RowResult(request, tokens, correct, drafted, finish, logprobs, drafts))
         return results
+
+    def _windows(self, rows: Rows) -> Tensor:
+        """The windows a round is about to verify, copied before it overwrites them."""
+        nodes = self.seats.view(rows).nodes()
+        offered = (nodes.depths > 0) & (nodes.depths <= nodes.offered[:, None])  # [R, T]
+        return torch.stack([nodes.tokens, nodes.parents.expand_as(nodes.tokens), offered.long()], dim=1)
 
     def _logprobs(
         self, flight: RoundInFlight, row: int, accept: int
@@ -83,3 +157,10 @@ class Runner:
             return None
         chosen, ids, top = (values[row, :accept].tolist() for values in flight.logprobs)
         return list(zip(chosen, ids, top, strict=True))
+
+
+def offered_drafts(window: Tensor, correct: list[int]) -> RoundDrafts:
+    """The offered drafts of one row, from its tokens, parents and offered flags [3, T]."""
+    tokens, parents, offered = window.tolist()
+    count = sum(offered)  # nodes are in order of depth, so those offered come first
+    return RoundDrafts(tokens[1 : count + 1], parents[1 : count + 1], correct)

@@ -94,7 +94,7 @@ def paged_attention_torch(
     keys: Tensor,
     values: Tensor,
     plan: QueryPlan,
-    scale: float,
+    scale: float | Tensor,
     window: int | None,
     sinks: Tensor | None,
 ) -> Tensor:

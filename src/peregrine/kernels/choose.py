@@ -19,14 +19,14 @@ from torch import Tensor
 
 from peregrine.errors import EngineFault
 from peregrine.kernels.cpu import cpu_ready
-from peregrine.kernels.filters import MASS, filter_scores, masses
-from peregrine.kernels.law import Context, Features, Law
+from peregrine.kernels.filters import divisors, filter_scores, lowest_kept_of_logits, masses
+from peregrine.kernels.gpu import gpu_ready
+from peregrine.kernels.law import COLDEST, MASS, Context, Features, Law
 from peregrine.kernels.noise import gumbel
 from peregrine.kernels.penalties import penalise
 
 __all__ = ["Context", "Features", "Law", "choose", "logprobs", "pick", "pick_scores", "process"]
 
-COLDEST = 1e-30  # lower temperatures act like this one: logits divided by it are still finite
 FAULT = -1  # chosen where there is nothing to choose from
 
 
@@ -37,6 +37,8 @@ def choose(
 
     A position is that of the token to be chosen. Without penalties no context is needed.
     """
+    if gpu_ready(logits):
+        return _choose_on_gpu(logits, positions, law, features, context)
     if not cpu_ready(logits):
         return choose_torch(logits, positions, law, features, context)
     scores = adjust(logits, positions, law, features, context)
@@ -45,6 +47,20 @@ def choose(
         return tokens
     tokens = _compiled().choose_unchecked(scores, positions, None, law, features, COLDEST)
     return _mark_faults(tokens, logits.amin(dim=2), logits.amax(dim=2))
+
+
+def _choose_on_gpu(
+    logits: Tensor, positions: Tensor, law: Law, features: Features, context: Context | None
+) -> Tensor:
+    """`choose` where Triton serves; bias, penalties and floor come from the twins."""
+    tokens = torch.empty(positions.shape, dtype=torch.int64, device=logits.device)
+    raw = not (features.biased or features.penalised or features.floored)
+    scores = logits if raw else adjust(logits, positions, law, features, context)
+    lowest = None
+    if features.sampled and features.filtered:  # greedy rows take the best score, which every filter keeps
+        lowest = lowest_kept_of_logits(scores, law)
+    _on_gpu().best_tokens(scores, positions, law, features.sampled, None, lowest, raw, tokens)
+    return tokens if raw else _mark_faults(tokens, logits.amin(dim=2), logits.amax(dim=2))
 
 
 def choose_torch(
@@ -72,7 +88,7 @@ def process(
     """
     scores = adjust(logits, positions, law, features, context)
     if features.sampled:
-        scores = scores / _divisors(law)
+        scores = scores / divisors(law)
     if features.filtered:
         scores = filter_scores(scores, law)
     return scores
@@ -113,20 +129,43 @@ def pick_scores(
 
 def pick_scores_torch(draft_logits: Tensor, positions: Tensor, target_ids: Tensor | None, law: Law) -> Tensor:
     """The twin, where some row is sampled."""
-    return _add_noise(draft_logits.float() / _divisors(law), positions, target_ids, law)
+    return _add_noise(draft_logits.float() / divisors(law), positions, target_ids, law)
 
 
 def pick(
-    draft_logits: Tensor, positions: Tensor, target_ids: Tensor | None, law: Law, features: Features
-) -> Tensor:
-    """The draft id of the largest pick score, lowest on ties: [R, n, Vd], [R, n] -> [R, n] i64 in [0, Vd)."""
-    if cpu_ready(draft_logits):
+    draft_logits: Tensor,
+    positions: Tensor,
+    target_ids: Tensor | None,
+    law: Law,
+    features: Features,
+    out: Tensor,
+) -> None:
+    """The target id of the largest pick score, lowest draft id on ties: [R, n, Vd], [R, n] -> `out`, a dense [R, n]."""
+    if gpu_ready(draft_logits):
+        _on_gpu().best_tokens(draft_logits, positions, law, features.sampled, target_ids, None, False, out)
+    elif cpu_ready(draft_logits):
         unfiltered = Features(sampled=features.sampled)
+        straight = out if target_ids is None else None
         ids: Tensor = _compiled().choose_unchecked(
-            draft_logits, positions, target_ids, law, unfiltered, COLDEST
+            draft_logits, positions, target_ids, law, unfiltered, COLDEST, straight
         )
-        return ids
-    return pick_scores(draft_logits, positions, target_ids, law, features).max(dim=2).indices
+        if target_ids is not None:
+            torch.index_select(target_ids, 0, ids.view(-1), out=out.view(-1))
+    else:
+        pick_torch(draft_logits, positions, target_ids, law, features, out)
+
+
+def pick_torch(
+    draft_logits: Tensor,
+    positions: Tensor,
+    target_ids: Tensor | None,
+    law: Law,
+    features: Features,
+    out: Tensor,
+) -> None:
+    """The twin."""
+    ids = pick_scores(draft_logits, positions, target_ids, law, features).max(dim=2).indices
+    out.copy_(ids if target_ids is None else target_ids[ids])
 
 
 def logprobs(logits: Tensor, chosen: Tensor, top_n: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -149,12 +188,6 @@ def _mark_faults(tokens: Tensor, lowest: Tensor, highest: Tensor) -> Tensor:
     """Tokens [R, T] with -1 where the lowest or the highest logit is not finite."""
     # 0 * x is 0 for a finite x, else NaN, which differs from everything.
     return tokens.masked_fill_(highest * 0 != lowest * 0, FAULT)
-
-
-def _divisors(law: Law) -> Tensor:
-    """What logits are divided by [R, 1, 1]: the temperature, and 1 for greedy rows."""
-    divisors = torch.where(law.temperature > 0, law.temperature.clamp(min=COLDEST), 1.0)
-    return divisors[:, None, None]
 
 
 def _add_noise(scores: Tensor, positions: Tensor, ids: Tensor | None, law: Law) -> Tensor:
@@ -189,3 +222,10 @@ def _compiled() -> ModuleType:
     from peregrine.kernels import choose_cpu
 
     return choose_cpu
+
+
+@functools.cache
+def _on_gpu() -> ModuleType:
+    from peregrine.kernels import choose_gpu
+
+    return choose_gpu

@@ -44,17 +44,23 @@ def choose(scores: Tensor, positions: Tensor, law: Law, features: Features, cold
 
     -1 if a score is not finite.
     """
-    return _choose(scores, positions, None, law, features, coldest, True)
+    return _choose(scores, positions, None, law, features, coldest, True, None)
 
 
 def choose_unchecked(
-    scores: Tensor, positions: Tensor, ids: Tensor | None, law: Law, features: Features, coldest: float
+    scores: Tensor,
+    positions: Tensor,
+    ids: Tensor | None,
+    law: Law,
+    features: Features,
+    coldest: float,
+    out: Tensor | None = None,
 ) -> Tensor:
     """The same for scores of token ids [V] (None: 0, 1, ...) of which some may be -inf: [R, T] i64 places in [0, V).
 
-    Which place is taken among scores that are not numbers is left open.
+    Which place is taken among scores that are not numbers is left open. They go to `out`, a dense [R, T], if given.
     """
-    return _choose(scores, positions, ids, law, features, coldest, False)
+    return _choose(scores, positions, ids, law, features, coldest, False, out)
 
 
 def pick_scores(scores: Tensor, positions: Tensor, ids: Tensor | None, law: Law, coldest: float) -> Tensor:
@@ -81,10 +87,11 @@ def _choose(
     features: Features,
     coldest: float,
     checked: bool,
+    out: Tensor | None,
 ) -> Tensor:
     scores, positions = scores.contiguous(), positions.contiguous()
     num_rows, num_nodes, width = scores.shape
-    tokens = torch.empty(num_rows, num_nodes, dtype=torch.int64)
+    tokens = torch.empty(num_rows, num_nodes, dtype=torch.int64) if out is None else out
     pieces = pieces_for(num_rows * num_nodes, scores.numel(), SERIAL_WORK)
     # Greedy rows take the best score, which every filter keeps.
     filtered = features.sampled and features.filtered

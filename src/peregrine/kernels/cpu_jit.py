@@ -97,6 +97,12 @@ def floats_at(address, shape):  # type: ignore[no-untyped-def]
 
 
 @njit
+def bytes_at(address, count):  # type: ignore[no-untyped-def]
+    """Memory as an array of bytes."""
+    return carray(_pointer(address), count, types.uint8)
+
+
+@njit
 def longs_at(address, shape):  # type: ignore[no-untyped-def]
     """The int64 array of this shape that starts at an address."""
     return carray(_pointer(address), shape, types.int64)

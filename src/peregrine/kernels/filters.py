@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from peregrine.kernels.cpu import cpu_ready
-from peregrine.kernels.law import Law
+from peregrine.kernels.gpu import gpu_ready
+from peregrine.kernels.law import COLDEST, MASS, Law
 
-MASS = 2.0**40  # the likeliest token's mass; 2^23 tokens as likely as that still fit in 64 bits
+HALF_BYTES = 2  # bfloat16 and float16
 
 
 def filter_scores(scores: Tensor, law: Law) -> Tensor:
@@ -54,6 +55,19 @@ def lowest_kept_torch(scores: Tensor, law: Law) -> Tensor:
     return torch.maximum(torch.maximum(top_k, top_p), min_p)
 
 
+def lowest_kept_of_logits(logits: Tensor, law: Law) -> Tensor:
+    """`lowest_kept` of logits [R, T, V] that the temperature has not divided yet: -> [R, T] f32."""
+    if gpu_ready(logits) and logits.element_size() == HALF_BYTES:
+        lowest: Tensor = _on_gpu().lowest_kept(logits, law)
+        return lowest
+    return lowest_kept(logits / divisors(law), law)[:, :, 0]
+
+
+def divisors(law: Law) -> Tensor:
+    """What logits are divided by [R, 1, 1]: the temperature, and 1 for greedy rows."""
+    return torch.where(law.temperature > 0, law.temperature.clamp(min=COLDEST), 1.0)[:, None, None]
+
+
 def masses(scores: Tensor, best: Tensor) -> Tensor:
     """exp(score - best) in units of 1 / MASS, rounded down: [..., V], [..., 1] f32 -> [..., V] i64."""
     if cpu_ready(scores, best):
@@ -72,3 +86,10 @@ def _compiled() -> ModuleType:
     from peregrine.kernels import filters_cpu
 
     return filters_cpu
+
+
+@functools.cache
+def _on_gpu() -> ModuleType:
+    from peregrine.kernels import filters_gpu
+
+    return filters_gpu

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+MASS = 2.0**40  # the likeliest token's mass; 2^23 tokens as likely as that still fit in 64 bits
+COLDEST = 1e-30  # lower temperatures act like this one: logits divided by it are still finite
+
 
 @dataclass(frozen=True, slots=True)
 class Features:
@@ -21,6 +24,13 @@ class Features:
     biased: bool = False  # some row has a logit bias
     floored: bool = False  # some row has a token floor (min_tokens)
     logprobs: int | None = None  # None: no log-probabilities; n: the chosen token's and the n largest
+
+    def covers(self, other: "Features") -> bool:
+        """Whether this does all that the other asks for; what it does beyond that changes no bit."""
+        mine = (self.sampled, self.filtered, self.penalised, self.biased, self.floored)
+        theirs = (other.sampled, other.filtered, other.penalised, other.biased, other.floored)
+        counts = [-1 if features.logprobs is None else features.logprobs for features in (self, other)]
+        return all(a or not b for a, b in zip(mine, theirs, strict=True)) and counts[0] >= counts[1]
 
     @property
     def plain(self) -> bool:

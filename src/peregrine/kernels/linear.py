@@ -1,9 +1,9 @@
 """Linear layers whose rows do not depend on their company: alone or among many, a row has the same bits.
 
-The law of the compiled kernel: each output is one chain of fused multiply-adds over the inputs in ascending
-order, started at zero; the bias is added to the finished sum. The law of the twin: rows go through the
-library in tiles of a fixed height, the last one filled with zeros, so that every row meets the same call on
-the same shape.
+The law of the compiled kernels: each output is one chain over the inputs in ascending order, started at zero
+(on a CPU of fused multiply-adds, on a GPU of matrix instructions); the bias is added to the finished sum. The
+law of the twin: rows go through the library in tiles of a fixed height, the last one filled with zeros, so that
+every row meets the same call on the same shape.
 """
 
 import functools
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from peregrine.kernels.cpu import cpu_ready
+from peregrine.kernels.gpu import gpu_ready
 
 CPU_TILE_ROWS = 16
 DEVICE_TILE_ROWS = 64  # an accelerator is bound by reading the weight, once per tile
@@ -26,7 +27,7 @@ class PackedWeight:
 
     out_features: int
     panels: Tensor | None  # [ceil(O / 16), I, 16] float32 for the compiled kernel; outputs past O are zero
-    weight: Tensor | None  # [O, I] for the twin
+    weight: Tensor | None  # [O, I] for a GPU's kernel and for the twin
     bias: Tensor | None  # [O]; beside panels it is always there and as long as their outputs
 
 
@@ -44,10 +45,13 @@ def pack_weight(weight: Tensor, bias: Tensor | None = None) -> PackedWeight:
 
 def linear(x: Tensor, packed: PackedWeight) -> Tensor:
     """x @ weight.T + bias, row by row: [N, I] -> [N, O]."""
-    if packed.panels is None or not cpu_ready(x):
-        return linear_torch(x, packed)
-    y: Tensor = _compiled().linear(x, packed.panels, packed.bias, packed.out_features)
-    return y
+    if packed.panels is not None and cpu_ready(x):
+        y: Tensor = _compiled().linear(x, packed.panels, packed.bias, packed.out_features)
+        return y
+    if packed.weight is not None and gpu_ready(x) and not x.requires_grad:
+        y = _compiled_gpu().linear(x, packed.weight, packed.bias)
+        return y
+    return linear_torch(x, packed)
 
 
 def linear_torch(x: Tensor, packed: PackedWeight) -> Tensor:
@@ -71,3 +75,10 @@ def _compiled() -> ModuleType:
     from peregrine.kernels import linear_cpu
 
     return linear_cpu
+
+
+@functools.cache
+def _compiled_gpu() -> ModuleType:
+    from peregrine.kernels import linear_gpu
+
+    return linear_gpu

@@ -10,9 +10,9 @@ HEADER = 4  # accept, correct, drafted, finish stand before a row's tokens and p
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """The windows that were judged: node 0 is the root, parents come before children."""
+    """The windows that are judged: node 0 is the root, parents come before children."""
 
-    tokens: Tensor  # [R, T] i64
+    tokens: Tensor  # [R, T] i64; a commit puts the newest token at the root
     parents: Tensor  # [R, T] i64, the root's is itself
     depths: Tensor  # [R, T] i64
     ancestors: Tensor  # [R, T] i64 words: own bit and every ancestor's
@@ -21,9 +21,9 @@ class Nodes:
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """Where each row must end."""
+    """How far each row has come and where it must end; a commit moves the first and the last."""
 
-    past_lens: Tensor  # [R] i64 before the round
+    past_lens: Tensor  # [R] i64
     limits: Tensor  # [R] i64 most tokens in all
     stop_ids: Tensor  # [R, S] i64; -1: empty
     done: Tensor  # [R] bool: the row has ended already and takes nothing

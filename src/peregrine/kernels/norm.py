@@ -7,17 +7,23 @@ then meets the weight, as in the Hugging Face models.
 import functools
 from types import ModuleType
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from peregrine.kernels.cpu import cpu_ready
+from peregrine.kernels.gpu import gpu_ready
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / rms(x) * weight over the last dimension: x [N, H] or [N, heads, D], weight [H] or [D]."""
-    kernel = _compiled().rms_norm if cpu_ready(x, weight) else rms_norm_torch
-    normed: Tensor = kernel(x, weight, eps)
-    return normed
+    if cpu_ready(x, weight):
+        normed: Tensor = _compiled().rms_norm(x, weight, eps)
+        return normed
+    if gpu_ready(x) and not (x.requires_grad or weight.requires_grad):
+        normed = _compiled_gpu().rms_norm(x, weight, eps)
+        return normed
+    return rms_norm_torch(x, weight, eps)
 
 
 def rms_norm_torch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -41,8 +47,26 @@ def add_rms_norm_torch(x: Tensor, residual: Tensor, weight: Tensor, eps: float) 
     return rms_norm_torch(total, weight, eps), total
 
 
+def norm_pair(
+    tokens: Tensor, embedding: Tensor, first_norm: Tensor, hidden: Tensor, second_norm: Tensor, eps: float
+) -> Tensor:
+    """Normed embeddings of tokens [N] beside normed hidden states [N, H]: [N, 2 H]."""
+    if gpu_ready(hidden) and not (torch.is_grad_enabled() and first_norm.requires_grad):
+        both: Tensor = _compiled_gpu().norm_pair(tokens, embedding, first_norm, hidden, second_norm, eps)
+        return both
+    embedded = rms_norm(F.embedding(tokens, embedding), first_norm, eps)
+    return torch.cat((embedded, rms_norm(hidden, second_norm, eps)), dim=1)
+
+
 @functools.cache
 def _compiled() -> ModuleType:
     from peregrine.kernels import norm_cpu
 
     return norm_cpu
+
+
+@functools.cache
+def _compiled_gpu() -> ModuleType:
+    from peregrine.kernels import norm_gpu
+
+    return norm_gpu

@@ -4,12 +4,26 @@ A table row is cos | sin, D/2 each, float32, with any attention factor folded in
 """
 
 import functools
+from dataclasses import dataclass
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from peregrine.kernels.cpu import cpu_ready
+from peregrine.kernels.norm import rms_norm_torch
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What is still to be done to queries and keys: head norms, if the model has them, and the rotation."""
+
+    q_positions: Tensor  # [R] i64
+    positions: Tensor  # [N] i64 of the keys
+    table: Tensor  # [C, D]
+    q_norm: Tensor | None  # [D]
+    k_norm: Tensor | None  # [D]
+    eps: float
 
 
 def rope(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
@@ -25,6 +39,13 @@ def rope_torch(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
     first, second = x.float().chunk(2, dim=-1)  # [N, heads, D/2]
     turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
     return turned.to(x.dtype)
+
+
+def turn_heads(q: Tensor, k: Tensor, turn: Turn) -> tuple[Tensor, Tensor]:
+    """Queries [R, Hq, D] and keys [N, Hkv, D], normed and turned; a GPU does this while it stores the keys."""
+    if turn.q_norm is not None and turn.k_norm is not None:
+        q, k = rms_norm_torch(q, turn.q_norm, turn.eps), rms_norm_torch(k, turn.k_norm, turn.eps)
+    return rope_torch(q, turn.q_positions, turn.table), rope_torch(k, turn.positions, turn.table)
 
 
 @functools.cache

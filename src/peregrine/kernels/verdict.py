@@ -1,4 +1,4 @@
-"""From the target's choices to a verdict: which drafts were right, which tokens are accepted, and who ends there.
+"""From the target's choices to a verdict, carried out: which drafts were right, which tokens are accepted, who ends.
 
 A node is right if it is the token chosen at its parent; it is accepted if all its ancestors are right too. Siblings
 differ, so accepted nodes form one path from the root; the choice at the path's end is the bonus. A chain is a tree
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from peregrine.kernels.cpu import NUMBA_PRESENT
+from peregrine.kernels.gpu import gpu_ready
 from peregrine.kernels.nodes import (
     FINISH_FAULT,
     FINISH_LENGTH,
@@ -32,22 +33,38 @@ __all__ = [
     "Ends",
     "Nodes",
     "Verdict",
+    "commit",
+    "commit_torch",
     "judge_nodes",
-    "judge_nodes_torch",
-    "settle",
 ]
 
 
-def judge_nodes(choices: Tensor, nodes: Nodes, ends: Ends, depth: int) -> Verdict:
-    """The verdict on windows whose nodes chose `choices` [R, T] i64 (-1: nothing to choose from)."""
+def commit(choices: Tensor, nodes: Nodes, ends: Ends, history: Tensor, depth: int) -> Verdict:
+    """Judge windows whose nodes chose `choices` [R, T] i64 (-1: nothing to choose from), and move every row on.
+
+    Written in place: history [R, C], the rows' past lengths and ends, the root of each window. What was rejected
+    lies past a row's end.
+    """
+    if gpu_ready(choices):
+        return Verdict(_on_gpu().commit(choices, nodes, ends, history, depth))
     if NUMBA_PRESENT and choices.is_cpu:
-        table: Tensor = _compiled().judge_nodes(choices, nodes, ends, depth)
-        return Verdict(table)
-    return judge_nodes_torch(choices, nodes, ends, depth)
+        return Verdict(_compiled().commit(choices, nodes, ends, history, depth))
+    return commit_torch(choices, nodes, ends, history, depth)
 
 
-def judge_nodes_torch(choices: Tensor, nodes: Nodes, ends: Ends, depth: int) -> Verdict:
+def commit_torch(choices: Tensor, nodes: Nodes, ends: Ends, history: Tensor, depth: int) -> Verdict:
     """The twin."""
+    verdict = judge_nodes(choices, nodes, ends, depth)
+    places = ends.past_lens[:, None] + torch.arange(1, depth + 2, device=history.device)  # [R, W]
+    history.scatter_(1, places, verdict.tokens)
+    ends.past_lens.add_(verdict.accept_lens)
+    ends.done.logical_or_(verdict.finish != FINISH_NONE)
+    nodes.tokens[:, :1].copy_(history.gather(1, ends.past_lens[:, None]))
+    return verdict
+
+
+def judge_nodes(choices: Tensor, nodes: Nodes, ends: Ends, depth: int) -> Verdict:
+    """The verdict alone, nothing moved: which path was accepted, and who ends there."""
     right = (nodes.tokens == choices.gather(1, nodes.parents)) & (nodes.depths <= nodes.offered[:, None])
     right[:, 0] = True
     order = torch.arange(right.shape[1], device=right.device)
@@ -56,10 +73,10 @@ def judge_nodes_torch(choices: Tensor, nodes: Nodes, ends: Ends, depth: int) -> 
     # Parents come before children, so the path in order of depth is the accepted nodes in order of index.
     ranked = torch.where(accepted, order, order + order.numel()).sort(dim=1).values
     path = ranked[:, : depth + 1] % order.numel()
-    return settle(choices.gather(1, path), path, accepted.sum(dim=1), nodes, ends)
+    return _settle(choices.gather(1, path), path, accepted.sum(dim=1), nodes, ends)
 
 
-def settle(tokens: Tensor, path: Tensor, accept_lens: Tensor, nodes: Nodes, ends: Ends) -> Verdict:
+def _settle(tokens: Tensor, path: Tensor, accept_lens: Tensor, nodes: Nodes, ends: Ends) -> Verdict:
     """End rows at a fault, a stop id or their limit; cut what was accepted past that point. tokens, path [R, W]."""
     order = torch.arange(tokens.shape[1], device=tokens.device)
     inside = order < accept_lens[:, None]  # [R, W]
@@ -88,3 +105,10 @@ def _compiled() -> ModuleType:
     from peregrine.kernels import verdict_cpu
 
     return verdict_cpu
+
+
+@functools.cache
+def _on_gpu() -> ModuleType:
+    from peregrine.kernels import verdict_gpu
+
+    return verdict_gpu

@@ -1,9 +1,9 @@
-"""The compiled verdict: a few words per row, where the torch twin needs some fifty small operations."""
+"""Judge and commit, compiled: a few words per row, where the torch twin needs some sixty small operations."""
 
 import torch
 from torch import Tensor
 
-from peregrine.kernels.cpu_jit import claim, cpu_kernel, longs_at, words_of
+from peregrine.kernels.cpu_jit import bytes_at, claim, cpu_kernel, longs_at, words_of
 from peregrine.kernels.nodes import (
     FINISH_FAULT,
     FINISH_LENGTH,
@@ -15,15 +15,13 @@ from peregrine.kernels.nodes import (
 )
 
 
-def judge_nodes(choices: Tensor, nodes: Nodes, ends: Ends, depth: int) -> Tensor:
-    """The verdict's table [R, HEADER + 2 W] for choices [R, T], all on the CPU."""
+def commit(choices: Tensor, nodes: Nodes, ends: Ends, history: Tensor, depth: int) -> Tensor:
+    """The verdict's table [R, HEADER + 2 W] for choices [R, T]; history, ends and roots move on in place."""
     num_rows, num_nodes = choices.shape
     table = torch.empty(num_rows, HEADER + 2 * (depth + 1), dtype=torch.int64)
-    rows = [choices, nodes.tokens, nodes.parents, nodes.depths, nodes.ancestors, ends.stop_ids]
-    rows = [x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous() for x in rows]
-    lines = [nodes.offered, ends.past_lens, ends.limits, ends.done.long()]
-    lines = [x.contiguous() for x in lines]
-    _judge_nodes(
+    rows = (choices, nodes.tokens, nodes.parents, nodes.depths, nodes.ancestors, ends.stop_ids, history)
+    lines = (nodes.offered, ends.past_lens, ends.limits, ends.done)
+    _commit(
         1,
         *(x.data_ptr() for x in rows),
         *(x.stride(0) for x in rows),
@@ -33,24 +31,25 @@ def judge_nodes(choices: Tensor, nodes: Nodes, ends: Ends, depth: int) -> Tensor
     return table
 
 
-@cpu_kernel("q" * 21)
-def _judge_nodes(block):  # type: ignore[no-untyped-def]
+@cpu_kernel("q" * 23)
+def _commit(block):  # type: ignore[no-untyped-def]
     words = words_of(block)
-    offered, past_lens, limits, done = words[14], words[15], words[16], words[17]
-    table, rows, num_nodes, width, num_stops = words[18], words[19], words[20], words[21], words[22]
+    offered, past_lens, limits, done = words[16], words[17], words[18], words[19]
+    table, rows, num_nodes, width, num_stops = words[20], words[21], words[22], words[23], words[24]
     if claim(words) != 0:
         return
     for r in range(rows):
-        choices = longs_at(words[2] + r * words[8] * 8, num_nodes)
-        tokens = longs_at(words[3] + r * words[9] * 8, num_nodes)
-        parents = longs_at(words[4] + r * words[10] * 8, num_nodes)
-        depths = longs_at(words[5] + r * words[11] * 8, num_nodes)
-        ancestors = longs_at(words[6] + r * words[12] * 8, num_nodes)
-        stops = longs_at(words[7] + r * words[13] * 8, num_stops)
+        choices = longs_at(words[2] + r * words[9] * 8, num_nodes)
+        tokens = longs_at(words[3] + r * words[10] * 8, num_nodes)
+        parents = longs_at(words[4] + r * words[11] * 8, num_nodes)
+        depths = longs_at(words[5] + r * words[12] * 8, num_nodes)
+        ancestors = longs_at(words[6] + r * words[13] * 8, num_nodes)
+        stops = longs_at(words[7] + r * words[14] * 8, num_stops)
         out = longs_at(table + r * (HEADER + 2 * width) * 8, HEADER + 2 * width)
         deepest = longs_at(offered, rows)[r]
-        ended = longs_at(done, rows)[r] != 0
-        room = longs_at(limits, rows)[r] - longs_at(past_lens, rows)[r] - 1
+        past = longs_at(past_lens, rows)[r]
+        ended = bytes_at(done, rows)[r] != 0
+        room = longs_at(limits, rows)[r] - past - 1
 
         bits, drafted = 1, 0
         for i in range(1, num_nodes):
@@ -85,3 +84,11 @@ def _judge_nodes(block):  # type: ignore[no-untyped-def]
         if ended:
             finish, accept, drafted = FINISH_NONE, 0, 0
         out[0], out[1], out[2], out[3] = accept, min(length - 1, accept), drafted, finish
+
+        text = longs_at(words[8] + r * words[15] * 8, past + 1 + width)
+        for place in range(width):
+            text[past + 1 + place] = out[HEADER + place]
+        tokens[0] = text[past + accept]
+        longs_at(past_lens, rows)[r] = past + accept
+        if finish != FINISH_NONE:
+            bytes_at(done, rows)[r] = 1

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from peregrine.attention import Attend, LayerAttention
+from peregrine.kernels.stream import Stream, embed_stream, normed, start_stream
 from peregrine.kernels.tape import Shelf
 from peregrine.models.config import ModelConfig
-from peregrine.models.layers import Layer, Linear, RMSNorm, settle
+from peregrine.models.layers import Asking, Heads, Layer, Linear, RMSNorm, pack_linears
 from peregrine.models.rope_table import rope_table
 
 # Windows whose activations fit in this are run from remembered kernel calls; larger ones do not need it.
@@ -55,11 +56,7 @@ class Decoder(nn.Module):
 
     def pack(self) -> "Decoder":
         """Switch every linear to the row-exact kernel, for inference; it can no longer be trained."""
-        self.requires_grad_(False)
-        for module in self.modules():
-            if isinstance(module, Linear) and module.packed is None:
-                module.pack(keep_weight=module is self.head and self.config.tied)
-        settle(self)
+        pack_linears(self, self.head if self.config.tied else None)
         return self
 
     def forward(
@@ -77,22 +74,34 @@ class Decoder(nn.Module):
         """
         num_layers = len(self.layers)
         last, tap_normed = num_layers - 1, num_layers in taps
-        last_live = None if tap_normed else live
+        asking_rows = None if tap_normed else live
         tapped: dict[int, Tensor] = {}
-        q, k, v, stream = self._enter(0, None, F.embedding(tokens, self.embedding), positions, last_live)
-        for i in range(last):
+        stream, heads = self.enter(tokens), None
+        for i in range(num_layers):
             if i in taps:
-                tapped[i] = stream
-            q, k, v, stream = self._cross(i, attend(i, q, k, v), stream, positions, last_live)
-        if last in taps:
-            tapped[last] = stream
-        attended = attend(last, q, k, v)
-        stream = stream if last_live is None else stream.index_select(0, last_live)
-        hidden, _ = self.norm.add(*self.layer(last).leave(attended, stream))
+                tapped[i] = stream.values
+            asking = Asking.of(asking_rows, stream, positions) if i == last else None
+            if heads is None:
+                heads = self.layer(i).attention.project(stream, positions, self.rope_table, asking)
+            attended = heads.ask(attend, i)
+            if i == last:
+                stream = self.layer(i).leave(attended, asking.stream if asking else stream, self.norm)
+            else:
+                all_ask = asking_rows is None or i + 1 < last
+                heads, stream = self._cross(i, attended, stream, positions, all_ask)
+        hidden = normed(stream)
         if tap_normed:
             tapped[num_layers] = hidden
             hidden = hidden if live is None else hidden.index_select(0, live)
         return hidden, torch.cat([tapped[i] for i in taps], dim=1) if taps else None
+
+    def enter(self, tokens: Tensor) -> Stream:
+        """The embeddings of tokens [N], ready for the first layer."""
+        norm = self.layer(0).input_norm
+        assert norm is not None
+        if self.head.packed is None:
+            return start_stream(F.embedding(tokens, self.embedding), norm.weight, norm.eps)
+        return embed_stream(tokens, self.embedding, norm.weight, norm.eps)
 
     def layer(self, i: int) -> Layer:
         """The i-th layer."""
@@ -100,27 +109,22 @@ class Decoder(nn.Module):
         assert isinstance(layer, Layer)
         return layer
 
-    def _enter(
-        self, i: int, update: Tensor | None, stream: Tensor, positions: Tensor, last_live: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(q, k, v, stream) at the entrance of layer i; queries of live rows alone if it is the last."""
-        layer = self.layer(i)
-        normed, stream = layer.enter(update, stream)
-        live = last_live if i == len(self.layers) - 1 else None
-        return *layer.attention.project(normed, positions, self.rope_table, live), stream
-
     def _cross(
-        self, i: int, attended: Tensor, stream: Tensor, positions: Tensor, last_live: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        """From layer i's answer of attention to layer i + 1's question: (q, k, v, stream)."""
+        self, i: int, attended: Tensor, stream: Stream, positions: Tensor, all_ask: bool
+    ) -> tuple[Heads | None, Stream]:
+        """From layer i's answer of attention to layer i + 1; its question comes along where calls are remembered."""
+        layer, following = self.layer(i), self.layer(i + 1)
+        packed = self.head.packed
+        if packed is None or packed.panels is None or not all_ask:
+            return None, layer.leave(attended, stream, following.input_norm)
 
-        def step(attended: Tensor, stream: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
-            return self._enter(i + 1, *self.layer(i).leave(attended, stream), positions, last_live)
+        def step(attended: Tensor, values: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+            after = layer.leave(attended, Stream(values, values), following.input_norm)
+            heads = following.attention.project(after, positions, self.rope_table)
+            return heads.q, heads.k, heads.v, after.values
 
-        compiled = self.head.packed is not None and self.head.packed.panels is not None
-        if compiled and (last_live is None or i + 2 < len(self.layers)):
-            return self.shelf.run(i, step, attended, stream, positions)
-        return step(attended, stream, positions)
+        q, k, v, values = self.shelf.run(i, step, attended, stream.values, positions)
+        return Heads(q, k, v), Stream(values, values)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, H] -> [n, V]."""

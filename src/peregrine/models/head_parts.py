@@ -8,10 +8,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from peregrine.attention import Attend, LayerAttention
-from peregrine.kernels.tape import Shelf, Step
+from peregrine.kernels.norm import norm_pair
+from peregrine.kernels.stream import Stream
+from peregrine.kernels.tape import Shelf
 from peregrine.models.config import ModelConfig
 from peregrine.models.decoder import Decoder
-from peregrine.models.layers import MLP, Attention, Layer, Linear, RMSNorm
+from peregrine.models.layers import MLP, Asking, Attention, Heads, Layer, Linear, RMSNorm
 from peregrine.models.rope_table import SPARE_POSITIONS, rope_table
 
 MAX_SHELF_ROWS = 64  # larger windows are not run from remembered kernel calls
@@ -55,9 +57,14 @@ class Head(nn.Module):
         """How each layer attends, for `bind`."""
         return self.layer_config.layer_attention()[: self.num_layers]
 
+    @property
+    def token_embedding(self) -> Tensor:
+        """[V, H], the head's own or the target's."""
+        return self.lender.embedding if self.embedding is None else self.embedding
+
     def embed(self, tokens: Tensor) -> Tensor:
-        """[N] -> [N, H], from the head's own embedding or the target's."""
-        return F.embedding(tokens, self.lender.embedding if self.embedding is None else self.embedding)
+        """[N] -> [N, H]."""
+        return F.embedding(tokens, self.token_embedding)
 
     def score(self, hidden: Tensor) -> Tensor:
         """[n, H] -> [n, Vd], by the head's own output head or the target's."""
@@ -67,20 +74,28 @@ class Head(nn.Module):
     def through(
         self,
         layers: Sequence[nn.Module],
-        update: Tensor | None,
-        stream: Tensor,
+        stream: Stream,
         positions: Tensor,
         attend: Attend,
         live: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """(update, stream) after plain layers; the last of them computes live rows alone."""
+        last_norm: RMSNorm | None,
+    ) -> Stream:
+        """The stream after plain layers, ready for the last norm; the last layer computes live rows alone."""
         for i, layer in enumerate(layers):
             assert isinstance(layer, Layer)
-            normed, stream = layer.enter(update, stream)
-            layer_live = live if i == len(layers) - 1 else None
-            update, stream = layer.forward(normed, stream, positions, self.rope_table, attend, layer_live)
-        assert update is not None
-        return update, stream
+            last = i == len(layers) - 1
+            asking = Asking.of(live if last else None, stream, positions)
+            heads = layer.attention.project(stream, positions, self.rope_table, asking)
+            attended = heads.ask(attend, layer.attention.layer)
+            next_norm = last_norm if last else input_norm(layers[i + 1])
+            stream = layer.leave(attended, asking.stream if asking else stream, next_norm)
+        return stream
+
+
+def input_norm(layer: nn.Module) -> RMSNorm | None:
+    """The norm a plain layer begins with."""
+    assert isinstance(layer, Layer)
+    return layer.input_norm
 
 
 class Eagle3Layer(nn.Module):
@@ -98,31 +113,54 @@ class Eagle3Layer(nn.Module):
 
     def forward(
         self,
-        embedded: Tensor,
+        tokens: Tensor,
+        embedding: Tensor,
         hidden: Tensor,
         positions: Tensor,
         table: Tensor,
         attend: Attend,
         live: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """(update, stream) whose sum leaves the layer."""
-        normed = self.hidden_norm(hidden)
-        stream = normed if self.norm_before_residual else hidden
-        both = torch.cat((self.input_norm(embedded), normed), dim=1)  # [N, 2 H]
+        next_norm: RMSNorm | None,
+    ) -> Stream:
+        """The stream that leaves the layer, ready for the norm that comes next."""
+        norms = self.input_norm.weight, self.hidden_norm.weight
+        both = norm_pair(tokens, embedding, norms[0], hidden, norms[1], self.input_norm.eps)  # [N, 2 H]
+        values = both[:, hidden.shape[1] :].contiguous() if self.norm_before_residual else hidden
         if live is None:
-            q, k, v = self._run(0, lambda x, at: self.attention.project(x, at, table), both, positions)
+            heads = self._ask(both, positions, table)
         else:
-            q, k, v = self.attention.project(both, positions, table, live)
-            stream = stream.index_select(0, live)
-        update, stream = self._run(1, self._leave, attend(0, q, k, v), stream)
-        return update, stream
+            chosen = both.index_select(0, live)
+            asking = Asking(live, Stream(chosen, chosen), positions.index_select(0, live))
+            # What is normed already is read as it is.
+            heads = self.attention.project(Stream(both, both), positions, table, asking)
+            values = values.index_select(0, live)
+        return self._leave(heads.ask(attend, 0), values, next_norm)
 
-    def _leave(self, attended: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
-        normed, stream = self.post_norm.add(self.attention.merge(attended), stream)
-        return self.mlp.forward(normed), stream
+    def _ask(self, both: Tensor, positions: Tensor, table: Tensor) -> Heads:
+        if not self._remembers:
+            return self.attention.project(Stream(both, both), positions, table)
 
-    def _run(self, index: int, step: Step, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """A step of kernels alone, from memory once it is packed for the CPU."""
+        def step(both: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+            heads = self.attention.project(Stream(both, both), positions, table)
+            return heads.q, heads.k, heads.v
+
+        q, k, v = self.shelf.run(0, step, both, positions)
+        return Heads(q, k, v)
+
+    def _leave(self, attended: Tensor, values: Tensor, next_norm: RMSNorm | None) -> Stream:
+        def step(attended: Tensor, values: Tensor) -> tuple[Tensor, ...]:
+            stream = self.attention.out.join(attended.flatten(1), Stream(values, values), self.post_norm)
+            stream = self.mlp.forward(stream, next_norm)
+            return stream.values, stream.ready
+
+        if self._remembers:
+            values, ready = self.shelf.run(1, step, attended, values)
+            return Stream(values, ready)
+        stream = self.attention.out.join(attended.flatten(1), Stream(values, values), self.post_norm)
+        return self.mlp.forward(stream, next_norm)
+
+    @property
+    def _remembers(self) -> bool:
+        """Whether steps of kernels alone are run from memory: once it is packed for the CPU."""
         packed = self.mlp.down.packed
-        compiled = packed is not None and packed.panels is not None
-        return self.shelf.run(index, step, *inputs) if compiled else step(*inputs)
+        return packed is not None and packed.panels is not None

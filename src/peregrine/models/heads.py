@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from peregrine.attention import Attend, LayerAttention
+from peregrine.kernels.stream import Stream, normed, start_stream
 from peregrine.models.config import ModelConfig
 from peregrine.models.decoder import Decoder
-from peregrine.models.head_parts import Eagle3Layer, Head
+from peregrine.models.head_parts import Eagle3Layer, Head, input_norm
 from peregrine.models.layers import Layer, Linear, RMSNorm
 
 
@@ -116,13 +117,21 @@ class Eagle3Head(Head):
         self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, live: Tensor | None = None
     ) -> Tensor:
         """tokens [N], hidden [N, H], positions [N] -> [N, H], or [R, H] for the live rows."""
-        first_live = None if len(self.layers) else live
-        update, stream = self.first.forward(
-            self.embed(tokens), hidden, positions, self.rope_table, attend, first_live
+        layers = list(self.layers)
+        last_norm = self.norm if self.config.norm_output else None
+        stream = self.first.forward(
+            tokens,
+            self.token_embedding,
+            hidden,
+            positions,
+            self.rope_table,
+            attend,
+            None if layers else live,
+            input_norm(layers[0]) if layers else last_norm,
         )
-        if len(self.layers):
-            update, stream = self.through(list(self.layers), update, stream, positions, attend, live)
-        return self.norm.add(update, stream)[0] if self.config.norm_output else update + stream
+        if layers:
+            stream = self.through(layers, stream, positions, attend, live, last_norm)
+        return normed(stream)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, H] -> [n, Vd]."""
@@ -167,9 +176,9 @@ class EagleHead(Head):
         self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, live: Tensor | None = None
     ) -> Tensor:
         """tokens [N], hidden [N, H], positions [N] -> [N, H], or [R, H] for the live rows."""
-        stream = self.fc(torch.cat((self.embed(tokens), hidden), dim=1))
-        update, stream = self.through(list(self.layers), None, stream, positions, attend, live)
-        return update + stream
+        values = self.fc(torch.cat((self.embed(tokens), hidden), dim=1))
+        stream = Stream(values, values)  # the first layer has no input norm
+        return self.through(list(self.layers), stream, positions, attend, live, None).values
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, H] -> [n, V]."""
@@ -211,9 +220,11 @@ class MTPHead(Head):
     ) -> Tensor:
         """tokens [N], hidden [N, H], positions [N] -> [N, H], or [R, H] for the live rows."""
         halves = (self.embedding_norm(self.embed(tokens)), self.hidden_norm(hidden))
-        stream = self.fc(torch.cat(halves[::-1] if self.hidden_first else halves, dim=1))
-        update, stream = self.through(list(self.layers), None, stream, positions, attend, live)
-        return self.norm.add(update, stream)[0]
+        values = self.fc(torch.cat(halves[::-1] if self.hidden_first else halves, dim=1))
+        norm = input_norm(self.layers[0])
+        assert norm is not None
+        stream = start_stream(values, norm.weight, norm.eps)
+        return normed(self.through(list(self.layers), stream, positions, attend, live, self.norm))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, H] -> [n, V]."""

@@ -2,9 +2,11 @@
 
 Every part is a plain module with parameters, so the same code trains. A packed `Linear` runs the kernel whose
 rows do not depend on their company; an unpacked one is `F.linear` and differentiable. The residual stream is
-carried beside the update that has not been added yet, so that each addition is fused with the norm after it.
+made ready for its next norm wherever something is added to it, so that norms are not steps of their own.
 Parts call each other's `forward`, not the module: a call through it costs as much as a small kernel.
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +14,11 @@ from torch.nn import functional as F
 
 from peregrine.attention import Attend
 from peregrine.kernels.activation import silu_mul
+from peregrine.kernels.gpu import gpu_ready
 from peregrine.kernels.linear import PackedWeight, linear, pack_weight
-from peregrine.kernels.norm import add_rms_norm, rms_norm
-from peregrine.kernels.rope import rope
+from peregrine.kernels.norm import rms_norm
+from peregrine.kernels.rope import Turn, rope
+from peregrine.kernels.stream import Stream, add_to_stream, join_stream, stream_gate, stream_linear
 from peregrine.models.config import ModelConfig
 
 
@@ -47,6 +51,23 @@ class Linear(nn.Module):
         assert self.weight is not None
         return F.linear(x, self.weight, self.bias)
 
+    def of(self, stream: Stream) -> Tensor:
+        """The linear of the normed stream. -> [N, out]"""
+        return self.forward(stream.ready) if self.packed is None else stream_linear(stream, self.packed)
+
+    def gated(self, stream: Stream) -> Tensor:
+        """silu(first half) * second half of it. -> [N, out / 2]"""
+        if self.packed is None:
+            return silu_mul(self.forward(stream.ready))
+        return stream_gate(stream, self.packed)
+
+    def join(self, x: Tensor, stream: Stream, norm: "RMSNorm | None") -> Stream:
+        """The stream with the linear of x added to it, ready for the norm that comes next, if one does."""
+        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        if self.packed is None:
+            return add_to_stream(self.forward(x), stream, weight, eps)
+        return join_stream(x, self.packed, stream, weight, eps)
+
 
 class RMSNorm(nn.Module):
     """Root mean square norm over the last dimension."""
@@ -60,9 +81,33 @@ class RMSNorm(nn.Module):
         """[N, H] or [N, heads, D] -> the same shape."""
         return rms_norm(x, self.weight, self.eps)
 
-    def add(self, update: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
-        """(norm of the sum, the sum): the residual addition and the norm that follows it."""
-        return add_rms_norm(update, stream, self.weight, self.eps)
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """What attention is asked: queries, keys and values in heads; turned, or with the turn still to be made."""
+
+    q: Tensor  # [N or R, Hq, D]
+    k: Tensor  # [N, Hkv, D]
+    v: Tensor  # [N, Hkv, D]
+    turn: Turn | None = None
+
+    def ask(self, attend: Attend, layer: int) -> Tensor:
+        """What the queries found. [N or R, Hq, D]"""
+        return attend(layer, self.q, self.k, self.v, self.turn)
+
+
+@dataclass(frozen=True, slots=True)
+class Asking:
+    """The rows that ask something of a layer whose keys and values are computed for all."""
+
+    rows: Tensor  # [R] i64
+    stream: Stream  # [R, H]
+    positions: Tensor  # [R] i64
+
+    @staticmethod
+    def of(rows: Tensor | None, stream: Stream, positions: Tensor) -> "Asking | None":
+        """None if no rows are named: all ask."""
+        return None if rows is None else Asking(rows, stream.rows(rows), positions.index_select(0, rows))
 
 
 class Attention(nn.Module):
@@ -86,51 +131,37 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
 
-    def forward(
-        self, x: Tensor, positions: Tensor, table: Tensor, attend: Attend, live: Tensor | None
-    ) -> Tensor:
-        """[N, in] -> [N, H], or [R, H] for the live rows alone; keys and values are written for all N."""
-        return self.merge(attend(self.layer, *self.project(x, positions, table, live)))
-
     def project(
-        self, x: Tensor, positions: Tensor, table: Tensor, live: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values in heads, turned: [N, in] -> [N or R, Hq, D], [N, Hkv, D], [N, Hkv, D]."""
+        self, stream: Stream, positions: Tensor, table: Tensor, asking: "Asking | None" = None
+    ) -> Heads:
+        """Queries, keys and values of the normed stream [N, in]; queries of the asking rows, if not all ask."""
+        q_positions = positions if asking is None else asking.positions
         if self.qkv is not None:
-            assert live is None, "this layer projects queries with keys and values"
-            return self._together(x, positions, table)
-        return self._apart(x, positions, table, live)
-
-    def merge(self, attended: Tensor) -> Tensor:
-        """What attention found, back in the stream's size: [N, Hq, D] -> [N, H]."""
-        return self.out.forward(attended.flatten(1))
-
-    def _together(self, x: Tensor, positions: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        assert self.qkv is not None
-        qkv = self.qkv.forward(x)
-        q_heads, kv_heads = self.num_heads, self.num_kv_heads
-        heads = qkv.view(qkv.shape[0], q_heads + 2 * kv_heads, self.head_dim)
-        if self.q_norm is None or self.k_norm is None:
-            turning, v = torch.split_with_sizes(heads, (q_heads + kv_heads, kv_heads), 1)
-            q, k = torch.split_with_sizes(rope(turning, positions, table), (q_heads, kv_heads), 1)
-            return q, k, v
-        q, k, v = torch.split_with_sizes(heads, (q_heads, kv_heads, kv_heads), 1)
-        return rope(self.q_norm(q), positions, table), rope(self.k_norm(k), positions, table), v
-
-    def _apart(
-        self, x: Tensor, positions: Tensor, table: Tensor, live: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        assert self.q is not None
-        assert self.kv is not None
-        kv = self.kv.forward(x).view(x.shape[0], 2 * self.num_kv_heads, self.head_dim)
+            assert asking is None, "this layer projects queries with keys and values"
+            heads = self.qkv.of(stream).view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
+            q, kv = torch.split_with_sizes(heads, (self.num_heads, 2 * self.num_kv_heads), 1)
+        else:
+            assert self.q is not None
+            assert self.kv is not None
+            heads = None
+            kv = self.kv.of(stream).view(-1, 2 * self.num_kv_heads, self.head_dim)
+            q = self.q.of(stream if asking is None else asking.stream).view(-1, self.num_heads, self.head_dim)
         k, v = torch.split_with_sizes(kv, (self.num_kv_heads, self.num_kv_heads), 1)
-        q_positions = positions
-        if live is not None:
-            x, q_positions = x.index_select(0, live), positions.index_select(0, live)
-        q = self.q.forward(x).view(x.shape[0], self.num_heads, self.head_dim)
+        if self.out.packed is not None and gpu_ready(q):
+            return Heads(q, k, v, self._turn(q_positions, positions, table))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        return rope(q, q_positions, table), rope(k, positions, table), v
+        elif heads is not None:  # side by side: one call turns both
+            turned = rope(heads[:, : self.num_heads + self.num_kv_heads], positions, table)
+            q, k = torch.split_with_sizes(turned, (self.num_heads, self.num_kv_heads), 1)
+            return Heads(q, k, v)
+        return Heads(rope(q, q_positions, table), rope(k, positions, table), v)
+
+    def _turn(self, q_positions: Tensor, positions: Tensor, table: Tensor) -> Turn:
+        q_norm, k_norm = self.q_norm, self.k_norm
+        if q_norm is None or k_norm is None:
+            return Turn(q_positions, positions, table, None, None, 0.0)
+        return Turn(q_positions, positions, table, q_norm.weight, k_norm.weight, q_norm.eps)
 
 
 class MLP(nn.Module):
@@ -141,13 +172,16 @@ class MLP(nn.Module):
         self.gate_up = Linear(config.hidden_size, 2 * config.intermediate_size, config.mlp_bias)
         self.down = Linear(config.intermediate_size, config.hidden_size, config.mlp_bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[N, H] -> [N, H]."""
-        return self.down.forward(silu_mul(self.gate_up.forward(x)))
+    def forward(self, stream: Stream, next_norm: RMSNorm | None) -> Stream:
+        """The stream with the MLP of its norm added to it, ready for the norm that comes next."""
+        return self.down.join(self.gate_up.gated(stream), stream, next_norm)
 
 
 class Layer(nn.Module):
-    """One decoder layer: attention and MLP, each behind a norm and beside the residual stream."""
+    """One decoder layer: attention and MLP, each behind a norm and beside the residual stream.
+
+    The input norm belongs to whoever adds to the stream before this layer; None: it is read as it is.
+    """
 
     def __init__(self, config: ModelConfig, layer: int, split: bool, normed_input: bool = True) -> None:
         super().__init__()
@@ -156,33 +190,22 @@ class Layer(nn.Module):
         self.post_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = MLP(config)
 
-    def enter(self, update: Tensor | None, stream: Tensor) -> tuple[Tensor, Tensor]:
-        """(normed input, the stream that enters this layer); no update stands before the first layer."""
-        if self.input_norm is None:
-            stream = stream if update is None else update + stream
-            return stream, stream
-        if update is None:
-            return self.input_norm(stream), stream
-        return self.input_norm.add(update, stream)
+    def leave(self, attended: Tensor, stream: Stream, next_norm: RMSNorm | None) -> Stream:
+        """The second half of the layer, after attention has answered [N, Hq, D]."""
+        stream = self.attention.out.join(attended.flatten(1), stream, self.post_norm)
+        return self.mlp.forward(stream, next_norm)
 
-    def forward(
-        self,
-        normed: Tensor,
-        stream: Tensor,
-        positions: Tensor,
-        table: Tensor,
-        attend: Attend,
-        live: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """(update, stream) whose sum leaves the layer; [N, H] each, or [R, H] for the live rows."""
-        attention = self.attention
-        attended = attend(attention.layer, *attention.project(normed, positions, table, live))
-        return self.leave(attended, stream if live is None else stream.index_select(0, live))
 
-    def leave(self, attended: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
-        """(update, stream) after attention has answered: the second half of the layer."""
-        normed, stream = self.post_norm.add(self.attention.merge(attended), stream)
-        return self.mlp.forward(normed), stream
+def pack_linears(module: nn.Module, shared: Linear | None = None) -> None:
+    """Switch every linear to the row-exact kernel, for inference; the module can no longer be trained.
+
+    A shared linear keeps its plain weight.
+    """
+    module.requires_grad_(False)
+    for part in module.modules():
+        if isinstance(part, Linear) and part.packed is None:
+            part.pack(keep_weight=part is shared)
+    settle(module)
 
 
 def settle(module: nn.Module) -> None:

@@ -8,24 +8,15 @@ from torch import Tensor
 from peregrine.attention.backend import Attend, AttentionBackend, LayerAttention
 from peregrine.attention.metadata import AttentionMetadata
 from peregrine.cache.store import KVStore
+from peregrine.kernels.rope import Turn
 from peregrine.models.decoder import Decoder
-
-
-def write_only(store: KVStore, slots: Tensor) -> Attend:
-    """An attend that stores keys and values and answers no query (its q has no rows)."""
-
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        store.write(layer, slots, k, v)
-        return q
-
-    return attend
 
 
 def last_layer(body: Attend, last: Attend, num_layers: int) -> Attend:
     """One attend for all layers but the last, another for the last."""
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return (last if layer == num_layers - 1 else body)(layer, q, k, v)
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, turn: Turn | None = None) -> Tensor:
+        return (last if layer == num_layers - 1 else body)(layer, q, k, v, turn)
 
     return attend
 
@@ -50,8 +41,5 @@ class BoundModel:
 
     def fill(self, tokens: Tensor, metadata: AttentionMetadata, taps: Sequence[int]) -> Tensor | None:
         """Read a window for its keys, values and taps alone: the last layer answers no query unless tapped."""
-        num_layers = self.decoder.config.num_layers
-        if num_layers in taps:
-            return self.read(tokens, metadata, taps)[1]
-        attend = last_layer(self.bind(metadata), write_only(self.store, metadata.slots), num_layers)
-        return self.decoder.forward(tokens, metadata.positions, attend, taps, live=tokens[:0])[1]
+        nobody = tokens[:0]
+        return self.decoder.forward(tokens, metadata.positions, self.bind(metadata), taps, nobody)[1]

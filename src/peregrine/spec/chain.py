@@ -1,8 +1,5 @@
 """Guess one token after another: a chain of K drafts."""
 
-import torch
-from torch import Tensor
-
 from peregrine.kernels.choose import pick
 from peregrine.spec.readers import DraftReader
 from peregrine.spec.types import Chunk, Drafts, DraftShape, Seen
@@ -21,21 +18,17 @@ class ChainDrafter:
         self.reader.absorb(chunk)
 
     def propose(self, seen: Seen) -> Drafts:
+        depth, pages = self.shape.depth, seen.pages
+        ahead = pages.ahead(seen.new_past_lens, self.reader.first_place, depth, width=1)
         hidden = self.reader.read(seen)  # [R, H]
-        picks = [self._pick(seen, hidden, 0)]
-        for step in range(self.shape.depth - 1):
-            # Each step attends to everything before it, earlier drafts included.
-            places = (seen.new_past_lens + self.reader.first_place + step)[:, None]
-            positions = places.clamp(max=seen.max_len - 1)
-            metadata = seen.pages.uniform(positions, positions[:, 0], seen.pages.slots(places))
-            hidden = self.reader.step(picks[-1], hidden, metadata)
-            picks.append(self._pick(seen, hidden, step + 1))
-        tokens = torch.stack(picks, dim=1)  # [R, K]
-        return Drafts(tokens, torch.full_like(seen.live, self.shape.depth), None)
-
-    def _pick(self, seen: Seen, hidden: Tensor, step: int) -> Tensor:
-        """Each row's guess for the token `step` places past its newest, as the target would choose it. [R]"""
-        positions = (seen.new_past_lens + 1 + step)[:, None]
-        logits = self.reader.logits(hidden)[:, None]  # [R, 1, Vd]
-        picks = pick(logits, positions, self.reader.target_ids, seen.law, seen.features)[:, 0]
-        return picks if self.reader.target_ids is None else self.reader.target_ids[picks]
+        tokens = seen.new_past_lens.new_empty(depth, hidden.shape[0])  # [K, R]
+        for step in range(depth):
+            if step > 0:
+                # Each step attends to everything before it, earlier drafts included.
+                positions = ahead.positions[step - 1]  # [R, 1]
+                metadata = pages.uniform(positions, positions[:, 0], ahead.slots[step - 1])
+                hidden = self.reader.step(tokens[step - 1], hidden, metadata)
+            logits = self.reader.logits(hidden)[:, None]  # [R, 1, Vd]
+            place = ahead.next_positions[step]  # [R, 1]
+            pick(logits, place, self.reader.target_ids, seen.law, seen.features, out=tokens[step, :, None])
+        return Drafts(tokens.T, depth, None)

@@ -1,24 +1,17 @@
-"""The target chooses at every node of the window, and the path of drafts that agrees with it is accepted."""
+"""What the target says at every node of the window; the path of drafts that agrees with it will be accepted."""
 
 from collections.abc import Callable
 
 from torch import Tensor
 
 from peregrine.kernels.choose import Features, choose
-from peregrine.kernels.verdict import Verdict, judge_nodes
+from peregrine.kernels.places import WindowPlaces
 from peregrine.spec.state import RowState
 
-Judge = Callable[[Tensor, Tensor, RowState, Features], Verdict]
+Judge = Callable[[Tensor, WindowPlaces, RowState, Features], Tensor]
 
 
-def judge(logits: Tensor, past_lens: Tensor, state: RowState, features: Features) -> Verdict:
-    """The verdict on every row's window. logits [R, T, V]; past_lens [R] as they were before the round."""
-    return judge_nodes(
-        choices(logits, past_lens, state, features), state.nodes(), state.ends(past_lens), state.shape.depth
-    )
-
-
-def choices(logits: Tensor, past_lens: Tensor, state: RowState, features: Features) -> Tensor:
-    """What the target would say after every node; -1 where its logits are not finite. [R, T]"""
-    positions = past_lens[:, None] + (state.links.depths + 1)  # of the token to be chosen at each node
-    return choose(logits, positions, state.law, features, state.context(past_lens))
+def judge(logits: Tensor, places: WindowPlaces, state: RowState, features: Features) -> Tensor:
+    """The target's token after every node, -1 where its logits are not finite. logits [R, T, V] -> [R, T]"""
+    context = state.context(places.past_lens) if features.penalised else None
+    return choose(logits, places.next_positions, state.law, features, context)

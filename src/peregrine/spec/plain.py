@@ -14,4 +14,4 @@ class NoDrafter:
         """Nothing to keep."""
 
     def propose(self, seen: Seen) -> Drafts:
-        return Drafts(seen.tokens[:, :0], seen.live.new_zeros(seen.live.shape), None)
+        return Drafts(seen.next_tokens[:, :0], 0, None)

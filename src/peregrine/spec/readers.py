@@ -7,14 +7,13 @@ guessed tokens. Place 0 of its look-ahead is `first_place` past the newest cache
 from collections.abc import Sequence
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from peregrine.attention.backend import AttentionBackend, LayerAttention
 from peregrine.attention.metadata import AttentionMetadata
 from peregrine.cache.store import KVStore
 from peregrine.models.heads import DraftHead
-from peregrine.spec.bound import BoundModel, last_layer, write_only
+from peregrine.spec.bound import BoundModel, last_layer
 from peregrine.spec.types import Chunk, Seen
 
 
@@ -39,12 +38,6 @@ class DraftReader(Protocol):
         """Scores of the next token. [n, H] -> [n, Vd]"""
 
 
-def flat_live(seen: Seen, width: int, offset: int) -> Tensor:
-    """Flat index of each row's live entry among [R, width] entries."""
-    rows = torch.arange(seen.live.shape[0], device=seen.live.device)
-    return rows * width + seen.live + offset
-
-
 class HeadReader:
     """EAGLE, EAGLE-3 and MTP heads: the entry at position p is (the target's hidden state at p, the token at p + 1)."""
 
@@ -59,31 +52,24 @@ class HeadReader:
 
     def absorb(self, chunk: Chunk) -> None:
         assert chunk.taps is not None
-        last = write_only(self.store, chunk.metadata.slots)
-        attend = last
-        if self.head.num_layers > 1:
-            body = self.backend.bind(self.store, self.layers, chunk.metadata)
-            attend = last_layer(body, last, self.head.num_layers)
+        attend = self.backend.bind(self.store, self.layers, chunk.metadata)
         hidden = self.head.fuse(chunk.taps)
         self.head.forward(chunk.next_tokens, hidden, chunk.metadata.positions, attend, chunk.next_tokens[:0])
 
     def read(self, seen: Seen) -> Tensor:
         assert seen.taps is not None
-        width = seen.next_tokens.shape[1]
-        places = seen.past_lens[:, None] + torch.arange(width, device=seen.live.device)  # [R, W]
-        positions = places.clamp(max=seen.max_len - 1)
-        slots = seen.pages.slots(places)
-        live_positions = (seen.past_lens + seen.live).clamp(max=seen.max_len - 1)[:, None]
-        last = seen.pages.uniform(live_positions, live_positions[:, 0], slots)
+        pages, width = seen.pages, seen.next_tokens.shape[1]
+        places = pages.path(seen.past_lens, seen.new_past_lens, seen.history, width, behind=1)
+        last = pages.uniform(places.live_positions, places.live_positions[:, 0], places.slots)
         attend = self.backend.bind(self.store, self.layers, last)
         if self.head.num_layers > 1:
-            body = self.backend.bind(
-                self.store, self.layers, seen.pages.uniform(positions, seen.past_lens, slots)
+            body = pages.uniform(places.positions, seen.past_lens, places.slots)
+            attend = last_layer(
+                self.backend.bind(self.store, self.layers, body), attend, self.head.num_layers
             )
-            attend = last_layer(body, attend, self.head.num_layers)
         hidden = self.head.fuse(seen.taps.flatten(0, 1))
-        live = flat_live(seen, width, 0)
-        return self.head.forward(seen.next_tokens.flatten(), hidden, positions.flatten(), attend, live)
+        positions = places.positions.flatten()
+        return self.head.forward(places.tokens, hidden, positions, attend, places.live)
 
     def step(self, tokens: Tensor, hidden: Tensor, metadata: AttentionMetadata) -> Tensor:
         attend = self.backend.bind(self.store, self.layers, metadata)
@@ -109,18 +95,15 @@ class ModelReader:
 
     def read(self, seen: Seen) -> Tensor:
         # The root is read again with the path: a chain that was wholly right left its last draft unread.
-        tokens = torch.cat([seen.tokens[:, :1], seen.next_tokens], dim=1)  # [R, W + 1]
-        width = tokens.shape[1]
-        places = seen.past_lens[:, None] + torch.arange(width, device=tokens.device)
-        positions = places.clamp(max=seen.max_len - 1)
-        slots = seen.pages.slots(places)
-        live_positions = seen.new_past_lens.clamp(max=seen.max_len - 1)[:, None]
-        body = self.model.bind(seen.pages.uniform(positions, seen.past_lens, slots))
-        last = self.model.bind(seen.pages.uniform(live_positions, live_positions[:, 0], slots))
+        pages, width = seen.pages, seen.next_tokens.shape[1] + 1
+        places = pages.path(seen.past_lens, seen.new_past_lens, seen.history, width, behind=0)
+        body = self.model.bind(pages.uniform(places.positions, seen.past_lens, places.slots))
+        last = self.model.bind(
+            pages.uniform(places.live_positions, places.live_positions[:, 0], places.slots)
+        )
         attend = last_layer(body, last, self.model.decoder.config.num_layers)
-        # A row that took nothing this round has its newest token still at the root.
-        live = flat_live(seen, width, 0) + (seen.new_past_lens - seen.past_lens - seen.live)
-        return self.model.decoder.forward(tokens.flatten(), positions.flatten(), attend, (), live)[0]
+        positions = places.positions.flatten()
+        return self.model.decoder.forward(places.tokens, positions, attend, (), places.live)[0]
 
     def step(self, tokens: Tensor, hidden: Tensor, metadata: AttentionMetadata) -> Tensor:
         return self.model.read(tokens, metadata, ())[0]

@@ -1,8 +1,9 @@
 """One speculative round, start to finish.
 
 verify    the target scores the window [newest token, drafts] in one forward over paged KV
-judge     the path of drafts the target agrees with is accepted, and its own next choice is the bonus
-commit    lengths, history and endings move on the device; rejected KV lies past the end and is overwritten
+judge     the target says its token after every node
+commit    the path of drafts that agrees is accepted, its end's token is the bonus; lengths, history and endings
+          move on the device; rejected KV lies past the end and is overwritten
 propose   the drafter reads the accepted path, then guesses past its newest token
 
 Plain decoding is a round with no drafts. A CPU calls this function; a GPU captures this very call as one CUDA
@@ -11,16 +12,15 @@ graph: it never waits for the device, never branches on device data, and its sha
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from peregrine.attention.metadata import AttentionMetadata
 from peregrine.kernels.choose import Features, logprobs
+from peregrine.kernels.drafts import move_path
 from peregrine.kernels.verdict import Verdict
 from peregrine.spec.bound import BoundModel
 from peregrine.spec.judge import Judge
-from peregrine.spec.state import Rows, RowState, SeatState
-from peregrine.spec.types import Drafter, Seen
+from peregrine.spec.state import Rows, SeatState
+from peregrine.spec.types import Drafter, DraftShape, Seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,72 +36,54 @@ def run_round(
     target: BoundModel, drafter: Drafter, judge: Judge, seats: SeatState, rows: Rows, features: Features
 ) -> tuple[Verdict, Logprobs | None]:
     """Advance every row by 1 to K + 1 tokens; `seats` is read and written in place."""
-    state = seats.view(rows)
-    past_lens = state.past_lens.clone()  # commit moves the original
-    shape = state.window_tokens.shape  # [R, T]
+    state, shape = seats.view(rows), seats.shape
+    num_rows, num_nodes = state.window_tokens.shape
 
     # Verify.
-    metadata = window_metadata(state, past_lens, seats.max_len)
+    places = state.pages.window(state.past_lens, state.links.depths)
+    ancestors = None if shape.is_chain else state.links.ancestors
+    metadata = state.pages.uniform(places.positions, places.past_lens, places.slots, ancestors)
     hidden, taps = target.read(state.window_tokens.flatten(), metadata, drafter.taps)  # [R * T, H]
-    logits = target.decoder.logits(hidden).view(*shape, -1)  # [R, T, V]
+    logits = target.decoder.logits(hidden).view(num_rows, num_nodes, -1)  # [R, T, V]
 
     # Judge.
-    verdict = judge(logits, past_lens, state, features)
-    path_tokens = state.window_tokens.gather(1, verdict.path)  # [R, K + 1]
+    choices = judge(logits, places, state, features)  # [R, T]
 
     # Commit.
-    state.commit(verdict)
-    if not seats.shape.is_chain:
-        move_path(target, state, past_lens, verdict)
+    verdict = state.commit(choices)
+    if not shape.is_chain:
+        stores = target.store.keys, target.store.values
+        move_path(stores, places.past_lens, verdict, state.pages.table, state.pages.page_size)
 
     # Propose.
+    if taps is not None:
+        taps = on_path(taps.view(num_rows, num_nodes, -1), verdict, shape)
     seen = Seen(
-        tokens=path_tokens,
         next_tokens=verdict.tokens,
-        taps=None if taps is None else at_nodes(taps.view(*shape, -1), verdict.path),
-        past_lens=past_lens,
+        taps=taps,
+        past_lens=places.past_lens,
         new_past_lens=state.past_lens,
-        live=(verdict.accept_lens - 1).clamp(min=0),
         history=state.history,
         pages=state.pages,
         law=state.law,
         features=features,
-        max_len=seats.max_len,
     )
     state.keep(drafter.propose(seen))
-    return verdict, path_logprobs(logits, verdict, features)
+    return verdict, path_logprobs(logits, verdict, shape, features)
 
 
-def window_metadata(state: RowState, past_lens: Tensor, max_len: int) -> AttentionMetadata:
-    """Where the window reads and writes: node i lies at place past + i, its position is past + depth."""
-    nodes = torch.arange(state.window_tokens.shape[1], device=past_lens.device)
-    slots = state.pages.slots(past_lens[:, None] + nodes)
-    # Guesses past the context's end are void; they only need some valid position.
-    positions = (past_lens[:, None] + state.links.depths).clamp(max=max_len - 1)
-    return state.pages.uniform(
-        positions, past_lens, slots, None if state.shape.is_chain else state.links.ancestors
-    )
-
-
-def move_path(target: BoundModel, state: RowState, past_lens: Tensor, verdict: Verdict) -> None:
-    """Bring the accepted path's KV to the front of the window, where the next round expects it."""
-    order = torch.arange(verdict.path.shape[1], device=past_lens.device)
-    kept = torch.where(order < verdict.accept_lens[:, None], verdict.path, order)
-    target.store.move(
-        state.pages.slots(past_lens[:, None] + kept), state.pages.slots(past_lens[:, None] + order)
-    )
-
-
-def path_logprobs(logits: Tensor, verdict: Verdict, features: Features) -> Logprobs | None:
+def path_logprobs(logits: Tensor, verdict: Verdict, shape: DraftShape, features: Features) -> Logprobs | None:
     """Log-probabilities along the path, if any row asked for them."""
     if features.logprobs is None:
         return None
-    shape = verdict.path.shape
-    on_path = at_nodes(logits, verdict.path).flatten(0, 1)  # [R * (K + 1), V]
-    chosen, top_ids, top = logprobs(on_path, verdict.tokens.flatten(), features.logprobs)
-    return Logprobs(chosen.view(shape), top_ids.view(*shape, -1), top.view(*shape, -1))
+    rows, width = verdict.tokens.shape
+    scores = on_path(logits, verdict, shape).flatten(0, 1)  # [R * (K + 1), V]
+    chosen, top_ids, top = logprobs(scores, verdict.tokens.flatten(), features.logprobs)
+    return Logprobs(chosen.view(rows, width), top_ids.view(rows, width, -1), top.view(rows, width, -1))
 
 
-def at_nodes(values: Tensor, nodes: Tensor) -> Tensor:
-    """Each row's values at its own nodes: [R, T, X], [R, n] -> [R, n, X]."""
-    return values.gather(1, nodes[:, :, None].expand(-1, -1, values.shape[2]))
+def on_path(values: Tensor, verdict: Verdict, shape: DraftShape) -> Tensor:
+    """Values of the path's nodes: [R, T, X] -> [R, W, X]; a chain's path is the window as it is."""
+    if shape.is_chain:
+        return values
+    return values.gather(1, verdict.path[:, :, None].expand(-1, -1, values.shape[2]))

@@ -7,6 +7,21 @@ from torch import Tensor
 
 from peregrine.attention.metadata import AttentionMetadata
 from peregrine.attention.window import Window
+from peregrine.kernels.places import (
+    AheadPlaces,
+    PathPlaces,
+    WindowPlaces,
+    ahead_places,
+    path_places,
+    slots_of,
+    window_places,
+)
+
+
+def even_starts(num_rows: int, max_q_len: int, device: torch.device | str) -> Tensor:
+    """Where rows of equal windows begin, for every length: [max_q_len, R + 1], line q - 1 counts up by q."""
+    lengths = torch.arange(1, max_q_len + 1, device=device)
+    return lengths[:, None] * torch.arange(num_rows + 1, device=device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,11 +30,28 @@ class RowPages:
 
     table: Tensor  # [R, P] i64
     page_size: int
+    max_len: int  # positions stop below this
+    starts: Tensor  # [max_q_len, R + 1] i64, from `even_starts`
 
     def slots(self, places: Tensor) -> Tensor:
         """The slot of each place of each row: [R, n] -> [R * n]."""
-        pages = self.table.gather(1, places.div(self.page_size, rounding_mode="floor"))
-        return (pages * self.page_size + places % self.page_size).flatten()
+        return slots_of(places, self.table, self.page_size).view(-1)
+
+    def window(self, past_lens: Tensor, depths: Tensor) -> WindowPlaces:
+        """Where the target reads nodes of these depths [R, T]."""
+        return window_places(past_lens, depths, self.table, self.page_size, self.max_len)
+
+    def path(
+        self, past_lens: Tensor, new_past_lens: Tensor, history: Tensor, width: int, behind: int
+    ) -> PathPlaces:
+        """Where a drafter reads `width` entries whose tokens stand `behind` places after them."""
+        where = self.table, self.page_size, width, behind, self.max_len
+        return path_places(past_lens, new_past_lens, history, *where)
+
+    def ahead(self, new_past_lens: Tensor, first_place: int, depth: int, width: int) -> AheadPlaces:
+        """Where a drafter reads its own guesses, `width` a step, from `first_place` past the newest cached token."""
+        where = self.table, self.page_size, first_place, depth, width, self.max_len
+        return ahead_places(new_past_lens, *where)
 
     def uniform(
         self, positions: Tensor, past_lens: Tensor, slots: Tensor, ancestors: Tensor | None = None
@@ -29,7 +61,7 @@ class RowPages:
         return AttentionMetadata(
             window=Window.uniform(rows, q_len),
             positions=positions.flatten(),
-            q_starts=torch.arange(0, rows * q_len + 1, q_len, device=positions.device),
+            q_starts=self.starts[q_len - 1],
             past_lens=past_lens,
             page_table=self.table,
             page_size=self.page_size,

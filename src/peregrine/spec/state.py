@@ -13,10 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from peregrine.hardware import upload
 from peregrine.kernels.choose import Context, Law
-from peregrine.kernels.verdict import Ends, Nodes, Verdict
+from peregrine.kernels.drafts import keep_drafts
+from peregrine.kernels.verdict import Ends, Nodes, Verdict, commit
 from peregrine.sampling import MAX_BIAS, MAX_STOP_IDS
-from peregrine.spec.row_pages import RowPages
+from peregrine.spec.row_pages import RowPages, even_starts
 from peregrine.spec.types import Drafts, DraftShape, Links
 
 PLACES_STEP = 64  # widths of history and page table grow in these steps
@@ -60,8 +62,8 @@ class RowState:
     past_lens: Tensor  # [R] i64
     prompt_lens: Tensor  # [R] i64
     window_tokens: Tensor  # [R, T] i64: the newest token, then the drafts
-    draft_depths: Tensor  # [R] i64
-    draft_caps: Tensor  # [R] i64
+    offered: Tensor  # [R] i64 how deep its drafts may be accepted
+    draft_caps: Tensor  # [R] i64 the most that is ever offered
     limits: Tensor  # [R] i64
     done: Tensor  # [R] bool
     links: Links
@@ -76,31 +78,22 @@ class RowState:
 
     def nodes(self) -> Nodes:
         """The windows as the judge sees them."""
-        links, offered = self.links, torch.minimum(self.draft_depths, self.draft_caps)
-        return Nodes(self.window_tokens, links.parents, links.depths, links.ancestors, offered)
+        links = self.links
+        return Nodes(self.window_tokens, links.parents, links.depths, links.ancestors, self.offered)
 
-    def ends(self, past_lens: Tensor) -> Ends:
-        """Where each row must end."""
-        return Ends(past_lens, self.limits, self.law.stop_ids, self.done)
-
-    def commit(self, verdict: Verdict) -> None:
-        """Move every row past its accepted tokens; what was rejected lies past the end and is overwritten."""
-        places = self.past_lens[:, None] + torch.arange(
-            1, verdict.tokens.shape[1] + 1, device=self.history.device
-        )
-        self.history.scatter_(1, places, verdict.tokens)
-        self.past_lens.add_(verdict.accept_lens)
-        self.done.logical_or_(verdict.finish != 0)
-        self.window_tokens[:, :1].copy_(self.history.gather(1, self.past_lens[:, None]))
+    def commit(self, choices: Tensor) -> Verdict:
+        """Judge the windows by the target's choices [R, T] and move every row past what it accepted."""
+        ends = Ends(self.past_lens, self.limits, self.law.stop_ids, self.done)
+        return commit(choices, self.nodes(), ends, self.history, self.shape.depth)
 
     def keep(self, drafts: Drafts) -> None:
         """Carry the drafts to the next round."""
-        self.window_tokens[:, 1:].copy_(drafts.tokens)
-        self.draft_depths.copy_(drafts.depths)
-        if drafts.links is not None:
-            self.links.parents.copy_(drafts.links.parents)
-            self.links.depths.copy_(drafts.links.depths)
-            self.links.ancestors.copy_(drafts.links.ancestors)
+        if self.shape.depth == 0:
+            return
+        links = () if drafts.links is None else zip(drafts.links.fields(), self.links.fields(), strict=True)
+        keep_drafts(
+            self.window_tokens, self.offered, self.draft_caps, drafts.tokens, drafts.depths, tuple(links)
+        )
 
 
 class SeatState:
@@ -122,9 +115,10 @@ class SeatState:
         self.history = whole(places)
         self.past_lens, self.prompt_lens, self.limits = whole(), whole(), whole()
         self.window_tokens = whole(shape.nodes)
-        self.draft_depths, self.draft_caps = whole(), whole()
+        self.offered, self.draft_caps = whole(), whole()
         self.done = torch.ones(seats, dtype=torch.bool, device=device)
         self.page_table = whole(-(-places // page_size))
+        self.starts = even_starts(seats, max(shape.nodes, shape.depth + 2, shape.width), device)
         self._chain = Links.chain(shape.nodes, device)
         # A chain's links never change: one row serves all seats. A tree's are chosen anew each round.
         self.links = (
@@ -155,7 +149,7 @@ class SeatState:
             self.prompt_lens,
             self.limits,
             self.window_tokens,
-            self.draft_depths,
+            self.offered,
         ]
         seated += [
             self.draft_caps,
@@ -189,7 +183,7 @@ class SeatState:
             past_lens=self.past_lens[:count],
             prompt_lens=self.prompt_lens[:count],
             window_tokens=self.window_tokens[:count],
-            draft_depths=self.draft_depths[:count],
+            offered=self.offered[:count],
             draft_caps=self.draft_caps[:count],
             limits=self.limits[:count],
             done=self.done[:count],
@@ -208,7 +202,12 @@ class SeatState:
                 stop_ids=law.stop_ids[:count],
                 floors=law.floors[:count],
             ),
-            pages=RowPages(self.page_table[:count, : -(-rows.places // self.page_size)], self.page_size),
+            pages=RowPages(
+                self.page_table[:count, : -(-rows.places // self.page_size)],
+                self.page_size,
+                self.max_len,
+                self.starts[:, : count + 1],
+            ),
         )
 
     def join(self, seat: int, entry: SeatEntry) -> None:
@@ -263,4 +262,4 @@ class SeatState:
         self.clear(source)
 
     def _put(self, values: list[int] | list[float]) -> Tensor:
-        return torch.tensor(values, device=self.history.device)
+        return upload(values, self.history.device)

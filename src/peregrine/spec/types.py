@@ -71,7 +71,7 @@ class Drafts:
     """Tokens guessed ahead. `links` is None for a chain."""
 
     tokens: Tensor  # [R, T - 1] i64, node 1 first
-    depths: Tensor  # [R] i64: guesses deeper than this are void
+    depths: Tensor | int  # [R] i64, or one for all rows: guesses deeper than this are void
     links: Links | None
 
 
@@ -79,17 +79,16 @@ class Drafts:
 class Seen:
     """What the target has just read and said, for the drafter to read after it. W = K + 1."""
 
-    tokens: Tensor  # [R, W]  the accepted path's own tokens, root first
-    next_tokens: Tensor  # [R, W]  the token that follows each of them; valid ids, meaningless past `live`
+    next_tokens: (
+        Tensor  # [R, W]  the token that follows each node of the path; past the newest valid, meaningless ids
+    )
     taps: Tensor | None  # [R, W, taps * H]
     past_lens: Tensor  # [R]  tokens cached before the round
     new_past_lens: Tensor  # [R]  and after it; also the newest token's position
-    live: Tensor  # [R]  place of the newest cached token within W
-    history: Tensor  # [R, C]  every token so far by position, the newest at new_past_lens
+    history: Tensor  # [R, C]  every token so far by position, the newest at new_past_lens, then next_tokens
     pages: RowPages
     law: Law
     features: Features
-    max_len: int  # positions stop below this
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from peregrine.attention import Attend, LayerAttention
+from peregrine.kernels.rope import Turn
 
 
 def dense_attend(layers: Sequence[LayerAttention], rows: int) -> Attend:
     """`attend` for a forward over `rows` rows of equal length, flattened; every row starts at position 0."""
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, turn: Turn | None = None) -> Tensor:
+        assert turn is None, "training turns before it attends"
         group = q.shape[1] // k.shape[1]
         q, k, v = (_by_row(x, rows) for x in (q, k.to(q.dtype), v.to(q.dtype)))  # [rows, heads, S, D]
         k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))

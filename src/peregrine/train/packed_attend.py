@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from peregrine.attention import Attend, LayerAttention
+from peregrine.kernels.rope import Turn
 from peregrine.train.sample_rows import Rows
 
 
@@ -18,7 +19,8 @@ def packed_attend(layers: Sequence[LayerAttention], rows: Rows) -> Attend:
     """`attend` for a forward over whole rows: a token sees its own sample up to itself."""
     seen = visible(rows)
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, turn: Turn | None = None) -> Tensor:
+        assert turn is None, "training turns before it attends"
         spec, count = layers[layer], len(rows.tokens)
         q, k, v = (_by_head(x, count) for x in (q, k.to(q.dtype), v.to(q.dtype)))
         near = seen if spec.window is None else seen & _near(rows, spec.window, 0)
@@ -46,7 +48,8 @@ class UnrolledAttend:
         """The `attend` of the next step; the first call gives step 0."""
         step, self.steps = self.steps, self.steps + 1
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, turn: Turn | None = None) -> Tensor:
+            assert turn is None, "training turns before it attends"
             spec, count = self.layers[layer], len(self.rows.tokens)
             q, k, v = (_by_head(x, count) for x in (q, k.to(q.dtype), v.to(q.dtype)))
             held = self._held.setdefault(layer, [])

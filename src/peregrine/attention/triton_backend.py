@@ -1,0 +1,102 @@
+"""The backend of Triton kernels for CUDA devices: every mask, a kernel for short windows and one for all."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from peregrine.attention.backend import Attend, LayerAttention
+from peregrine.attention.kernel_choice import UNMEASURED, Kernel, KernelCosts, kernel_for
+from peregrine.attention.metadata import AttentionMetadata
+from peregrine.attention.traits import GraphSupport, Traits
+from peregrine.cache.store import KVStore
+from peregrine.hardware import triton_interprets
+from peregrine.kernels.gpu import TRITON_PRESENT
+from peregrine.kernels.interpreter import mend_interpreter
+from peregrine.kernels.rope import Turn
+
+DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
+ON_CUDA = Traits(
+    devices=frozenset({"cuda"}),
+    dtypes=DTYPES,
+    kv_dtypes=DTYPES | {torch.float8_e4m3fn},
+    page_sizes=frozenset(
+        1 << i for i in range(11)
+    ),  # powers of two: blocks of keys are whole pages, or the reverse
+    head_dims=frozenset(range(8, 257, 8)),  # whole vectors of 8
+    max_decode_q_len=64,
+    tree_masks=True,
+    windows=True,
+    sinks=True,
+    reads_host_lens=False,
+    graphs=GraphSupport.ANY,
+    automatic=True,
+)
+# The interpreter has no product of bfloat16, rounds float8 wrongly, and nobody wants its speed.
+INTERPRETED = replace(
+    ON_CUDA,
+    devices=frozenset({"cpu"}),
+    dtypes=frozenset({torch.float32}),
+    kv_dtypes=frozenset({torch.float32}),
+    graphs=GraphSupport.NEVER,
+    automatic=False,
+)
+
+
+class TritonBackend:
+    """Attention in Triton. `costs` says which kernel is faster where both may serve; bits are the same."""
+
+    name = "triton"
+
+    def __init__(self, costs: KernelCosts = UNMEASURED) -> None:
+        self.costs = costs
+
+    @property
+    def traits(self) -> Traits:
+        """On CUDA devices, or on the CPU while Triton interprets."""
+        return INTERPRETED if triton_interprets() else ON_CUDA
+
+    def missing(self) -> list[str]:
+        """Triton, if it is not installed."""
+        return [] if TRITON_PRESENT else ["needs triton, which comes with CUDA builds of torch"]
+
+    def bind(self, store: KVStore, layers: Sequence[LayerAttention], metadata: AttentionMetadata) -> Attend:
+        """Plan once for all layers; the returned callable writes keys and values, then attends."""
+        if triton_interprets():
+            mend_interpreter()
+        # Imports triton, which is slow and may be absent.
+        from peregrine.kernels import attention_plan_gpu as gpu
+        from peregrine.kernels.rope_gpu import turn_and_store
+
+        plan = gpu.plan_gpu(
+            metadata.positions,
+            metadata.q_starts,
+            metadata.past_lens,
+            metadata.page_table,
+            metadata.page_size,
+            metadata.ancestors,
+        )
+        kernel = kernel_for(metadata.window, self.traits, self.costs)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, turn: Turn | None = None) -> Tensor:
+            own = layers[layer]
+            kv = gpu.StoredKV(
+                keys=store.keys[layer],
+                values=store.values[layer],
+                k_scale=None if store.k_scales is None else store.k_scales[layer],
+                v_scale=None if store.v_scales is None else store.v_scales[layer],
+            )
+            if turn is not None:
+                q = turn_and_store(
+                    q, k, v, turn, metadata.slots, (kv.keys, kv.values, kv.k_scale, kv.v_scale)
+                )
+            else:
+                gpu.write_gpu(kv, metadata.slots, k, v)
+            if not len(q):
+                return q
+            if kernel is Kernel.DECODE:
+                return gpu.decode_gpu(q, kv, plan, own.scale, own.window, own.sinks)
+            return gpu.context_gpu(q, kv, plan, own.scale, own.window, own.sinks)
+
+        return attend

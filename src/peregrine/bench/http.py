@@ -1,0 +1,150 @@
+"""`peregrine bench http`: what HTTP costs. The same requests through LLM.generate and through a server, in one run.
+
+The server is a process of its own, started by its command line; the client shares the machine with it, and its work
+is part of what is measured.
+"""
+
+import asyncio
+import json
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from peregrine.bench.machine import machine_facts
+from peregrine.bench.offline import PROMPTS
+from peregrine.errors import ConfigError
+from peregrine.llm import LLM
+from peregrine.sampling import SamplingParams
+
+HOST = "127.0.0.1"
+START_SECONDS = 600  # a first start compiles kernels
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to measure."""
+
+    streams: int = 32
+    tokens: int = 128  # per stream
+    repeats: int = 5  # the median counts
+    temperature: float = 0.0
+
+
+def run(plan: Plan, options: dict[str, object], flags: list[str]) -> dict[str, object]:
+    """Measure both in turns; `flags` are the options again, as the command line writes them."""
+    if "max_rows" not in options:
+        flags = [*flags, "--max-rows", str(plan.streams)]
+    options = {"max_rows": plan.streams, **options}
+    model = str(options.pop("model", "merlin"))
+    with LLM(model, **options) as llm, running_server(flags) as port:
+        prompts = [PROMPTS[i % len(PROMPTS)] for i in range(plan.streams)]
+        offline_texts, _ = offline(llm, prompts, plan)  # warm-up of both
+        streamed_texts, _ = asyncio.run(streamed(port, prompts, plan))
+        speeds: list[tuple[float, float]] = []
+        for _ in range(plan.repeats):
+            speeds.append((offline(llm, prompts, plan)[1], asyncio.run(streamed(port, prompts, plan))[1]))
+    cost = statistics.median(1 - through / direct for direct, through in speeds)
+    return {
+        "machine": machine_facts(),
+        "model": model,
+        "streams": plan.streams,
+        "tokens": plan.tokens,
+        "offline_tokens_per_s": round(statistics.median(direct for direct, _ in speeds), 1),
+        "http_tokens_per_s": round(statistics.median(through for _, through in speeds), 1),
+        "http_cost": round(cost, 4),
+        "runs": [[round(direct, 1), round(through, 1)] for direct, through in speeds],
+        "identical": offline_texts == streamed_texts,
+    }
+
+
+def offline(llm: LLM, prompts: list[str], plan: Plan) -> tuple[list[str], float]:
+    """Texts and tokens/s of one batch."""
+    params = SamplingParams(temperature=plan.temperature, seed=1, max_tokens=plan.tokens, ignore_eos=True)
+    start = time.perf_counter()
+    outputs = llm.generate(prompts, params, progress=False)
+    seconds = time.perf_counter() - start
+    return [output.text for output in outputs], sum(len(output.token_ids) for output in outputs) / seconds
+
+
+async def streamed(port: int, prompts: list[str], plan: Plan) -> tuple[list[str], float]:
+    """The same as one stream per prompt, all at once."""
+    start = time.perf_counter()
+    bodies = await asyncio.gather(*(read_stream(port, prompt, plan) for prompt in prompts))
+    seconds = time.perf_counter() - start
+    texts, count = [], 0
+    for body in bodies:
+        chunks = [json.loads(line[6:]) for line in body.split(b"\n") if line.startswith(b"data: {")]
+        if not chunks or chunks[-1].get("usage") is None:
+            raise ConfigError(f"the stream broke off: {body[-300:]!r}")
+        texts.append("".join(choice["text"] for chunk in chunks for choice in chunk["choices"]))
+        count += chunks[-1]["usage"]["completion_tokens"]
+    return texts, count / seconds
+
+
+async def read_stream(port: int, prompt: str, plan: Plan) -> bytes:
+    """One stream to its end, read as cheaply as can be: nothing is parsed while others are timed."""
+    body = {
+        "prompt": prompt,
+        "max_tokens": plan.tokens,
+        "temperature": plan.temperature,
+        "seed": 1,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    reader, writer = await asyncio.open_connection(HOST, port)
+    sent = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.0\r\nHost: {HOST}\r\nContent-Type: application/json\r\n"
+    writer.write(f"{head}Content-Length: {len(sent)}\r\n\r\n".encode() + sent)
+    received = await reader.read()
+    writer.close()
+    return received
+
+
+@contextmanager
+def running_server(flags: list[str]) -> Iterator[int]:
+    """The port of a server that is ready, with these flags."""
+    with socket.create_server((HOST, 0)) as probe:
+        port: int = probe.getsockname()[1]
+    command = [sys.executable, "-m", "peregrine.cli", "serve", "--host", HOST, "--port", str(port), *flags]
+    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        wait_until_ready(server, port)
+        yield port
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def wait_until_ready(server: "subprocess.Popen[str]", port: int) -> None:
+    """Until /health is green; ConfigError with the server's last line if it ends before."""
+    for _ in range(START_SECONDS * 10):
+        if server.poll() is not None:
+            said = server.stderr.read().strip().splitlines() if server.stderr else []
+            raise ConfigError(f"the server ended: {said[-1] if said else server.returncode}")
+        try:
+            with socket.create_connection((HOST, port), timeout=5) as asked:
+                asked.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+                if b" 200 " in asked.recv(64):
+                    return
+        except OSError:
+            pass
+        time.sleep(0.1)
+    raise ConfigError(f"the server was not ready after {START_SECONDS} s")
+
+
+def show(result: dict[str, object]) -> str:
+    """The result for people."""
+    return "\n".join(
+        [
+            f"model {result['model']}, {result['streams']} streams of {result['tokens']} tokens",
+            f"  LLM.generate  {result['offline_tokens_per_s']:9} tok/s",
+            f"  HTTP streams  {result['http_tokens_per_s']:9} tok/s   cost {float(str(result['http_cost'])):.1%}",
+            f"  identical: {'yes' if result['identical'] else 'NO'}",
+        ]
+    )

@@ -1,0 +1,187 @@
+"""`peregrine bench kernels`: the two attention kernels on the windows of a round, against the copy bandwidth.
+
+Each figure is one layer's attention over keys and values that lie in memory, not in a cache: layers take turns, and
+there are enough of them. The share is bytes of keys and values per second over what a copy moves in the same run.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from peregrine.attention import AttentionMetadata, Kernel, LayerAttention, Window
+from peregrine.attention.kernel_choice import Shape, kernel_reason, measure_costs, only
+from peregrine.attention.triton_backend import TritonBackend
+from peregrine.bench.machine import machine_facts
+from peregrine.bench.round import copy_bandwidth
+from peregrine.cache.store import KVStore
+from peregrine.engine.graphs import Graphs
+from peregrine.errors import ConfigError
+from peregrine.hardware import DTYPES, resolve_device
+
+COLD_BYTES = 2**28  # several times what a device caches
+MAX_LAYERS = 64
+REPEATS = 20
+WINDOWS = {"a draft step, or the absorb's live token": 1, "verify": 4, "a wide verify": 8}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to measure."""
+
+    rows: tuple[int, ...] = (1, 8, 32)
+    q_lens: tuple[int, ...] = (1, 4, 8)
+    contexts: tuple[int, ...] = (2048, 32768)
+    heads: tuple[int, int, int] = (32, 8, 128)  # query heads, KV heads, head dim
+    page_size: int = 16
+    dtype: str = "bfloat16"
+    kv_dtype: str = "auto"  # or float8
+    device: str = "auto"
+
+
+def run(plan: Plan) -> dict[str, object]:
+    """Measure, and return everything as plain values."""
+    device = resolve_device(plan.device)
+    backend = TritonBackend()
+    reasons = backend.missing()
+    if device.type not in (backend.traits.devices or ()):
+        reasons.append(f"device={str(device)!r}: Triton kernels need a CUDA device")
+    if plan.dtype not in DTYPES:
+        reasons.append(f"dtype={plan.dtype!r}: choose one of {', '.join(DTYPES)}")
+    if plan.kv_dtype not in ("auto", "float8"):
+        reasons.append(f"kv_dtype={plan.kv_dtype!r}: choose auto or float8")
+    if reasons:
+        raise ConfigError(f"bench kernels: {'; '.join(reasons)}")
+    bandwidth = copy_bandwidth() if device.type == "cuda" else None
+    lines = [line for context in plan.contexts for line in measure_context(plan, context, device, bandwidth)]
+    return {
+        "machine": machine_facts(),
+        "heads": list(plan.heads),
+        "page_size": plan.page_size,
+        "dtype": plan.dtype,
+        "kv_dtype": plan.kv_dtype,
+        "copy_tb_per_s": None if bandwidth is None else bandwidth / 1e12,
+        "lines": lines,
+    }
+
+
+def measure_context(
+    plan: Plan, context: int, device: torch.device, bandwidth: float | None
+) -> list[dict[str, object]]:
+    """Both kernels at one context length, for every number of rows and queries."""
+    shapes = [(rows, q_len) for rows in plan.rows for q_len in plan.q_lens]
+    costs = measure_costs(shapes, lambda kernel, shape: time_ms(plan, context, kernel, shape, device))
+    lines = []
+    for rows, q_len in shapes:
+        decode_ms, context_ms = costs.times[rows, q_len]
+        num_bytes = rows * context * layer_token_bytes(plan)
+        line: dict[str, object] = {"rows": rows, "q_len": q_len, "context": context}
+        line |= {"decode_ms": decode_ms, "context_ms": context_ms}
+        if bandwidth is not None:
+            floor_ms = num_bytes / bandwidth * 1e3
+            line |= {"decode_share": floor_ms / decode_ms, "context_share": floor_ms / context_ms}
+        line["choice"] = kernel_reason(Window.uniform(rows, q_len), TritonBackend().traits, costs)
+        lines.append(line)
+    return lines
+
+
+def time_ms(plan: Plan, context: int, kernel: Kernel, shape: Shape, device: torch.device) -> float:
+    """Milliseconds of one layer's attention by this kernel, the store of the window's keys and values included."""
+    rows, q_len = shape
+    num_heads, kv_heads, head_dim = plan.heads
+    store, metadata = make_window(plan, context, shape, device)
+    layers = [LayerAttention(head_dim**-0.5, None, None)] * store.num_layers
+    q = torch.randn(rows * q_len, num_heads, head_dim, device=device).to(DTYPES[plan.dtype])
+    k, v = torch.randn(2, rows * q_len, kv_heads, head_dim, device=device).to(DTYPES[plan.dtype])
+    attend = TritonBackend(only(kernel, [shape])).bind(store, layers, metadata)
+
+    def every_layer() -> list[Tensor]:
+        return [attend(layer, q, k, v) for layer in range(store.num_layers)]
+
+    with torch.inference_mode():
+        return (time_on_gpu if device.type == "cuda" else time_on_cpu)(every_layer, device) / store.num_layers
+
+
+def time_on_gpu(call: Callable[[], list[Tensor]], device: torch.device) -> float:
+    """Median milliseconds of a recorded call."""
+    graphs: Graphs[list[Tensor]] = Graphs(device)
+    graphs.record("call", call)
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(REPEATS + 1)]  # type: ignore[no-untyped-call]
+    graphs.replay("call")
+    events[0].record()
+    for event in events[1:]:
+        graphs.replay("call")
+        event.record()
+    events[-1].synchronize()
+    spans = sorted(events[i].elapsed_time(events[i + 1]) for i in range(REPEATS))
+    return float(spans[REPEATS // 2])
+
+
+def time_on_cpu(call: Callable[[], list[Tensor]], device: torch.device) -> float:
+    """Milliseconds of one call in the interpreter: it shows that the command works, and nothing else."""
+    start = time.perf_counter()
+    call()
+    return (time.perf_counter() - start) * 1e3
+
+
+def make_window(
+    plan: Plan, context: int, shape: Shape, device: torch.device
+) -> tuple[KVStore, AttentionMetadata]:
+    """Random keys and values of `context` tokens on every row, the window's own last among them."""
+    rows, q_len = shape
+    _, num_kv_heads, head_dim = plan.heads
+    pages = -(-context // plan.page_size)
+    num_bytes = rows * context * layer_token_bytes(plan)
+    layers = 1 if device.type == "cpu" else max(1, min(MAX_LAYERS, -(-COLD_BYTES // num_bytes)))
+    kv_dtype = torch.float8_e4m3fn if plan.kv_dtype == "float8" else DTYPES[plan.dtype]
+    store = KVStore(layers, 1 + rows * pages, plan.page_size, num_kv_heads, head_dim, kv_dtype, device)
+    for held in (store.keys, store.values):
+        held.copy_(torch.randn(held.shape[1:], device=device))  # the same in every layer
+    past_lens = torch.full((rows,), context - q_len, device=device)
+    places = past_lens[:, None] + torch.arange(q_len, device=device)  # [R, T]
+    table = 1 + torch.randperm(rows * pages, device=device).view(rows, pages)
+    return store, AttentionMetadata(
+        window=Window.uniform(rows, q_len),
+        positions=places.flatten(),
+        q_starts=torch.arange(0, rows * q_len + 1, q_len, device=device),
+        past_lens=past_lens,
+        page_table=table,
+        page_size=plan.page_size,
+        slots=torch.zeros(rows * q_len, dtype=torch.int64, device=device),  # nothing is written
+        ancestors=None,
+    )
+
+
+def layer_token_bytes(plan: Plan) -> int:
+    """Bytes of one token's keys and values in one layer."""
+    _, num_kv_heads, head_dim = plan.heads
+    itemsize = 1 if plan.kv_dtype == "float8" else DTYPES[plan.dtype].itemsize
+    return 2 * num_kv_heads * head_dim * itemsize
+
+
+def show(result: dict[str, object]) -> str:
+    """The result as a table for people."""
+    names = {q_len: name for name, q_len in WINDOWS.items()}
+    bandwidth = result["copy_tb_per_s"]
+    lines = [f"heads {result['heads']}, pages of {result['page_size']}, {result['dtype']}"]
+    lines.append(
+        "no CUDA device: times are the interpreter's" if bandwidth is None else f"copy {bandwidth:.2f} TB/s"
+    )
+    lines.append(f"{'rows':>5} {'q_len':>5} {'context':>8} {'decode':>16} {'context':>16}  faster")
+    measured: Sequence[dict[str, object]] = result["lines"]  # type: ignore[assignment]
+    for line in measured:
+        cells = [f"{_time(line, 'decode'):>16}", f"{_time(line, 'context'):>16}"]
+        faster = "decode" if float(str(line["decode_ms"])) <= float(str(line["context_ms"])) else "context"
+        shape = f"{line['rows']:>5} {line['q_len']:>5} {line['context']:>8}"
+        lines.append(
+            f"{shape} {' '.join(cells)}  {faster:<8} {names.get(int(str(line['q_len'])), '')}".rstrip()
+        )
+    return "\n".join(lines)
+
+
+def _time(line: dict[str, object], kernel: str) -> str:
+    share = line.get(f"{kernel}_share")
+    shown = f"{line[f'{kernel}_ms']:.4f} ms"
+    return shown if share is None else f"{shown} {float(str(share)):.0%}"

@@ -1,0 +1,83 @@
+"""Prompts to measure with: four built-in sets, written for this purpose, and files of the user's own.
+
+A line of a file is {"prompt": "..."} for text to be continued, or {"messages": [{"role": ..., "content": ...}, ...]}
+for a chat.
+"""
+
+import json
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+from peregrine.errors import ConfigError
+
+Prompt = str | list[dict[str, str]]  # text, or the messages of a chat
+
+FOLDER = Path(__file__).parent
+SETS = ("short-chat", "code", "summarise", "long")
+SHAPE = 'a line is {"prompt": "text"} or {"messages": [{"role": "user", "content": "text"}]}'
+QUESTION = "Which of these notes is the most surprising, and why? Quote one sentence from it."
+
+
+def load_prompts(file: Path | None, name: str) -> list[Prompt]:
+    """The prompts of a file if one is given, else of the built-in set of that name."""
+    if file is not None:
+        return read_prompts(file)
+    if name not in SETS:
+        raise ConfigError(f"set={name!r}: no such set; choose one of {', '.join(SETS)}")
+    return list(long_prompts()) if name == "long" else read_prompts(FOLDER / f"{name}.jsonl")
+
+
+def read_prompts(file: Path) -> list[Prompt]:
+    """Every prompt of a JSONL file; ConfigError names the line that is none."""
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"prompts={str(file)!r}: cannot be read ({error}); check the path") from error
+    prompts = [read_line(f"{file}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not prompts:
+        raise ConfigError(f"prompts={str(file)!r}: is empty; {SHAPE}")
+    return prompts
+
+
+def read_line(place: str, line: str) -> Prompt:
+    """One prompt."""
+    try:
+        entry = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{place}: is not JSON ({error}); {SHAPE}") from error
+    match entry:
+        case {"prompt": str(text)} if text:
+            return text
+        case {"messages": [*messages]} if messages and all(is_message(message) for message in messages):
+            return messages
+    raise ConfigError(f"{place}: {line[:60]!r} is not a prompt; {SHAPE}")
+
+
+def is_message(entry: object) -> bool:
+    match entry:
+        case {"role": str(), "content": str()}:
+            return True
+    return False
+
+
+def long_prompts() -> Iterator[Prompt]:
+    """Every passage of the set `summarise` after the others, then a question; no two begin alike."""
+    passages = [
+        text.partition("\n\n")[2] for text in map(last_words, read_prompts(FOLDER / "summarise.jsonl"))
+    ]
+    for first in range(len(passages)):
+        order = [*passages[first:], *passages[:first]]
+        notes = "\n\n".join(f"Note {number}. {text}" for number, text in enumerate(order, 1))
+        yield [{"role": "user", "content": f"{notes}\n\n{QUESTION}"}]
+
+
+def last_words(prompt: Prompt) -> str:
+    """What the user said last."""
+    return prompt if isinstance(prompt, str) else prompt[-1]["content"]
+
+
+def repeated(prompts: list[Prompt], count: int) -> list[Prompt]:
+    """`count` prompts, from the beginning again when they run out."""
+    whole, rest = divmod(count, len(prompts))
+    return prompts * whole + list(islice(prompts, rest))

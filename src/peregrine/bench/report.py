@@ -1,0 +1,279 @@
+"""`peregrine bench report`: results of the other benchmarks as one HTML page that needs nothing but a browser."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment
+
+from peregrine import __version__
+from peregrine.bench import plots
+from peregrine.bench.serve_table import COLUMNS, title_of
+from peregrine.errors import ConfigError
+
+TEMPLATE = Path(__file__).with_name("report.html")
+PERCENTILES = ("p50", "p90", "p99")
+STAGES = (
+    ("verify_ms", "verify"),
+    ("judge_ms", "judge"),
+    ("propose_ms", "propose"),
+    ("commit_and_rest_ms", "commit and rest"),
+    ("host_between_rounds_ms", "host, between rounds"),
+)
+GIB = 2**30
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What one benchmark wrote, under the name of its file."""
+
+    name: str
+    kind: str
+    data: Json
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A plot with its title and a sentence that says what to see."""
+
+    title: str
+    text: str
+    picture: str
+    wide: bool = False
+
+
+def read_results(files: Sequence[Path]) -> list[Result]:
+    """Every file's result; ConfigError names a file that holds none."""
+    results = []
+    for file in files:
+        try:
+            data = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{file}: cannot be read as JSON ({error}); check the path") from error
+        results.append(Result(file.stem, kind_of(file, data), data))
+    return results
+
+
+def kind_of(file: Path, data: object) -> str:
+    """Which benchmark wrote this."""
+    match data:
+        case {"benchmark": "serve", "cases": list()}:
+            return "serve"
+        case {"benchmark": "sweep", "shapes": list()}:
+            return "sweep"
+        case {"rows": list(), "start_up_s": _, "machine": dict()}:
+            return "offline"
+    raise ConfigError(f"{file}: is no result of bench serve, sweep or offline; write one with --out FILE")
+
+
+def render(results: Sequence[Result], title: str) -> str:
+    """The page."""
+    template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
+        TEMPLATE.read_text(encoding="utf-8")
+    )
+    figures = [
+        *throughput_figures(of_kind(results, "serve")),
+        *acceptance_figures(results),
+        *sweep_figures(of_kind(results, "sweep")),
+        *round_figures(of_kind(results, "offline")),
+        *latency_figures(of_kind(results, "serve")),
+    ]
+    return template.render(
+        title=title,
+        version=__version__,
+        models=list(dict.fromkeys(str(result.data["model"]) for result in results)),
+        tiles=list(tiles(results)),
+        figures=figures,
+        serve=of_kind(results, "serve"),
+        columns=COLUMNS,
+        title_of=title_of,
+        machines=machines(results),
+        commands=[(result.name, result.data.get("command") or "not recorded") for result in results],
+    )
+
+
+def of_kind(results: Sequence[Result], kind: str) -> list[Result]:
+    return [result for result in results if result.kind == kind]
+
+
+def tiles(results: Sequence[Result]) -> Iterator[tuple[str, str, str]]:
+    """The figures to remember: value, unit, what it is."""
+    for result in of_kind(results, "offline"):
+        line = result.data["rows"][0]
+        plain, fast = line["plain"]["tokens_per_s"], line["speculative"]["tokens_per_s"]
+        yield f"{fast / plain:.2f}x", "", f"of plain decoding, {requests(line['rows'])} ({result.name})"
+        yield plots.short(line["speculative"]["accept_length"]), "tokens", f"per round ({result.name})"
+        same = all(each["identical"] for each in result.data["rows"])
+        yield "yes" if same else "NO", "", f"identical with and without speculation ({result.name})"
+    for result in of_kind(results, "sweep"):
+        best = next((line for line in result.data["shapes"] if line["shape"] == result.data["best"]), None)
+        if best is not None:
+            word = "has the highest median" if result.data["tied"] else "is fastest"
+            yield best["shape"], "", f"{word}: {plots.short(best['tokens_per_s'])} tokens/s ({result.name})"
+    for result in of_kind(results, "serve"):
+        best = max(result.data["cases"], key=lambda case: float(case["output_tokens_per_s"]))
+        yield (
+            plots.short(best["output_tokens_per_s"]),
+            "tokens/s",
+            f"served, {title_of(best)} ({result.name})",
+        )
+
+
+def throughput_figures(served: Sequence[Result]) -> Iterator[Figure]:
+    """Tokens/s by concurrency and by arrival rate, each if it was measured."""
+    for field, label in (("concurrency", "requests at a time"), ("rate", "arrivals per second")):
+        places = sorted({case[field] for result in served for case in result.data["cases"] if case[field]})
+        series = [
+            plots.Series(
+                result.name,
+                [
+                    next((c["output_tokens_per_s"] for c in result.data["cases"] if c[field] == place), None)
+                    for place in places
+                ],
+            )
+            for result in served
+        ]
+        series = [each for each in series if any(value is not None for value in each.values)]
+        if series:
+            best = max((value or 0, each.label) for each in series for value in each.values)
+            text = f"At most {plots.short(best[0])} tokens/s, from {best[1]}. Output tokens of all requests together."
+            picture = plots.lines(series, [f"{place:g}" for place in places], label, "tokens/s")
+            yield Figure(f"Throughput by {label}", text, picture)
+
+
+def acceptance_figures(results: Sequence[Result]) -> Iterator[Figure]:
+    """The share of rounds whose draft was right at each depth."""
+    found: list[tuple[str, Json]] = []
+    for result in of_kind(results, "serve"):
+        told = [case["acceptance"] for case in result.data["cases"] if case["acceptance"]]
+        # Cases of one server differ little: the one with the most rounds speaks for it.
+        found += [(result.name, max(told, key=lambda each: int(each["rounds"])))] if told else []
+    for result in of_kind(results, "sweep"):
+        longest = [line for line in result.data["shapes"] if line.get("by_position")]
+        for kind in ("chain", "tree"):
+            of_one = [line for line in longest if line["shape"].startswith(kind)]
+            if of_one:
+                deepest = max(of_one, key=lambda line: len(line["by_position"]))
+                found.append((f"{result.name}, {deepest['shape']}", deepest))
+    found = [(name, told) for name, told in found if told["by_position"]]
+    if found:
+        depth = max(len(told["by_position"]) for _, told in found)
+        series = [
+            plots.Series(name, [*told["by_position"], *[None] * (depth - len(told["by_position"]))])
+            for name, told in found
+        ]
+        lengths = "; ".join(f"{name} {told['accept_length']:.2f}" for name, told in found)
+        picture = plots.lines(
+            series, [str(place + 1) for place in range(depth)], "draft", "share accepted", top=1
+        )
+        yield Figure("Acceptance by position", f"Tokens per round, bonus included: {lengths}.", picture)
+
+
+def sweep_figures(swept: Sequence[Result]) -> Iterator[Figure]:
+    """Every shape's speed with the spread over repeats."""
+    for result in swept:
+        ran = [line for line in result.data["shapes"] if "refused" not in line]
+        if not ran:
+            continue
+        entries = [
+            plots.Bar(
+                line["shape"],
+                line["tokens_per_s"],
+                line["slowest"],
+                line["fastest"],
+                f", {line['accept_length']:.2f} a round",
+                line["shape"] == result.data["best"],
+            )
+            for line in ran
+        ]
+        tied = result.data["tied"]
+        text = f"{result.data['best']} is fastest on these prompts, {requests(result.data['rows'])}, "
+        text += (
+            f"but the repeats do not tell it from {', '.join(tied)}."
+            if tied
+            else "beyond the spread of repeats."
+        )
+        text += (
+            " All shapes gave the same tokens."
+            if result.data["identical"]
+            else " THE SHAPES GAVE DIFFERENT TOKENS."
+        )
+        yield Figure(f"Which drafts pay ({result.name})", text, plots.bars(entries, "tokens/s"))
+
+
+def round_figures(measured: Sequence[Result]) -> Iterator[Figure]:
+    """Where a round's time goes, plain and speculative, at each batch size."""
+    for result in measured:
+        for line in result.data["rows"]:
+            totals = {
+                name: sum(max(0.0, line[name]["stages"][field]) for field, _ in STAGES)
+                for name in ("plain", "speculative")
+            }
+            most = max(totals.values()) or 1.0
+            parts = []
+            for name, total in totals.items():
+                spans = [
+                    plots.Span(label, line[name]["stages"][field], colour)
+                    for colour, (field, label) in enumerate(STAGES)
+                ]
+                length = line[name]["accept_length"]
+                caption = f"{name}: {total:.2f} ms, {length:.2f} tokens for each request, "
+                caption += f"{total / length:.2f} ms a token"
+                parts.append(f"<h4>{caption}</h4>{plots.waterfall(spans, most, 'ms')}")
+            ratio, gained = totals["speculative"] / totals["plain"], line["speculative"]["accept_length"]
+            text = f"A speculative round takes {ratio:.2f}x a plain one's time and brings {gained:.2f}x its tokens."
+            yield Figure(
+                f"Where a round's time goes, {requests(line['rows'])} ({result.name})", text, "".join(parts)
+            )
+
+
+def latency_figures(served: Sequence[Result]) -> Iterator[Figure]:
+    """Percentiles of each latency, case by case."""
+    for result in served:
+        cases = result.data["cases"]
+        places = [f"{c['concurrency']}" if c["rate"] is None else f"{c['rate']:g}/s" for c in cases]
+        parts = []
+        for title, field in COLUMNS:
+            series = [
+                plots.Series(f"{title} {name}", [c[field] and c[field][name] for c in cases])
+                for name in PERCENTILES
+            ]
+            parts.append(
+                f"<div><h4>{title}</h4>{plots.ranges(series, places, 'requests at a time, or arrivals/s', 'ms')}</div>"
+            )
+        legend = plots.legend(PERCENTILES)
+        picture = f'<div class="four">{"".join(parts)}</div>{legend}'
+        text = (
+            "TTFT: to the first token. TPOT: per further token. ITL: between chunks. E2E: the whole answer."
+        )
+        yield Figure(f"Latency percentiles ({result.name})", text, picture, wide=True)
+
+
+def requests(count: int) -> str:
+    return "1 request at a time" if count == 1 else f"{count} requests at a time"
+
+
+def machines(results: Sequence[Result]) -> list[tuple[str, list[tuple[str, str]]]]:
+    """The facts of every machine, each once, with the results that come from it."""
+    found: dict[str, tuple[list[str], list[tuple[str, str]]]] = {}
+    for result in results:
+        facts = machine_lines(result.data["machine"])
+        found.setdefault(json.dumps(facts), ([], facts))[0].append(result.name)
+    return [(", ".join(names), facts) for names, facts in found.values()]
+
+
+def machine_lines(machine: Json) -> list[tuple[str, str]]:
+    """A machine's facts in words; what it does not have is left out."""
+    cpu, memory = machine["cpu"], machine["memory_total_bytes"]
+    gpus = [f"{gpu['name']}, {gpu['memory_total_bytes'] / GIB:.0f} GiB" for gpu in machine["gpus"]]
+    facts = {
+        "CPU": f"{cpu['name']}, {cpu['cores']} cores ({', '.join(cpu['flags'])})",
+        "memory": f"{memory / GIB:.0f} GiB" if memory else "",
+        "GPU": "; ".join(gpus),
+        "system": machine["system"],
+        **{name: machine[name] for name in ("python", "torch", "numba", "triton", "cuda")},
+    }
+    return [(name, str(value)) for name, value in facts.items() if value]

@@ -1,0 +1,282 @@
+"""One round on a GPU against the bytes it must read: ms per round, the floor, and their ratio.
+
+Everything is measured in one run: the copy bandwidth, then rounds at each number of rows and context. The floor is what
+a round must read, weights and keys and values, over that bandwidth. Acceptance is simulated, so that random weights
+will do: real drafts, real verify, drawn agreement.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import nn
+
+from peregrine.bench.machine import machine_facts
+from peregrine.config import EngineConfig
+from peregrine.engine.build import build_engine
+from peregrine.engine.engine import Engine
+from peregrine.engine.runner import RowResult
+from peregrine.errors import ConfigError
+from peregrine.llm import engine_config as parse_options
+from peregrine.models.head_parts import Head
+from peregrine.models.heads import DraftHead, Eagle3Head
+from peregrine.models.layers import Linear
+from peregrine.sampling import SamplingParams
+from peregrine.spec.bound import BoundModel
+from peregrine.spec.chain import ChainDrafter
+from peregrine.spec.readers import HeadReader, ModelReader
+from peregrine.spec.tree import TreeDrafter
+
+COPY_BYTES, COPY_REPEATS = 2**31, 10
+WARMUP_ROUNDS = 20
+Facts = dict[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """So many requests of such a length."""
+
+    rows: int
+    context: int
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What one case gave; times are medians or means over the measured rounds."""
+
+    rows: int
+    context: int
+    ms_per_round: float
+    accept_length: float
+    tokens_per_s: float
+    floor_ms: float
+    ratio: float
+    gb_per_round: float
+    host_us_per_round: float
+    device_idle_share: float
+
+
+def run(asked: EngineConfig, cases: Sequence[Case], rounds: int) -> Facts:
+    """Measure every case on one engine."""
+    if not torch.cuda.is_available():
+        raise ConfigError("bench round: measures CUDA devices, and torch sees none here")
+    bandwidth = copy_bandwidth()
+    began = time.perf_counter()
+    built = build_engine(asked)
+    ready_s = time.perf_counter() - began
+    with torch.inference_mode():
+        figures = [measure(built.engine, case, rounds, bandwidth) for case in cases]
+    return {
+        "benchmark": "round",
+        "machine": machine_facts(),
+        "asked": {name: value for name, value in asdict(asked).items() if value is not None},
+        "decisions": {d.field: [str(d.value), d.because] for d in built.decisions},
+        "copy_tb_per_s": bandwidth / 1e12,
+        "start_s": ready_s,
+        "rounds": rounds,
+        "simulated_accept": asked.simulate_accept,
+        "cases": [asdict(figure) for figure in figures],
+    }
+
+
+def engine_config(options: dict[str, object], cases: Sequence[Case], rounds: int) -> EngineConfig:
+    """What the engine must be asked for so that every case fits."""
+    model = str(options.get("model", EngineConfig().model))
+    named = {name: value for name, value in options.items() if name != "model"}
+    asked = parse_options(model, named)
+    depth = asked.num_drafts if asked.tree is None else asked.tree.depth
+    growth = (rounds + WARMUP_ROUNDS + 4) * (depth + 1) + 128
+    pages = 1 + max(case.rows * (-(-(case.context + growth) // asked.page_size) + 8) for case in cases)
+    wanted: dict[str, object] = {
+        "max_rows": max(case.rows for case in cases),
+        "row_sizes": tuple(sorted({case.rows for case in cases})),
+        "max_len": max(case.context for case in cases) + growth,
+        "num_pages": pages,
+        "prefill_chunk": 2048,
+    }
+    return parse_options(model, wanted | named)
+
+
+def copy_bandwidth() -> float:
+    """Bytes per second of a large copy on the device, read and written bytes counted."""
+    source = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    target.copy_(source)
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    first.record()
+    for _ in range(COPY_REPEATS):
+        target.copy_(source)
+    last.record()
+    last.synchronize()
+    seconds: float = first.elapsed_time(last) / 1e3
+    return 2 * COPY_BYTES * COPY_REPEATS / seconds
+
+
+class Watch:
+    """Times an engine's rounds: on the device by events around each, on the host by what is not waiting."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self.waited_s, self.accepted, self.row_rounds = 0.0, 0, 0
+        self._runner, self._launch, self._read = engine.runner, engine.runner.launch, engine.runner.read
+        engine.runner.launch = self._timed_launch  # type: ignore[method-assign, assignment]
+        engine.runner.read = self._timed_read  # type: ignore[method-assign]
+
+    def restart(self) -> None:
+        """Forget what was seen until now."""
+        self.spans, self.waited_s, self.accepted, self.row_rounds = [], 0.0, 0, 0
+
+    def remove(self) -> None:
+        """Leave the engine as it was."""
+        self._runner.launch = self._launch  # type: ignore[method-assign]
+        self._runner.read = self._read  # type: ignore[method-assign]
+
+    def _timed_launch(self, *arguments: object) -> None:
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        first.record()
+        self._launch(*arguments)  # type: ignore[arg-type]
+        last.record()
+        self.spans.append((first, last))
+
+    def _timed_read(self) -> list[RowResult]:
+        began = time.perf_counter()
+        ready = self._runner.in_flight[0].ready
+        if ready is not None:
+            ready.synchronize()
+        self.waited_s += time.perf_counter() - began
+        results = self._read()
+        self.accepted += sum(len(result.tokens) for result in results)
+        self.row_rounds += len(results)
+        return results
+
+
+def measure(engine: Engine, case: Case, rounds: int, bandwidth: float) -> Figures:
+    """Fill the rows, let the rounds settle, then time them."""
+    generator = torch.Generator().manual_seed(case.context)
+    vocab = engine.limits.vocab_size
+    depth = engine.runner.drafter.shape.depth
+    params = SamplingParams(
+        temperature=0.0,
+        seed=1,
+        max_tokens=(rounds + WARMUP_ROUNDS + 4) * (depth + 1),
+        ignore_eos=True,
+        detokenize=False,
+    )
+    prompts = torch.randint(0, vocab, (case.rows, case.context), generator=generator).tolist()
+    requests = [engine.prepare(prompt, params) for prompt in prompts]
+    for request in requests:
+        engine.enqueue(request)
+    while engine.waiting or engine.reading:
+        engine.step()
+    watch = Watch(engine)
+    for _ in range(WARMUP_ROUNDS):
+        engine.step()
+    torch.cuda.synchronize()
+    watch.restart()
+    began = time.perf_counter()
+    for _ in range(rounds):
+        engine.step()
+    host_s = time.perf_counter() - began - watch.waited_s
+    torch.cuda.synchronize()
+    watch.remove()
+    context = sum(request.num_tokens for request in requests) / len(requests)
+    for request in requests:
+        engine.abort(request)
+    while engine.has_work:
+        engine.step()
+    return figures(engine, case, watch, host_s, context, bandwidth)
+
+
+def figures(
+    engine: Engine, case: Case, watch: Watch, host_s: float, context: float, bandwidth: float
+) -> Figures:
+    """The case's figures from what was seen."""
+    count = len(watch.spans)
+    total_ms = watch.spans[0][0].elapsed_time(watch.spans[-1][1])
+    busy_ms = sum(first.elapsed_time(last) for first, last in watch.spans)
+    num_bytes = round_bytes(engine, case.rows, context)
+    ms, accept = total_ms / count, watch.accepted / max(1, watch.row_rounds)
+    floor_ms = num_bytes / bandwidth * 1e3
+    return Figures(
+        rows=case.rows,
+        context=case.context,
+        ms_per_round=ms,
+        accept_length=accept,
+        tokens_per_s=case.rows * accept / ms * 1e3,
+        floor_ms=floor_ms,
+        ratio=ms / floor_ms,
+        gb_per_round=num_bytes / 1e9,
+        host_us_per_round=host_s / count * 1e6,
+        device_idle_share=max(0.0, 1 - busy_ms / total_ms),
+    )
+
+
+def round_bytes(engine: Engine, rows: int, context: float) -> int:
+    """What a round must read: the target once, the drafter once per pass, and the keys and values of both."""
+    runner = engine.runner
+    total = weight_bytes(runner.target.decoder) + kv_bytes(runner.target, rows, context)
+    drafter = runner.drafter
+    if isinstance(drafter, ChainDrafter | TreeDrafter):
+        passes, reader = drafter.shape.depth, drafter.reader
+        if isinstance(reader, HeadReader):
+            once, each = head_bytes(reader.head)
+            total += once + passes * (each + store_bytes(reader.store.keys, rows, context))
+        elif isinstance(reader, ModelReader):
+            total += passes * (weight_bytes(reader.model.decoder) + kv_bytes(reader.model, rows, context))
+    return int(total)
+
+
+def head_bytes(head: DraftHead) -> tuple[int, int]:
+    """Bytes of a draft head that are read once a round, and those that every pass reads."""
+    if not isinstance(head, Head):
+        return 0, 0
+    once = (
+        linear_bytes(head.fc) if isinstance(head, Eagle3Head) else 0
+    )  # it fuses taps, and guesses have none
+    borrowed = linear_bytes(head.lender.head) if head.head is None else 0
+    return once, weight_bytes(head) - once + borrowed
+
+
+def weight_bytes(module: nn.Module) -> int:
+    """Bytes of every linear; embeddings are read row by row, and norms are small."""
+    return sum(linear_bytes(part) for part in module.modules() if isinstance(part, Linear))
+
+
+def linear_bytes(part: Linear) -> int:
+    """Bytes of one packed linear."""
+    assert part.packed is not None
+    weight = part.packed.weight if part.packed.weight is not None else part.packed.panels
+    assert weight is not None
+    return weight.numel() * weight.element_size()
+
+
+def kv_bytes(model: BoundModel, rows: int, context: float) -> float:
+    """Keys and values of all layers at so many places."""
+    return store_bytes(model.store.keys, rows, context)
+
+
+def store_bytes(keys: torch.Tensor, rows: int, context: float) -> float:
+    """Of a store whose keys are [L, slots, Hkv, D]."""
+    layers, _, heads, size = keys.shape
+    return 2 * layers * heads * size * keys.element_size() * rows * context
+
+
+def show(facts: Facts) -> str:
+    """The figures as a table."""
+    asked = facts["asked"]
+    assert isinstance(asked, dict)
+    lines = [
+        f"{asked['model']}, copy {facts['copy_tb_per_s']:.2f} TB/s, ready in {facts['start_s']:.1f} s",
+        f"{'rows':>5} {'context':>8} {'ms/round':>9} {'floor':>7} {'ratio':>6} {'accept':>7} {'tok/s':>8} "
+        f"{'host us':>8} {'idle':>6}",
+    ]
+    cases = facts["cases"]
+    assert isinstance(cases, list)
+    for c in cases:
+        lines.append(
+            f"{c['rows']:>5} {c['context']:>8} {c['ms_per_round']:>9.3f} {c['floor_ms']:>7.3f} {c['ratio']:>6.3f} "
+            f"{c['accept_length']:>7.2f} {c['tokens_per_s']:>8.0f} {c['host_us_per_round']:>8.0f} "
+            f"{c['device_idle_share']:>6.1%}"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,250 @@
+"""`peregrine bench serve`: drives any OpenAI-compatible server and reports what its clients see.
+
+A case is a closed loop (so many requests at any time) or an open one (requests arrive at a rate, whether or not the
+server keeps up). Between cases the server's prefix cache is emptied, so that no case lives off another.
+"""
+
+import asyncio
+import json
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from tqdm import tqdm
+
+from peregrine.bench.machine import machine_facts
+from peregrine.bench.prompts import Prompt, repeated
+from peregrine.bench.serve_client import Client
+from peregrine.bench.serve_counters import Counters, read_counters
+from peregrine.bench.serve_metrics import Exchange, Limits, summarise
+from peregrine.errors import ConfigError
+from peregrine.log import logger
+
+FLUSH_PATHS = ("/flush_cache", "/reset_prefix_cache")  # Peregrine's and SGLang's; vLLM's
+FLUSH_TRIES, FLUSH_PAUSE_S = 3, 2.0
+NO_SUCH_ROUTE = (404, 405)
+NO_LIMITS = Limits()
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One load: `concurrency` requests at a time, or `rate` arrivals per second."""
+
+    concurrency: int | None = None
+    rate: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.concurrency is not None and self.concurrency < 1:
+            raise ConfigError(f"concurrency={self.concurrency}: must be at least 1")
+        if self.rate is not None and not self.rate > 0:
+            raise ConfigError(f"rate={self.rate}: must be above 0 requests per second")
+
+    def __str__(self) -> str:
+        return f"{self.concurrency} at a time" if self.rate is None else f"{self.rate:g} per second"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What to measure."""
+
+    cases: tuple[Case, ...]
+    prompts: Sequence[Prompt]
+    model: str | None = None  # None: the first one the server lists
+    requests: int = 64  # per case
+    max_tokens: int = 128
+    temperature: float = 0.0
+    seed: int = 0  # of the arrivals, and request i's own is seed + i
+    ignore_eos: bool = False
+    limits: Limits = NO_LIMITS
+    flush: bool = True
+
+    def __post_init__(self) -> None:
+        for name, value in (("requests", self.requests), ("max_tokens", self.max_tokens)):
+            if value < 1:
+                raise ConfigError(f"{name}={value}: must be at least 1")
+
+
+def run(plan: Plan, client: Client) -> dict[str, Any]:
+    """Measure, and return everything as plain values."""
+    return asyncio.run(measure(plan, client))
+
+
+async def measure(plan: Plan, client: Client) -> dict[str, Any]:
+    """Every case, in order."""
+    model = plan.model or await first_model(client)
+    await warm_up(plan, client, model)
+    cases, flushes = [], plan.flush
+    for case in plan.cases:
+        if flushes and not await flush(client):
+            flushes = False
+            logger.warning(
+                "the server cannot empty its prefix cache (no %s): later cases may find it warm",
+                " or ".join(FLUSH_PATHS),
+            )
+        cases.append(await measure_case(plan, client, model, case))
+    return {
+        "benchmark": "serve",
+        "machine": machine_facts(),  # the client's
+        "url": client.url,
+        "model": model,
+        "server": await server_facts(client),
+        "requests": plan.requests,
+        "prompts": len(plan.prompts),
+        "max_tokens": plan.max_tokens,
+        "temperature": plan.temperature,
+        "seed": plan.seed,
+        "ignore_eos": plan.ignore_eos,
+        "flushed": flushes,
+        "limits": plan.limits.given(),
+        "cases": cases,
+    }
+
+
+async def measure_case(plan: Plan, client: Client, model: str, case: Case) -> dict[str, Any]:
+    """One load from its first request to its last answer."""
+    bar = tqdm(total=plan.requests, desc=str(case), unit="request", leave=False, disable=None)
+
+    async def ask(order: tuple[int, Prompt]) -> Exchange:
+        index, prompt = order
+        exchange = await client.stream(*body_of(plan, model, prompt, plan.seed + index))
+        bar.update()
+        return exchange
+
+    orders = list(enumerate(repeated(list(plan.prompts), plan.requests)))
+    before = await counters(client)
+    begun = client.clock()
+    with bar:
+        if case.rate is not None:
+            exchanges = await open_loop(ask, orders, arrivals(case.rate, len(orders), plan.seed), client)
+        else:
+            exchanges = await closed_loop(ask, orders, case.concurrency or 1)
+    seconds = client.clock() - begun
+    after = await counters(client)
+    return {
+        "concurrency": case.concurrency,
+        "rate": case.rate,
+        **summarise(exchanges, seconds, plan.limits),
+        "acceptance": after.since(before) if before and after else None,
+    }
+
+
+Order = tuple[int, Prompt]
+Ask = Callable[[Order], Awaitable[Exchange]]
+
+
+async def closed_loop(ask: Ask, orders: Sequence[Order], concurrency: int) -> list[Exchange]:
+    """So many at any time: who has an answer sends the next request."""
+    waiting, exchanges = iter(orders), []
+
+    async def worker() -> None:
+        for order in waiting:
+            exchanges.append(await ask(order))
+
+    await asyncio.gather(*(worker() for _ in range(concurrency)))
+    return exchanges
+
+
+async def open_loop(
+    ask: Ask, orders: Sequence[Order], times: Sequence[float], client: Client
+) -> list[Exchange]:
+    """Each at its time, however many are still under way."""
+    begun, sent = client.clock(), []
+    for order, time in zip(orders, times, strict=True):
+        await client.sleep(max(0.0, begun + time - client.clock()))
+        sent.append(asyncio.ensure_future(ask(order)))
+    return list(await asyncio.gather(*sent))
+
+
+def arrivals(rate: float, count: int, seed: int) -> list[float]:
+    """Seconds at which requests of a Poisson process arrive, the last at count / rate whatever the seed."""
+    gaps = random.Random(seed)
+    times = list(accumulate(gaps.expovariate(rate) for _ in range(count)))
+    return [time * count / rate / times[-1] for time in times]
+
+
+def body_of(plan: Plan, model: str, prompt: Prompt, seed: int) -> tuple[str, dict[str, object]]:
+    """Where a prompt goes, and as what: text is continued, messages are a chat."""
+    body: dict[str, object] = {
+        "model": model,
+        "max_tokens": plan.max_tokens,
+        "temperature": plan.temperature,
+        "seed": seed,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        **({"ignore_eos": True} if plan.ignore_eos else {}),
+    }
+    if isinstance(prompt, str):
+        return "/v1/completions", {"prompt": prompt, **body}
+    return "/v1/chat/completions", {"messages": prompt, **body}
+
+
+async def first_model(client: Client) -> str:
+    """The first model the server lists."""
+    try:
+        answer = await client.ask("GET", "/v1/models")
+        if answer.status != 200:
+            raise OSError(answer.trouble)
+        return str(json.loads(answer.body)["data"][0]["id"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ConfigError(
+            f"url={client.url!r}: /v1/models names no model ({error}); check the address, or pass --model"
+        ) from error
+
+
+async def warm_up(plan: Plan, client: Client, model: str) -> None:
+    """One request that is not counted; a server that cannot answer it cannot be measured."""
+    exchange = await client.stream(*body_of(plan, model, plan.prompts[0], plan.seed))
+    if exchange.error is not None:
+        raise ConfigError(
+            f"url={client.url!r}: the first request failed ({exchange.error}); nothing was measured"
+        )
+
+
+async def flush(client: Client) -> bool:
+    """Empty the server's prefix cache; False if it offers no way."""
+    for path in FLUSH_PATHS:
+        if await flush_at(client, path):
+            return True
+    return False
+
+
+async def flush_at(client: Client, path: str) -> bool:
+    """The same by one route; False if there is none. A server may be busy for a moment: the last failure counts."""
+    trouble = ""
+    for attempt in range(FLUSH_TRIES):
+        if attempt:
+            await client.sleep(FLUSH_PAUSE_S)
+        try:
+            answer = await client.ask("POST", path)
+        except OSError as error:
+            trouble = str(error)
+            continue
+        if answer.status in NO_SUCH_ROUTE:
+            return False
+        if answer.status < 300:
+            return True
+        trouble = answer.trouble
+    raise ConfigError(
+        f"POST {path} failed {FLUSH_TRIES} times, the last time with {trouble}; see to it, or pass --no-flush"
+    )
+
+
+async def counters(client: Client) -> Counters | None:
+    """What the server counts of its drafts; None where it does not."""
+    try:
+        answer = await client.ask("GET", "/metrics")
+    except OSError:
+        return None
+    return read_counters(answer.body.decode(errors="replace")) if answer.status == 200 else None
+
+
+async def server_facts(client: Client) -> object:
+    """What a Peregrine server says about itself; None for others."""
+    try:
+        answer = await client.ask("GET", "/server_info")
+        facts = json.loads(answer.body)
+        return {name: facts[name] for name in ("version", "decisions", "limits")}
+    except (OSError, ValueError, LookupError, TypeError):
+        return None

@@ -1,0 +1,211 @@
+"""`peregrine bench tiles`: which tile of the linear kernel is fastest for each weight of a model, on this GPU.
+
+A tile's time is that of a recorded graph that goes through copies of the weight, more than a device caches. Tiles
+change no bit, so any of them may be taken; the split does, follows from the weight's shape, and is not tried.
+"""
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from peregrine.bench.kernels import COLD_BYTES, time_on_gpu
+from peregrine.bench.machine import machine_facts
+from peregrine.engine.sources import open_source
+from peregrine.errors import ConfigError
+from peregrine.hardware import resolve_device, resolve_dtype
+from peregrine.kernels.gpu import TRITON_PRESENT
+from peregrine.kernels.linear_tiles import HEIGHTS, Tile, kind_of, pick_split, pick_tile
+from peregrine.models.layers import MLP, Linear
+
+COLS, DEPTHS, WARPS, STAGES = (64, 128), (64, 128), (4, 8), (3, 4, 5, 6)
+SHARED_BYTES = 227 * 1024  # of one program, on the devices that have the most
+Entry = tuple[int, int, int, int]  # cols, depth, warps, stages: a line of the table in linear_tiles.py
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class WeightShape:
+    """A linear's outputs and inputs; a gated one has twice as many weights as outputs."""
+
+    outputs: int
+    inputs: int
+    gate: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """What was measured for one shape and number of rows; times are microseconds."""
+
+    outputs: int
+    inputs: int
+    gate: bool
+    rows: int
+    kind: str
+    fastest: Entry
+    fastest_us: float
+    chosen: Entry  # what `pick_tile` says
+    chosen_us: float
+    ratio: float  # chosen over fastest
+    times: dict[Entry, float]
+
+
+def run(model: str, drafter: str, rows: Sequence[int], dtype: str) -> dict[str, object]:
+    """Measure every weight of the model and its drafter, and return everything as plain values."""
+    check_rows(rows)
+    if not (torch.cuda.is_available() and TRITON_PRESENT):
+        raise ConfigError("bench tiles: measures CUDA devices with Triton, and there is none here")
+    source, device = open_source(model), resolve_device("cuda")
+    number = resolve_dtype(dtype, device, source.dtype)
+    target = source.target(device, number)
+    name = source.automatic_drafter()[0] if drafter == "auto" else drafter
+    network = source.drafter(name, target).network
+    shapes = shapes_of([target, network] if isinstance(network, nn.Module) else [target])
+    del target, network  # room for the copies
+    plan = list(itertools.product(shapes, rows))
+    bar = tqdm(plan, "measuring tiles", unit="shape", leave=False)
+    lines = [measure(shape, count, lambda s, t: time_tile(s, t, number, device)) for shape, count in bar]
+    return {
+        "benchmark": "tiles",
+        "machine": machine_facts(),
+        "model": model,
+        "drafter": name,
+        "dtype": str(number).removeprefix("torch."),
+        "lines": [asdict(line) | {"times": entries(line.times)} for line in lines],
+        "tables": best_entries(lines),
+    }
+
+
+def check_rows(rows: Iterable[int]) -> None:
+    """Refuse rows that no tile is as high as."""
+    for count in rows:
+        if count not in HEIGHTS:
+            raise ConfigError(
+                f"rows={count}: tiles are {', '.join(map(str, HEIGHTS))} rows high; choose among those"
+            )
+
+
+def shapes_of(networks: Iterable[nn.Module]) -> list[WeightShape]:
+    """Every shape of a packed linear, each once."""
+    parts = [part for network in networks for part in network.modules()]
+    gated = {id(part.gate_up) for part in parts if isinstance(part, MLP)}
+    shapes = set()
+    for part in parts:
+        if isinstance(part, Linear) and part.packed is not None:
+            packed = part.packed
+            inputs = packed.weight.shape[1] if packed.weight is not None else _panel_inputs(packed.panels)
+            gate = id(part) in gated
+            shapes.add(WeightShape(packed.out_features // (2 if gate else 1), inputs, gate))
+    return sorted(shapes)
+
+
+def _panel_inputs(panels: Tensor | None) -> int:
+    assert panels is not None
+    return panels.shape[1]
+
+
+def candidates(shape: WeightShape, rows: int) -> list[Tile]:
+    """Tiles worth a try: they divide the inputs and fit a program's memory; the chosen one is always among them."""
+    split = pick_split(shape.outputs, shape.inputs, shape.gate)
+    tried = [pick_tile(rows, shape.outputs, shape.inputs, shape.gate)]
+    for cols, depth, warps, stages in itertools.product(COLS, DEPTHS, WARPS, STAGES):
+        num_bytes = 2 * stages * depth * (rows + cols * (2 if shape.gate else 1))
+        if shape.inputs % (split * depth) == 0 and num_bytes <= SHARED_BYTES:
+            tried.append(Tile(rows, cols, depth, warps, stages, split))
+    return list(dict.fromkeys(tried))
+
+
+def measure(shape: WeightShape, rows: int, time_us: Callable[[WeightShape, Tile], float | None]) -> Line:
+    """Time all candidates; None stands for a tile that this device has no room for."""
+    timed = {entry_of(tile): time_us(shape, tile) for tile in candidates(shape, rows)}
+    times = {entry: us for entry, us in timed.items() if us is not None}
+    chosen = entry_of(pick_tile(rows, shape.outputs, shape.inputs, shape.gate))
+    if chosen not in times:
+        raise ConfigError(
+            f"bench tiles: the table's tile {chosen} does not fit this device; change linear_tiles.py"
+        )
+    fastest = min(times, key=lambda entry: times[entry])
+    return Line(
+        **asdict(shape),
+        rows=rows,
+        kind=kind_of(shape.outputs, shape.inputs, shape.gate),
+        fastest=fastest,
+        fastest_us=times[fastest],
+        chosen=chosen,
+        chosen_us=times[chosen],
+        ratio=times[chosen] / times[fastest],
+        times=times,
+    )
+
+
+def entry_of(tile: Tile) -> Entry:
+    return tile.cols, tile.depth, tile.warps, tile.stages
+
+
+def time_tile(shape: WeightShape, tile: Tile, dtype: torch.dtype, device: torch.device) -> float | None:
+    """Microseconds of one linear; None if its tile needs more of a processor than there is."""
+    # Imports triton, which is slow and may be absent.
+    from triton.runtime.errors import OutOfResources
+
+    from peregrine.kernels.linear_gpu import run as run_linear
+
+    height = shape.outputs * (2 if shape.gate else 1)
+    copies = -(-COLD_BYTES // (height * shape.inputs * dtype.itemsize))
+    weights = torch.randn(copies, height, shape.inputs, device=device, dtype=dtype)
+    x = torch.randn(tile.rows, shape.inputs, device=device, dtype=dtype)
+    out = torch.empty(tile.rows, shape.outputs, device=device, dtype=dtype)
+    squares = torch.full((tile.rows,), shape.inputs << 24, device=device)
+    scale = (squares, 1e-5) if shape.gate else None
+
+    def every_copy() -> list[Tensor]:
+        for weight in weights:
+            run_linear(x, weight, None, out, scale=scale, gate=shape.gate, tile=tile)
+        return [out]
+
+    try:
+        with torch.inference_mode():
+            return time_on_gpu(every_copy, device) / copies * 1e3
+    except OutOfResources:
+        return None
+
+
+def best_entries(lines: Iterable[Line]) -> dict[str, dict[int, Entry]]:
+    """For each kind and number of rows the entry that is least slow over all its shapes."""
+    groups: dict[tuple[str, int], list[Line]] = defaultdict(list)
+    for line in lines:
+        groups[line.kind, line.rows].append(line)
+    tables: dict[str, dict[int, Entry]] = defaultdict(dict)
+    for (kind, rows), group in groups.items():
+        shared = set.intersection(*(set(line.times) for line in group)) or {group[0].fastest}
+        tables[kind][rows] = min(
+            sorted(shared), key=lambda entry: sum(line.times[entry] / line.fastest_us for line in group)
+        )
+    return dict(tables)
+
+
+def entries(times: dict[Entry, float]) -> list[dict[str, object]]:
+    """Times by entry as plain values, fastest first."""
+    return [{"tile": list(entry), "us": us} for entry, us in sorted(times.items(), key=lambda item: item[1])]
+
+
+def show(result: dict[str, object]) -> str:
+    """The result as a table for people, then as lines for linear_tiles.py."""
+    lines: list[dict[str, object]] = result["lines"]  # type: ignore[assignment]
+    tables: dict[str, dict[int, Entry]] = result["tables"]  # type: ignore[assignment]
+    shown = [
+        f"{result['model']}, {result['drafter']}, {result['dtype']}; a tile is cols, depth, warps, stages",
+        f"{'outputs':>8} {'inputs':>7} {'gate':>5} {'rows':>5} {'fastest':>18} {'us':>8} {'chosen':>18} {'us':>8} "
+        f"{'ratio':>6}",
+    ]
+    for line in lines:
+        gate = "yes" if line["gate"] else ""
+        cells = [f"{line['outputs']:>8} {line['inputs']:>7} {gate:>5} {line['rows']:>5}"]
+        for name in ("fastest", "chosen"):
+            cells.append(f"{', '.join(map(str, line[name])):>18} {line[f'{name}_us']:>8.2f}")  # type: ignore[call-overload]
+        shown.append(" ".join([*cells, f"{line['ratio']:>6.3f}"]))
+    shown.append("for TABLES in kernels/linear_tiles.py:")
+    shown += [f'    "{kind}": {table},' for kind, table in tables.items()]
+    return "\n".join(shown)

@@ -1,0 +1,65 @@
+"""Which tile a linear of a given shape uses on a GPU: a table of what was fastest on an H200.
+
+The number of rows may choose the tile's height, width and depth, because they do not change a bit. It may not choose
+the split, which does: that follows from the weight's shape alone. `peregrine bench tiles` measures other shapes.
+"""
+
+from dataclasses import dataclass
+
+from peregrine.errors import ConfigError
+
+MIN_DEPTH = 16  # of a matrix instruction: inputs must be a multiple of it
+MAX_SPLIT_OUTPUTS = 5120  # up to here there are fewer tiles than processors, so two programs share one
+MIN_SPLIT_INPUTS = 2048
+WIDE_OUTPUTS = 32768
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How much one program computes, and how."""
+
+    rows: int
+    cols: int
+    depth: int
+    warps: int
+    stages: int
+    split: int = 1
+
+
+HEIGHTS = (16, 32, 64, 128)  # rows a tile may have
+# kind of weight: rows: (cols, depth, warps, stages)
+TABLES = {
+    "plain": {16: (64, 128, 4, 6), 32: (64, 128, 4, 6), 64: (64, 128, 4, 6), 128: (64, 128, 8, 4)},
+    "split": {16: (64, 128, 4, 5), 32: (64, 128, 4, 6), 64: (64, 128, 4, 6), 128: (64, 128, 8, 4)},
+    "gated": {16: (64, 128, 4, 3), 32: (64, 128, 4, 4), 64: (64, 64, 4, 6), 128: (128, 64, 8, 4)},
+    "wide": {16: (128, 128, 8, 3), 32: (128, 64, 4, 5), 64: (128, 64, 8, 4), 128: (128, 64, 8, 6)},
+}
+
+
+def pick_split(num_outputs: int, num_inputs: int, gate: bool) -> int:
+    """How many programs share the inputs of one tile."""
+    narrow = num_outputs <= MAX_SPLIT_OUTPUTS and num_inputs >= MIN_SPLIT_INPUTS
+    return 2 if narrow and not gate and num_inputs % (2 * MIN_DEPTH) == 0 else 1
+
+
+def kind_of(num_outputs: int, num_inputs: int, gate: bool) -> str:
+    """Which table a weight's tiles are in."""
+    if gate:
+        return "gated"
+    if num_outputs >= WIDE_OUTPUTS:
+        return "wide"
+    return "split" if pick_split(num_outputs, num_inputs, gate) > 1 else "plain"
+
+
+def pick_tile(num_rows: int, num_outputs: int, num_inputs: int, gate: bool) -> Tile:
+    """The tile for so many rows of a linear; with `gate` there are twice as many weights as outputs."""
+    if num_inputs % MIN_DEPTH:
+        raise ConfigError(
+            f"a linear of {num_inputs} inputs: GPU kernels take multiples of {MIN_DEPTH}; use device='cpu'"
+        )
+    rows = next((height for height in HEIGHTS if num_rows <= height), HEIGHTS[-1])
+    split = pick_split(num_outputs, num_inputs, gate)
+    cols, depth, warps, stages = TABLES[kind_of(num_outputs, num_inputs, gate)][rows]
+    while (num_inputs // split) % depth:
+        depth //= 2
+    return Tile(rows, cols, depth, warps, stages, split)

@@ -1,0 +1,82 @@
+"""Errors as OpenAI's clients expect them: {"error": {"message", "type", "param", "code"}} and a status."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from peregrine.errors import EngineFault, PeregrineError, RequestError
+
+UNION_TAG = re.compile(r"<\w+>")  # how the protocol marks the members of a union
+KINDS = {
+    401: ("authentication_error", "invalid_api_key"),
+    404: ("invalid_request_error", "not_found"),
+    405: ("invalid_request_error", "method_not_allowed"),
+    408: ("invalid_request_error", "body_timeout"),
+    409: ("conflict_error", "busy"),
+    413: ("invalid_request_error", "body_too_large"),
+    429: ("rate_limit_error", "queue_full"),
+    500: ("server_error", "engine_fault"),
+    503: ("server_error", "not_ready"),
+}
+
+
+class ApiError(PeregrineError):
+    """A refusal with its HTTP status; `param` names the field at fault."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.param, self.headers = status, param, headers or {}
+        self.kind, usual = KINDS.get(status, ("invalid_request_error", "invalid_value"))
+        self.code = code or usual
+
+    def body(self) -> dict[str, object]:
+        """The JSON that says it."""
+        return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
+
+
+def api_error(error: Exception) -> ApiError:
+    """What the caller is told of any failure."""
+    match error:
+        case ApiError():
+            return error
+        case RequestError():
+            return ApiError(400, str(error), error.field)
+        case EngineFault():
+            return ApiError(500, str(error))
+    return ApiError(500, f"the server failed: {type(error).__name__}: {error}", code="internal_error")
+
+
+def body_error(problems: Sequence[Any]) -> ApiError:
+    """What is wrong with a body, from pydantic's list of problems: the first is named."""
+    problem = problems[0]
+    place = field_path(problem["loc"])
+    field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).lstrip(".")
+    cause = problem.get("ctx", {}).get("error")
+    if isinstance(cause, RequestError):  # raised by a model as a whole, so its place is the model's
+        inner = f"{field}.{cause.field}" if field else cause.field
+        refusal = RequestError(inner, cause.value, cause.problem, cause.remedy)
+    elif not field or problem["type"] == "json_invalid":
+        return ApiError(400, f"the body is not a JSON object: {problem['msg']}; send one as application/json")
+    elif problem["type"] == "missing":
+        refusal = RequestError(field, None, "is missing", "add it")
+    else:
+        said = problem["msg"].removeprefix("Value error, ")
+        refusal = RequestError(field, problem["input"], said[:1].lower() + said[1:], "correct it")
+    return ApiError(400, str(refusal), refusal.field)
+
+
+def field_path(location: Sequence[str | int]) -> list[Any]:
+    """Where in the body, without the words pydantic puts between."""
+    return [
+        part
+        for index, part in enumerate(location)
+        if isinstance(part, int)
+        or not (UNION_TAG.fullmatch(part) or (index == 0 and part in ("body", "query")))
+    ]

@@ -1,0 +1,155 @@
+"""The kit passes the backends that are right, and names the property that a wrong one breaks."""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from peregrine.attention import Attend, AttentionBackend, AttentionMetadata, LayerAttention
+from peregrine.attention.conformance import Case, conformance_cases, run_conformance
+from peregrine.attention.conformance.cases import HEAD_DIMS, HEADS, PAGE_SIZES, QUICK
+from peregrine.attention.conformance.problem import answer, chain
+from peregrine.attention.torch_backend import TorchBackend
+from peregrine.attention.triton_backend import ON_CUDA
+from peregrine.cache.store import KVStore
+
+CPU = torch.device("cpu")
+FLOATS = [torch.float32, torch.bfloat16, torch.float16]
+PLAIN = Case(torch.float32, torch.float32, (4, 1, 64), 16, None, False, False, QUICK)
+TREE = Case(torch.float32, torch.float32, (4, 1, 64), 16, None, False, True, QUICK)
+
+Spoil = Callable[[KVStore, AttentionMetadata, Tensor, Tensor], Tensor]
+
+
+class Spoiled(TorchBackend):
+    """The torch backend with a fault in what it gives out."""
+
+    def __init__(self, spoil: Spoil) -> None:
+        self.spoil = spoil
+
+    def bind(self, store: KVStore, layers: Sequence[LayerAttention], metadata: AttentionMetadata) -> Attend:
+        attend = super().bind(store, layers, metadata)
+
+        def spoiled(layer: int, q: Tensor, k: Tensor, v: Tensor, turn: object = None) -> Tensor:
+            return self.spoil(store, metadata, q, attend(layer, q, k, v))
+
+        return spoiled
+
+
+def broken(backend: AttentionBackend, case: Case) -> set[str]:
+    """The properties that fail."""
+    report = run_conformance(backend, [case], CPU)
+    assert report.passed is not any(tally.failures for tally in report.tallies.values())
+    return {name for name, tally in report.tallies.items() if tally.failures}
+
+
+def nudged(out: Tensor, by: Tensor | float) -> Tensor:
+    """Off by what a bit-for-bit comparison sees and a bound forgives."""
+    return out * (1 + 2e-7 * torch.as_tensor(by))
+
+
+@pytest.mark.parametrize("case", [PLAIN, TREE], ids=["plain", "tree"])
+def test_a_right_backend_breaks_nothing(case: Case) -> None:
+    assert broken(TorchBackend(), case) == set()
+
+
+FAULTS: dict[str, tuple[Case, Spoil, str]] = {
+    "a wrong answer": (PLAIN, lambda store, m, q, out: out * 1.001, "near the float64 answer"),
+    "a value from another row": (PLAIN, lambda store, m, q, out: out.roll(1, 0), "near the float64 answer"),
+    "bits by the number of rows": (
+        PLAIN,
+        lambda store, m, q, out: nudged(out, m.window.num_rows - 1),
+        "rows independent of company",
+    ),
+    "bits by the window's length": (
+        PLAIN,
+        lambda store, m, q, out: nudged(out, m.window.max_q_len),
+        "queries independent of the window",
+    ),
+    "bits by the kernel": (
+        PLAIN,
+        lambda store, m, q, out: nudged(out, 0 if m.window.q_len else 1),
+        "decode equals context",
+    ),
+    "bits of trees": (
+        TREE,
+        lambda store, m, q, out: nudged(out, 0 if m.ancestors is None else 1),
+        "a tree path equals its chain",
+    ),
+    "a look at the scratch page": (
+        PLAIN,
+        lambda store, m, q, out: out + store.values[1, 8].sum() * 0,
+        "poison, pads and spare pages change nothing",
+    ),
+    "bits by the page size": (
+        PLAIN,
+        lambda store, m, q, out: nudged(out, store.page_size),
+        "page size changes nothing",
+    ),
+    "poison that spreads": (
+        PLAIN,
+        lambda store, m, q, out: out + store.values[1][m.slots].sum() * 0,
+        "poison in a draft stays with those who see it",
+    ),
+    "poison that is hidden": (
+        PLAIN,
+        lambda store, m, q, out: out.nan_to_num(),
+        "poison in a draft stays with those who see it",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_found_and_named(fault: str) -> None:
+    case, spoil, name = FAULTS[fault]
+    assert name in broken(Spoiled(spoil), case)
+
+
+def test_every_pair_of_settings_occurs() -> None:
+    cases = conformance_cases(ON_CUDA, FLOATS)
+    stores = [(d, kv) for d in FLOATS for kv in (d, torch.float8_e4m3fn)]
+    assert {(c.heads[:2], c.heads[2]) for c in cases} == {(h, d) for h in HEADS for d in HEAD_DIMS}
+    assert {(c.dtype, c.kv_dtype, c.heads[2]) for c in cases} == {(*s, d) for s in stores for d in HEAD_DIMS}
+    assert {(c.page_size, c.is_tree) for c in cases} == {(p, t) for p in PAGE_SIZES for t in (False, True)}
+    masks = {(c.window is None, c.has_sinks) for c in cases}
+    assert masks == {(a, b) for a in (False, True) for b in (False, True)}
+
+
+def test_quick_cases_have_every_setting_once() -> None:
+    cases = conformance_cases(ON_CUDA, FLOATS, quick=True)
+    assert {c.heads[2] for c in cases} == set(HEAD_DIMS)
+    assert {c.heads[:2] for c in cases} == set(HEADS)
+    assert {c.page_size for c in cases} == set(PAGE_SIZES)
+    assert {c.kv_dtype for c in cases} == {*FLOATS, torch.float8_e4m3fn}
+    for setting in ([c.is_tree for c in cases], [c.has_sinks for c in cases], [c.window for c in cases]):
+        assert len(set(setting)) == 2
+
+
+def test_cases_keep_to_what_the_traits_promise() -> None:
+    from dataclasses import replace
+
+    poor = replace(
+        *(ON_CUDA,),
+        head_dims=frozenset({64}),
+        page_sizes=frozenset({32}),
+        kv_dtypes=frozenset({torch.float32}),
+        tree_masks=False,
+        windows=False,
+        sinks=False,
+    )
+    cases = conformance_cases(poor, [torch.float32])
+    assert {(c.heads[2], c.page_size, c.window, c.has_sinks, c.is_tree) for c in cases} == {
+        (64, 32, None, False, False)
+    }
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_the_bound_is_wide_enough_for_rounding_and_no_wider_than_a_few_of_them(dtype: torch.dtype) -> None:
+    """An answer in float64, rounded once, lies within the bound; one that is off by some per cent does not."""
+    row, layer = chain(60, 3, (4, 1, 64)), LayerAttention(0.125, None, torch.zeros(4))
+    right = answer(row.to("cpu", dtype), layer, dtype)
+    assert bool(((right.out.to(dtype).double() - right.out).abs() <= right.bound).all())
+    assert not bool(((right.out * 1.02 - right.out).abs() <= right.bound).all())
+    typical = (right.bound / right.out.abs().mean()).mean()
+    assert typical < 64 * torch.finfo(dtype).eps + 1e-3

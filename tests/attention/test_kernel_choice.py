@@ -1,0 +1,89 @@
+"""A kernel follows the window's shape, and the clock where both may serve; it never gets what it cannot take."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from peregrine.attention import Kernel, KernelCosts, Window, kernel_for
+from peregrine.attention.kernel_choice import admits, kernel_reason, measure_costs, only
+from peregrine.attention.triton_backend import ON_CUDA
+
+TRAITS = replace(ON_CUDA, max_decode_q_len=16)
+NO_DECODE = replace(ON_CUDA, max_decode_q_len=0)
+
+
+@pytest.mark.parametrize(
+    ("window", "kernel"),
+    [
+        (Window.ragged([7, 3]), Kernel.CONTEXT),  # prefill
+        (Window.uniform(4, 5), Kernel.DECODE),  # verify, and the drafter rereading it
+        (Window.uniform(4, 1), Kernel.DECODE),  # one draft step, or plain decoding
+        (Window.uniform(4, 16), Kernel.DECODE),
+        (Window.uniform(4, 17), Kernel.CONTEXT),
+        (Window.ragged([5, 5]), Kernel.DECODE),  # prompts of one length are uniform, too
+        (Window.uniform(1, 4096), Kernel.CONTEXT),  # so is a long prompt alone
+    ],
+)
+def test_kernel_follows_shape(window: Window, kernel: Kernel) -> None:
+    assert kernel_for(window, TRAITS) is kernel
+
+
+def test_a_backend_without_a_decode_kernel_takes_all_as_context() -> None:
+    assert kernel_for(Window.uniform(1, 1), NO_DECODE) is Kernel.CONTEXT
+    assert kernel_reason(Window.uniform(1, 1), NO_DECODE) == "1 x 1: context, the only kernel there is"
+
+
+def test_the_faster_kernel_is_taken_for_the_shape_that_was_measured() -> None:
+    costs = KernelCosts({(1, 4): (0.5, 0.25), (8, 4): (0.25, 0.5)})
+    assert kernel_for(Window.uniform(1, 4), TRAITS, costs) is Kernel.CONTEXT
+    assert kernel_for(Window.uniform(8, 4), TRAITS, costs) is Kernel.DECODE
+    assert kernel_for(Window.uniform(2, 4), TRAITS, costs) is Kernel.DECODE  # not measured
+
+
+def test_both_kernels_are_timed_for_each_shape() -> None:
+    times = {Kernel.DECODE: 1.0, Kernel.CONTEXT: 2.0}
+    costs = measure_costs([(1, 1), (4, 4)], lambda kernel, shape: times[kernel] * shape[0])
+    assert costs == KernelCosts({(1, 1): (1.0, 2.0), (4, 4): (4.0, 8.0)})
+
+
+lengths = st.lists(st.integers(1, 80), min_size=1, max_size=6)
+windows = st.one_of(
+    lengths.map(Window.ragged), st.builds(Window.uniform, st.integers(1, 40), st.integers(1, 200))
+)
+times = st.floats(0, 10)
+
+
+@given(windows, st.integers(0, 64), times, times)
+def test_whatever_the_window_the_chosen_kernel_admits_it(
+    window: Window, max_q_len: int, decode_ms: float, context_ms: float
+) -> None:
+    traits = replace(ON_CUDA, max_decode_q_len=max_q_len)
+    shape = (window.num_rows, window.q_len or 0)
+    for costs in (
+        KernelCosts({}),
+        KernelCosts({shape: (decode_ms, context_ms)}),
+        *(only(k, [shape]) for k in Kernel),
+    ):
+        kernel = kernel_for(window, traits, costs)
+        assert admits(kernel, window, traits)
+        assert f": {kernel.value}, " in kernel_reason(window, traits, costs)
+
+
+@given(st.integers(1, 64), st.sampled_from(Kernel))
+def test_only_forces_a_kernel_where_both_may_serve(q_len: int, kernel: Kernel) -> None:
+    assert kernel_for(Window.uniform(3, q_len), ON_CUDA, only(kernel, [(3, q_len)])) is kernel
+
+
+@pytest.mark.parametrize(
+    ("window", "reason"),
+    [
+        (Window.ragged([7, 3]), "2 x up to 7: context, rows differ in length"),
+        (Window.uniform(2, 17), "2 x 17: context, decode takes at most 16 queries a row"),
+        (Window.uniform(2, 3), "2 x 3: decode, not measured"),
+        (Window.uniform(1, 4), "1 x 4: context, decode took 0.5000 ms and context 0.2500 ms"),
+    ],
+)
+def test_reasons_are_for_people(window: Window, reason: str) -> None:
+    assert kernel_reason(window, TRAITS, KernelCosts({(1, 4): (0.5, 0.25)})) == reason

@@ -1,0 +1,96 @@
+"""How memory is shared out: pages by arithmetic, and errors that say who asked for how much."""
+
+import pytest
+import torch
+
+from peregrine.config import EngineConfig
+from peregrine.engine import memory
+from peregrine.engine.memory import explain_memory, make_stores, page_bytes, pick_num_pages
+from peregrine.errors import ConfigError
+from peregrine.hardware import Gpu
+from peregrine.spec.registry import StoreShape
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+SHAPES = [StoreShape(4, 2, 16), StoreShape(1, 3, 8)]  # 128 and 24 numbers a token, keys as many as values
+GIB = 2**30
+
+
+@pytest.fixture
+def full_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device of 100 GiB with 3 GiB left, 90 of them ours."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 * GIB, 100 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 90 * GIB)
+
+
+@pytest.mark.usefixtures("full_device")
+def test_running_out_says_who_asked_what_was_free_and_what_to_do() -> None:
+    with pytest.raises(ConfigError) as raised, explain_memory(CUDA, "the weights", "choose a smaller model"):
+        raise torch.OutOfMemoryError("tried to allocate 5 GiB")
+    assert str(raised.value) == (
+        "cuda:0 has no room for the weights: 3.0 of 100.0 GiB are free and 90.0 GiB hold what was loaded before; "
+        "choose a smaller model (tried to allocate 5 GiB)"
+    )
+    assert isinstance(raised.value.__cause__, torch.OutOfMemoryError)
+
+
+def test_other_errors_are_not_explained_away() -> None:
+    with pytest.raises(ZeroDivisionError), explain_memory(CUDA, "anything", "nothing"):
+        raise ZeroDivisionError
+
+
+@pytest.mark.usefixtures("full_device")
+def test_stores_that_find_no_room_name_the_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: object) -> None:
+        raise torch.OutOfMemoryError("no")
+
+    monkeypatch.setattr(memory, "KVStore", full)
+    with pytest.raises(
+        ConfigError, match=r"num_pages=1000000, 18\.1 GiB of keys and values.*lower num_pages"
+    ):
+        make_stores(SHAPES, 1_000_000, 32, torch.bfloat16, CUDA)
+
+
+def test_a_page_is_keys_and_values_of_all_layers_of_all_stores() -> None:
+    assert page_bytes(SHAPES, 16, torch.bfloat16) == 16 * 2 * (2 * 128 + 2 * 24)
+    assert page_bytes(SHAPES, 16, torch.float8_e4m3fn) == 16 * (2 * 128 + 2 * 24)
+
+
+def test_stores_hold_what_a_page_counts() -> None:
+    stores = make_stores(SHAPES, 7, 16, torch.float32, CPU)
+    assert sum(store.num_bytes for store in stores) == 7 * page_bytes(SHAPES, 16, torch.float32)
+    assert [store.num_pages for store in stores] == [7, 7]
+
+
+def pick(
+    free: int | None, device: torch.device, patch: pytest.MonkeyPatch, **asked: object
+) -> tuple[int, str]:
+    """Pages where so many bytes are free, for 4 requests of 100 tokens on pages of 16."""
+    patch.setattr(memory, "read_memory", lambda: (None, free))
+    patch.setattr(memory, "read_gpu", lambda index: Gpu(index, "a GPU", (9, 0), 0, free or 0))
+    config = EngineConfig(max_rows=4, page_size=16, **asked)  # type: ignore[arg-type]
+    return pick_num_pages(config, SHAPES, 100, device, torch.bfloat16)
+
+
+def test_pages_suffice_for_every_request_and_the_scratch_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    enough = (
+        1 + 4 * (7 + 8),
+        "4 requests of 100 tokens",
+    )  # 100 tokens are 7 pages; 8 are for rounds in flight
+    for device in (CPU, CUDA):
+        assert pick(100 * GIB, device, monkeypatch) == enough
+    assert pick(None, CPU, monkeypatch) == enough  # nobody knows what is free
+
+
+def test_pages_take_their_share_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = 40 * page_bytes(SHAPES, 16, torch.bfloat16)
+    assert pick(free, CPU, monkeypatch) == (10, "25% of the free memory")
+    assert pick(free, CUDA, monkeypatch) == (34, "85% of the free memory")
+
+
+def test_an_explicit_number_of_pages_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert pick(0, CUDA, monkeypatch, num_pages=9999) == (9999, "asked for")
+
+
+def test_no_room_for_a_page_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="num_pages: 25% of the free memory holds 0 pages of 9728 bytes"):
+        pick(5000, CPU, monkeypatch)

@@ -1,0 +1,53 @@
+"""What a model's name comes to: a folder, an embedded model, or the mere shape of one."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from peregrine.engine.folders import ASSETS
+from peregrine.engine.sources import FolderSource, ShapeSource, open_source
+from peregrine.errors import ConfigError, PeregrineError
+from peregrine.models.decoder import Decoder
+from peregrine.models.random_checkpoint import make_random_checkpoint
+from spec.harness import tiny_model
+
+
+def test_a_name_with_the_prefix_is_a_shape_and_any_other_a_folder() -> None:
+    assert open_source("shape:llama-3.1-8b") == ShapeSource("shape:llama-3.1-8b")
+    assert open_source(str(tiny_model())) == FolderSource(tiny_model())
+    assert open_source("merlin") == FolderSource(ASSETS / "merlin")
+
+
+def test_a_name_that_is_nothing_is_refused() -> None:
+    with pytest.raises(PeregrineError, match="no-such-model"):
+        open_source("no-such-model")
+
+
+def test_a_folder_says_where_it_lies() -> None:
+    assert FolderSource(tiny_model()).describe(str(tiny_model())) == (str(tiny_model()), "asked for")
+    assert open_source("merlin").describe("merlin") == (str(ASSETS / "merlin"), "merlin lies there")
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "float16"])
+def test_a_folders_dtype_is_what_it_holds(name: str, tmp_path: Path) -> None:
+    folder = make_random_checkpoint(tmp_path / name, dtype=name)
+    assert FolderSource(folder).dtype == getattr(torch, name)
+
+
+def test_the_automatic_drafter_is_the_head_beside_the_model() -> None:
+    assert FolderSource(ASSETS / "merlin").automatic_drafter() == ("eagle3", "the model's folder has a head")
+    name, why = FolderSource(tiny_model()).automatic_drafter()
+    assert name == "none"
+    assert "has no head" in why
+
+
+def test_a_shape_has_no_folder_to_draft_from() -> None:
+    source = ShapeSource("shape:llama-3.1-8b")
+    target = Decoder.__new__(Decoder)  # nothing of it is read
+    with pytest.raises(ConfigError, match="drafter='mtp': a shape has no folder; choose eagle3, none, ngram"):
+        source.drafter("mtp", target)
+    assert source.drafter("ngram", target).network is None
+    assert source.dtype == torch.bfloat16
+    assert source.automatic_drafter()[0] == "eagle3"
+    assert source.tokenizer().vocab_size > 0

@@ -1,0 +1,158 @@
+"""The promise on a GPU: in bfloat16, over 100,000 tokens, nothing that should not change a token changes one.
+
+The reference is plain decoding, one request at a time, from recorded rounds. Every run is compared with it token by
+token: speculation by chains, trees, look-up and a draft model, sixteen rows, eager rounds, other page sizes, prompts
+read in one go where the reference went round by round, requests put back and read again.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from gpu.random_models import VOCAB, disturbed, llama, qwen3
+from peregrine.engine.build import Built, build_engine
+from peregrine.engine.engine import Engine
+from peregrine.engine.request import Output
+from peregrine.llm import engine_config
+from peregrine.sampling import SamplingParams
+from spec.harness import Case, run, tokens
+
+ROWS, MAX_TOKENS = 16, 512
+ALONE = 4  # requests of a run that takes one after the other
+TREE = (5, 4, 24)
+LAWS: tuple[dict[str, object], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 0.9, "top_p": 0.9},
+    {"temperature": 0.0},
+    {"temperature": 0.9, "top_k": 40, "min_p": 0.01},
+)
+Run = tuple[str, dict[str, object]]  # what is different, and how it is asked for
+
+
+def build(model: str, **options: object) -> Built:
+    """An engine for all the rows; its graphs are those of one or all rows."""
+    size = 1 if options.get("max_rows") == 1 else ROWS
+    pages = (ROWS * 800) // int(str(options.get("page_size", 16)))
+    wanted: dict[str, object] = {"device": "cuda", "max_rows": size, "row_sizes": (size,), "max_len": 768}
+    return build_engine(engine_config(model, wanted | {"num_pages": pages, "drafter": "none"} | options))
+
+
+def cases(vocab_size: int) -> list[Case]:
+    """Prompts of 3 to 300 tokens; every third repeats itself, so that look-up finds something."""
+    generator, made = torch.Generator().manual_seed(7), []
+    for index in range(ROWS):
+        length = 3 + 19 * index
+        drawn = torch.randint(2, vocab_size, (length,), generator=generator).tolist()
+        prompt = (drawn[: length // 4 + 1] * 5)[:length] if index % 3 == 0 else drawn
+        params = {"seed": index, "max_tokens": MAX_TOKENS, "ignore_eos": True, "detokenize": False}
+        made.append(Case(tuple(prompt), SamplingParams(**(params | LAWS[index % len(LAWS)]))))  # type: ignore[arg-type]
+    return made
+
+
+def count_equal(name: str, got: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]) -> int:
+    """How many tokens were compared; all must be equal."""
+    for row, (one, other) in enumerate(zip(got, expected, strict=True)):
+        differ = [place for place, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]]
+        assert not differ, f"{name}: request {row} differs first at token {differ[0]}"
+        assert len(one) == len(other), f"{name}: request {row} has {len(one)} tokens and not {len(other)}"
+    return sum(map(len, got))
+
+
+def runs_of(drafter: str) -> list[Run]:
+    """Everything that may be different, spread over few runs."""
+    chain: dict[str, object] = {"drafter": drafter}
+    return [
+        ("16 rows", {"page_size": 64}),
+        ("16 rows, eager", {"graphs": False, "row_sizes": None}),
+        ("chain of 3, 16 rows", chain | {"num_drafts": 3}),
+        ("chain of 3, 16 rows, eager", chain | {"num_drafts": 3, "graphs": False, "page_size": 64}),
+        ("chain of 5, alone", chain | {"num_drafts": 5, "max_rows": 1, "page_size": 64}),
+        ("tree, 16 rows", chain | {"tree": TREE}),
+        ("tree, alone", chain | {"tree": TREE, "max_rows": 1}),
+        ("look-up, 16 rows", {"drafter": "ngram", "num_drafts": 4, "page_size": 64}),
+    ]
+
+
+def compare_all(model: str, drafter: str, vocab_size: int) -> int:
+    """Run everything against the reference; the number of tokens compared."""
+    some = cases(vocab_size)
+    expected = tokens(run(build(model, max_rows=1).engine, some))
+    assert len({tuple(row[-50:]) for row in expected}) == ROWS, "all rows say the same: nothing could differ"
+    compared = 0
+    for name, options in runs_of(drafter):
+        count = ALONE if options.get("max_rows") == 1 else ROWS
+        outputs = run(build(model, **options).engine, some[:count])
+        compared += count_equal(f"{name} of {model}", tokens(outputs), expected[:count])
+        if "drafter" in options:
+            assert right_drafts(outputs) > 0, f"{name}: no draft was ever right"
+    compared += count_equal("put back", *put_back(model, some, expected))
+    compared += count_equal("read on", *read_on(model, some, expected, prefix_cache=True))
+    compared += count_equal("read anew", *read_on(model, some, expected, prefix_cache=False))
+    return compared
+
+
+def right_drafts(outputs: Sequence[Output]) -> int:
+    return sum(output.stats.correct for output in outputs)
+
+
+Pair = tuple[list[list[int]], list[list[int]]]
+
+
+def put_back(model: str, some: Sequence[Case], expected: list[list[int]]) -> Pair:
+    """With pages for a third of the rows, requests are put back, and read again later."""
+    outputs = run(build(model, num_pages=280, prefix_cache=False).engine, some)
+    assert sum(output.stats.preemptions for output in outputs) > 0
+    return tokens(outputs), expected
+
+
+def read_on(model: str, some: Sequence[Case], expected: list[list[int]], prefix_cache: bool) -> Pair:
+    """A text that goes on from the middle of an answer: what rounds wrote is now a prompt, cached or not."""
+    engine = build(model, prefix_cache=prefix_cache).engine
+    if prefix_cache:
+        serve(engine, some)
+    middle = MAX_TOKENS // 3
+    later = [
+        Case(case.prompt + tuple(row[:middle]), shortened(case.params, MAX_TOKENS - middle))
+        for case, row in zip(some, expected, strict=True)
+    ]
+    outputs = serve(engine, later)
+    cached = sum(output.stats.cached_tokens for output in outputs)
+    assert (cached > ROWS * middle // 2) == prefix_cache
+    return tokens(outputs), [row[middle:] for row in expected]
+
+
+def shortened(params: SamplingParams, max_tokens: int) -> SamplingParams:
+    laws = {name: getattr(params, name) for name in ("temperature", "top_p", "top_k", "min_p", "seed")}
+    return SamplingParams(**laws, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+
+
+@torch.inference_mode()
+def serve(engine: Engine, some: Sequence[Case]) -> list[Output]:
+    """Run every case to its end, and leave the prefix cache as it is then."""
+    requests = [engine.prepare(list(case.prompt), case.params) for case in some]
+    for request in requests:
+        engine.enqueue(request)
+    outputs: dict[int, Output] = {}
+    while engine.has_work:
+        outputs |= {delta.request_id: delta.output for delta in engine.step() if delta.output is not None}
+    return [outputs[request.id] for request in requests]
+
+
+@pytest.mark.parametrize("model", [llama, qwen3], ids=["llama", "qwen3"])
+def test_50_000_tokens_of_each_random_model_are_the_same(model, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two models, 100,000 tokens."""
+    folder: Path = model()
+    compared = compare_all(str(folder), str(disturbed(folder)), VOCAB)
+    with capsys.disabled():
+        print(f"\nidentity, {model.__name__}: {compared} tokens compared, no difference")
+    assert compared >= 50_000
+
+
+def test_the_embedded_model_says_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    """With its own draft head, trained, so that long paths are accepted."""
+    compared = compare_all("merlin", "eagle3", vocab_size=8192)
+    with capsys.disabled():
+        print(f"\nidentity, merlin: {compared} tokens compared, no difference")
+    assert compared >= 50_000

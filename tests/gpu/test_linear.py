@@ -1,0 +1,139 @@
+"""The linear kernel on the weights of an 8B model in bfloat16: near float64, and bits that no company changes."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from peregrine.kernels.linear import PackedWeight, linear_torch
+
+ROWS = (1, 2, 4, 7, 16, 17, 64, 128, 200, 300)
+EPS = 1e-5
+UNIT = 2.0**24  # squares are whole numbers of 1 / UNIT
+# Outputs, inputs, and what is done beside the product.
+WEIGHTS = {
+    "qkv": (6144, 4096, "scale"),
+    "o": (4096, 4096, "add"),
+    "gate_up": (14336, 4096, "gate"),
+    "down": (4096, 14336, "add"),
+    "head": (128256, 4096, "plain"),
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One weight and the most rows that will be asked of it."""
+
+    part: str
+    weight: Tensor  # [N, K], or [2 N, K] with a gate
+    bias: Tensor | None
+    x: Tensor  # [300, K]
+    squares: Tensor  # [300] of the stream that x was prepared from
+    residual: Tensor  # [300, N]
+    norm: Tensor  # [N]
+
+    def run(self, rows: slice) -> tuple[Tensor, ...]:
+        """What the kernel makes of some rows, in memory that held NaN: the result, and all that is beside it."""
+        from peregrine.kernels import linear_gpu
+
+        x, residual = self.x[rows], self.residual[rows]
+        out, scaled = torch.full_like(residual, torch.nan), torch.full_like(residual, torch.nan)
+        if self.part == "add":
+            squares, stale = torch.zeros_like(self.squares[rows]), torch.full_like(self.squares[rows], 99)
+            add = (residual, self.norm, scaled, squares, stale)
+            linear_gpu.run(x, self.weight, self.bias, out, add=add)
+            return out, scaled, squares, stale
+        scale = None if self.part == "plain" else (self.squares[rows], EPS)
+        linear_gpu.run(x, self.weight, self.bias, out, scale=scale, gate=self.part == "gate")
+        return (out,)
+
+    def exact(self, rows: slice) -> tuple[Tensor, Tensor]:
+        """The result in float64, and how far bfloat16 with sums in float32 may be from it."""
+        x, weight = self.x[rows].double(), self.weight.double()
+        scale = torch.ones(len(x), 1, dtype=torch.float64, device=x.device)
+        if self.part in ("scale", "gate"):
+            mean = self.squares[rows].double() / (UNIT * x.shape[1])
+            scale = (mean + EPS).rsqrt()[:, None]
+        bias = 0.0 if self.bias is None else self.bias.double()
+        total = x @ weight.T * scale + bias
+        # A chain loses up to one unit in the last place of float32 at each of its sums.
+        error = (x.shape[1] + 4) * 2.0**-23 * (x.abs() @ weight.abs().T * scale + abs(bias))
+        if self.part == "gate":
+            gate, up = total.chunk(2, dim=1)
+            gate_error, up_error = error.chunk(2, dim=1)
+            total = F.silu(gate) * up
+            error = 1.1 * gate_error * (up.abs() + up_error) + F.silu(gate).abs() * up_error
+            error = error + 2.0**-20 * total.abs()  # of the exponential
+        elif self.part == "add":
+            total = total + self.residual[rows].double()
+        return total, error + 2.0**-8 * (total.abs() + error)
+
+
+@pytest.fixture(scope="module", params=WEIGHTS)
+def problem(request: pytest.FixtureRequest) -> Iterator[Problem]:
+    outputs, inputs, part = WEIGHTS[request.param]
+    generator = torch.Generator("cuda").manual_seed(sum(map(ord, request.param)))
+
+    def draw(*size: int, spread: float = 1.0) -> Tensor:
+        return (torch.randn(size, device="cuda", generator=generator) * spread).bfloat16()
+
+    height, most = outputs * (2 if part == "gate" else 1), max(ROWS)
+    values = draw(most, inputs, spread=3.0)
+    yield Problem(
+        part=part,
+        weight=draw(height, inputs, spread=inputs**-0.5),
+        bias=draw(outputs) if request.param == "down" else None,
+        x=values,
+        squares=sums_of_squares(values),
+        residual=draw(most, outputs),
+        norm=draw(outputs),
+    )
+    torch.cuda.empty_cache()
+
+
+def sums_of_squares(values: Tensor) -> Tensor:
+    """[M, H] -> [M] i64; squares are rounded to float32, fractions of a unit are dropped."""
+    return ((values.float() * values.float()).double() * UNIT).long().sum(dim=1)
+
+
+def test_a_row_has_the_same_bits_in_any_company(problem: Problem) -> None:
+    """However many rows there are, and wherever among them it stands."""
+    together = problem.run(slice(0, max(ROWS)))
+    for rows in ROWS:
+        for part, whole in zip(problem.run(slice(0, rows)), together, strict=True):
+            assert torch.equal(part, whole[:rows]), rows
+    for place in (5, 130, max(ROWS) - 1):
+        for part, whole in zip(problem.run(slice(place, place + 1)), together, strict=True):
+            assert torch.equal(part, whole[place : place + 1]), place
+
+
+def test_results_are_near_float64_and_near_the_twin(problem: Problem) -> None:
+    for rows in (slice(0, 7), slice(0, max(ROWS))):
+        out = problem.run(rows)[0].double()
+        exact, bound = problem.exact(rows)
+        assert bool(((out - exact).abs() <= bound).all())
+        if problem.part == "plain":
+            packed = PackedWeight(len(problem.weight), None, problem.weight, problem.bias)
+            twin = linear_torch(problem.x[rows], packed).double()
+            assert bool(((out - twin).abs() <= 2 * bound).all())
+
+
+@pytest.mark.parametrize("problem", ["o", "down"], indirect=True)
+def test_what_is_beside_a_sum_follows_from_it(problem: Problem) -> None:
+    out, scaled, squares, stale = problem.run(slice(0, 200))
+    assert torch.equal(scaled, (out.float() * problem.norm.float()).bfloat16())
+    assert torch.equal(squares, sums_of_squares(out))
+    assert not stale.any()
+
+
+def test_a_call_repeated_gives_the_same_bits(problem: Problem) -> None:
+    """A part that was read before it was written, or a count that was not put back, would show."""
+    first = problem.run(slice(0, 4))
+    same = torch.ones((), dtype=torch.bool, device="cuda")
+    for _ in range(200):
+        for part, other in zip(problem.run(slice(0, 4)), first, strict=True):
+            same &= (part == other).all()
+    assert bool(same)

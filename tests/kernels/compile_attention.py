@@ -1,0 +1,70 @@
+"""Compile the Triton attention kernels for an H200, on a machine without one. Run as a script, outside the interpreter.
+
+Prints a line of JSON for each: what it is, bytes of shared memory, and how often some instructions occur.
+"""
+
+import json
+import re
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from peregrine.kernels import attention_gpu as kernels
+from peregrine.kernels import attention_slots_gpu as slots
+from peregrine.kernels.attention_borders_gpu import BLOCK, TILE
+from peregrine.kernels.attention_merge_gpu import merge_kernel
+from peregrine.kernels.attention_tiles_gpu import SAME_BITS
+
+TYPES = {
+    "fp32": ("scale",),
+    "*fp32": ("k_scale", "v_scale", "sinks", "part_sums", "part_stats"),
+    "*i32": ("limits",),
+    "*i64": ("positions", "past_lens", "table", "q_starts", "paths", "slots", "ancestors"),
+}
+PLAIN = {"TREE": False, "WINDOWED": False, "SINKS": False, "SCALED": False, "D": 128, "D_PAD": 128}
+EVERYTHING = {"TREE": True, "WINDOWED": True, "SINKS": True, "SCALED": True, "D": 80, "D_PAD": 128}
+SHAPE = {"KV_HEADS": 8, "GROUP": 4, "PAGE": 16, "ROWS": TILE, "BLOCK": BLOCK, "STAGES": 5}
+COPY = {"WIDTH": 1024, "WIDTH_PAD": 1024, "SCALED": True, "LARGEST": 448.0}
+
+
+def compile_kernel(kernel: Any, known: dict[str, Any], kv_type: str, **options: Any) -> None:
+    constants = {name: value for name, value in known.items() if name in kernel.arg_names}
+    types = {name: kind for kind, names in TYPES.items() for name in names}
+    types |= {"q": "*bf16", "out": "*bf16", "k": "*bf16", "v": "*bf16", "keys": kv_type, "values": kv_type}
+    signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in kernel.arg_names}
+    aligned = {
+        (place,): [["tt.divisibility", 16]]
+        for place, (name, kind) in enumerate(signature.items())
+        if (kind.startswith("*") and not name.endswith("_scale")) or name.endswith("_stride")
+    }
+    source = ASTSource(kernel, signature, constants, aligned)
+    code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert code.asm["cubin"]
+    ptx = code.asm["ptx"]
+    facts = {
+        "kernel": kernel.fn.__name__,
+        "kv": kv_type,
+        "shared": code.metadata.shared,
+        "fused": len(re.findall(r"\bfma\.", ptx)),
+        "matrix": len(re.findall(r"\bmma\.sync", ptx)),
+        "ahead": len(re.findall(r"cp\.async\.c[ag]", ptx)),
+    }
+    print(json.dumps(facts))
+
+
+if __name__ == "__main__":
+    for kernel in (kernels.decode_kernel, kernels.context_kernel):
+        compile_kernel(kernel, SHAPE | PLAIN, "*bf16", num_stages=3, **SAME_BITS)
+        compile_kernel(kernel, SHAPE | EVERYTHING, "*fp8e4nv", num_stages=3, **SAME_BITS)
+    for features in (PLAIN, EVERYTHING):
+        compile_kernel(
+            merge_kernel,
+            SHAPE | features | {"MERGED": 1},
+            "*bf16",
+            enable_fp_fusion=False,
+            num_warps=1,
+        )
+    compile_kernel(slots.write_kernel, COPY, "*fp8e4nv", num_warps=4)
+    compile_kernel(slots.paths_kernel, {"PAGE": 16}, "*bf16", num_warps=1)

@@ -1,0 +1,136 @@
+"""Compile the Triton kernels of the law, the round's bookkeeping and the models for an H200, on a machine without one.
+
+Run as a script, outside the interpreter: `launch` compiles instead of launching, for the arguments it is given.
+Prints the name of each kernel that came out as machine code.
+"""
+
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kernels.exact_law import Params, law_of
+from peregrine.kernels import gpu
+from peregrine.kernels.linear_tiles import WIDE_OUTPUTS
+
+H200 = GPUTarget("cuda", 90, 32)
+POINTERS = {
+    torch.int64: "*i64",
+    torch.int32: "*i32",
+    torch.int16: "*i16",
+    torch.uint8: "*u8",
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float8_e4m3fn: "*fp8e4nv",
+}
+
+
+def compile_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    """As a launch would: an integer that is 1 becomes a constant, unless the kernel asks for none."""
+    signature: dict[str, str] = {}
+    constants: dict[tuple[int], Any] = {}
+    for place, (name, value) in enumerate(zip(kernel.arg_names, arguments, strict=False)):
+        if isinstance(value, torch.Tensor):
+            signature[name] = POINTERS[value.dtype]
+        elif value == 1 and isinstance(value, int) and not kernel.params[place].do_not_specialize:
+            signature[name], constants[(place,)] = "constexpr", 1
+        else:
+            signature[name] = "i32" if isinstance(value, int) else "fp32"
+    for place, name in enumerate(kernel.arg_names):
+        if place >= len(arguments):
+            signature[name], constants[(place,)] = "constexpr", options.pop(name)
+    code = triton.compile(ASTSource(kernel, signature, constants), target=H200, options=options)
+    assert code.asm["cubin"]
+    print(kernel.fn.__module__.rpartition(".")[2], kernel.fn.__name__)
+
+
+def compile_rounds() -> None:
+    """Every kernel of a round outside the models, for a batch of one row and for one of several."""
+    from peregrine.kernels import (
+        choose_gpu,
+        drafts_gpu,
+        filters_gpu,
+        grow_gpu,
+        ngram_gpu,
+        places_gpu,
+        simulated_gpu,
+        verdict_gpu,
+    )
+    from peregrine.kernels.growth import Frontier, Growth
+    from peregrine.kernels.law import Features
+    from peregrine.kernels.nodes import Ends, Nodes, Verdict
+
+    def whole(*size: int) -> torch.Tensor:
+        return torch.zeros(size, dtype=torch.int64)
+
+    vocab_size, page_size, places, depth, width = 40_000, 16, 2048, 3, 2
+    for rows, nodes in ((1, depth + 1), (3, 9)):
+        law = law_of([Params()] * rows)
+        logits = torch.zeros(rows, nodes, vocab_size, dtype=torch.bfloat16)
+        at, out, ids = whole(rows, nodes), whole(rows, nodes), whole(vocab_size)
+        lowest = filters_gpu.lowest_kept(logits, law)
+        choose_gpu.best_tokens(logits, at, law, False, None, None, True, out)
+        choose_gpu.best_tokens(logits.float(), at, law, True, None, lowest, True, out)
+        choose_gpu.best_tokens(logits[:, :1, :999], at[:, :1], law, True, ids, None, False, out)
+
+        window = Nodes(*(whole(rows, nodes) for _ in range(4)), whole(rows))
+        ends = Ends(whole(rows), whole(rows), whole(rows, 4), torch.zeros(rows, dtype=torch.bool))
+        history, table = whole(rows, places), whole(rows, places // page_size)
+        verdict = Verdict(verdict_gpu.commit(out, window, ends, history, depth))
+        simulated_gpu.bend_choices(out, window, ends.past_lens, law.seeds, 2.5, vocab_size)
+        places_gpu.window_places(whole(rows), out, table, page_size, places)
+        places_gpu.path_places(whole(rows), whole(rows), history, table, page_size, depth + 1, 1, places)
+        places_gpu.ahead_places(whole(rows), table, page_size, 0, depth, width, places)
+        ngram_gpu.find_repeats(history, whole(rows), depth, 4, 2)
+        store = torch.zeros(2, 64, 8, 128, dtype=torch.bfloat16)
+        drafts_gpu.move_path([store, store], whole(rows), verdict, table, page_size)
+        drafts_gpu.keep_drafts(out, whole(rows), whole(rows), out[:, 1:], depth, [])
+        drafts_gpu.keep_drafts(out, whole(rows), whole(rows), out[:, 1:], whole(rows), [(out, out)] * 3)
+
+        growth, frontier = Growth.begin(rows, depth, width, ids, law, Features(sampled=True)), None
+        for level, count in enumerate((1, width)):
+            fields = grow_gpu.grow(growth, logits[:, :count], at[:, :count], frontier, level, 1e-3)
+            frontier = Frontier(*fields)
+        grow_gpu.select(growth, nodes, depth)
+
+
+def compile_models() -> None:
+    """Every kernel of the models, with all its parts and with none."""
+    from peregrine.kernels import linear_gpu, norm_gpu, rope_gpu, stream_gpu
+    from peregrine.kernels.rope import Turn
+
+    def half(*size: int) -> torch.Tensor:
+        return torch.zeros(size, dtype=torch.bfloat16)
+
+    rows, hidden, inner = 3, 2048, 8192
+    tokens, squares = torch.zeros(2, rows, dtype=torch.int64)
+    x, norm, bias = half(rows, hidden), half(hidden), half(hidden)
+    linear_gpu.linear(x, half(WIDE_OUTPUTS, hidden), None)
+    linear_gpu.linear_scaled(
+        half(100, hidden), squares.repeat(40)[:100], 1e-5, half(inner, hidden), None, True
+    )
+    linear_gpu.linear_add(half(rows, inner), half(hidden, inner), bias, x, norm, squares, tokens)
+    stream_gpu.embed(tokens, half(99, hidden), norm)
+    stream_gpu.finish_norm(x, squares, 1e-5)
+    norm_gpu.rms_norm(x, norm, 1e-5)
+    norm_gpu.norm_pair(tokens, half(99, hidden), norm, x, norm, 1e-5)
+
+    heads, head_dim = half(rows, 6, 128), 128
+    table = torch.zeros(99, head_dim)
+    for head_norm, kind in ((None, torch.bfloat16), (half(head_dim), torch.float8_e4m3fn)):
+        turn = Turn(tokens, tokens, table, head_norm, head_norm, 1e-5)
+        store = torch.zeros(16, 2, head_dim, dtype=kind)
+        scale = None if head_norm is None else torch.ones(())
+        rope_gpu.turn_and_store(
+            heads[:, :2], heads[:, 2:4], heads[:, 4:], turn, tokens, (store, store, scale, scale)
+        )
+
+
+if __name__ == "__main__":
+    gpu.launch = compile_kernel
+    gpu.early = lambda tensor: {"EARLY": True, "launch_pdl": True}  # as on the device
+    compile_rounds()
+    compile_models()

@@ -1,0 +1,40 @@
+"""The Triton attention kernels become machine code for an H200, without one."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from peregrine.kernels.gpu import TRITON_PRESENT
+
+SRC = Path(__file__).parents[2] / "src"
+SHARED_BYTES = 227 * 1024  # of an H200's multiprocessor, for one program
+
+
+@pytest.mark.skipif(not TRITON_PRESENT, reason="needs triton")
+def test_attention_kernels_compile() -> None:
+    outside = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("compile_attention.py"))],
+        env={**outside, "PYTHONPATH": str(SRC)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    compiled = [json.loads(line) for line in done.stdout.splitlines()]
+    arithmetic = [facts for facts in compiled if facts["kernel"] in ("decode_kernel", "context_kernel")]
+    merges = [facts for facts in compiled if facts["kernel"] == "merge_kernel"]
+    copies = {facts["kernel"] for facts in compiled} & {"write_kernel", "paths_kernel"}
+    assert len(arithmetic) == 4
+    assert merges
+    assert len(copies) == 2
+    for facts in arithmetic + merges:
+        assert facts["fused"] == 0, "a fused multiply-add in one kernel and not in the other parts their bits"
+    for facts in arithmetic:
+        assert facts["matrix"] > 0
+        assert facts["ahead"] > 0, "loads are not pipelined"
+        assert facts["shared"] * 2 <= SHARED_BYTES, "two programs have to fit beside each other"

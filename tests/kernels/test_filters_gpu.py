@@ -1,0 +1,73 @@
+"""top-k, top-p and min-p by histogram, in the interpreter: the sets of the twin, ties and edges included."""
+
+import pytest
+import torch
+
+from kernels.exact_law import Params, law_of
+from kernels.interpreted import needs_interpreter
+from peregrine.kernels.filters import lowest_kept_torch
+
+pytestmark = [
+    needs_interpreter,
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]  # numpy, of inf and NaN
+
+ROWS = [
+    Params(temperature=0.7, top_k=1),
+    Params(temperature=1.3, top_k=5),
+    Params(temperature=1.0, top_k=40, top_p=0.9, min_p=0.05),
+    Params(temperature=0.3, top_p=0.5),
+    Params(temperature=2.0, top_p=0.95),
+    Params(temperature=1.0, top_p=1e-6),
+    Params(temperature=1.0, min_p=0.1),
+    Params(temperature=1.0),
+    Params(temperature=5.0, top_k=10_000, top_p=0.3),
+    Params(temperature=1.0, top_k=12, top_p=0.6),
+]
+
+
+def logits_of(kind, vocab_size, dtype):
+    generator = torch.Generator().manual_seed(vocab_size)
+    logits = torch.randn(len(ROWS), 1, vocab_size, generator=generator) * 3
+    match kind:
+        case "ties":
+            logits = logits.round()  # both zeros among them
+        case "flat":
+            logits = torch.full_like(logits, -1.5)
+        case "wide":
+            logits = logits * torch.logspace(-6, 1.5, vocab_size)
+    return logits.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["normal", "ties", "flat", "wide"])
+@pytest.mark.parametrize("vocab_size", [1, 300])
+def test_kept_sets_are_the_twins(kind, vocab_size, dtype):
+    from peregrine.kernels.filters_gpu import lowest_kept
+
+    logits, law = logits_of(kind, vocab_size, dtype), law_of(ROWS)
+    scores = logits.float() / law.temperature[:, None, None]
+    got, expected = lowest_kept(logits, law), lowest_kept_torch(scores, law)[:, :, 0]
+    assert got.shape == expected.shape
+    assert torch.equal(scores >= got[:, :, None], scores >= expected[:, :, None])
+
+
+def test_a_broken_node_harms_nobody():
+    from peregrine.kernels.filters_gpu import lowest_kept
+
+    logits, law = logits_of("normal", 90, torch.bfloat16), law_of(ROWS)
+    expected = lowest_kept(logits, law)
+    logits[::2, 0, 17:30] = torch.tensor(torch.nan)
+    logits[4] = torch.nan
+    got = lowest_kept(logits, law)
+    assert torch.equal(got[1::2], expected[1::2])
+
+
+def test_masses_add_up_exactly():
+    """Four equal tokens and a share just above a half: three of four are needed, and ties keep the fourth."""
+    from peregrine.kernels.filters_gpu import lowest_kept
+
+    logits = torch.tensor([[[3.0, 3.0, 2.0, 2.0, -40.0]]], dtype=torch.bfloat16)
+    share = 2 / (2 + 2 * torch.exp(torch.tensor(-1.0))).item()  # the mass of the two largest
+    for top_p, least in [(share - 1e-4, 3.0), (share + 1e-4, 2.0)]:
+        assert lowest_kept(logits, law_of([Params(top_p=top_p)])).item() == least

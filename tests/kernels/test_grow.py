@@ -1,0 +1,110 @@
+"""A draft tree's growth: what a plain search finds, by the twin; and the kernel does as the twin."""
+
+import numpy as np
+import pytest
+import torch
+
+from kernels.exact_law import Params, law_of
+from kernels.interpreted import needs_interpreter
+from peregrine.kernels.grow import STEP_COST, grow_torch, select_torch
+from peregrine.kernels.growth import Frontier, Growth
+from peregrine.kernels.law import Features
+
+VOCAB, ROWS = 30, [Params(temperature=0.7, seed=3), Params(temperature=0.0)]
+SHAPES = [(1, 3, 4), (2, 2, 5), (3, 3, 13), (3, 4, 30)]
+
+
+def logits_at(path):
+    """Draft logits after a path of tokens, a function of the path alone."""
+    generator = torch.Generator().manual_seed(hash(tuple(path)) % 2**31)
+    return torch.randn(VOCAB, generator=generator) * 2
+
+
+def search(depth, width, nodes):
+    """[(path, joint score)] of the window's nodes in the order they were seen, level by level."""
+    seen, frontier = [], [((), 0.0)]
+    for _ in range(depth):
+        level = []
+        for path, score in frontier:
+            weights = logits_at(path).double().numpy()
+            weights = weights - np.log(np.exp(weights).sum())
+            for token in np.argsort(-weights, kind="stable")[:width]:
+                level.append(((*path, int(token)), score + weights[token] - STEP_COST))
+        seen += level
+        frontier = sorted(level, key=lambda entry: -entry[1])[:width]
+    best = sorted(range(len(seen)), key=lambda i: -seen[i][1])[: nodes - 1]
+    return [seen[i] for i in sorted(best)]
+
+
+@pytest.mark.parametrize(("depth", "width", "nodes"), SHAPES)
+def test_the_window_is_that_of_a_plain_search(depth, width, nodes):
+    growth = Growth.begin(1, depth, width, None, law_of(ROWS[1:]), Features())
+    frontier, paths = None, [()]
+    for level in range(depth):
+        if frontier is not None:
+            origins, picked = frontier.origins.tolist(), frontier.tokens.tolist()
+            paths = [(*paths[origin], token) for origin, token in zip(origins, picked, strict=True)]
+        logits = torch.stack([logits_at(path) for path in paths])[None]
+        frontier = grow_torch(growth, logits, torch.zeros(1, len(paths)).long(), frontier, level)
+    tokens, parents, depths, words = (x[0].tolist() for x in select_torch(growth, nodes, depth))
+    made = [()]
+    for node in range(1, nodes):
+        made.append((*made[parents[node]], tokens[node - 1]))
+        assert depths[node] == len(made[node])
+        assert words[node] == words[parents[node]] | 1 << node
+    assert (depths[0], parents[0], words[0]) == (0, 0, 1)
+    assert made[1:] == [path for path, _ in search(depth, width, nodes)]
+
+
+def test_a_node_read_sees_its_own_ancestors():
+    growth = Growth.begin(1, 3, 2, None, law_of(ROWS[1:]), Features())
+    frontier, lines = None, [()]
+    for level in range(3):
+        logits = torch.randn(1, len(lines), VOCAB, generator=torch.Generator().manual_seed(level))
+        frontier = grow_torch(growth, logits, torch.zeros(1, len(lines)).long(), frontier, level)
+        lines = [(*lines[origin], level * 2 + j) for j, origin in enumerate(frontier.origins.tolist())]
+        assert frontier.words[0].tolist() == [sum(1 << bit for bit in line) for line in lines]
+
+
+@needs_interpreter
+@pytest.mark.parametrize(("depth", "width", "nodes"), SHAPES)
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("named", [False, True])
+def test_the_kernel_grows_the_twins_tree(depth, width, nodes, sampled, named, monkeypatch):
+    from peregrine.kernels import grow_gpu
+
+    monkeypatch.setattr(grow_gpu, "SPAN", 16)
+    generator = torch.Generator().manual_seed(depth)
+    ids = torch.randperm(90, generator=generator)[:VOCAB].sort().values if named else None
+    twin, kernel = (
+        Growth.begin(len(ROWS), depth, width, ids, law_of(ROWS), Features(sampled=sampled)) for _ in range(2)
+    )
+    expected = got = None
+    for level in range(depth):
+        count = width if level else 1
+        logits = torch.randn(len(ROWS), count, VOCAB, generator=generator) * 2
+        positions = torch.tensor([[5], [9]]).expand(-1, count) + level
+        expected = grow_torch(twin, logits, positions, expected, level)
+        got = Frontier(*grow_gpu.grow(kernel, logits, positions, got, level, STEP_COST))
+        for name in ("tokens", "origins", "numbers", "words"):
+            assert torch.equal(getattr(got, name), getattr(expected, name)), name
+        torch.testing.assert_close(got.scores, expected.scores)
+    assert torch.equal(kernel.tokens, twin.tokens)
+    assert torch.equal(kernel.parents, twin.parents)
+    windows = zip(grow_gpu.select(kernel, nodes, depth), select_torch(twin, nodes, depth), strict=True)
+    for one, other in windows:
+        assert torch.equal(one, other)
+
+
+@needs_interpreter
+def test_what_is_not_a_number_is_no_child():
+    from peregrine.kernels import grow_gpu
+
+    growth = Growth.begin(2, 2, 3, None, law_of(ROWS), Features())
+    logits = torch.randn(2, 1, VOCAB, generator=torch.Generator().manual_seed(0))
+    logits[0, 0, ::2] = torch.nan
+    tokens, *_ = grow_gpu.grow(growth, logits, torch.zeros(2, 1).long(), None, 0, STEP_COST)
+    assert (tokens[:3] % 2 == 1).all()
+    logits[0] = torch.nan
+    tokens, *_ = grow_gpu.grow(growth, logits, torch.zeros(2, 1).long(), None, 0, STEP_COST)
+    assert ((tokens >= 0) & (tokens < VOCAB)).all()

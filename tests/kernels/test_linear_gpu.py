@@ -1,0 +1,266 @@
+"""The linear kernel in the interpreter: right answers for every part it can do, and tiles that change nothing.
+
+Where rounding would blur what is tested, inputs are whole numbers: every sum is exact, whatever its order.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
+
+from peregrine.errors import ConfigError
+from peregrine.hardware import triton_interprets
+from peregrine.kernels.gpu import TRITON_PRESENT
+from peregrine.kernels.linear import PackedWeight, linear_torch
+from peregrine.kernels.linear_tiles import HEIGHTS, MIN_DEPTH, TABLES, Tile, pick_split, pick_tile
+
+if not (TRITON_PRESENT and triton_interprets()):
+    pytest.skip("needs Triton's interpreter", allow_module_level=True)
+
+from peregrine.kernels import linear_gpu as gpu
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, of inf
+
+EPS = 1e-5
+ROWS = (1, 5, 17, 130)
+SHAPES = [(80, 96), (7, 16), (80, 2048)]  # outputs, inputs: unsplit, less than a tile, split
+IDS = ["unsplit", "narrow", "split"]
+UNIT = 2**24  # of a square
+TILES = [Tile(16, 32, 16, 4, 1), Tile(32, 64, 32, 4, 1), Tile(128, 16, 64, 4, 1)]
+
+
+def draw(*size: int, seed: int = 0) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed + size[0]))
+
+
+def whole(*size: int, seed: int = 0) -> Tensor:
+    """Whole numbers so small that no sum of their products is rounded in float32."""
+    return torch.randint(-4, 5, size, generator=torch.Generator().manual_seed(seed + size[0])).float()
+
+
+def squares_of(values: Tensor) -> list[int]:
+    """Each row's sum of squares in units, counted by Python: squares are float32, parts of a unit are dropped."""
+    squares = (values.float() * values.float()).double()
+    return [sum(int(square * UNIT) for square in row) for row in squares.tolist()]
+
+
+def weights_of(shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    return draw(*shape, seed=1) * shape[1] ** -0.5, draw(shape[0], seed=2)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=IDS)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_the_kernel_is_the_twin_within_rounding(shape: tuple[int, int], with_bias: bool) -> None:
+    weight, bias = weights_of(shape)
+    kept = bias if with_bias else None
+    for rows in ROWS:
+        x = draw(rows, shape[1])
+        y = gpu.linear(x, weight, kept)
+        exact = x.double() @ weight.double().T + (bias.double() if with_bias else 0.0)
+        # One rounding for each product and each sum, of at most half a unit in the last place.
+        bound = (shape[1] + 2) * 2.0**-23 * (x.abs() @ weight.abs().T + bias.abs())
+        assert bool(((y - exact).abs() <= bound).all())
+        twin = linear_torch(x, PackedWeight(shape[0], None, weight, kept))
+        assert bool(((y - twin).abs() <= 2 * bound).all())
+
+
+def test_no_rows_are_no_launch() -> None:
+    weight, bias = weights_of((80, 96))
+    assert gpu.linear(torch.empty(0, 96), weight, bias).shape == (0, 80)
+
+
+def test_rows_may_lie_apart() -> None:
+    weight, bias = weights_of((80, 96))
+    wide = draw(5, 200)
+    for x in (wide[:, :96], wide[:, 100:196], wide.T.contiguous().T[:, :96]):
+        assert torch.equal(gpu.linear(x, weight, bias), gpu.linear(x.contiguous(), weight, bias))
+
+
+def test_the_residual_may_lie_apart() -> None:
+    x, weight, wide = whole(5, 96), whole(80, 96, seed=1), whole(5, 200, seed=2)
+    squares, stale = torch.zeros(2, 5, dtype=torch.int64)
+    total, _ = gpu.linear_add(x, weight, None, wide[:, :80], torch.ones(80), squares, stale)
+    assert torch.equal(total, x @ weight.T + wide[:, :80])
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=IDS)
+def test_nothing_outside_the_outputs_is_written(shape: tuple[int, int]) -> None:
+    weight, _ = weights_of(shape)
+    for rows in (5, 17):
+        held = torch.full((rows + 130, shape[0]), torch.nan)
+        gpu.run(draw(rows, shape[1]), weight, None, held[:rows])
+        assert not held[:rows].isnan().any()
+        assert held[rows:].isnan().all()
+
+
+@pytest.mark.parametrize("gate", [False, True], ids=["plain", "gate"])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("inputs", [96, 2048])
+def test_scaled_is_the_linear_of_the_norm(gate: bool, with_bias: bool, inputs: int) -> None:
+    weight, bias = weights_of((160, inputs))
+    values, norm = draw(17, inputs, seed=3) * 3, draw(inputs, seed=4)
+    squares = torch.tensor(squares_of(values))
+    wide = values.double()
+    normed = wide / (wide.square().mean(dim=1, keepdim=True) + EPS).sqrt() * norm.double()
+    exact = F.linear(normed, weight.double(), bias.double() if with_bias else None)
+    if gate:
+        exact = F.silu(exact[:, :80]) * exact[:, 80:]
+    y = gpu.linear_scaled(values * norm, squares, EPS, weight, bias if with_bias else None, gate)
+    torch.testing.assert_close(y.double(), exact, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=IDS)
+@pytest.mark.parametrize("rows", ROWS)
+def test_adding_makes_the_stream_ready_for_its_next_norm(rows: int, shape: tuple[int, int]) -> None:
+    weight, bias = weights_of(shape)
+    x, residual, norm = draw(rows, shape[1]), draw(rows, shape[0], seed=5), draw(shape[0], seed=6)
+    squares, stale = torch.zeros(rows, dtype=torch.int64), torch.full((rows,), 99)
+    total, scaled = gpu.linear_add(x, weight, bias, residual, norm, squares, stale)
+    plain = linear_torch(x, PackedWeight(shape[0], None, weight, bias)) + residual
+    torch.testing.assert_close(total, plain, rtol=1e-5, atol=1e-5)
+    assert torch.equal(scaled, total * norm)
+    assert squares.tolist() == squares_of(total)
+    assert stale.tolist() == [0] * rows
+
+
+def test_squares_are_added_to_what_is_there() -> None:
+    x, weight, residual = whole(5, 96), whole(80, 96, seed=1), whole(5, 80, seed=2)
+    squares = torch.arange(5)
+    total, _ = gpu.linear_add(x, weight, None, residual, torch.ones(80), squares, torch.zeros_like(squares))
+    assert squares.tolist() == [row + count for row, count in enumerate(squares_of(total))]
+
+
+def add_to(residual: Tensor) -> tuple[Tensor, list[int]]:
+    """(made ready for the next norm, squares) of a residual to which nothing is added."""
+    rows, size = residual.shape
+    squares = torch.zeros(rows, dtype=torch.int64)
+    nothing = torch.zeros(rows, 96), torch.zeros(size, 96), None
+    _, scaled = gpu.linear_add(*nothing, residual, torch.ones(size), squares, torch.zeros_like(squares))
+    return scaled, squares.tolist()
+
+
+@pytest.mark.parametrize("value", [2.0**17 + 1, 1e6, -1e30, float("inf"), float("nan")])
+def test_a_value_too_large_to_count_spoils_its_row_and_no_other(value: float) -> None:
+    """The norm of such a row cannot be told, and a wrong one would be worse than none."""
+    residual = torch.zeros(2, 80)
+    residual[1, 3], residual[:, 70] = value, 0.5
+    scaled, squares = add_to(residual)
+    assert scaled[1, 3].isnan()
+    assert scaled[0].equal(residual[0])
+    assert squares[0] == UNIT // 4
+
+
+def test_thirty_one_of_the_largest_values_are_counted_exactly() -> None:
+    residual = torch.zeros(1, 80)
+    residual[0, :31] = 2.0**17
+    scaled, squares = add_to(residual)
+    assert scaled.equal(residual)
+    assert squares == [31 * 2**34 * UNIT]
+
+
+def test_inputs_that_no_matrix_instruction_takes_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"a linear of 40 inputs.*multiples of 16"):
+        pick_tile(4, 64, 40, gate=False)
+
+
+@pytest.fixture
+def few_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Launches of at most 32 rows, with a workspace of that size."""
+    monkeypatch.setattr(gpu, "MAX_ROWS", 32)
+    gpu._workspace.cache_clear()
+    yield
+    gpu._workspace.cache_clear()
+
+
+@pytest.mark.usefixtures("few_rows")
+@pytest.mark.parametrize("shape", SHAPES, ids=IDS)
+def test_long_inputs_are_cut_into_launches(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    outputs, inputs = shape
+    x, weight, residual = whole(70, inputs), whole(outputs, inputs, seed=1), whole(70, outputs, seed=2)
+    norm = whole(outputs, seed=3)
+    grids: list[tuple[int, ...]] = []
+    launch = gpu.launch
+
+    def counted(kernel: object, grid: tuple[int, ...], *arguments: object, **options: object) -> None:
+        grids.append(grid)
+        launch(kernel, grid, *arguments, **options)
+
+    monkeypatch.setattr(gpu, "launch", counted)
+    squares, stale = torch.zeros(70, dtype=torch.int64), torch.full((70,), 7)
+    total, scaled = gpu.linear_add(x, weight, None, residual, norm, squares, stale)
+    assert len(grids) == 3
+    assert torch.equal(total, x @ weight.T + residual)
+    assert torch.equal(scaled, total * norm)
+    assert squares.tolist() == squares_of(total)
+    assert not stale.any()
+    values = gpu.linear_scaled(x, squares, EPS, weight, None, False)
+    alone = gpu.linear_scaled(x[64:], squares[64:], EPS, weight, None, False)
+    assert torch.equal(values[64:], alone)
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("split", [1, 2])
+def test_the_tile_changes_no_bit_of_what_is_exact(
+    tile: Tile, split: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, weight, bias = whole(21, 128), whole(80, 128, seed=1), whole(80, seed=2)
+    residual, norm = whole(21, 80, seed=3), whole(80, seed=4)
+    monkeypatch.setattr(gpu, "pick_tile", lambda *_: replace(tile, split=split))
+    squares, stale = torch.zeros(2, 21, dtype=torch.int64)
+    total, scaled = gpu.linear_add(x, weight, bias, residual, norm, squares, stale)
+    expected = x @ weight.T + bias + residual
+    assert torch.equal(total, expected)
+    assert torch.equal(scaled, expected * norm)
+    assert squares.tolist() == squares_of(expected)
+    if split > 1:
+        assert not gpu._workspace(x.device)[1].any(), "the next launch counts from zero"
+
+
+@pytest.mark.parametrize(("split", "total"), [(1, 1.0), (2, 0.0)])
+def test_inputs_are_added_in_order(split: int, total: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Big, 1, -big, 1, each in a block of its own: in one chain the first 1 is lost, in two chains both are."""
+    big = 2.0**25  # its neighbours in float32 are 2 and 4 apart
+    weight = torch.zeros(16, 64)
+    weight[:, ::16] = torch.tensor([big, 1.0, -big, 1.0])
+    monkeypatch.setattr(gpu, "pick_tile", lambda *_: Tile(16, 16, 16, 4, 1, split))
+    assert torch.equal(gpu.linear(torch.ones(3, 64), weight, None), torch.full((3, 16), total))
+
+
+sizes = st.integers(1, 1 << 18)
+
+
+@given(sizes, st.integers(1, 4096), st.booleans(), st.lists(st.integers(0, 10_000), min_size=2, max_size=5))
+def test_rows_choose_the_tile_and_never_the_split(
+    outputs: int, blocks: int, gate: bool, rows: list[int]
+) -> None:
+    inputs = blocks * MIN_DEPTH
+    tiles = [pick_tile(count, outputs, inputs, gate) for count in rows]
+    assert {tile.split for tile in tiles} == {pick_split(outputs, inputs, gate)}
+    for tile in tiles:
+        assert inputs % (tile.split * tile.depth) == 0
+        assert tile.depth >= MIN_DEPTH
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_tiles_fit_a_processor(kind: str) -> None:
+    """What loads in flight take of an H200's shared memory."""
+    for rows, (cols, depth, _, stages) in TABLES[kind].items():
+        assert rows in HEIGHTS
+        weights = cols * (2 if kind == "gated" else 1)
+        assert 2 * stages * depth * (rows + weights) <= 227 * 1024
+
+
+@given(st.integers(1, gpu.MAX_SPLIT_OUTPUTS), st.integers(1, gpu.MAX_ROWS), st.integers(64, 1024))
+def test_partial_sums_find_room(outputs: int, rows: int, blocks: int) -> None:
+    """Every program that shares a tile has a place of its own, within the workspace."""
+    tile = pick_tile(rows, outputs, 2 * MIN_DEPTH * blocks, gate=False)
+    assert tile.split > 1
+    partial, arrived = gpu._workspace(torch.device("cpu"))
+    tiles = -(-outputs // tile.cols) * -(-rows // tile.rows)
+    assert tiles * tile.split * tile.rows * tile.cols <= partial.numel()
+    assert tiles <= arrived.numel()

@@ -1,0 +1,86 @@
+"""Head norms, rotation and the store of keys and values in one launch, in the interpreter: what the twins do apart."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from peregrine.cache.store import KVStore
+from peregrine.hardware import triton_interprets
+from peregrine.kernels.gpu import TRITON_PRESENT
+from peregrine.kernels.rope import Turn, turn_heads
+
+if not (TRITON_PRESENT and triton_interprets()):
+    pytest.skip("needs Triton's interpreter", allow_module_level=True)
+
+from peregrine.kernels.rope_gpu import turn_and_store
+
+Q_HEADS, KV_HEADS, POSITIONS = 6, 2, 50
+FP8 = torch.float8_e4m3fn
+
+
+def draw(*size: int, seed: int = 0) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed + size[-1]))
+
+
+def turn_of(rows: Tensor, tokens: int, head_dim: int, norms: bool) -> Turn:
+    """Rows [R] ask, at the positions of their tokens."""
+    angles = torch.arange(POSITIONS)[:, None] / 10 ** (torch.arange(head_dim // 2) / head_dim)
+    positions = (torch.arange(tokens) * 7 + 3) % POSITIONS
+    q_norm, k_norm = (draw(head_dim, seed=seed) if norms else None for seed in (1, 2))
+    table = torch.cat((angles.cos(), angles.sin()), dim=1)
+    return Turn(positions[rows], positions, table, q_norm, k_norm, 1e-5)
+
+
+def empty_store(tokens: int, head_dim: int, dtype: torch.dtype = torch.float32) -> KVStore:
+    return KVStore(1, tokens + 3, 1, KV_HEADS, head_dim, dtype, "cpu")
+
+
+def layer_of(store: KVStore) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    scales = (store.k_scales, store.v_scales)
+    return store.keys[0], store.values[0], *(None if scale is None else scale[0] for scale in scales)
+
+
+@pytest.mark.parametrize("norms", [False, True], ids=["plain", "head norms"])
+@pytest.mark.parametrize("head_dim", [16, 40, 64])
+@pytest.mark.parametrize(("tokens", "live"), [(1, [0]), (5, range(5)), (17, [0, 4, 16]), (5, [])])
+def test_one_launch_does_what_the_twins_do(norms: bool, head_dim: int, tokens: int, live: list[int]) -> None:
+    rows = torch.tensor(list(live), dtype=torch.int64)
+    # Keys and values lie side by side, as a fused projection leaves them.
+    kv = draw(tokens, 2 * KV_HEADS, head_dim, seed=5)
+    k, v = kv[:, :KV_HEADS], kv[:, KV_HEADS:]
+    q = draw(tokens, Q_HEADS, head_dim, seed=6)[rows]
+    turn = turn_of(rows, tokens, head_dim, norms)
+    slots = torch.randperm(tokens + 3, generator=torch.Generator().manual_seed(tokens))[:tokens]
+    store, expected = empty_store(tokens, head_dim), empty_store(tokens, head_dim)
+    for held in (store.keys, store.values, expected.keys, expected.values):
+        held.fill_(9.0)  # slots that are not written keep it
+    turned = turn_and_store(q, k, v, turn, slots, layer_of(store))
+    expected_q, expected_k = turn_heads(q, k, turn)
+    expected.write(0, slots, expected_k, v)
+    torch.testing.assert_close(turned, expected_q)
+    torch.testing.assert_close(store.keys, expected.keys)
+    assert torch.equal(store.values, expected.values)
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.25, 8.0])
+def test_float8_stores_hold_what_the_twin_puts_there(factor: float) -> None:
+    """Numbers that float8 has, and some past its largest: the interpreter rounds the rest in its own way."""
+    tokens, head_dim = 5, 16
+    exact = torch.tensor([1.0, -1.5, 0.5, 448.0, -448.0, 0.0, 600.0, -1e6]) * factor
+    k, v = (exact.roll(by).repeat(tokens, KV_HEADS, 2) for by in (0, 3))
+    rows = torch.arange(tokens)
+    turn = turn_of(rows, tokens, head_dim, norms=False)
+    still = torch.cat((torch.ones(POSITIONS, head_dim // 2), torch.zeros(POSITIONS, head_dim // 2)), dim=1)
+    turn = replace(turn, table=still)
+    store, expected = (empty_store(tokens, head_dim, FP8) for _ in range(2))
+    for held in (store, expected):
+        assert held.k_scales is not None
+        assert held.v_scales is not None
+        held.k_scales.fill_(factor)
+        held.v_scales.fill_(2 * factor)
+    turn_and_store(torch.ones(tokens, Q_HEADS, head_dim), k, v, turn, rows + 1, layer_of(store))
+    expected.write(0, rows + 1, k, v)
+    assert torch.equal(store.keys.view(torch.uint8), expected.keys.view(torch.uint8))
+    assert torch.equal(store.values.view(torch.uint8), expected.values.view(torch.uint8))

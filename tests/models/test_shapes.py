@@ -1,0 +1,91 @@
+"""Shapes of public models: the sizes they are known for, and random weights that run."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from peregrine.errors import ConfigError
+from peregrine.models import shapes
+from peregrine.models.shapes import DRAFT_VOCAB, SHAPES, draw_decoder, draw_head, shape_config
+from peregrine.sampling import SamplingParams
+from spec.harness import Case, build, run, tokens
+
+# Billions of parameters, as the models' cards have them.
+KNOWN = {"llama-3.1-8b": 8.03, "llama-3.2-1b": 1.236, "qwen3-8b": 8.19, "qwen3-0.6b": 0.596}
+TINY = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 8192,  # the embedded tokenizer has as many
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+}
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> str:
+    """A shape of its own, too small to measure anything."""
+    monkeypatch.setitem(SHAPES, "tiny", TINY)
+    return "shape:tiny"
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_shape_has_the_size_its_model_is_known_for(name: str) -> None:
+    config = shape_config(f"shape:{name}")
+    heads = config.num_heads + 2 * config.num_kv_heads
+    attention = config.hidden_size * config.head_dim * (heads + config.num_heads)
+    mlp = 3 * config.hidden_size * config.intermediate_size
+    embeddings = config.vocab_size * config.hidden_size * (1 if config.tied else 2)
+    billions = (config.num_layers * (attention + mlp) + embeddings) / 1e9
+    assert billions == pytest.approx(KNOWN[name], rel=0.005)
+    assert config.qk_norm == name.startswith("qwen3")
+
+
+def test_an_unknown_shape_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ConfigError, match="model='shape:llama-9': no such shape") as raised:
+        shape_config("shape:llama-9")
+    assert all(f"shape:{name}" in str(raised.value) for name in SHAPES)
+
+
+def test_weights_are_drawn_from_the_seed(tiny: str) -> None:
+    config, cpu = shape_config(tiny), torch.device("cpu")
+    one, other, third = (draw_decoder(config, cpu, torch.float32, seed) for seed in (1, 1, 2))
+    assert torch.equal(one.embedding, other.embedding)
+    assert not torch.equal(one.embedding, third.embedding)
+    assert float(one.embedding.std()) == pytest.approx(0.02, rel=0.05)
+
+
+def test_a_head_fits_its_target(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = draw_decoder(shape_config(tiny), torch.device("cpu"), torch.float32)
+    head = draw_head(target)
+    assert head.draft_to_target is not None
+    assert len(head.draft_to_target) == min(DRAFT_VOCAB, 8192)
+    assert not head.layer_config.qk_norm  # public heads are Llama layers, whatever the target
+    monkeypatch.setattr(shapes, "DRAFT_VOCAB", 1000)
+    ids = draw_head(target).draft_to_target
+    assert ids is not None
+    assert len(ids) == 1000
+    assert int(ids.max()) < 8192
+    assert len(set(ids.tolist())) == 1000
+
+
+def test_an_engine_of_a_shape_runs_and_its_head_changes_no_token(tiny: str) -> None:
+    case = Case((5, 6, 7), SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True))
+    options: dict[str, object] = {"num_pages": 40, "max_len": 100, "device": "cpu"}
+    plain = build(tiny, drafter="none", **options)  # type: ignore[arg-type]
+    drafted = build(tiny, drafter="eagle3", **options)  # type: ignore[arg-type]
+    assert tokens(run(plain.engine, [case])) == tokens(run(drafted.engine, [case]))
+    assert "for measuring only" in next(d.because for d in plain.decisions if d.field == "model")
+
+
+def test_draw_here_sets_norms_to_one_and_biases_to_zero(tiny: str) -> None:
+    config = replace(shape_config(tiny), qkv_bias=True)
+    decoder = shapes.Decoder(config)
+    shapes.draw_here(decoder, seed=0)
+    for name, parameter in decoder.named_parameters():
+        if parameter.dim() == 1:
+            assert bool((parameter == (0.0 if name.endswith("bias") else 1.0)).all()), name

@@ -1,0 +1,111 @@
+"""One server for all tests that need no special one: merlin, in this process, on a port of its own."""
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import httpx
+import openai
+import pytest
+
+from peregrine import LLM
+from peregrine.cli.main import main
+from peregrine.serve.run import serve_on
+from peregrine.serve.service import Service
+from peregrine.serve.settings import ServeConfig
+
+
+@dataclass
+class Served:
+    """A running server, with a way to look behind it."""
+
+    service: Service
+    url: str
+    stop: Callable[[], None]
+
+    @property
+    def llm(self) -> LLM:
+        return self.service.desk.llm
+
+    def http(self, **options: object) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=60, **options)  # type: ignore[arg-type]
+
+    def openai(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+
+    def wait_idle(self) -> None:
+        """Until nothing runs; the engine hears of a client that left a moment after it did."""
+        for _ in range(3000):
+            if not self.service.desk.num_open and not self.llm.engine.has_work:
+                return
+            threading.Event().wait(0.01)
+        raise AssertionError("something still runs")
+
+
+def start(open_llm: Callable[[], LLM], **settings: object) -> Served:
+    """Listen on a free port; returns at once, while the model loads."""
+    config = ServeConfig(port=0, drain_seconds=0.2, **settings)  # type: ignore[arg-type]
+    service = Service("merlin", config)
+    listening = socket.create_server((config.host, 0))
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16384)  # a reader that stops is soon noticed
+    ready: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
+    begun = threading.Event()
+
+    async def main() -> None:
+        ready.append((asyncio.get_running_loop(), asyncio.Event()))
+        begun.set()
+        await serve_on(listening, service, open_llm, ready[0][1])
+
+    thread = threading.Thread(target=lambda: asyncio.run(main()))
+    thread.start()
+    begun.wait()
+
+    def stop() -> None:
+        loop, ending = ready[0]
+        if thread.is_alive():
+            loop.call_soon_threadsafe(ending.set)
+            thread.join()
+        listening.close()
+
+    return Served(service, f"http://127.0.0.1:{listening.getsockname()[1]}", stop)
+
+
+def wait_ready(served: Served) -> None:
+    for _ in range(6000):
+        if served.service.trouble is None:
+            return
+        threading.Event().wait(0.01)
+    raise AssertionError(served.service.trouble)
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Served]:
+    served = start(lambda: LLM("merlin", num_pages=400))
+    wait_ready(served)
+    yield served
+    served.stop()
+
+
+@pytest.fixture(scope="session")
+def client(server: Served) -> openai.OpenAI:
+    return server.openai()
+
+
+@pytest.fixture
+def http(server: Served) -> Iterator[httpx.Client]:
+    with server.http() as made:
+        yield made
+
+
+@pytest.fixture
+def peregrine(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Run the command line: (exit code, stdout, stderr)."""
+
+    def run(*argv: str) -> tuple[int, str, str]:
+        code = main(argv)
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run

@@ -1,0 +1,157 @@
+"""Batches: every line exactly once, whatever kills the run; errors stay with their line."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peregrine import SamplingParams
+from peregrine.errors import ConfigError
+from peregrine.serve.batch import Batch
+from peregrine.serve.ledger import Ledger
+from serve.conftest import Served
+from spec.harness import tiny_model
+
+SRC = Path(__file__).parents[2] / "src"
+Run = Callable[..., tuple[int, str, str]]
+
+
+def request(
+    custom_id: str, url: str = "/v1/completions", method: str = "POST", **body: object
+) -> dict[str, Any]:
+    return {"custom_id": custom_id, "method": method, "url": url, "body": body}
+
+
+def write(path: Path, requests: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in requests))
+    return path
+
+
+def read(path: Path) -> dict[str, dict[str, Any]]:
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len({line["custom_id"] for line in lines}) == len(lines), "a line is there twice"
+    return {line["custom_id"]: line for line in lines}
+
+
+def run(server: Served, source: Path, target: Path) -> Batch:
+    with Ledger(target) as ledger:
+        batch = Batch(source, ledger, server.llm, "merlin")
+        batch.run()
+    return batch
+
+
+def test_answers_equal_offline_ones_and_errors_stay_with_their_line(server: Served, tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "Tell me a story."}]
+    source = write(
+        tmp_path / "in.jsonl",
+        [
+            request("one", prompt="Once upon a time", seed=3, max_tokens=12),
+            request("chat", "/v1/chat/completions", messages=chat, seed=4, max_tokens=9, n=2),
+            request("wrong", prompt="x", temperature=-1),
+            request("unknown", prompt="x", colour=1),
+            request("nowhere", "/v1/embeddings", input="x"),
+            request("other", prompt="x", model="falcon"),
+            request("stream", prompt="x", stream=True),
+            request("method", method="GET", prompt="x"),
+            {"custom_id": "text", "method": "POST", "url": "/v1/completions", "body": "x"},
+        ],
+    )
+    batch = run(server, source, tmp_path / "out.jsonl")
+    lines = read(tmp_path / "out.jsonl")
+    assert batch.num_refused == 7
+    one = lines["one"]["response"]
+    expected = server.llm.generate("Once upon a time", SamplingParams(seed=3, max_tokens=12))[0]
+    assert (one["status_code"], one["body"]["choices"][0]["text"]) == (200, expected.text)
+    assert lines["one"]["error"] is None
+    assert lines["one"]["id"].startswith("batch_req_")
+    told = [choice["message"]["content"] for choice in lines["chat"]["response"]["body"]["choices"]]
+    ids = server.llm.encode_chat(chat)
+    assert told == [server.llm.generate([ids], SamplingParams(seed=s, max_tokens=9))[0].text for s in (4, 5)]
+    statuses = {name: lines[name]["response"]["status_code"] for name in lines if name not in ("one", "chat")}
+    assert statuses == {
+        "wrong": 400,
+        "unknown": 400,
+        "nowhere": 404,
+        "other": 404,
+        "stream": 400,
+        "method": 400,
+        "text": 400,
+    }
+    assert lines["unknown"]["response"]["body"]["error"]["param"] == "colour"
+
+
+def test_a_second_run_does_nothing(server: Served, tmp_path: Path) -> None:
+    source = write(tmp_path / "in.jsonl", [request(str(i), prompt="Once", max_tokens=2) for i in range(5)])
+    run(server, source, tmp_path / "out.jsonl")
+    before = (tmp_path / "out.jsonl").read_bytes()
+    run(server, source, tmp_path / "out.jsonl")
+    assert (tmp_path / "out.jsonl").read_bytes() == before
+
+
+def test_a_torn_line_is_dropped_and_done_again(server: Served, tmp_path: Path) -> None:
+    source = write(tmp_path / "in.jsonl", [request(str(i), prompt="Once", max_tokens=2) for i in range(5)])
+    target = tmp_path / "out.jsonl"
+    run(server, source, target)
+    whole = target.read_bytes()
+    target.write_bytes(whole[:-40])
+    run(server, source, target)
+    assert set(read(target)) == set("01234")
+    assert target.read_bytes().startswith(b"\n".join(whole.split(b"\n")[:4]))
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ('{"custom_id": "a"\n', "line 1: is not JSON"),
+        ("[1]\n", "line 1: is not an object with the fields"),
+        (json.dumps({**request("a"), "extra": 1}), "line 1: is not an object with the fields"),
+        (json.dumps({**request("a"), "custom_id": 5}), "custom_id=5: is not a name"),
+        (json.dumps(request("a")) + "\n\n" + json.dumps(request("a")), "custom_id='a' is there twice"),
+    ],
+)
+def test_a_file_that_is_no_batch_is_refused_before_anything_runs(
+    peregrine: Run, tmp_path: Path, lines: str, said: str
+) -> None:
+    (tmp_path / "in.jsonl").write_text(lines)
+    code, _, err = peregrine("batch", str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"))
+    assert code == 2
+    assert said in err
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_outputs_of_something_else_are_not_continued(server: Served, tmp_path: Path) -> None:
+    source = write(tmp_path / "in.jsonl", [request("a", prompt="x", max_tokens=1)])
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"custom_id": "b"}\n')
+    with pytest.raises(ConfigError, match="answers 'b', which"):
+        run(server, source, other)
+    other.write_text("hello\n")
+    with pytest.raises(ConfigError, match="line 1: is not a line of a batch's output"):
+        run(server, source, other)
+    with Ledger(tmp_path / "out.jsonl"), pytest.raises(ConfigError, match="another batch is writing"):
+        run(server, source, tmp_path / "out.jsonl")
+
+
+def test_killed_twenty_times_it_ends_with_every_line_once(tmp_path: Path) -> None:
+    """SIGKILL at random moments; each run goes on where the last one was."""
+    draw = random.Random(7)
+    source = write(
+        tmp_path / "in.jsonl",
+        [request(str(i), prompt=[5 + i % 200], max_tokens=draw.randint(5, 60), seed=i) for i in range(600)],
+    )
+    target, script = tmp_path / "out.jsonl", str(Path(__file__).parent / "kill_batch.py")
+    command = [sys.executable, script, str(tiny_model()), str(source), str(target)]
+    environment = {**os.environ, "PYTHONPATH": str(SRC), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200, check=True)
+    told = json.loads(done.stdout)
+    assert (told["killed"], told["last"]) == (20, 0)
+    assert told["sizes"] == sorted(told["sizes"])
+    lines = read(target)
+    assert set(lines) == {str(i) for i in range(600)}
+    assert all(line["response"]["status_code"] == 200 for line in lines.values())

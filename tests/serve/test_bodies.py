@@ -1,0 +1,197 @@
+"""Bodies: what is honoured reaches SamplingParams, what is not is refused with the field's name."""
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from peregrine import SamplingParams
+from peregrine.serve.errors import ApiError, body_error
+from peregrine.serve.job import SAME_NAME, prompt_list, sampling_of
+from peregrine.serve.protocol import (
+    REFUSED,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    Generation,
+    TokenizeBody,
+    WithoutEffect,
+)
+
+CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
+
+
+def refusal(model: type, body: object) -> ApiError:
+    with pytest.raises(ValidationError) as caught:
+        model.model_validate(body)  # type: ignore[attr-defined]
+    return body_error(caught.value.errors())
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "said"),
+    [
+        ({"prompt": "x", "colour": 1}, "colour", "colour=1: is not a field of this endpoint"),
+        ({}, "prompt", "prompt=None: is missing"),
+        ({"prompt": "x", "n": "2"}, "n", "n='2': input should be a valid integer"),
+        ({"prompt": "x", "n": 0}, "n", "greater than or equal to 1"),
+        ({"prompt": "x", "n": True}, "n", "n=True: input should be a valid integer"),
+        ({"prompt": "x", "stream": 1}, "stream", "stream=1: input should be a valid boolean"),
+        ({"prompt": "x", "temperature": "hot"}, "temperature", "valid number"),
+        ({"prompt": "x", "temperature": float("nan")}, "temperature", "finite number"),
+        ({"prompt": "x", "seed": -1}, "seed", "greater than or equal to 0"),
+        ({"prompt": {"a": 1}}, "prompt", "valid string"),
+        ({"prompt": "x", "stop": ["a", 1]}, "stop[1]", "stop[1]=1: input should be a valid string"),
+        ({"prompt": "x", "speculation": {"num_drafts": -1}}, "speculation.num_drafts", "num_drafts=-1"),
+        ({"prompt": "x", "speculation": {"num_drafts": 1, "tree": 1}}, "speculation.tree", "is not a field"),
+        ({"prompt": "x", "stream_options": {}}, "stream_options", "needs stream"),
+        ({"prompt": "x", "metadata": {"a": 1}}, "metadata.a", "valid string"),
+        ([1], None, "the body is not a JSON object"),
+        ({"prompt": [1] * 9 + ["a"] * 9}, "prompt[9]", "valid integer"),
+        (
+            {"prompt": "x", "logit_bias": dict.fromkeys(map(str, range(600)), "a")},
+            "logit_bias",
+            "600 entries",
+        ),
+    ],
+)
+def test_wrong_completion_bodies(body: object, param: str | None, said: str) -> None:
+    error = refusal(CompletionBody, body)
+    assert (error.status, error.param) == (400, param)
+    assert said in str(error)
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"role": "user"}, "messages[0].content"),
+        ({"role": "", "content": "x"}, "messages[0].role"),
+        ({"role": "user", "content": 5}, "messages[0].content"),
+        ({"role": "user", "content": None}, "messages[0].content"),
+        (
+            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
+            "messages[0].content[0].type",
+        ),
+        ({"role": "assistant", "content": "x", "tool_calls": []}, "messages[0].tool_calls"),
+    ],
+)
+def test_wrong_messages(message: dict[str, Any], param: str) -> None:
+    assert refusal(ChatBody, {"messages": [message]}).param == param
+
+
+def test_no_messages_at_all() -> None:
+    assert refusal(ChatBody, {"messages": []}).param == "messages"
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_what_would_change_the_output_is_refused_unless_it_asks_for_nothing(name: str) -> None:
+    neutral, remedy = REFUSED[name]
+    error = refusal(ChatBody, {**CHAT, name: {"type": "something"}})
+    assert error.param == name
+    assert f"is not supported; {remedy}" in str(error)
+    for value in (None, *neutral):
+        assert ChatBody.model_validate({**CHAT, name: value}).messages
+
+
+def test_fields_without_effect_change_nothing() -> None:
+    values = {
+        "user": "u",
+        "metadata": {"a": "b"},
+        "store": True,
+        "service_tier": "auto",
+        "safety_identifier": "s",
+        "prompt_cache_key": "k",
+        "prompt_cache_retention": "24h",
+        "parallel_tool_calls": False,
+        "prediction": {"type": "content", "content": "x"},
+    }
+    assert set(values) == set(WithoutEffect.model_fields)
+    plain = sampling_of(CompletionBody(prompt="x", seed=1), {})
+    assert sampling_of(CompletionBody.model_validate({"prompt": "x", "seed": 1, **values}), {}) == plain
+
+
+def test_every_field_is_used_or_accepted_without_effect() -> None:
+    """A field nobody reads would be ignored in silence."""
+    read_elsewhere = {"model", "n", "seed", "logit_bias", "stream", "stream_options", "speculation"}
+    assert set(Generation.model_fields) == SAME_NAME | read_elsewhere | {"return_speculation"} | set(
+        WithoutEffect.model_fields
+    )
+    assert {entry.name for entry in fields(SamplingParams)} >= SAME_NAME
+
+
+def test_sampling_fields_arrive() -> None:
+    body = {
+        "prompt": "x",
+        "temperature": 0.5,
+        "top_p": 0.8,
+        "top_k": 4,
+        "min_p": 0.1,
+        "presence_penalty": 0.1,
+        "frequency_penalty": 0.2,
+        "repetition_penalty": 1.1,
+        "logit_bias": {"42": 5},
+        "stop": "end",
+        "stop_token_ids": [3],
+        "min_tokens": 2,
+        "ignore_eos": True,
+        "skip_special_tokens": False,
+        "seed": 9,
+        "speculation": {"num_drafts": 1},
+        "return_speculation": True,
+        "n": 2,
+    }
+    first, second = sampling_of(CompletionBody.model_validate(body), {"max_tokens": 5, "logprobs": 2})
+    assert first == SamplingParams(
+        temperature=0.5,
+        top_p=0.8,
+        top_k=4,
+        min_p=0.1,
+        presence_penalty=0.1,
+        frequency_penalty=0.2,
+        repetition_penalty=1.1,
+        logit_bias={42: 5},
+        stop="end",
+        stop_token_ids=[3],
+        min_tokens=2,
+        ignore_eos=True,
+        skip_special_tokens=False,
+        seed=9,
+        num_drafts=1,
+        max_tokens=5,
+        logprobs=2,
+        report_drafts=True,
+    )
+    assert second.seed == 10
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2]], [[1], [2]])],
+)
+def test_a_prompt_may_be_one_of_four_things(prompt: object, prompts: object) -> None:
+    assert prompt_list(CompletionBody.model_validate({"prompt": prompt})) == prompts
+
+
+def test_tokenizing_needs_one_source() -> None:
+    for body in ({}, {"prompt": "x", "messages": CHAT["messages"]}):
+        assert "either prompt or messages" in str(refusal(TokenizeBody, body))
+    assert refusal(DetokenizeBody, {"tokens": ["a"]}).param == "tokens[0]"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": [1] * 200_000 + ["a"] * 200_000},
+        {"prompt": "x", **{f"field{i}": 1 for i in range(100_000)}},
+        {"prompt": "x", "stop": [1] * 200_000},
+        {"prompt": "x", "logit_bias": {str(i): "a" for i in range(100_000)}},
+        {"prompt": "x", "metadata": {str(i): 1 for i in range(100_000)}},
+        {"messages": [{"role": 1, "content": 1}] * 50_000},
+        {"messages": [{"role": "user", "content": [1] * 100_000}]},
+    ],
+)
+def test_a_large_body_is_refused_at_its_first_mistake(body: dict[str, Any]) -> None:
+    """A list of all mistakes would take seconds and gigabytes, in the event loop of everybody."""
+    with pytest.raises(ValidationError) as caught:
+        (ChatBody if "messages" in body else CompletionBody).model_validate(body)
+    assert caught.value.error_count() < 10

@@ -1,0 +1,122 @@
+"""docs/server.md names everything there is, and the command line's help is quick and complete."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from peregrine.cli.main import build_parser
+from peregrine.cli.serve import read_keys
+from peregrine.errors import ConfigError
+from peregrine.serve.app import make_app
+from peregrine.serve.metrics import Metrics
+from peregrine.serve.protocol import (
+    REFUSED,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    Speculation,
+    StreamOptions,
+    TokenizeBody,
+)
+from peregrine.serve.service import Service
+from peregrine.serve.settings import ServeConfig
+
+ROOT = Path(__file__).parents[2]
+DOCS = (ROOT / "docs" / "server.md").read_text()
+IMPORTED = """
+import sys
+from peregrine.cli.main import main
+try:
+    main(sys.argv[1:])
+finally:
+    print(sorted({"torch", "fastapi", "pydantic", "uvicorn"} & set(sys.modules)), file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(
+    "model", [CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, StreamOptions, Speculation]
+)
+def test_every_field_is_named(model: type) -> None:
+    missing = [name for name in model.model_fields if not re.search(rf'[`"]{name}[`"]', DOCS)]  # type: ignore[attr-defined]
+    assert not missing
+
+
+def test_every_refused_field_route_and_metric_is_named() -> None:
+    service = Service("merlin", ServeConfig())
+    assert not [name for name in REFUSED if f"`{name}`" not in DOCS]
+    assert not [path for path in make_app(service).openapi()["paths"] if path not in DOCS]
+    families = Metrics(frozenset()).collect()
+    names = {family.name for family in families if not family.name.startswith("vllm:")}
+    assert not [name for name in names if name not in DOCS]
+
+
+def test_every_setting_has_a_flag_and_is_documented() -> None:
+    commands = next(a for a in build_parser()._actions if a.metavar == "COMMAND").choices
+    assert isinstance(commands, dict)
+    flags = {option for action in commands["serve"]._actions for option in action.option_strings}
+    for entry in fields(ServeConfig):
+        flag = {"api_keys": "--api-key"}.get(entry.name, "--" + entry.name.replace("_", "-"))
+        assert flag in flags
+        assert f"`{flag}`" in DOCS
+
+
+@pytest.mark.parametrize("command", ["serve", "batch"])
+def test_help_imports_nothing_heavy(command: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTED, command, "--help"],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=True,
+    )
+    assert done.stderr.strip() == "[]"
+    assert "examples:" in done.stdout
+
+
+@pytest.mark.parametrize("argv", [("serve",), ("batch", "a", "b")])
+def test_without_the_extra_the_command_says_what_to_install(
+    peregrine: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch, argv: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    code, _, err = peregrine(*argv)
+    assert code == 2
+    assert "fastapi, uvicorn, prometheus_client not installed; run: pip install 'peregrine[serve]'" in err
+
+
+def test_keys_come_from_a_file(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("one\n\n two \n")
+    assert read_keys(tmp_path / "keys") == ["one", "two"]
+    (tmp_path / "none").write_text("\n")
+    for name, said in (("none", "holds no key"), ("absent", "cannot be read")):
+        with pytest.raises(ConfigError, match=said):
+            read_keys(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"port": 70000}, "port=70000"),
+        ({"max_queue": -1}, "max_queue=-1"),
+        ({"max_body_bytes": 5}, "max_body_bytes=5"),
+        ({"drain_seconds": float("nan")}, "drain_seconds=nan"),
+        ({"api_keys": ("a b ",)}, "api_keys"),
+        ({"api_keys": ("",)}, "api_keys"),
+    ],
+)
+def test_wrong_settings_are_refused(wrong: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        ServeConfig(**wrong)  # type: ignore[arg-type]
+
+
+def test_an_address_that_is_taken_is_told(peregrine: Callable[..., tuple[int, str, str]]) -> None:
+    code, _, err = peregrine("serve", "--host", "203.0.113.7", "--port", "1")
+    assert code == 2
+    assert "host='203.0.113.7', port=1: cannot listen there" in err

@@ -1,0 +1,207 @@
+"""Loading, leaving, breaking: what a server says, and that nothing hangs."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from peregrine import LLM
+from serve.conftest import Served, start, wait_ready
+from spec.harness import check_pages
+
+SRC = Path(__file__).parents[2] / "src"
+ENDLESS = {"prompt": "Once", "max_tokens": 2000, "ignore_eos": True}
+
+
+def test_while_it_loads_it_says_so() -> None:
+    go_on = threading.Event()
+
+    def slowly() -> LLM:
+        go_on.wait()
+        return LLM("merlin", num_pages=200)
+
+    served = start(slowly)
+    try:
+        with served.http() as http:
+            health = http.get("/health")
+            assert (health.status_code, health.json()["error"]["code"]) == (503, "loading")
+            assert http.get("/version").status_code == http.get("/metrics").status_code == 200
+            for path in ("/v1/completions", "/tokenize"):
+                early = http.post(path, json={"prompt": "x"})
+                assert (early.status_code, early.headers["retry-after"]) == (503, "5")
+            go_on.set()
+            wait_ready(served)
+            assert http.get("/health").status_code == 200
+            assert http.post("/v1/completions", json={"prompt": "x"}).status_code == 200
+    finally:
+        go_on.set()
+        served.stop()
+
+
+def test_a_client_that_leaves_takes_its_request_with_it(server: Served, http: httpx.Client) -> None:
+    with http.stream("POST", "/v1/completions", json={**ENDLESS, "n": 2, "stream": True}) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        assert server.service.desk.num_open == 2
+    server.wait_idle()
+    with server.http() as impatient, pytest.raises(httpx.ReadTimeout):
+        impatient.post("/v1/completions", json=ENDLESS, timeout=0.3)  # not streamed: the same
+    server.wait_idle()
+    pool, tree = server.llm.engine.holdings.pool, server.llm.engine.holdings.tree
+    assert pool.num_free + tree.num_cached == pool.num_pages - 1
+
+
+def test_a_reader_that_does_not_read_holds_up_nobody(server: Served, http: httpx.Client) -> None:
+    body = json.dumps({**ENDLESS, "max_tokens": 300, "stream": True, "logprobs": 10, "seed": 1}).encode()
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.socket() as lazy:
+        lazy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        lazy.connect((host, int(port)))
+        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        lazy.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        done = http.post("/v1/completions", json={"prompt": "x", "max_tokens": 20})
+        assert done.status_code == 200
+        server.wait_idle()  # its request has run to its end, though nobody has read it
+        text = b""
+        while b"[DONE]" not in text[-200:]:
+            part = lazy.recv(1 << 20)
+            assert part, "the stream broke off"
+            text += part
+    finished = json.loads(text[text.rindex(b'data: {"id"') :].split(b"\r\n")[0][6:].strip())
+    assert finished["choices"][0]["finish_reason"] == "length"
+    # What piled up meanwhile came as one piece: a round brings 4 tokens at most.
+    assert len(finished["choices"][0]["logprobs"]["tokens"]) > 4
+
+
+def test_an_engine_fault_is_told_to_all_and_turns_health_red() -> None:
+    served = start(lambda: LLM("merlin", num_pages=300))
+    try:
+        wait_ready(served)
+        with (
+            served.http() as http,
+            http.stream("POST", "/v1/completions", json={**ENDLESS, "stream": True}) as stream,
+        ):
+            lines = stream.iter_lines()
+            next(lines)
+            whole: list[httpx.Response] = []
+            asked = threading.Thread(target=lambda: whole.append(http.post("/v1/completions", json=ENDLESS)))
+            asked.start()
+            while served.service.desk.num_open < 2:
+                time.sleep(0.01)
+
+            def explode(*_: object) -> None:
+                raise MemoryError("no more")
+
+            served.llm.engine.runner.launch = explode  # type: ignore[method-assign]
+            last = [line for line in lines if line][-1]
+            assert "MemoryError: no more" in json.loads(last.removeprefix("data: "))["error"]["message"]
+            asked.join()
+            assert whole[0].status_code == 500
+            assert "MemoryError: no more" in whole[0].json()["error"]["message"]
+            health = http.get("/health")
+            assert (health.status_code, health.json()["error"]["code"]) == (503, "faulted")
+            assert "MemoryError: no more; restart" in health.json()["error"]["message"]
+            assert http.post("/v1/completions", json={"prompt": "x"}).status_code == 503
+            assert http.post("/flush_cache").status_code == 500
+            assert served.service.desk.num_open == 0
+    finally:
+        served.stop()
+
+
+def test_a_request_that_faults_alone_is_told_alone(server: Served, http: httpx.Client) -> None:
+    """Logits that hold NaN end one generation; the server stays well."""
+    from peregrine.engine.engine import ENDINGS
+    from peregrine.kernels.verdict import FINISH_LENGTH
+
+    kept = ENDINGS[FINISH_LENGTH]
+    ENDINGS[FINISH_LENGTH] = "error"
+    try:
+        broken = http.post("/v1/completions", json={"prompt": "x", "max_tokens": 2, "ignore_eos": True})
+    finally:
+        ENDINGS[FINISH_LENGTH] = kept
+    assert broken.status_code == 500
+    assert "NaN" in broken.json()["error"]["message"]
+    assert http.get("/health").status_code == 200
+
+
+@contextmanager
+def process(*flags: str) -> Iterator[tuple["subprocess.Popen[str]", httpx.Client]]:
+    """`peregrine serve` as its own process, ready."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    command = [
+        sys.executable,
+        "-m",
+        "peregrine.cli",
+        "serve",
+        "--port",
+        str(port),
+        "--num-pages",
+        "600",
+        *flags,
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(SRC)}
+    running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
+            for _ in range(1200):
+                try:
+                    if http.get("/health").status_code == 200:
+                        break
+                except httpx.TransportError:
+                    assert running.poll() is None, running.stderr and running.stderr.read()
+                time.sleep(0.05)
+            yield running, http
+    finally:
+        running.kill()
+        running.wait()
+
+
+def test_sigterm_drains_then_cuts_off() -> None:
+    """What can end before the deadline does; what cannot is told so; nothing new is taken; the exit code is 0."""
+    with process("--drain-seconds", "3", "--max-rows", "4") as (running, http):
+        with http.stream("POST", "/v1/completions", json={**ENDLESS, "n": 3, "stream": True}) as endless:
+            lines = endless.iter_lines()
+            next(lines)
+            short: list[httpx.Response] = []
+            body = {"prompt": "Once", "max_tokens": 40, "ignore_eos": True}
+            asked = threading.Thread(target=lambda: short.append(http.post("/v1/completions", json=body)))
+            asked.start()
+            while "peregrine_running 4.0" not in http.get("/metrics").text:
+                time.sleep(0.01)
+            running.send_signal(signal.SIGTERM)
+            while http.get("/health").status_code == 200:
+                time.sleep(0.01)
+            health = http.get("/health").json()["error"]
+            assert (health["code"], "shutting down" in health["message"]) == ("draining", True)
+            assert http.post("/v1/completions", json={"prompt": "x"}).status_code == 503
+            asked.join()
+            assert short[0].json()["usage"]["completion_tokens"] == 40
+            last = [line for line in lines if line][-1]
+            assert json.loads(last.removeprefix("data: "))["error"]["code"] == "shutting_down"
+        assert running.wait(timeout=20) == 0
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_server_in_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "peregrine.cli", "serve", "--port", "0", "--model", str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(SRC), "PEREGRINE_LOG": "warning"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=False)
+    assert done.returncode == 2
+    [line] = done.stderr.strip().splitlines()
+    assert line.startswith("error: ")
+    assert str(tmp_path) in line
+
+
+def test_pages_are_all_there_in_the_end(server: Served) -> None:
+    server.wait_idle()
+    check_pages(server.llm.engine)

@@ -1,0 +1,113 @@
+"""Counters: they add up to what was generated, and the dashboard asks for names that exist."""
+
+import json
+import re
+from pathlib import Path
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from peregrine import SamplingParams
+from serve.conftest import Served
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+
+
+def scrape(http: httpx.Client) -> dict[str, float]:
+    """Samples by name and labels, as Prometheus reads them."""
+    text = http.get("/metrics").text
+    return {
+        sample.name + "".join(f" {k}={v}" for k, v in sorted(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_counts_are_those_of_the_outputs(server: Served, http: httpx.Client) -> None:
+    server.wait_idle()
+    before = scrape(http)
+    prompts = [f"Once upon a time there were {i}" for i in range(4)]
+    http.post(
+        "/v1/completions", json={"prompt": prompts, "temperature": 0, "max_tokens": 30, "ignore_eos": True}
+    )
+    http.post("/v1/completions", json={"prompt": prompts, "colour": "red"})
+    after = scrape(http)
+
+    def grown(name: str) -> float:
+        return after[name] - before.get(name, 0)
+
+    wish = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    outputs = server.llm.generate(prompts, wish, progress=False)
+    stats = [output.stats for output in outputs]
+    assert grown("peregrine_generated_tokens_total") == 120
+    assert grown("peregrine_prompt_tokens_total") == sum(len(o.prompt_token_ids) for o in outputs)
+    assert grown("peregrine_rounds_total") == sum(s.rounds for s in stats)
+    assert grown("peregrine_generations_total finish_reason=length") == 4
+    for ours, theirs in (("draft_tokens", "draft_tokens"), ("correct_draft_tokens", "accepted_tokens")):
+        count = grown(f"vllm:spec_decode_num_{theirs}_total model_name=merlin")
+        assert count == grown(f"peregrine_{ours}_total")
+    assert grown("peregrine_draft_tokens_total") == sum(s.drafted for s in stats)
+    assert grown("peregrine_correct_draft_tokens_total") == sum(s.correct for s in stats) > 0
+    # A request's first round has no drafts.
+    assert grown("vllm:spec_decode_num_drafts_total model_name=merlin") == sum(s.rounds - 1 for s in stats)
+    for position in range(3):
+        deep = sum(count for s in stats for depth, count in enumerate(s.accept_histogram) if depth > position)
+        name = f"vllm:spec_decode_num_accepted_tokens_per_pos_total model_name=merlin position={position}"
+        assert grown(name) == deep
+    assert grown("peregrine_http_responses_total path=/v1/completions status=200") == 1
+    assert grown("peregrine_http_responses_total path=/v1/completions status=400") == 1
+    for name in ("queue_time", "time_to_first_token", "time_per_output_token", "request_time"):
+        assert grown(f"peregrine_{name}_seconds_count") == 4
+        assert grown(f"peregrine_{name}_seconds_sum") >= 0
+
+
+def test_gauges_show_the_engine(server: Served, http: httpx.Client) -> None:
+    body = {"prompt": "Once", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+    with http.stream("POST", "/v1/completions", json=body) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        busy = scrape(http)
+    server.wait_idle()
+    idle = scrape(http)
+    assert (busy["peregrine_running"], idle["peregrine_running"]) == (1, 0)
+    assert idle["peregrine_pages_free"] + idle["peregrine_pages_cached"] == idle["peregrine_pages"] == 399
+
+
+def test_unknown_paths_do_not_multiply_the_series(http: httpx.Client) -> None:
+    for index in range(3):
+        http.get(f"/random/{index}")
+    assert not [name for name in scrape(http) if "/random" in name]
+
+
+def test_the_dashboard_asks_for_names_that_exist(http: httpx.Client) -> None:
+    http.post("/v1/completions", json={"prompt": "Once upon a time", "max_tokens": 20, "temperature": 0})
+    known = {name.split(" ")[0] for name in scrape(http)}
+    dashboard = json.loads((DEPLOY / "grafana" / "dashboards" / "peregrine.json").read_text())
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    assert len(queries) >= 10
+    for query in queries:
+        names = re.findall(r"(?:peregrine_|vllm:)\w+", query)
+        assert names, query
+        assert not set(names) - known, query
+
+
+def test_deployment_files_agree_with_each_other() -> None:
+    yaml = pytest.importorskip("yaml")
+    compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+    assert set(compose["services"]) == {"peregrine", "prometheus", "grafana"}
+    scraped = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())["scrape_configs"][0]
+    [target] = scraped["static_configs"][0]["targets"]
+    service, port = target.split(":")
+    assert service in compose["services"]
+    assert port in (DEPLOY / "Dockerfile").read_text()
+    for mount in [m for service in compose["services"].values() for m in service.get("volumes", [])]:
+        source = mount.split(":")[0]
+        if source.startswith("."):
+            assert (DEPLOY / source).exists(), source
+    data = yaml.safe_load(
+        (DEPLOY / "grafana" / "provisioning" / "datasources" / "prometheus.yml").read_text()
+    )
+    dashboard = json.loads((DEPLOY / "grafana" / "dashboards" / "peregrine.json").read_text())
+    uid = data["datasources"][0]["uid"]
+    assert {panel["datasource"]["uid"] for panel in dashboard["panels"]} == {uid}

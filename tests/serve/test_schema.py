@@ -1,0 +1,83 @@
+"""Whatever a client sends, within the description of the API or beside it: no answer is a fault of the server."""
+
+import httpx
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.schemas import APIOperation
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    negative_data_rejection,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from peregrine.serve.app import make_app
+from peregrine.serve.service import Service
+from peregrine.serve.settings import ServeConfig
+from serve.conftest import Served
+
+CHECKS = (
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+    negative_data_rejection,
+)
+EXAMPLES = 40  # per operation and mode
+DESCRIPTION = make_app(Service("merlin", ServeConfig())).openapi()
+OPERATIONS = [found.ok() for found in schemathesis.openapi.from_dict(DESCRIPTION).get_all_operations()]
+
+SENT = [
+    pytest.param(operation, mode, id=f"{operation.label} {mode.value}")
+    for operation in OPERATIONS
+    for mode in GenerationMode
+    if mode is GenerationMode.POSITIVE or operation.body or operation.query  # there is something to get wrong
+]
+
+
+@pytest.mark.parametrize(("operation", "mode"), SENT)
+def test_no_answer_is_a_fault(server: Served, operation: APIOperation, mode: GenerationMode) -> None:
+    @given(case=operation.as_strategy(generation_mode=mode))
+    @settings(max_examples=EXAMPLES, suppress_health_check=list(HealthCheck))
+    def check(case: schemathesis.Case) -> None:
+        shorten(case)
+        case.call_and_validate(base_url=server.url, checks=list(CHECKS), timeout=60)
+
+    check()
+
+
+def shorten(case: schemathesis.Case) -> None:
+    """A long text is no other answer, only a later one."""
+    if isinstance(case.body, dict):
+        lengths = [
+            name for name in ("max_tokens", "max_completion_tokens", "n") if is_large(case.body.get(name))
+        ]
+        case.body = {**case.body, **dict.fromkeys(lengths, 2)}
+        if "messages" in case.body and not lengths:
+            case.body = {"max_tokens": 2, **case.body}
+    if case.query and is_large(case.query.get("timeout")):
+        case.query["timeout"] = 0
+
+
+def is_large(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 2
+
+
+def test_every_route_is_described(http: httpx.Client) -> None:
+    paths = http.get("/openapi.json").json()["paths"]
+    assert set(paths) == {
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/models",
+        "/v1/models/{model}",
+        "/tokenize",
+        "/detokenize",
+        "/health",
+        "/version",
+        "/server_info",
+        "/flush_cache",
+        "/metrics",
+    }

@@ -1,0 +1,162 @@
+"""What is not generation: text routes, health, info, the cache, keys, limits, and errors of the transport."""
+
+import json
+import threading
+import time
+
+import httpx
+import pytest
+
+from peregrine import LLM, __version__
+from serve.conftest import Served, start, wait_ready
+
+ENDLESS = {"prompt": "Once", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+
+
+def test_tokenize_and_back(server: Served, http: httpx.Client) -> None:
+    told = http.post("/tokenize", json={"prompt": "Once upon é"}).json()
+    assert told["tokens"] == server.llm.encode("Once upon é")
+    assert (told["count"], told["max_model_len"]) == (len(told["tokens"]), 2048)
+    assert http.post("/detokenize", json={"tokens": told["tokens"]}).json() == {"prompt": "Once upon é"}
+    messages = [{"role": "user", "content": "Hello"}]
+    chat = http.post("/tokenize", json={"messages": messages}).json()["tokens"]
+    assert chat == server.llm.encode_chat(messages)
+    plain, special = (
+        http.post("/detokenize", json={"tokens": chat, "skip_special_tokens": skip}).json()["prompt"]
+        for skip in (True, False)
+    )
+    assert "<|user|>" in special
+    assert "<|user|>" not in plain
+    refused = http.post("/detokenize", json={"tokens": [9999]})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tokens")
+
+
+def test_health_version_and_the_page(http: httpx.Client) -> None:
+    assert http.get("/health").json() == {"status": "ready"}
+    assert http.get("/version").json() == {"version": __version__}
+    assert "Peregrine" in http.get("/").text
+    assert http.get("/static/index.html").text == http.get("/").text
+
+
+def test_server_info(server: Served, http: httpx.Client) -> None:
+    http.post("/v1/completions", json={"prompt": "Once upon a time", "max_tokens": 30, "temperature": 0})
+    info = http.get("/server_info").json()
+    assert {d["field"]: d["because"] for d in info["decisions"]} == {
+        d.field: d.because for d in server.llm.decisions
+    }
+    assert info["limits"]["max_model_len"] == 2048
+    assert info["acceptance"]["accept_length"] > 1
+    assert info["internal_states"][0]["avg_spec_accept_length"] == info["acceptance"]["accept_length"]
+
+
+def test_cache_is_dropped_only_when_nothing_runs(server: Served, http: httpx.Client) -> None:
+    http.post("/v1/completions", json={"prompt": list(range(200, 264)), "max_tokens": 1})
+    server.wait_idle()
+    assert server.llm.engine.holdings.tree.num_cached > 0
+    with http.stream("POST", "/v1/completions", json=ENDLESS) as stream:
+        lines = stream.iter_lines()  # kept: when it goes, the connection goes
+        next(lines)
+        busy = http.post("/flush_cache")
+        assert busy.status_code == 409
+        assert "1 generations are running or waiting" in busy.json()["error"]["message"]
+        assert http.post("/flush_cache?timeout=0.05").status_code == 409
+    freed = http.post("/flush_cache?timeout=30").json()["pages_freed"]
+    assert freed >= 4
+    pool = server.llm.engine.holdings.pool
+    assert pool.num_free == pool.num_pages - 1
+    assert http.post("/flush_cache?timeout=-1").json()["error"]["param"] == "timeout"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/v1/nothing", 404, "not_found"),
+        ("GET", "/v1/completions", 405, "method_not_allowed"),
+        ("GET", "/v1/models/falcon", 404, "model_not_found"),
+    ],
+)
+def test_wrong_routes_have_the_same_shape(
+    http: httpx.Client, method: str, path: str, status: int, code: str
+) -> None:
+    response = http.request(method, path)
+    assert (response.status_code, response.json()["error"]["code"]) == (status, code)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[1]",
+        b'"prompt"',
+        b'{"prompt": "\xff"}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "x", "model": "\\ud800"}',
+        b'{"prompt": "x", "\\ud800": 1}',
+        b'{"prompt": "x", "temperature": NaN}',
+        b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}",
+        b'{"prompt": "x", "temperature": 1e999}',
+        b"[" * 50_000,
+        b'{"prompt": ""}',
+        b'{"prompt": []}',
+        b'{"prompt": [[]]}',
+    ],
+)
+def test_no_body_is_a_fault_of_the_server(http: httpx.Client, content: bytes) -> None:
+    response = http.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
+    assert response.status_code in (400, 404)
+    assert response.json()["error"]["message"]
+
+
+def test_keys() -> None:
+    served = start(lambda: LLM("merlin", num_pages=200), api_keys=("old", "new"))
+    try:
+        wait_ready(served)
+        with served.http() as http:
+            for path in ("/health", "/version", "/metrics", "/", "/docs", "/openapi.json"):
+                assert http.get(path).status_code == 200
+            for headers in ({}, {"Authorization": "Bearer no"}, {"Authorization": "old"}):
+                refused = http.get("/v1/models", headers=headers)
+                assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
+                assert http.post("/flush_cache", headers=headers).status_code == 401
+            for key in ("old", "new"):
+                headers = {"Authorization": f"Bearer {key}"}
+                assert http.get("/v1/models", headers=headers).status_code == 200
+    finally:
+        served.stop()
+
+
+def test_limits() -> None:
+    """Body, prompt and queue: each refused with its own status, and nothing is left behind."""
+    settings = {"max_body_bytes": 2048, "max_prompt": 40, "max_queue": 1}
+    served = start(lambda: LLM("merlin", num_pages=300, max_rows=1), **settings)
+    try:
+        wait_ready(served)
+        with served.http() as http:
+            large = json.dumps({"prompt": "x" * 3000}).encode()
+            assert http.post("/v1/completions", content=large).status_code == 413
+            assert http.post("/v1/completions", content=iter([large[:1500], large[1500:]])).status_code == 413
+            long = http.post("/v1/completions", json={"prompt": list(range(1, 42))})
+            assert long.status_code == 400
+            assert "41 tokens" in long.json()["error"]["message"]
+            assert "limit of 40" in long.json()["error"]["message"]
+            many = http.post("/v1/completions", json={"prompt": "x", "n": 3})
+            assert (many.status_code, many.json()["error"]["param"]) == (400, "n")
+            with http.stream("POST", "/v1/completions", json=ENDLESS) as first:
+                lines = first.iter_lines()
+                next(lines)
+                waiting = threading.Thread(
+                    target=lambda: http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1})
+                )
+                waiting.start()
+                while served.service.desk.num_open < 2:
+                    time.sleep(0.01)
+                full = http.post("/v1/completions", json={"prompt": "x"})
+                assert full.status_code == 429
+                assert int(full.headers["retry-after"]) >= 1
+                assert full.json()["error"]["type"] == "rate_limit_error"
+            waiting.join()
+            served.wait_idle()
+            assert http.post("/v1/completions", json={"prompt": "x"}).status_code == 200
+    finally:
+        served.stop()
