@@ -13,7 +13,7 @@ PIP := $(PY) -m pip --disable-pip-version-check install --no-input -c constraint
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench doctor install clean
+.PHONY: help demo test lint format bench doctor install browser clean
 
 help:
 	@echo "Peregrine: an LLM inference engine built around speculative decoding."
@@ -25,6 +25,7 @@ help:
 	@echo "  make bench     measure the engine on this machine"
 	@echo "  make doctor    what this machine has and what can serve on it"
 	@echo "  make install   build .venv and stop there"
+	@echo "  make browser   install chromium for the playground's tests, where that is possible"
 	@echo "  make clean     remove .venv and caches"
 	@echo ""
 	@echo "The first of these builds .venv (a few minutes, network needed once)."
@@ -47,7 +48,7 @@ lint: $(STAMP)
 	@echo "[types] mypy --strict src"
 	@$(PY) -m mypy --no-error-summary
 
-test: lint
+test: lint browser
 	@echo "[tests] pytest, $(JOBS) workers"
 	@$(PY) -m pytest -q -n $(JOBS)
 
@@ -56,6 +57,18 @@ format: $(STAMP)
 	@$(PY) -m ruff format src tests
 
 install: $(STAMP)
+
+# The playground is tested in a real browser. Where none is there and none can be installed, those tests are skipped.
+browser: $(STAMP)
+	@for name in chromium chromium-browser google-chrome; do command -v $$name >/dev/null && exit 0; done; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		echo "[browser] installing chromium for the playground's tests (log in $(VENV)/browser.log)"; \
+		{ timeout 120 apt-get update -qq && DEBIAN_FRONTEND=noninteractive timeout 300 \
+			apt-get install -y -qq --no-install-recommends chromium; } >$(VENV)/browser.log 2>&1 \
+		|| echo "[browser] that failed; the playground's tests will be skipped"; \
+	else \
+		echo "[browser] none found; apt-get install chromium to test the playground too"; \
+	fi
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
