@@ -16,7 +16,7 @@ from peregrine.bench.serve_client import Client
 from peregrine.bench.serve_counters import Counters, read_counters
 from peregrine.bench.serve_metrics import Exchange, Limits, figures, summarise
 from peregrine.bench.serve_table import show
-from peregrine.cli.bench_serve import command_line
+from peregrine.cli.bench_result import command_line
 from peregrine.cli.main import main
 from peregrine.errors import ConfigError
 from serve.conftest import Served, start, wait_ready

@@ -1,11 +1,9 @@
 """`peregrine bench`: measure the engine on this machine."""
 
 import argparse
-import json
-import sys
-from pathlib import Path
 
-from peregrine.cli.bench_serve import add_benchmarks, command_line
+from peregrine.cli.bench_result import add_result_flags, finish
+from peregrine.cli.bench_serve import add_benchmarks
 from peregrine.cli.flags import add_engine_flags, engine_flags, engine_options
 from peregrine.cli.serve import need_serve_extra
 
@@ -35,8 +33,7 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     offline.add_argument("--repeats", type=int, default=3, metavar="N", help="the median counts (default: 3)")
     offline.add_argument("--temperature", type=float, default=0.0, metavar="T", help="(default: 0)")
     offline.add_argument("--no-peer", action="store_true", help="leave transformers out")
-    offline.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    offline.add_argument("--out", type=Path, metavar="FILE", help="also write the JSON here")
+    add_result_flags(offline)
     add_engine_flags(offline)
     offline.set_defaults(run=run_offline)
     add_http(kinds)
@@ -51,12 +48,8 @@ def run_offline(args: argparse.Namespace) -> int:
     from peregrine.bench import offline
 
     plan = offline.Plan(tuple(args.rows), args.tokens, args.repeats, args.temperature, not args.no_peer)
-    result = {"command": command_line(sys.argv), **offline.run(plan, engine_options(args))}
-    written = json.dumps(result, indent=2)
-    if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(written + "\n")
-    print(written if args.json else offline.show(result))
+    result = offline.run(plan, engine_options(args))
+    finish(result, offline.show, args)
     return 0
 
 
@@ -72,8 +65,7 @@ def add_http(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
     http.add_argument("--tokens", type=int, default=128, metavar="N", help="per stream (default: 128)")
     http.add_argument("--repeats", type=int, default=5, metavar="N", help="the median counts (default: 5)")
     http.add_argument("--temperature", type=float, default=0.0, metavar="T", help="(default: 0)")
-    http.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    http.add_argument("--out", type=Path, metavar="FILE", help="also write the JSON here")
+    add_result_flags(http)
     add_engine_flags(http)
     http.set_defaults(run=run_http)
 
@@ -85,11 +77,7 @@ def run_http(args: argparse.Namespace) -> int:
 
     plan = http.Plan(args.streams, args.tokens, args.repeats, args.temperature)
     result = http.run(plan, engine_options(args), engine_flags(args))
-    written = json.dumps(result, indent=2)
-    if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(written + "\n")
-    print(written if args.json else http.show(result))
+    finish(result, http.show, args)
     return 0
 
 
@@ -115,8 +103,7 @@ def add_round(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
     parser.add_argument(
         "--accept", type=float, metavar="LEN", help="simulated tokens per round, bonus counted"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="also write the JSON here")
+    add_result_flags(parser)
     add_engine_flags(parser)
     parser.set_defaults(run=run_round)
 
@@ -138,8 +125,7 @@ def run_round(args: argparse.Namespace) -> int:
     if args.accept is not None:
         options["simulate_accept"] = args.accept
     result = rounds.run(rounds.engine_config(options, cases, args.rounds), cases, args.rounds)
-    write_result(result, args.out)
-    print(json.dumps(result, indent=2) if args.json else rounds.show(result))
+    finish(result, rounds.show, args)
     return 0
 
 
@@ -177,8 +163,7 @@ def add_kernels(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     parser.add_argument("--dtype", default="bfloat16", metavar="DTYPE", help="(default: bfloat16)")
     parser.add_argument("--kv-dtype", default="auto", metavar="DTYPE", help="auto or float8 (default: auto)")
     parser.add_argument("--device", default="auto", metavar="DEVICE", help="(default: auto)")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="also write the JSON here")
+    add_result_flags(parser)
     parser.set_defaults(run=run_kernels)
 
 
@@ -198,8 +183,7 @@ def run_kernels(args: argparse.Namespace) -> int:
             device=args.device,
         )
     )
-    write_result(result, args.out)
-    print(json.dumps(result, indent=2) if args.json else kernels.show(result))
+    finish(result, kernels.show, args)
     return 0
 
 
@@ -224,8 +208,7 @@ def add_tiles(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
         help="heights of tiles (default: 16 32 64 128)",
     )
     parser.add_argument("--dtype", default="auto", metavar="DTYPE", help="(default: as stored)")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="also write the JSON here")
+    add_result_flags(parser)
     parser.set_defaults(run=run_tiles)
 
 
@@ -234,13 +217,5 @@ def run_tiles(args: argparse.Namespace) -> int:
     from peregrine.bench import tiles
 
     result = tiles.run(args.model, args.drafter, tuple(args.rows), args.dtype)
-    write_result(result, args.out)
-    print(json.dumps(result, indent=2) if args.json else tiles.show(result))
+    finish(result, tiles.show, args)
     return 0
-
-
-def write_result(result: object, out: Path | None) -> None:
-    """The result as a JSON file, if one was asked for."""
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(result, indent=2) + "\n")

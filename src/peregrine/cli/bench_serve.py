@@ -1,11 +1,9 @@
 """`peregrine bench serve`, `sweep` and `report`: measure a server, find the best drafts, show what was found."""
 
 import argparse
-import json
-import shlex
-import sys
 from pathlib import Path
 
+from peregrine.cli.bench_result import add_result_flags, finish
 from peregrine.cli.flags import add_engine_flags, engine_options, tree_shape
 
 SERVE_EPILOG = """examples:
@@ -84,7 +82,7 @@ def run_serve(args: argparse.Namespace) -> int:
         flush=not args.no_flush,
     )
     result = serve.run(plan, Client(args.url, args.api_key))
-    finish(result, show(result), args)
+    finish(result, show, args)
     return 1 if any(case["failed"] for case in result["cases"]) else 0
 
 
@@ -140,7 +138,7 @@ def run_sweep(args: argparse.Namespace) -> int:
         repeats=args.repeats,
     )
     result = sweep.run(plan, engine_options(args))
-    finish(result, sweep.show(result), args)
+    finish(result, sweep.show, args)
     return 0 if result["identical"] else 1
 
 
@@ -182,29 +180,3 @@ def add_prompt_flags(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="built-in: short-chat, code, summarise or long (default: short-chat)",
     )
-
-
-def add_result_flags(parser: argparse.ArgumentParser) -> None:
-    """Where the result goes."""
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="also write the JSON here")
-
-
-def finish(result: dict[str, object], table: str, args: argparse.Namespace) -> None:
-    """Print the result, and write it if a file was named, with the command that made it."""
-    written = json.dumps({"command": command_line(sys.argv), **result}, indent=2)
-    if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(written + "\n", encoding="utf-8")
-    print(written if args.json else table)
-
-
-def command_line(argv: list[str]) -> str:
-    """The command as it may be shown to others: without the key."""
-    words = ["peregrine", *argv[1:]]
-    for index, word in enumerate(words):
-        if word.startswith("--api"):  # argparse takes beginnings of flags, too
-            flag, joined, _ = word.partition("=")
-            place = index if joined else index + 1
-            words[place : place + 1] = [f"{flag}=..." if joined else "..."]
-    return shlex.join(words)
