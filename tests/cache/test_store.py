@@ -57,31 +57,9 @@ def test_float8_is_held_divided_by_its_scale_and_cut_off() -> None:
     assert not store.keys[0].float().any()
 
 
-def test_float8_moves_as_it_is() -> None:
-    store = make_store(torch.float8_e4m3fn)
-    k = torch.randn(3, 3, 8)
-    store.write(0, torch.tensor([5, 6, 7]), k, k)
-    held = store.keys.float()
-    store.move(torch.tensor([5, 6, 7]), torch.tensor([4, 5, 6]))
-    assert torch.equal(store.keys[:, 4:7].float(), held[:, 5:8])
-
-
 def test_only_float8_has_scales() -> None:
     assert make_store(torch.bfloat16).k_scales is None
     assert make_store().v_scales is None
-
-
-def test_move_reads_all_before_it_writes() -> None:
-    store = make_store()
-    store.keys.normal_()
-    store.values.normal_()
-    keys, values = store.keys.clone(), store.values.clone()
-    store.move(torch.tensor([5, 6, 7]), torch.tensor([4, 5, 6]))
-    assert torch.equal(store.keys[:, 4:7], keys[:, 5:8])
-    assert torch.equal(store.values[:, 4:7], values[:, 5:8])
-    store.move(torch.tensor([9, 10]), torch.tensor([10, 9]))
-    assert torch.equal(store.keys[:, [9, 10]], keys[:, [10, 9]])
-    assert torch.equal(store.keys[:, 11:], keys[:, 11:])
 
 
 def test_an_empty_size_is_refused_by_name() -> None:

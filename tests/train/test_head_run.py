@@ -14,6 +14,7 @@ from peregrine.cli.main import main
 from peregrine.llm import LLM
 from peregrine.sampling import SamplingParams
 from peregrine.train import head_run, sampling
+from peregrine.train.make_head import WORK
 from peregrine.train.make_merlin import MerlinOrder, make_merlin
 from peregrine.train.merlin import Workshop, make_target
 from peregrine.train.pretrain import Options
@@ -141,11 +142,11 @@ def test_a_killed_run_ends_with_the_weights_of_an_uninterrupted_one(
 
     monkeypatch.setattr(head_run, "train_step", killed_step)
     assert train(*flags, out="parts") == 130
-    assert json.loads((tmp_path / "parts/work/run/state/facts.json").read_text())["step"] == 4
+    assert json.loads((tmp_path / "parts" / WORK / "run/state/facts.json").read_text())["step"] == 4
     monkeypatch.setattr(head_run, "train_step", step)
     assert train(*flags, out="parts") == 0
     for kind in ("model.safetensors", "optimizer.safetensors"):
-        whole, parts = (load_file(tmp_path / out / "work/run/state" / kind) for out in ("whole", "parts"))
+        whole, parts = (load_file(tmp_path / out / WORK / "run/state" / kind) for out in ("whole", "parts"))
         assert whole.keys() == parts.keys()
         for name in whole:
             assert torch.equal(whole[name], parts[name]), name
@@ -237,7 +238,7 @@ def test_chats_and_ready_prompts_come_from_jsonl(train: Callable[..., int], tmp_
     lines = [*chats, *({"prompt": story(name, "hat", 3)[:20]} for name in NAMES)]
     (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, lines)))
     assert train("--tokens", "300", "--steps", "1", "--no-eval", data=tmp_path / "chats.jsonl") == 0
-    prompts = json.loads((tmp_path / "head/work/prompts.json").read_text())[0]
+    prompts = json.loads((tmp_path / "head" / WORK / "prompts.json").read_text())[0]
     assert {source for source, _ in prompts} == {"chats"}
     assert any(tokens[0] == 1 and tokens.count(2) == 1 and tokens[-1] != 0 for _, tokens in prompts)
 
@@ -252,7 +253,7 @@ def test_documents_join_the_samples_and_another_head_is_gone_on_from(
     first, second = (json.loads((tmp_path / out / "report.json").read_text()) for out in ("first", "second"))
     assert first["text_tokens"] == 0
     assert 4000 <= second["text_tokens"] < 4200
-    texts = sampling.load_shard(tmp_path / "second/work/texts.npz")
+    texts = sampling.load_shard(tmp_path / "second" / WORK / "texts.npz")
     lasts = texts.tokens[texts.starts[1:] - 1]
     assert ((lasts == 0) | (texts.starts[1:] - texts.starts[:-1] == 24 + 40)).all()  # ended, or cut to fit
     assert second["rows"] > first["rows"]

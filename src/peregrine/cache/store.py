@@ -57,11 +57,6 @@ class KVStore:
         _as_bytes(self.keys[layer]).index_copy_(0, slots, _as_bytes(k))
         _as_bytes(self.values[layer]).index_copy_(0, slots, _as_bytes(v))
 
-    def move(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy slots [M] to slots [M] in every layer; all are read before any is written."""
-        for held in (_as_bytes(self.keys), _as_bytes(self.values)):
-            held.index_copy_(1, targets, held.index_select(1, sources))
-
     def _quantised(self, x: Tensor, scale: Tensor) -> Tensor:
         largest = torch.finfo(self.keys.dtype).max
         return (x.float() / scale).clamp(-largest, largest).to(self.keys.dtype)

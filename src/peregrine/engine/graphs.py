@@ -25,10 +25,6 @@ class Graphs(Generic[Result]):
     def __len__(self) -> int:
         return len(self._recorded)
 
-    def has(self, key: Hashable) -> bool:
-        """Whether there is a recording for this key."""
-        return key in self._recorded
-
     def record(self, key: Hashable, call: Callable[[], Result]) -> int:
         """Warm up and record; returns the bytes of device memory it took. The call is run, so it must do no harm."""
         before = torch.cuda.mem_get_info(self.device)[0]

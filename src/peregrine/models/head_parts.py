@@ -148,16 +148,18 @@ class Eagle3Layer(nn.Module):
         return Heads(q, k, v)
 
     def _leave(self, attended: Tensor, values: Tensor, next_norm: RMSNorm | None) -> Stream:
-        def step(attended: Tensor, values: Tensor) -> tuple[Tensor, ...]:
+        def leave(attended: Tensor, values: Tensor) -> Stream:
             stream = self.attention.out.join(attended.flatten(1), Stream(values, values), self.post_norm)
-            stream = self.mlp.forward(stream, next_norm)
+            return self.mlp.forward(stream, next_norm)
+
+        def step(attended: Tensor, values: Tensor) -> tuple[Tensor, ...]:
+            stream = leave(attended, values)
             return stream.values, stream.ready
 
-        if self._remembers:
-            values, ready = self.shelf.run(1, step, attended, values)
-            return Stream(values, ready)
-        stream = self.attention.out.join(attended.flatten(1), Stream(values, values), self.post_norm)
-        return self.mlp.forward(stream, next_norm)
+        if not self._remembers:
+            return leave(attended, values)
+        values, ready = self.shelf.run(1, step, attended, values)
+        return Stream(values, ready)
 
     @property
     def _remembers(self) -> bool:
