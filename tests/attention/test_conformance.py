@@ -8,7 +8,14 @@ from torch import Tensor
 
 from peregrine.attention import Attend, AttentionBackend, AttentionMetadata, LayerAttention
 from peregrine.attention.conformance import Case, conformance_cases, run_conformance
-from peregrine.attention.conformance.cases import HEAD_DIMS, HEADS, PAGE_SIZES, QUICK
+from peregrine.attention.conformance.cases import (
+    HEAD_DIMS,
+    HEADS,
+    LATENTS,
+    PAGE_SIZES,
+    QUICK,
+    SMALL_LATENTS,
+)
 from peregrine.attention.conformance.problem import answer, chain
 from peregrine.attention.torch_backend import TorchBackend
 from peregrine.attention.triton_backend import ON_CUDA
@@ -18,6 +25,8 @@ CPU = torch.device("cpu")
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 PLAIN = Case(torch.float32, torch.float32, (4, 1, 64), 16, None, False, False, QUICK)
 TREE = Case(torch.float32, torch.float32, (4, 1, 64), 16, None, False, True, QUICK)
+LATENT = Case(torch.float32, torch.float32, (4, 1, 48, 32), 16, None, False, False, QUICK)
+LATENT_TREE = Case(torch.float32, torch.float32, (4, 1, 48, 32), 16, None, False, True, QUICK)
 
 Spoil = Callable[[KVStore, AttentionMetadata, Tensor, Tensor], Tensor]
 
@@ -49,7 +58,9 @@ def nudged(out: Tensor, by: Tensor | float) -> Tensor:
     return out * (1 + 2e-7 * torch.as_tensor(by))
 
 
-@pytest.mark.parametrize("case", [PLAIN, TREE], ids=["plain", "tree"])
+@pytest.mark.parametrize(
+    "case", [PLAIN, TREE, LATENT, LATENT_TREE], ids=["plain", "tree", "latent", "latent-tree"]
+)
 def test_a_right_backend_breaks_nothing(case: Case) -> None:
     assert broken(TorchBackend(), case) == set()
 
@@ -97,6 +108,16 @@ FAULTS: dict[str, tuple[Case, Spoil, str]] = {
         lambda store, m, q, out: out.nan_to_num(),
         "poison in a draft stays with those who see it",
     ),
+    "a value that is no part of its key": (
+        LATENT,
+        lambda store, m, q, out: out.roll(1, 2),
+        "near the float64 answer",
+    ),
+    "poison in a latent that is hidden": (
+        LATENT,
+        lambda store, m, q, out: out.nan_to_num(),
+        "poison in a draft stays with those who see it",
+    ),
 }
 
 
@@ -106,8 +127,18 @@ def test_a_fault_is_found_and_named(fault: str) -> None:
     assert name in broken(Spoiled(spoil), case)
 
 
+def apart(cases: list[Case]) -> list[Case]:
+    """Those whose keys and values are apart."""
+    return [case for case in cases if len(case.heads) == 3]
+
+
+def latent(cases: list[Case]) -> list[Case]:
+    """Those whose keys hold their values."""
+    return [case for case in cases if len(case.heads) == 4]
+
+
 def test_every_pair_of_settings_occurs() -> None:
-    cases = conformance_cases(ON_CUDA, FLOATS)
+    cases = apart(conformance_cases(ON_CUDA, FLOATS))
     stores = [(d, kv) for d in FLOATS for kv in (d, torch.float8_e4m3fn)]
     assert {(c.heads[:2], c.heads[2]) for c in cases} == {(h, d) for h in HEADS for d in HEAD_DIMS}
     assert {(c.dtype, c.kv_dtype, c.heads[2]) for c in cases} == {(*s, d) for s in stores for d in HEAD_DIMS}
@@ -117,13 +148,25 @@ def test_every_pair_of_settings_occurs() -> None:
 
 
 def test_quick_cases_have_every_setting_once() -> None:
-    cases = conformance_cases(ON_CUDA, FLOATS, quick=True)
+    cases = apart(conformance_cases(ON_CUDA, FLOATS, quick=True))
     assert {c.heads[2] for c in cases} == set(HEAD_DIMS)
     assert {c.heads[:2] for c in cases} == set(HEADS)
     assert {c.page_size for c in cases} == set(PAGE_SIZES)
     assert {c.kv_dtype for c in cases} == {*FLOATS, torch.float8_e4m3fn}
     for setting in ([c.is_tree for c in cases], [c.has_sinks for c in cases], [c.window for c in cases]):
         assert len(set(setting)) == 2
+
+
+def test_every_pair_of_settings_of_latent_attention_occurs() -> None:
+    cases = latent(conformance_cases(ON_CUDA, FLOATS))
+    shapes = {(heads, 1, *dims) for heads, *dims in (*LATENTS, *SMALL_LATENTS)}
+    assert {(c.heads, c.dtype) for c in cases} == {(shape, d) for shape in shapes for d in FLOATS}
+    assert {(c.heads, c.page_size) for c in cases} == {(shape, p) for shape in shapes for p in PAGE_SIZES}
+    assert {(c.page_size, c.is_tree) for c in cases} == {(p, t) for p in PAGE_SIZES for t in (False, True)}
+    assert all(c.kv_dtype == c.dtype and c.window is None and not c.has_sinks for c in cases)
+    quick = latent(conformance_cases(ON_CUDA, FLOATS, quick=True))
+    assert {c.heads for c in quick} == {(heads, 1, *dims) for heads, *dims in SMALL_LATENTS}
+    assert "heads of 48, values in their first 32" in LATENT.name
 
 
 def test_cases_keep_to_what_the_traits_promise() -> None:
@@ -137,6 +180,7 @@ def test_cases_keep_to_what_the_traits_promise() -> None:
         tree_masks=False,
         windows=False,
         sinks=False,
+        shared_kv=False,
     )
     cases = conformance_cases(poor, [torch.float32])
     assert {(c.heads[2], c.page_size, c.window, c.has_sinks, c.is_tree) for c in cases} == {

@@ -81,7 +81,7 @@ def test_only_forces_a_kernel_where_both_may_serve(q_len: int, kernel: Kernel) -
     [
         (Window.ragged([7, 3]), "2 x up to 7: context, rows differ in length"),
         (Window.uniform(2, 17), "2 x 17: context, decode takes at most 16 queries a row"),
-        (Window.uniform(2, 3), "2 x 3: decode, not measured"),
+        (Window.uniform(2, 3), "2 x 3: decode, measured when an engine starts"),
         (Window.uniform(1, 4), "1 x 4: context, decode took 0.5000 ms and context 0.2500 ms"),
     ],
 )

@@ -8,6 +8,7 @@ import torch
 from peregrine.attention import GraphSupport, Needs, Traits, choose_backend, refusals
 from peregrine.attention.numba_backend import NumbaBackend
 from peregrine.attention.routing import BACKENDS
+from peregrine.attention.torch_backend import TorchBackend
 from peregrine.errors import ConfigError
 
 TRAITS = Traits(
@@ -20,6 +21,7 @@ TRAITS = Traits(
     tree_masks=False,
     windows=False,
     sinks=False,
+    shared_kv=False,
     reads_host_lens=False,
     graphs=GraphSupport.UNIFORM,
     automatic=True,
@@ -33,6 +35,7 @@ NEEDS = Needs(
     tree_masks=False,
     windows=False,
     sinks=False,
+    shared_kv=False,
     graphs=GraphSupport.UNIFORM,
 )
 CPU_NEEDS = replace(
@@ -64,11 +67,23 @@ def test_what_fits_has_no_refusals() -> None:
         (replace(NEEDS, tree_masks=True), "has no tree masks; choose a chain drafter"),
         (replace(NEEDS, windows=True), "has no sliding windows, and the model has layers with one"),
         (replace(NEEDS, sinks=True), "has no attention sinks, and the model has them"),
+        (
+            replace(NEEDS, shared_kv=True, head_dim=576),
+            "reads values apart from keys, and the model's values are a part of its keys (MLA)",
+        ),
         (replace(NEEDS, graphs=GraphSupport.ANY), "captures UNIFORM, but the round needs ANY"),
     ],
 )
 def test_each_need_has_its_refusal(needs: Needs, reason: str) -> None:
     assert refusals(needs, TRAITS) == [reason]
+
+
+def test_keys_that_hold_their_values_are_of_the_models_dtype() -> None:
+    needs = replace(CPU_NEEDS, shared_kv=True, head_dim=576, kv_dtype=torch.float8_e4m3fn)
+    assert refusals(needs, TorchBackend().traits) == [
+        "reads keys that hold their values (MLA) in float32 alone"
+    ]
+    assert choose_backend("auto", replace(needs, kv_dtype=torch.float32)).backend.name == "torch"
 
 
 def test_a_captured_round_never_reads_lengths_on_the_host() -> None:

@@ -4,18 +4,21 @@ import pytest
 import torch
 
 from peregrine.attention import Kernel, LayerAttention
-from peregrine.attention.conformance.paging import attend
+from peregrine.attention.conformance.paging import Layout, attend, lay_out
 from peregrine.attention.conformance.problem import chain
 from peregrine.attention.kernel_choice import only
+from peregrine.attention.torch_backend import TorchBackend
 from peregrine.attention.triton_backend import INTERPRETED, ON_CUDA, TritonBackend
 from peregrine.hardware import triton_interprets
 from peregrine.kernels.gpu import TRITON_PRESENT
+from peregrine.kernels.latent import LatentTurn
 
 needs_interpreter = pytest.mark.skipif(
     not (TRITON_PRESENT and triton_interprets()), reason="needs Triton's interpreter"
 )
 LAYER = LayerAttention(0.2, None, None)
 HEADS = (4, 1, 16)
+LATENT = (4, 1, 48, 32)
 
 
 def test_traits_say_where_the_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,3 +46,43 @@ def test_the_kernel_that_costs_less_is_launched(kernel: Kernel, monkeypatch: pyt
     attend(TritonBackend(only(kernel, [(1, 2)])), [chain(140, 2, HEADS)], LAYER)
     decode, context = [gpu.decode_kernel, gpu.merge_kernel], [gpu.context_kernel]
     assert launched == [gpu.write_kernel, *(decode if kernel is Kernel.DECODE else context)]
+
+
+@needs_interpreter
+@pytest.mark.parametrize("kernel", Kernel)
+def test_latent_attention_has_both_kernels(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    from peregrine.kernels import latent_plan_gpu as gpu
+
+    launched = []
+    right = gpu.launch
+
+    def spy(what: object, *arguments: object, **options: object) -> None:
+        launched.append((what, options.get("APART")))
+        right(what, *arguments, **options)
+
+    monkeypatch.setattr(gpu, "launch", spy)
+    attend(TritonBackend(only(kernel, [(1, 2)])), [chain(140, 2, LATENT)], LAYER)
+    decode = [(gpu.latent_kernel, True), (gpu.latent_merge_kernel, None)]
+    assert launched == (decode if kernel is Kernel.DECODE else [(gpu.latent_kernel, False)])
+
+
+@needs_interpreter
+@pytest.mark.parametrize("asking", [[0, 1, 2], [2], []])
+def test_latent_queries_and_keys_are_turned_on_the_way(asking: list[int]) -> None:
+    """What a model asks of a GPU, against the torch backend; with few queries, and with none."""
+    rows = [chain(140, 3, LATENT).at(*(asking or [0]))]
+    rank, rope = LATENT[3], LATENT[2] - LATENT[3]
+    rng = torch.Generator().manual_seed(1)
+    q_rope = torch.randn(len(asking), LATENT[0], rope, generator=rng)
+    places = torch.arange(140, 143)
+    table = torch.randn(150, rope, generator=rng)
+    turn = LatentTurn(q_rope, places[asking], places, table, torch.rand(rank, generator=rng), 1e-6)
+    outs, stores = [], []
+    for backend in (TorchBackend(), TritonBackend()):
+        forward = lay_out(rows, Layout())
+        bound = backend.bind(forward.store, [LAYER] * 2, forward.metadata)
+        outs.append(bound(1, forward.q[: len(asking)], forward.k, forward.v, turn))
+        stores.append(forward.store.keys)
+    assert outs[0].shape == (len(asking), LATENT[0], rank)
+    torch.testing.assert_close(outs[1], outs[0], atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(stores[1], stores[0], atol=1e-6, rtol=1e-5)

@@ -6,10 +6,13 @@ import pytest
 import torch
 
 from peregrine.bench import round as rounds
-from peregrine.bench.round import WARMUP_ROUNDS, Case, engine_config, round_bytes
+from peregrine.bench.floor import experts_read, round_bytes, stores_of, weight_bytes
+from peregrine.bench.round import WARMUP_ROUNDS, Case, engine_config
 from peregrine.cli.main import main
 from peregrine.config import TreeShape
 from peregrine.errors import ConfigError
+from peregrine.sampling import SamplingParams
+from spec.expert_models import latent_mtp_model
 from spec.harness import (
     HEAD_DIM,
     HEADS,
@@ -21,6 +24,7 @@ from spec.harness import (
     build,
     eagle3_head,
     eagle_head,
+    latent_model,
     noisy_model,
 )
 
@@ -92,12 +96,26 @@ def test_what_was_asked_for_is_kept() -> None:
     assert engine_config({"tree": TreeShape(3, 2, 8)}, [Case(1, 8)], 5).tree == TreeShape(3, 2, 8)
 
 
-def test_a_table_has_a_line_for_each_case() -> None:
-    figures = rounds.Figures(8, 2048, 5.0, 3.0, 4800.0, 4.0, 1.25, 16.0, 80.0, 0.004)
+@pytest.mark.parametrize("experts", [0.0, 12.34])
+def test_a_table_has_a_line_for_each_case(experts: float) -> None:
+    figures = rounds.Figures(8, 2048, 5.0, 3.0, 4800.0, 4.0, 1.25, 16.0, experts, 80.0, 0.004)
     facts = {"asked": {"model": "m"}, "copy_tb_per_s": 4.1, "start_s": 9.0}
     lines = rounds.show(facts | {"cases": [rounds.asdict(figures)]}).splitlines()
     assert len(lines) == 3
-    assert lines[-1].split() == ["8", "2048", "5.000", "4.000", "1.250", "3.00", "4800", "80", "0.4%"]
+    counted = ["12.3"] if experts else []
+    assert lines[-1].split() == [
+        "8",
+        "2048",
+        "5.000",
+        "4.000",
+        "1.250",
+        "3.00",
+        "4800",
+        "80",
+        "0.4%",
+        *counted,
+    ]
+    assert ("experts" in lines[1]) == bool(experts)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is something to measure")
@@ -124,3 +142,81 @@ def test_the_command_asks_for_its_cases(monkeypatch: pytest.MonkeyPatch, capsys)
     assert config.simulate_accept == 2.5  # type: ignore[attr-defined]
     assert config.tree == TreeShape(3, 2, 8)  # type: ignore[attr-defined]
     assert json.loads(capsys.readouterr().out)["benchmark"] == "round"
+
+
+def test_experts_count_as_often_as_tokens_hit_them_and_latents_once() -> None:
+    engine = build(latent_model(), drafter="ngram", num_drafts=1).engine
+    q_rank, kv_rank, rope, heads, dim = 24, 32, 8, 4, 16
+    read = [linear(q_rank + kv_rank + rope, 48)] * 2 + [linear(q_rank, 48) + linear(kv_rank + rope, 48)]
+    each = linear(heads * (dim + rope), q_rank) + heads * (linear(kv_rank, dim) + linear(dim, kv_rank))
+    dense = linear(2 * 96, 48) + linear(48, 96)
+    expert = linear(2 * 32, 48) + linear(48, 32)
+    hit = 8 * (1 - (1 - 2 / 8) ** 2) + 1  # by two tokens, two of eight each, and the one for all
+    layers = sum(read) + 3 * (each + linear(48, heads * dim)) + dense + 2 * (linear(8, 48) + hit * expert)
+    expected = layers + linear(VOCAB, 48)
+    assert round_bytes(engine, 1, 0) == pytest.approx(expected, abs=1)
+    assert round_bytes(engine, 1, 10) == pytest.approx(expected + 10 * 3 * (kv_rank + rope) * 4, abs=1)
+
+
+def hits(num_tokens: int) -> float:
+    """Experts of eight that tokens of two each hit, and the one for all."""
+    return 8 * (1 - (1 - 2 / 8) ** num_tokens) + 1
+
+
+EXPERT = linear(2 * 32, 48) + linear(48, 32)
+
+
+@pytest.mark.parametrize(("guess", "step"), [({"num_drafts": 3}, 1), ({"tree": (3, 2, 8)}, 2)])
+def test_a_prediction_layers_experts_count_by_the_tokens_of_each_pass(
+    guess: dict[str, object], step: int
+) -> None:
+    """The first pass has one live token a row, the others as many as a level of the tree is wide."""
+    engine = build(latent_mtp_model(), drafter="mtp", **guess).engine  # type: ignore[arg-type]
+    head, target = engine.runner.drafter.reader.head, engine.runner.target.decoder
+    nodes = engine.runner.drafter.shape.nodes
+    without = weight_bytes(head, 0) - EXPERT + linear(VOCAB, 48)
+    passes = [without + EXPERT * hits(2 * tokens) for tokens in (1, step, step)]
+    latents = 2 * 10 * (32 + 8) * 4
+    expected = weight_bytes(target, 2 * nodes) + sum(passes) + latents * (3 + 3)
+    assert round_bytes(engine, 2, 10) == pytest.approx(expected, abs=1)
+
+
+def test_a_draft_models_experts_count_by_the_path_and_then_by_each_guess() -> None:
+    engine = build(latent_model(), drafter=str(latent_model()), num_drafts=2).engine
+    dense = weight_bytes(engine.runner.target.decoder, 0) - 2 * EXPERT  # two layers have experts
+    verify, path, last, guess = 2 * hits(3), hits(3), hits(1), 2 * hits(1)
+    expected = 3 * dense + EXPERT * (verify + path + last + guess)
+    assert round_bytes(engine, 1, 0) == pytest.approx(expected, abs=1)
+
+
+@pytest.mark.parametrize("guess", [{"num_drafts": 3}, {"tree": (3, 2, 8)}], ids=["chain", "tree"])
+def test_experts_are_counted_as_one_more_round_reads_them(guess: dict[str, object]) -> None:
+    """With so many rows that every expert is hit, what is expected is what is read; alone, a row reads a few."""
+    engine = build(latent_mtp_model(), drafter="mtp", max_rows=8, **guess).engine  # type: ignore[arg-type]
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False)
+    for prompt in ([3, 4, 5], [6, 7], *([i] for i in range(8, 14))):
+        engine.enqueue(engine.prepare(prompt, params))
+    engine.seat_unread()
+    assert len(engine.running) == 8
+    beyond, hits = experts_read(engine)
+    assert 3 <= hits <= 9
+    assert abs(beyond) < 5 * 9 * EXPERT
+    assert all(request.generated for request in engine.running)  # it was a round like any other
+    for request in list(engine.running)[1:]:
+        engine.abort(request)
+    alone = experts_read(engine)[1]
+    assert 3 <= alone <= hits
+
+
+def test_a_dense_round_reads_no_experts() -> None:
+    engine = build().engine
+    engine.enqueue(engine.prepare([3, 4], SamplingParams(max_tokens=4, detokenize=False)))
+    engine.seat_unread()
+    assert experts_read(engine) == (0.0, 0.0)
+
+
+def test_noise_goes_to_every_store() -> None:
+    engine = build(drafter=str(eagle3_head()), num_drafts=2).engine
+    rounds.fill_stores(engine)
+    assert len(stores_of(engine)) == 2
+    assert all(bool(part.any(dim=-1).all()) for store in stores_of(engine) for part in store.parts)

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from peregrine.cache.store import KVStore
+from peregrine.cache.store import KVShape, KVStore
 from peregrine.errors import ConfigError
 
 
 def make_store(dtype: torch.dtype = torch.float32) -> KVStore:
-    return KVStore(2, 5, 4, num_kv_heads=3, head_dim=8, dtype=dtype, device="cpu")
+    return KVStore(2, 5, 4, KVShape.of_heads(3, 8), dtype=dtype, device="cpu")
 
 
 def test_shape_and_zeros() -> None:
@@ -64,4 +64,29 @@ def test_only_float8_has_scales() -> None:
 
 def test_an_empty_size_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="num_pages=0"):
-        KVStore(2, 0, 4, 3, 8, torch.float32, "cpu")
+        KVStore(2, 0, 4, KVShape.of_heads(3, 8), torch.float32, "cpu")
+
+
+def test_shared_values_are_the_first_part_of_the_keys() -> None:
+    store = KVStore(2, 5, 4, KVShape(1, 24, 16, shared=True), torch.bfloat16, "cpu")
+    assert (store.keys.shape, store.values.shape) == ((2, 20, 1, 24), (2, 20, 1, 16))
+    assert store.num_bytes == 2 * 20 * 24 * 2
+    assert store.parts == (store.keys,)
+    k = torch.randn(3, 1, 24).bfloat16()
+    store.write(1, torch.tensor([7, 4, 19]), k, torch.full((3, 1, 16), torch.nan))
+    assert torch.equal(store.keys[1, [7, 4, 19]], k)
+    assert torch.equal(store.values[1, [7, 4, 19]], k[..., :16])
+    assert not store.keys[0].any()
+
+
+def test_values_apart_may_be_narrower_than_keys() -> None:
+    store = KVStore(1, 2, 4, KVShape(2, 24, 16, shared=False), torch.float32, "cpu")
+    k, v = torch.randn(1, 2, 24), torch.randn(1, 2, 16)
+    store.write(0, torch.tensor([5]), k, v)
+    assert torch.equal(store.values[0, 5], v[0])
+    assert store.num_bytes == 4 * 8 * 2 * (24 + 16)
+
+
+def test_shared_values_wider_than_keys_are_refused() -> None:
+    with pytest.raises(ConfigError, match="value_dim=32: shared values are a part of key_dim=24"):
+        KVStore(2, 5, 4, KVShape(1, 24, 32, shared=True), torch.float32, "cpu")

@@ -35,12 +35,28 @@ def test_every_shape_has_a_line(peregrine: Run) -> None:
     assert "no CUDA device" in out
 
 
+@needs_interpreter
+def test_latent_attention_stands_beside_the_other(peregrine: Run) -> None:
+    argv = ("bench", "kernels", "--device", "cpu", "--dtype", "float32", *SMALL, "--latent", "4", "32", "16")
+    code, out, _ = peregrine(*argv, "--json")
+    result = json.loads(out)
+    assert code == 0
+    assert result["latent"] == [4, 32, 16]
+    kinds = ["4 heads on 1 of 16"] * 2 + ["4 heads on latent of 32 + 16"] * 2
+    assert [line["kind"] for line in result["lines"]] == kinds
+    assert [line["rows"] for line in result["lines"]] == [1, 2, 1, 2]
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
         (("--device", "cpu"), "device='cpu': Triton kernels need a CUDA device"),
         (("--device", "cpu", "--dtype", "int4"), "dtype='int4': choose one of float32, bfloat16, float16"),
         (("--device", "cpu", "--kv-dtype", "float9"), "kv_dtype='float9': choose auto or float8"),
+        (
+            ("--device", "cpu", "--latent", "16", "512", "64", "--kv-dtype", "float8"),
+            "kv_dtype='float8': latent attention has kv_dtype auto alone",
+        ),
     ],
 )
 def test_what_cannot_be_measured_is_refused(

@@ -37,7 +37,7 @@ def test_says_which_kernel_serves_which_window(peregrine: Run, monkeypatch: pyte
     monkeypatch.setattr(doctor, "backend_reasons", lambda *_: {b.name: [] for b in BACKENDS})
     code, out, _ = peregrine("doctor", "--device", "cpu")
     assert code == 0
-    assert "verify of 3 drafts: 1 x 4: decode, not measured" in out
+    assert "verify of 3 drafts: 1 x 4: decode, measured when an engine starts" in out
     assert "prompts: 2 x up to 256: context, rows differ in length" in out
     assert "plain decoding, a draft step: 1 x 1: context, the only kernel there is" in out  # torch
     report = json.loads(peregrine("doctor", "--json", "--device", "cpu")[1])

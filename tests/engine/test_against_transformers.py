@@ -1,4 +1,4 @@
-"""Greedy text equals transformers' generate, for every dense family, prompt after prompt and all in one batch."""
+"""Greedy text equals transformers' generate, for every family, prompt after prompt and all in one batch."""
 
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,19 @@ SHAPE: dict[str, Any] = {
     "bos_token_id": None,
     "pad_token_id": None,
 }
+LATENT = {
+    "num_key_value_heads": 6,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "head_dim": 8,  # of what is rotated
+    "v_head_dim": 16,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 1,
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, untied": ("Llama", {"tie_word_embeddings": False}),
     "llama, tied, one head a group": ("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 6}),
@@ -32,6 +45,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"tie_word_embeddings": False, "head_dim": 24}),
+    "qwen3-moe": ("Qwen3Moe", {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "deepseek-v2": ("DeepseekV2", {**LATENT, "q_lora_rank": None}),
+    "deepseek-v3": ("DeepseekV3", {**LATENT, "q_lora_rank": 20, "n_group": 4, "topk_group": 2}),
 }
 
 
@@ -42,7 +59,7 @@ def checkpoint(family: str, fields: dict[str, Any], folder: Path) -> transformer
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     with torch.no_grad():
         for weight in model.parameters():
-            if weight.dim() == 2:
+            if weight.dim() > 1:
                 weight.mul_(10)
     model.save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -53,7 +70,7 @@ def checkpoint(family: str, fields: dict[str, Any], folder: Path) -> transformer
 @pytest.mark.parametrize("name", FAMILIES)
 def test_greedy_text_equals_generate(name: str, tmp_path: Path) -> None:
     model = checkpoint(*FAMILIES[name], tmp_path)
-    asked = prompts(20, seed=3, high=40)
+    asked = prompts(6 if "deepseek" in name else 20, seed=3, high=40)  # attention in plain torch is slow
     expected = []
     for prompt in asked:
         ids = torch.tensor([prompt])
@@ -63,6 +80,6 @@ def test_greedy_text_equals_generate(name: str, tmp_path: Path) -> None:
     engine = build(tmp_path, drafter="ngram", num_drafts=3).engine
     made = tokens(run(engine, [Case(prompt, wish) for prompt in asked]))
     assert made == expected
-    assert len({tuple(text) for text in made}) > 15, (
+    assert len({tuple(text) for text in made}) > 0.75 * len(asked), (
         "the text must depend on the prompt for this to mean anything"
     )

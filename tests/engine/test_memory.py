@@ -3,15 +3,18 @@
 import pytest
 import torch
 
+from peregrine.cache.store import KVShape
 from peregrine.config import EngineConfig
 from peregrine.engine import memory
-from peregrine.engine.memory import explain_memory, make_stores, page_bytes, pick_num_pages
+from peregrine.engine.memory import explain_memory, make_stores, page_bytes, pick_num_pages, scratch_bytes
 from peregrine.errors import ConfigError
 from peregrine.hardware import Gpu
+from peregrine.models.shapes import shape_config
 from peregrine.spec.registry import StoreShape
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
-SHAPES = [StoreShape(4, 2, 16), StoreShape(1, 3, 8)]  # 128 and 24 numbers a token, keys as many as values
+# 128 and 24 numbers a token, keys as many as values.
+SHAPES = [StoreShape(4, KVShape.of_heads(2, 16)), StoreShape(1, KVShape.of_heads(3, 8))]
 GIB = 2**30
 
 
@@ -94,3 +97,36 @@ def test_an_explicit_number_of_pages_is_honoured(monkeypatch: pytest.MonkeyPatch
 def test_no_room_for_a_page_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="num_pages: 25% of the free memory holds 0 pages of 9728 bytes"):
         pick(5000, CPU, monkeypatch)
+
+
+def test_scratch_is_set_aside_before_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    size = page_bytes(SHAPES, 16, torch.bfloat16)
+    monkeypatch.setattr(memory, "read_gpu", lambda index: Gpu(index, "a GPU", (9, 0), 0, 60 * size))
+    config = EngineConfig(max_rows=4, page_size=16)
+    chosen = pick_num_pages(config, SHAPES, 100, CUDA, torch.bfloat16, scratch=20 * size)
+    assert chosen == (34, "85% of the free memory beside 0.0 GiB that rounds and prompts work in")
+    with pytest.raises(ConfigError, match="holds 0 pages"):
+        pick_num_pages(config, SHAPES, 100, CUDA, torch.bfloat16, scratch=70 * size)
+
+
+def test_scratch_follows_latents_and_experts() -> None:
+    """Of DeepSeek-V3 as published: what a chunk and a round must have, counted by hand."""
+    config, bf16 = shape_config("shape:deepseek-v3"), torch.bfloat16
+    asked = EngineConfig(prefill_chunk=4096, max_rows=1, num_drafts=3)
+    attention = 128 * (2 * (192 + 576 + 512 + 128) + 4 * 512)  # of one token
+    splits = 8 * (4096 // 512 + 49) * 64 * 2048  # 4 queries of 128 heads are 8 tiles
+    assert scratch_bytes(asked, config, 4096, bf16) == 4096 * (4 * 7168 * 2 + attention) + splits
+    qwen = shape_config("shape:qwen3-30b-a3b")
+    answers = 8 * (768 + 2048) * 2 + 128 * 4
+    assert scratch_bytes(asked, qwen, 4096, bf16) == 4096 * (4 * 2048 * 2 + answers)
+
+
+def test_what_cannot_fit_is_refused_with_both_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "read_memory", lambda: (None, 3 * GIB))
+    memory.check_room(CPU, "the weights", 2 * GIB)
+    with pytest.raises(
+        ConfigError, match=r"cpu has no room for the weights: 5\.0 GiB are needed and 3\.0 GiB"
+    ):
+        memory.check_room(CPU, "the weights", 5 * GIB)
+    monkeypatch.setattr(memory, "read_memory", lambda: (None, None))
+    memory.check_room(CPU, "the weights", 5 * GIB)  # nobody knows

@@ -10,7 +10,7 @@ from peregrine.engine.sources import FolderSource, ShapeSource, open_source
 from peregrine.errors import ConfigError, PeregrineError
 from peregrine.models.decoder import Decoder
 from peregrine.models.random_checkpoint import make_random_checkpoint
-from spec.harness import tiny_model
+from spec.harness import build, mtp_model, tiny_model
 
 
 def test_a_name_with_the_prefix_is_a_shape_and_any_other_a_folder() -> None:
@@ -42,10 +42,32 @@ def test_the_automatic_drafter_is_the_head_beside_the_model() -> None:
     assert "has no head" in why
 
 
+def test_a_prediction_layer_drafts_unless_something_else_is_asked_for() -> None:
+    assert FolderSource(mtp_model()).automatic_drafter() == ("mtp", "the checkpoint has a prediction layer")
+    assert ShapeSource("shape:deepseek-v3").automatic_drafter()[0] == "mtp"
+    assert ShapeSource("shape:kimi-k2").automatic_drafter()[0] == "eagle3"
+
+
+def test_a_prediction_layer_that_is_not_there_is_refused_by_name() -> None:
+    with pytest.raises(
+        ConfigError, match=r"drafter='mtp'.*num_nextn_predict_layers=0.*choose ngram, none or"
+    ):
+        build(tiny_model(), drafter="mtp")
+
+
+def test_a_shape_too_large_for_the_machine_is_refused_before_it_is_drawn() -> None:
+    with pytest.raises(
+        ConfigError, match=r"no room for the weights of shape:kimi-k2: 3823\.\d GiB are needed"
+    ):
+        ShapeSource("shape:kimi-k2").target(torch.device("cpu"), torch.float32)
+
+
 def test_a_shape_has_no_folder_to_draft_from() -> None:
     source = ShapeSource("shape:llama-3.1-8b")
     target = Decoder.__new__(Decoder)  # nothing of it is read
-    with pytest.raises(ConfigError, match="drafter='mtp': a shape has no folder; choose eagle3, none, ngram"):
+    with pytest.raises(
+        ConfigError, match=r"drafter='mtp': this shape has no such drafter.* choose eagle3, none, ngram"
+    ):
         source.drafter("mtp", target)
     assert source.drafter("ngram", target).network is None
     assert source.dtype == torch.bfloat16

@@ -9,6 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from peregrine.models.random_checkpoint import make_random_checkpoint
+from peregrine.models.random_shape import OUTPUT_GAIN
+from spec.expert_models import with_prediction_layer
 
 VOCAB, HIDDEN, LAYERS, CONTEXT = 512, 512, 8, 1024
 
@@ -32,6 +34,43 @@ def qwen3() -> Path:
     save_file(weights, folder / "model.safetensors")
     fields = json.loads((folder / "config.json").read_text())
     fields |= {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+    (folder / "config.json").write_text(json.dumps(fields))
+    return folder
+
+
+@cache
+def deepseek() -> Path:
+    """Latents of 512 and 64 for 16 heads, as V2-Lite has them; 16 experts behind a dense layer; a prediction layer."""
+    return with_prediction_layer(
+        _checkpoint(
+            num_heads=16, head_dim=128, kv_rank=512, q_rank=0, rope_dim=64, num_experts=16, expert_size=128
+        )
+    )
+
+
+@cache
+def qwen3_moe() -> Path:
+    """The Qwen3 with 32 experts in every layer, four for each token."""
+    experts, inner = 32, 128
+    folder, generator = Path(mkdtemp(prefix="peregrine-experts-")), torch.Generator().manual_seed(6)
+    for file in qwen3().iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    weights = {n: w for n, w in load_file(folder / "model.safetensors").items() if ".mlp." not in n}
+
+    def matrix(rows: int, columns: int, spread: float = 1.0) -> torch.Tensor:
+        return (torch.randn(rows, columns, generator=generator) * spread * columns**-0.5).bfloat16()
+
+    for mlp in (f"model.layers.{layer}.mlp" for layer in range(LAYERS)):
+        weights[f"{mlp}.gate.weight"] = matrix(experts, HIDDEN)
+        for expert in (f"{mlp}.experts.{number}" for number in range(experts)):
+            weights |= {f"{expert}.{name}_proj.weight": matrix(inner, HIDDEN) for name in ("gate", "up")}
+            weights[f"{expert}.down_proj.weight"] = matrix(
+                HIDDEN, inner, 2 * OUTPUT_GAIN
+            )  # four are averaged
+    save_file(weights, folder / "model.safetensors")
+    fields = json.loads((folder / "config.json").read_text())
+    fields |= {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "norm_topk_prob": True}
+    fields |= {"num_experts": experts, "num_experts_per_tok": 4, "moe_intermediate_size": inner}
     (folder / "config.json").write_text(json.dumps(fields))
     return folder
 

@@ -2,30 +2,52 @@
 
     export PYTHONPATH=src
     compute-sanitizer --tool memcheck python3 tests/gpu/sanitize.py
+    compute-sanitizer --tool memcheck python3 tests/gpu/sanitize.py moe
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python3 tests/gpu/sanitize.py
 
-The first runs eager and recorded rounds. The second gives every tensor memory of its own, so that a read one past its
-end is seen; graphs cannot be recorded then, and only eager rounds run. Prints how many rounds there were.
+The model is dense or, with `moe`, has latent attention, experts and a prediction layer. Eager and recorded rounds run.
+The last line gives every tensor memory of its own, so that a read one past its end is seen; graphs cannot be recorded
+then, and only eager rounds run. Prints how many rounds there were.
 """
 
+import argparse
 import os
+import sys
 from pathlib import Path
 from tempfile import mkdtemp
 
 import torch
-from random_models import disturbed
-from traffic import Traffic
 
 from peregrine.engine.build import build_engine
 from peregrine.llm import engine_config
 from peregrine.models.random_checkpoint import make_random_checkpoint
 
+sys.path.append(str(Path(__file__).parents[1]))
+
+from gpu.random_models import disturbed
+from gpu.traffic import Traffic
+from spec.expert_models import with_prediction_layer
+
 ROUNDS, VOCAB = 24, 384
-GUESSES: tuple[dict[str, object], ...] = (
-    {"num_drafts": 3},
-    {"tree": (3, 2, 8)},
-    {"drafter": "ngram", "num_drafts": 3, "kv_dtype": "float8"},
-)
+Options = dict[str, object]
+GUESSES: dict[str, tuple[Options, ...]] = {
+    "dense": (
+        {"num_drafts": 3},
+        {"tree": (3, 2, 8)},
+        {"drafter": "ngram", "num_drafts": 3, "kv_dtype": "float8"},
+    ),
+    "moe": (
+        {"num_drafts": 3},
+        {"drafter": "mtp", "num_drafts": 2},
+        {"drafter": "mtp", "tree": (3, 2, 8)},
+        {"drafter": "ngram", "num_drafts": 3},
+    ),
+}
+# Beyond what is common to both.
+SIZES: dict[str, dict[str, int]] = {
+    "dense": {"head_dim": 64},
+    "moe": {"head_dim": 64, "kv_rank": 128, "q_rank": 64, "rope_dim": 32, "num_experts": 8},
+}
 
 
 @torch.inference_mode()
@@ -34,8 +56,7 @@ def run_rounds(model: Path, options: dict[str, object]) -> int:
     wanted: dict[str, object] = {"device": "cuda", "max_rows": 4, "row_sizes": (4,), "max_len": 128}
     wanted |= {"num_pages": 40, "drafter": str(disturbed(model)), "prefill_chunk": 32}
     engine = build_engine(engine_config(str(model), wanted | options)).engine
-    store = engine.runner.target.store
-    for held in (store.keys, store.values):
+    for held in engine.runner.target.store.parts:
         held.copy_(torch.full_like(held, torch.nan, dtype=torch.float32))
     traffic = Traffic(engine, VOCAB, longest=40)
     for _ in traffic.rounds_of(ROUNDS):
@@ -49,14 +70,22 @@ def run_rounds(model: Path, options: dict[str, object]) -> int:
     return traffic.rounds
 
 
+def make_model(kind: str) -> Path:
+    """A small random model of the kind."""
+    folder = mkdtemp(prefix="peregrine-sanitize-")
+    model = make_random_checkpoint(folder, vocab_size=VOCAB, num_layers=2, dtype="bfloat16", **SIZES[kind])
+    return with_prediction_layer(model) if kind == "moe" else model
+
+
 def main() -> None:
     """Every way to guess, eager and, where memory allows it, recorded."""
-    model = make_random_checkpoint(
-        mkdtemp(prefix="peregrine-sanitize-"), vocab_size=VOCAB, num_layers=2, head_dim=64, dtype="bfloat16"
-    )
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model", nargs="?", choices=list(GUESSES), default="dense")
+    kind = parser.parse_args().model
+    model = make_model(kind)
     recorded = (False,) if "PYTORCH_NO_CUDA_MEMORY_CACHING" in os.environ else (False, True)
-    rounds = sum(run_rounds(model, guess | {"graphs": graphs}) for guess in GUESSES for graphs in recorded)
-    print(f"rounds: {rounds}")
+    ways = [guess | {"graphs": graphs} for guess in GUESSES[kind] for graphs in recorded]
+    print(f"rounds: {sum(run_rounds(model, way) for way in ways)}")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from peregrine.attention.conformance.paging import LAYER, Forward, Layout, as_st
 from peregrine.attention.conformance.problem import Row, answer, chain, tree
 from peregrine.attention.kernel_choice import only
 from peregrine.attention.triton_backend import TritonBackend
-from peregrine.cache.store import KVStore
+from peregrine.cache.store import KVShape, KVStore
 
 LLAMA = (32, 8, 128)  # query heads, KV heads, head dim of an 8B model
 DEVICE = torch.device("cuda")
@@ -89,9 +89,9 @@ def test_the_kernels_write_float8_as_the_store_does() -> None:
     torch.manual_seed(0)
     from peregrine.kernels.attention_plan_gpu import StoredKV, write_gpu
 
-    stores = [KVStore(1, 4, 16, 8, 128, FP8, DEVICE) for _ in range(2)]
+    stores = [KVStore(1, 4, 16, KVShape.of_heads(8, 128), FP8, DEVICE) for _ in range(2)]
     k, v = (torch.randn(64, 8, 128, device=DEVICE, dtype=torch.bfloat16) * 300 for _ in range(2))
-    k[3, 0, 0], v[5, 1, 1] = torch.nan, torch.nan
+    k[3, 0, 0] = torch.nan
     slots = torch.randperm(64, device=DEVICE)
     for store in stores:
         assert store.k_scales is not None
@@ -105,6 +105,20 @@ def test_the_kernels_write_float8_as_the_store_does() -> None:
     write_gpu(StoredKV(kv.keys[0], kv.values[0], kv.k_scales[0], kv.v_scales[0]), slots, k, v)
     for one, other in ((stores[0].keys, stores[1].keys), (stores[0].values, stores[1].values)):
         assert torch.equal(one.float().nan_to_num(nan=999.0), other.float().nan_to_num(nan=999.0))
+
+
+def test_a_value_that_is_not_finite_is_told_by_its_key_alone() -> None:
+    """Who does not see it multiplies it by zero."""
+    from peregrine.kernels.attention_plan_gpu import StoredKV, write_gpu
+
+    store = KVStore(1, 4, 16, KVShape.of_heads(2, 128), torch.bfloat16, DEVICE)
+    k, v = (torch.randn(3, 2, 128, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    v[1, 0, 7] = torch.inf
+    write_gpu(StoredKV(store.keys[0], store.values[0], None, None), torch.arange(3, device=DEVICE), k, v)
+    assert bool(store.keys[0, 1, 0].isnan().all())
+    assert not store.values[0, 1, 0].any()
+    assert torch.equal(store.keys[0, [0, 2]], k[[0, 2]])
+    assert torch.equal(store.values[0, :3, 1], v[:, 1])
 
 
 @pytest.mark.parametrize("past", [100, 2040, 33000])
@@ -128,10 +142,10 @@ def test_a_call_repeated_gives_the_same_bits(is_tree: bool) -> None:
     rows = [tree(past, BRANCHED, LLAMA) if is_tree else chain(past, 4, LLAMA) for past in pasts]
     forward = opened(on_gpu(rows))
     bound = DECODE.bind(forward.store, [LAYER_ATTENTION] * (LAYER + 1), forward.metadata)
-    first = bound(LAYER, forward.q, None, None)
+    first = bound(LAYER, forward.q, forward.k, forward.v)
     same = torch.ones((), dtype=torch.bool, device=DEVICE)
     for _ in range(500):
-        same &= (bound(LAYER, forward.q, None, None) == first).all()
+        same &= (bound(LAYER, forward.q, forward.k, forward.v) == first).all()
     assert bool(same)
 
 
@@ -173,16 +187,16 @@ def test_a_captured_call_follows_lengths_that_change() -> None:
     forward = opened(rows)
     m = forward.metadata
     bound = DECODE.bind(forward.store, [LAYER_ATTENTION] * (LAYER + 1), m)
-    bound(LAYER, forward.q, None, None)
+    bound(LAYER, forward.q, forward.k, forward.v)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        held = bound(LAYER, forward.q, None, None)
+        held = bound(LAYER, forward.q, forward.k, forward.v)
     for back in (0, 1, 150, 290):
         m.past_lens.copy_(torch.tensor([2040 - back, 300 - back], device=DEVICE))
         m.positions.copy_((m.past_lens[:, None] + torch.arange(4, device=DEVICE)).flatten())
         graph.replay()
         eager = CONTEXT.bind(forward.store, [LAYER_ATTENTION] * (LAYER + 1), replaced(m))
-        assert torch.equal(held, eager(LAYER, forward.q, None, None)), back
+        assert torch.equal(held, eager(LAYER, forward.q, forward.k, forward.v)), back
 
 
 def replaced(metadata: AttentionMetadata) -> AttentionMetadata:
@@ -193,7 +207,7 @@ def replaced(metadata: AttentionMetadata) -> AttentionMetadata:
 def test_the_host_never_waits() -> None:
     forward = opened(on_gpu([chain(300, 4, LLAMA)]))
     DECODE.bind(forward.store, [LAYER_ATTENTION] * (LAYER + 1), forward.metadata)(
-        LAYER, forward.q, None, None
+        LAYER, forward.q, forward.k, forward.v
     )
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -34,8 +34,8 @@ Run = tuple[str, dict[str, object]]  # what is different, and how it is asked fo
 def build(model: str, **options: object) -> Built:
     """An engine for all the rows; its graphs are those of one or all rows."""
     size = 1 if options.get("max_rows") == 1 else ROWS
-    pages = (ROWS * 800) // int(str(options.get("page_size", 16)))
-    wanted: dict[str, object] = {"device": "cuda", "max_rows": size, "row_sizes": (size,), "max_len": 768}
+    pages = (ROWS * 864) // int(str(options.get("page_size", 16)))
+    wanted: dict[str, object] = {"device": "cuda", "max_rows": size, "row_sizes": (size,), "max_len": 832}
     return build_engine(engine_config(model, wanted | {"num_pages": pages, "drafter": "none"} | options))
 
 

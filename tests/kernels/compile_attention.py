@@ -26,7 +26,7 @@ TYPES = {
 PLAIN = {"TREE": False, "WINDOWED": False, "SINKS": False, "SCALED": False, "D": 128, "D_PAD": 128}
 EVERYTHING = {"TREE": True, "WINDOWED": True, "SINKS": True, "SCALED": True, "D": 80, "D_PAD": 128}
 SHAPE = {"KV_HEADS": 8, "GROUP": 4, "PAGE": 16, "ROWS": TILE, "BLOCK": BLOCK, "STAGES": 5}
-COPY = {"WIDTH": 1024, "WIDTH_PAD": 1024, "SCALED": True, "LARGEST": 448.0}
+COPY = {"KV_HEADS": 8, "D": 128, "D_PAD": 128, "SCALED": True, "LARGEST": 448.0}
 
 
 def compile_kernel(kernel: Any, known: dict[str, Any], kv_type: str, **options: Any) -> None:
@@ -66,5 +66,5 @@ if __name__ == "__main__":
             enable_fp_fusion=False,
             num_warps=1,
         )
-    compile_kernel(slots.write_kernel, COPY, "*fp8e4nv", num_warps=4)
+    compile_kernel(slots.write_kernel, COPY, "*fp8e4nv", num_warps=1)
     compile_kernel(slots.paths_kernel, {"PAGE": 16}, "*bf16", num_warps=1)

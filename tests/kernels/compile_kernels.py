@@ -11,6 +11,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from kernels.compile_experts import compile_experts
 from kernels.exact_law import Params, law_of
 from peregrine.kernels import gpu
 from peregrine.kernels.linear_tiles import WIDE_OUTPUTS
@@ -134,3 +135,4 @@ if __name__ == "__main__":
     gpu.early = lambda tensor: {"EARLY": True, "launch_pdl": True}  # as on the device
     compile_rounds()
     compile_models()
+    compile_experts()

@@ -9,18 +9,21 @@ from peregrine.hardware import triton_interprets
 from peregrine.kernels import (
     choose,
     drafts,
+    experts,
     filters,
     grow,
+    heads,
     linear,
     ngram,
     norm,
     places,
+    route,
     simulated,
     stream,
     verdict,
 )
 from peregrine.kernels.gpu import TRITON_PRESENT
-from peregrine.models import layers
+from peregrine.models import latent, layers
 
 needs_interpreter = pytest.mark.skipif(
     not (TRITON_PRESENT and triton_interprets()), reason="needs Triton's interpreter"
@@ -34,7 +37,7 @@ def send_to_triton(patch: pytest.MonkeyPatch) -> None:
 
 def send_models_to_triton(patch: pytest.MonkeyPatch) -> None:
     """Let every kernel of the models take CPU tensors, instead of those compiled for the CPU."""
-    send(patch, linear, norm, stream, layers)
+    send(patch, linear, norm, stream, experts, heads, route, latent, layers)
     for module in (linear, norm):
         patch.setattr(module, "cpu_ready", lambda *tensors: False)
 

@@ -11,7 +11,7 @@ from peregrine.attention import LayerAttention
 from peregrine.attention.conformance.paging import Forward, Layout, lay_out
 from peregrine.attention.conformance.problem import Row, chain, tree
 from peregrine.attention.torch_backend import TorchBackend
-from peregrine.cache.store import KVStore
+from peregrine.cache.store import KVShape, KVStore
 from peregrine.hardware import triton_interprets
 from peregrine.kernels.gpu import TRITON_PRESENT
 
@@ -120,7 +120,7 @@ def test_float8_keys_and_values_are_read_as_they_are_stored() -> None:
 
 
 def test_write_puts_each_token_where_the_store_would() -> None:
-    stores = [KVStore(1, 4, 16, 3, 24, torch.float32, "cpu") for _ in range(2)]
+    stores = [KVStore(1, 4, 16, KVShape.of_heads(3, 24), torch.float32, "cpu") for _ in range(2)]
     k, v = torch.randn(5, 6, 24).split([3, 3], dim=1)  # views of a fused projection
     slots = torch.tensor([7, 3, 40, 41, 16])
     stores[0].write(0, slots, k, v)

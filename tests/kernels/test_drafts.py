@@ -49,8 +49,9 @@ def test_drafts_are_kept(by, nodes, linked, same_depth):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("parts", [1, 2])  # keys that hold their values, keys and values
 @pytest.mark.parametrize(("nodes", "width"), [(2, 2), (7, 3), (20, 6)])
-def test_a_path_moves_to_the_front(by, nodes, width, dtype):
+def test_a_path_moves_to_the_front(by, nodes, width, parts, dtype):
     rng, generator, rows = random.Random(nodes), torch.Generator().manual_seed(width), 4
     table = 1 + torch.randperm(rows * PAGES, generator=generator).view(rows, PAGES)
     paths = [[0, *sorted(rng.sample(range(1, nodes), width - 1))] for _ in range(rows)]
@@ -60,7 +61,7 @@ def test_a_path_moves_to_the_front(by, nodes, width, dtype):
     table_of_verdicts[:, 0] = torch.tensor(accept)
     table_of_verdicts[:, HEADER + width :] = torch.tensor(paths)
     size = (LAYERS, (rows * PAGES + 1) * PAGE_SIZE, HEADS, DIM)
-    stores = [whole(generator, *size, high=200).to(dtype) for _ in range(2)]
+    stores = [whole(generator, *size, high=200).to(dtype) for _ in range(parts)]
     expected = [store.clone() for store in stores]
     for store, moved in zip(stores, expected, strict=True):
         for row in range(rows):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from peregrine.cache.store import KVStore
+from peregrine.cache.store import KVShape, KVStore
 from peregrine.hardware import triton_interprets
 from peregrine.kernels.gpu import TRITON_PRESENT
 from peregrine.kernels.rope import Turn, turn_heads
@@ -34,7 +34,7 @@ def turn_of(rows: Tensor, tokens: int, head_dim: int, norms: bool) -> Turn:
 
 
 def empty_store(tokens: int, head_dim: int, dtype: torch.dtype = torch.float32) -> KVStore:
-    return KVStore(1, tokens + 3, 1, KV_HEADS, head_dim, dtype, "cpu")
+    return KVStore(1, tokens + 3, 1, KVShape.of_heads(KV_HEADS, head_dim), dtype, "cpu")
 
 
 def layer_of(store: KVStore) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:

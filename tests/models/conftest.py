@@ -93,6 +93,9 @@ def write_checkpoint(tmp_path: Path) -> Callable[..., Path]:
                 # Norm weights and biases are not left at one and zero, or a missing one would go unseen.
                 spread = 0.3 if parameter.dim() == 1 else 0.15
                 parameter.copy_(torch.randn_like(parameter) * spread + (1.0 if "norm" in name else 0.0))
+            for name, buffer in model.named_buffers():
+                if name.endswith("e_score_correction_bias"):
+                    buffer.copy_(torch.randn_like(buffer) * 0.3)
         folder = tmp_path / f"{family.lower()}-{seed}"
         model.save_pretrained(folder)
         return folder

@@ -26,6 +26,19 @@ FIELDS: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 16,
 }
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 6,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.0,
+}
 MODELS = {
     "llama": {"architectures": ["LlamaForCausalLM"]},
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True},
@@ -35,6 +48,9 @@ MODELS = {
         "sliding_window": 6,
         "max_window_layers": 1,
     },
+    "deepseek-v2": LATENT | {"architectures": ["DeepseekV2ForCausalLM"], "q_lora_rank": None},
+    "deepseek-v3": LATENT
+    | {"architectures": ["DeepseekV3ForCausalLM"], "q_lora_rank": 24, "n_group": 4, "topk_group": 2},
 }
 backends = pytest.mark.parametrize(
     "backend", [pytest.param(b, id=b.name) for b in BACKENDS if not b.missing() and b.name != "triton"]
@@ -58,15 +74,9 @@ def read(
 ) -> Tensor:
     """Hidden states of row 0 of `rows` equally long texts, read in windows. [LENGTH, H]"""
     config = decoder.config
-    store = KVStore(
-        config.num_layers,
-        1 + rows * PAGES,
-        PAGE_SIZE,
-        config.num_kv_heads,
-        config.head_dim,
-        torch.float32,
-        "cpu",
-    )
+    if config.kv_shape.shared and not backend.traits.shared_kv:
+        pytest.skip(f"{backend.name} reads values apart from keys")
+    store = KVStore(config.num_layers, 1 + rows * PAGES, PAGE_SIZE, config.kv_shape, torch.float32, "cpu")
     table = 1 + torch.arange(rows * PAGES).view(rows, PAGES)
     text = torch.stack([tokens_of(row) for row in range(rows)])
     start, hidden = 0, []

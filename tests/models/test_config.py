@@ -22,6 +22,19 @@ MINIMAL: dict[str, Any] = {
 }
 
 
+MIXTRAL: dict[str, Any] = {
+    "architectures": ["MixtralForCausalLM"],
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+QWEN3_MOE: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
+
+
 def read(**changes: Any) -> ModelConfig:
     return ModelConfig.from_fields(Fields("config.json", MINIMAL | changes))
 
@@ -56,6 +69,16 @@ def test_what_attention_bias_means(architecture: str, qkv_bias: bool, out_bias: 
     assert (config.qkv_bias, config.out_bias, config.qk_norm) == (qkv_bias, out_bias, qk_norm)
 
 
+def test_families_with_experts_have_their_relatives_attention() -> None:
+    mixtral, qwen = read(**MIXTRAL, attention_bias=True), read(**QWEN3_MOE, attention_bias=True)
+    assert (mixtral.qkv_bias, mixtral.out_bias, mixtral.qk_norm) == (False, False, False)
+    assert (qwen.qkv_bias, qwen.out_bias, qwen.qk_norm) == (True, True, True)
+    assert qwen.head_dim == 6  # unlike Qwen3's, as wide as the hidden size leaves them
+    assert not qwen.kv_shape.shared
+    assert [mixtral.has_experts(i) for i in range(4)] == [True] * 4
+    assert not read().has_experts(0)
+
+
 def test_qwen2_has_biases_whatever_it_says() -> None:
     assert read(architectures=["Qwen2ForCausalLM"], attention_bias=False).qkv_bias
 
@@ -71,6 +94,10 @@ def test_qwen3_heads_are_128_wide_unless_said() -> None:
         ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, (None,) * 4),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": 8}, (8,) * 4),
         ({"architectures": ["LlamaForCausalLM"], "sliding_window": 8}, (None,) * 4),
+        (MIXTRAL, (None,) * 4),
+        ({**MIXTRAL, "sliding_window": 8}, (8,) * 4),
+        ({**QWEN3_MOE, "sliding_window": 8, "max_window_layers": 1}, (None,) * 4),
+        ({**QWEN3_MOE, "sliding_window": 8, "use_sliding_window": True}, (8,) * 4),
         ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 8, "max_window_layers": 1}, (None,) * 4),
         (
             {
@@ -173,7 +200,7 @@ def test_yarn_stretches_the_context() -> None:
         ({"tie_word_embeddings": 1}, ["tie_word_embeddings=1", "true nor false"]),
         ({"layer_types": ["full_attention"]}, ["layer_types", "each of 4 layers"]),
         ({"layer_types": ["linear_attention"] * 4}, ["'linear_attention'", "not supported"]),
-        ({"layer_types": ["sliding_attention"] * 4}, ["layer_types", "Llama layers have no window"]),
+        ({"layer_types": ["sliding_attention"] * 4}, ["layer_types", "llama layers have no window"]),
         (
             {"architectures": ["MistralForCausalLM"], "layer_types": ["full_attention"] * 4},
             ["layer_types", "all have one window"],

@@ -1,4 +1,4 @@
-"""The dense decoder against transformers: logits, hidden states, caches, live rows and gradients."""
+"""The decoder against transformers: logits, hidden states, caches, live rows and gradients."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +25,23 @@ LLAMA3 = {
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 24}
 
+LATENT = {
+    "num_key_value_heads": 6,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+}
+GROUPS = {"n_group": 4, "topk_group": 2}
+DENSE_V2 = {**LATENT, "first_k_dense_replace": 3, "q_lora_rank": None}
+DENSE_V3 = {**LATENT, **GROUPS, "first_k_dense_replace": 3, "q_lora_rank": 20}
+EXPERTS = {"num_experts_per_tok": 3, "moe_intermediate_size": 24, "num_local_experts": 8}
+STRETCHED = {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3}
 # name -> (family, changes to the config)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-untied": ("Llama", {}),
@@ -55,6 +72,47 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
     "qwen3-biased-yarn": ("Qwen3", {"head_dim": 16, "attention_bias": True, "rope_parameters": YARN}),
+    "latent-v2": ("DeepseekV2", DENSE_V2),
+    "latent-v2-ranked-yarn": ("DeepseekV2", {**DENSE_V2, "q_lora_rank": 20, "rope_parameters": STRETCHED}),
+    "latent-v2-equal-mscales": (
+        "DeepseekV2",
+        {**DENSE_V2, "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7}},
+    ),
+    "latent-v3": ("DeepseekV3", {**DENSE_V3, "rms_norm_eps": 1e-2}),
+    "latent-v3-biased": ("DeepseekV3", {**DENSE_V3, "attention_bias": True, "rope_parameters": STRETCHED}),
+    "latent-v3-halves": ("DeepseekV3", {**DENSE_V3, "rope_interleave": False, "q_lora_rank": None}),
+    "latent-v3-one-layer": ("DeepseekV3", {**DENSE_V3, "num_hidden_layers": 1}),
+    "deepseek-v2": ("DeepseekV2", {**LATENT, "q_lora_rank": None, "routed_scaling_factor": 1.5}),
+    "deepseek-v2-groups": (
+        "DeepseekV2",
+        {**LATENT, **GROUPS, "q_lora_rank": 20, "topk_method": "group_limited_greedy"},
+    ),
+    "deepseek-v3": ("DeepseekV3", {**LATENT, **GROUPS, "q_lora_rank": 20, "rope_parameters": STRETCHED}),
+    "kimi-k2": (  # one group, many experts, one of them shared
+        "DeepseekV3",
+        {
+            **LATENT,
+            "n_group": 1,
+            "topk_group": 1,
+            "n_routed_experts": 24,
+            "n_shared_experts": 1,
+            "q_lora_rank": 20,
+            "rope_parameters": {
+                **YARN,
+                "beta_fast": 1.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+            },
+        },
+    ),
+    "qwen3-moe": ("Qwen3Moe", {**EXPERTS, "num_experts": 8, "norm_topk_prob": True, "head_dim": 16}),
+    "qwen3-moe-some-dense": (
+        "Qwen3Moe",
+        {**EXPERTS, "num_experts": 8, "mlp_only_layers": [1], "attention_bias": True, "head_dim": 16},
+    ),
+    "mixtral": ("Mixtral", EXPERTS),
+    "mixtral-window": ("Mixtral", {**EXPERTS, "sliding_window": 7, "num_experts_per_tok": 2}),
 }
 
 

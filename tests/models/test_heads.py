@@ -192,7 +192,10 @@ def test_mtp(naming: str, target: Decoder, tmp_path: Path, dense_cache: Any) -> 
     tensors = layer_tensors(layer, known, H, new)
     if naming == "deepseek":
         names, fc = ("enorm", "hnorm", "shared_head.norm"), "eh_proj"
-        copies = {f"{layer}.embed_tokens.weight": new(V, H), f"{layer}.shared_head.head.weight": new(V, H)}
+        same = {"embed_tokens": new(V, H), "shared_head.head": new(V, H)}
+        copies = {f"{layer}.{name}.weight": tensor for name, tensor in same.items()}
+        copies |= {"model.embed_tokens.weight": same["embed_tokens"].clone()}
+        copies |= {"lm_head.weight": same["shared_head.head"].clone()}
     else:
         names, fc = ("token_layernorm", "hidden_layernorm", "final_layernorm"), "input_proj"
         copies = {}

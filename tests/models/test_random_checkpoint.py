@@ -29,10 +29,18 @@ def test_same_seed_same_bytes(tmp_path: Path) -> None:
     assert (first / "model.safetensors").read_bytes() != (other / "model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_transformers_reads_it_and_writes_varied_text(tmp_path: Path, tied: bool) -> None:
+KINDS: dict[str, dict[str, int | bool | str]] = {
+    "llama": {},
+    "llama, tied": {"tied": True},
+    "latents": {"kv_rank": 32},
+    "latents and experts": {"kv_rank": 32, "q_rank": 24, "num_experts": 8, "num_layers": 3},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_transformers_reads_it_and_writes_varied_text(tmp_path: Path, kind: str) -> None:
     transformers = pytest.importorskip("transformers")
-    folder = make_random_checkpoint(tmp_path, tied=tied)
+    folder = make_random_checkpoint(tmp_path, **KINDS[kind])
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not info["missing_keys"]
@@ -73,3 +81,5 @@ def test_unknown_names_are_refused(tmp_path: Path) -> None:
         make_random_checkpoint(tmp_path, num_hidden_layers=2)
     with pytest.raises(ConfigError, match="dtype='int8'"):
         make_random_checkpoint(tmp_path, dtype="int8")
+    with pytest.raises(ConfigError, match="num_experts=8: only with kv_rank"):
+        make_random_checkpoint(tmp_path, num_experts=8)

@@ -7,12 +7,23 @@ import torch
 
 from peregrine.errors import ConfigError
 from peregrine.models import shapes
-from peregrine.models.shapes import DRAFT_VOCAB, SHAPES, draw_decoder, draw_head, shape_config
+from peregrine.models.experts import Experts
+from peregrine.models.loading import num_weights
+from peregrine.models.shapes import (
+    DRAFT_VOCAB,
+    SHAPES,
+    draw_decoder,
+    draw_head,
+    draw_prediction_layer,
+    shape_config,
+)
 from peregrine.sampling import SamplingParams
 from spec.harness import Case, build, run, tokens
 
 # Billions of parameters, as the models' cards have them.
 KNOWN = {"llama-3.1-8b": 8.03, "llama-3.2-1b": 1.236, "qwen3-8b": 8.19, "qwen3-0.6b": 0.596}
+KNOWN |= {"qwen3-30b-a3b": 30.53, "mixtral-8x7b": 46.7, "deepseek-v2-lite": 15.71}
+KNOWN |= {"deepseek-v3": 671.03, "kimi-k2": 1026.4}
 TINY = {
     "architectures": ["Qwen3ForCausalLM"],
     "vocab_size": 8192,  # the embedded tokenizer has as many
@@ -26,6 +37,26 @@ TINY = {
 }
 
 
+TINY_LATENT = TINY | {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "num_key_value_heads": 4,
+    "num_nextn_predict_layers": 1,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 24,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.0,
+}
+
+
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> str:
     """A shape of its own, too small to measure anything."""
@@ -36,13 +67,28 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_shape_has_the_size_its_model_is_known_for(name: str) -> None:
     config = shape_config(f"shape:{name}")
-    heads = config.num_heads + 2 * config.num_kv_heads
-    attention = config.hidden_size * config.head_dim * (heads + config.num_heads)
-    mlp = 3 * config.hidden_size * config.intermediate_size
-    embeddings = config.vocab_size * config.hidden_size * (1 if config.tied else 2)
-    billions = (config.num_layers * (attention + mlp) + embeddings) / 1e9
-    assert billions == pytest.approx(KNOWN[name], rel=0.005)
+    assert num_weights(config) / 1e9 == pytest.approx(KNOWN[name], rel=0.005)
     assert config.qk_norm == name.startswith("qwen3")
+
+
+@pytest.mark.parametrize(
+    ("name", "entries", "experts"),
+    [
+        ("deepseek-v2-lite", 576, (64, 6, 2, 26)),
+        ("deepseek-v3", 576, (256, 8, 1, 58)),
+        ("kimi-k2", 576, (384, 8, 1, 60)),
+        ("qwen3-30b-a3b", 1024, (128, 8, 0, 48)),
+        ("mixtral-8x7b", 2048, (8, 2, 0, 32)),
+    ],
+)
+def test_shapes_with_experts(name: str, entries: int, experts: tuple[int, ...]) -> None:
+    """What a token leaves in a layer; experts, those a token chooses, those all pass through, layers that have them."""
+    config = shape_config(f"shape:{name}")
+    found = config.experts
+    assert found is not None
+    assert config.kv_shape.num_entries == entries
+    assert (found.num_experts, found.top_k, found.num_shared, sum(found.layers)) == experts
+    assert config.num_extra_layers == (1 if name.startswith("deepseek") else 0)
 
 
 def test_an_unknown_shape_is_refused_with_those_there_are() -> None:
@@ -80,6 +126,32 @@ def test_an_engine_of_a_shape_runs_and_its_head_changes_no_token(tiny: str) -> N
     drafted = build(tiny, drafter="eagle3", **options)  # type: ignore[arg-type]
     assert tokens(run(plain.engine, [case])) == tokens(run(drafted.engine, [case]))
     assert "for measuring only" in next(d.because for d in plain.decisions if d.field == "model")
+
+
+@pytest.fixture
+def latent(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The same with latent attention, experts, and a prediction layer."""
+    monkeypatch.setitem(SHAPES, "latent", TINY_LATENT)
+    return "shape:latent"
+
+
+def test_a_prediction_layer_is_made_like_the_last_layer(latent: str) -> None:
+    target = draw_decoder(shape_config(latent), torch.device("cpu"), torch.float32)
+    head = draw_prediction_layer(target)
+    assert isinstance(head.get_submodule("layers.0.mlp"), Experts)
+    assert head.kv_shape == target.config.kv_shape
+    assert (head.embedding, head.head, head.taps) == (None, None, (6,))
+
+
+@pytest.mark.parametrize("drafter", ["auto", "eagle3"])
+def test_drafters_of_a_latent_shape_change_no_token(latent: str, drafter: str) -> None:
+    case = Case((5, 6, 7), SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True))
+    options: dict[str, object] = {"num_pages": 40, "max_len": 100, "device": "cpu"}
+    plain = build(latent, drafter="none", **options)  # type: ignore[arg-type]
+    drafted = build(latent, drafter=drafter, **options)  # type: ignore[arg-type]
+    assert tokens(run(plain.engine, [case])) == tokens(run(drafted.engine, [case]))
+    chosen = next(d for d in drafted.decisions if d.field == "drafter")
+    assert chosen.value == ("mtp" if drafter == "auto" else drafter)
 
 
 def test_draw_here_sets_norms_to_one_and_biases_to_zero(tiny: str) -> None:

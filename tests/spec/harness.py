@@ -39,27 +39,56 @@ def tiny_model(seed: int = 3) -> Path:
     )
 
 
+@cache
+def latent_model() -> Path:
+    """A small DeepSeek-V3: four heads over latents of 32, and eight experts behind a dense layer."""
+    return make_random_checkpoint(
+        mkdtemp(prefix="peregrine-latent-"),
+        seed=5,
+        vocab_size=VOCAB,
+        hidden_size=48,
+        intermediate_size=96,
+        num_layers=3,
+        num_heads=4,
+        max_positions=CONTEXT,
+        kv_rank=32,
+        q_rank=24,
+        rope_dim=8,
+        num_experts=8,
+    )
+
+
 def copy_model(name: str, change: dict[str, Tensor], config: dict[str, object] | None = None) -> Path:
     """The tiny model with some tensors replaced or added, and some config fields."""
-    source, folder = tiny_model(), Path(mkdtemp(prefix=f"peregrine-{name}-"))
+    weights = load_file(tiny_model() / "model.safetensors") | change
+    return write_model(name, tiny_model(), weights, config or {})
+
+
+def write_model(name: str, source: Path, weights: dict[str, Tensor], config: dict[str, object]) -> Path:
+    """A checkpoint with these weights, and some config fields other than its source's."""
+    folder = Path(mkdtemp(prefix=f"peregrine-{name}-"))
     for file in COPIED:
         (folder / file).write_bytes((source / file).read_bytes())
-    fields = json.loads((folder / "config.json").read_text()) | (config or {})
+    fields = json.loads((folder / "config.json").read_text()) | config
     (folder / "config.json").write_text(json.dumps(fields))
-    weights = load_file(source / "model.safetensors") | change
     save_file({k: v.contiguous() for k, v in weights.items()}, folder / "model.safetensors")
     return folder
 
 
+def disturbed(model: Path, share: float) -> Path:
+    """The model with noise in its weights: a draft model that is often right and often wrong."""
+    generator = torch.Generator().manual_seed(1)
+    weights = load_file(model / "model.safetensors")
+    for name, weight in weights.items():
+        if weight.dim() == 2:
+            weights[name] = weight + share * weight.std() * torch.randn(weight.shape, generator=generator)
+    return write_model("disturbed", model, weights, {})
+
+
 @cache
 def noisy_model(share: float = 0.1) -> Path:
-    """The tiny model with its weights disturbed: a draft model that is often right and often wrong."""
-    generator = torch.Generator().manual_seed(1)
-    changed = {}
-    for name, weight in load_file(tiny_model() / "model.safetensors").items():
-        if weight.dim() == 2:
-            changed[name] = weight + share * weight.std() * torch.randn(weight.shape, generator=generator)
-    return copy_model("noisy", changed)
+    """The tiny model with its weights disturbed."""
+    return disturbed(tiny_model(), share)
 
 
 def layer_tensors(prefix: str, in_size: int, new: "Draw") -> dict[str, Tensor]:
@@ -98,7 +127,7 @@ def write_head(name: str, architecture: str, tensors: dict[str, Tensor], **field
 
 
 @cache
-def eagle3_head(draft_vocab: int = 200) -> Path:
+def eagle3_head(draft_vocab: int = 200, taps: tuple[int, int, int] = (1, 2, 3)) -> Path:
     """A random EAGLE-3 head over part of the vocabulary: it guesses badly and must change nothing."""
     new = Draw(5)
     tensors = layer_tensors("midlayer", 2 * HIDDEN, new) | {
@@ -116,7 +145,7 @@ def eagle3_head(draft_vocab: int = 200) -> Path:
         "LlamaForCausalLMEagle3",
         tensors,
         draft_vocab_size=draft_vocab,
-        eagle_aux_hidden_state_layer_ids=[1, 2, 3],
+        eagle_aux_hidden_state_layer_ids=list(taps),
     )
 
 

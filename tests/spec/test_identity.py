@@ -52,9 +52,7 @@ def naive_logits(engine: Engine) -> reference.Logits:
     @torch.inference_mode()
     def logits(text: list[int]) -> np.ndarray:
         count = len(text)
-        store = KVStore(
-            config.num_layers, 1, CONTEXT, config.num_kv_heads, config.head_dim, torch.float32, "cpu"
-        )
+        store = KVStore(config.num_layers, 1, CONTEXT, config.kv_shape, torch.float32, "cpu")
         places = torch.arange(count)
         zero = torch.zeros(1, dtype=torch.int64)
         metadata = AttentionMetadata(

@@ -70,11 +70,8 @@ def chain_states(target, head, tokens, index, steps):  # type: ignore[no-untyped
     backend, config = TorchBackend(), target.config
     num_pages = CONTEXT // PAGE
     stores = [
-        KVStore(layers, num_pages, PAGE, kv_heads, dim, torch.float32, torch.device("cpu"))
-        for layers, kv_heads, dim in (
-            (config.num_layers, config.num_kv_heads, config.head_dim),
-            (head.num_layers, head.num_kv_heads, head.head_dim),
-        )
+        KVStore(layers, num_pages, PAGE, shape, torch.float32, torch.device("cpu"))
+        for layers, shape in ((config.num_layers, config.kv_shape), (head.num_layers, head.kv_shape))
     ]
     bound = BoundModel(target, target.layer_attention(), stores[0], backend)
     reader = HeadReader(head, stores[1], backend)

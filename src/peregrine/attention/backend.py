@@ -6,17 +6,21 @@ from typing import Protocol
 
 from torch import Tensor
 
+from peregrine.attention.kernel_choice import KernelCosts
 from peregrine.attention.metadata import AttentionMetadata
 from peregrine.attention.traits import Traits
 from peregrine.cache.store import KVStore
+from peregrine.kernels.latent import LatentTurn
 from peregrine.kernels.rope import Turn
+
+AnyTurn = Turn | LatentTurn  # what is still to be done to queries and keys, by kind of attention
 
 
 class Attend(Protocol):
     """Attention of one forward: what the queries of a layer find among the keys they see."""
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: Turn | None = None) -> Tensor:
-        """k and v [M, Hkv, D] go to metadata.slots first. q [N, Hq, D] -> [N, Hq, D]
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: AnyTurn | None = None) -> Tensor:
+        """k [M, Hkv, D] and v [M, Hkv, Dv] go to metadata.slots first. q [N, Hq, D] -> [N, Hq, Dv]
 
         With `turn`, queries and keys are normed and turned on the way. Without queries (N is 0) it only writes.
         """
@@ -44,6 +48,9 @@ class AttentionBackend(Protocol):
 
     def missing(self) -> list[str]:
         """What has to be installed before it can run here; empty when it can."""
+
+    def with_costs(self, costs: KernelCosts) -> "AttentionBackend":
+        """The same backend, which takes the cheaper of its kernels where both may serve; itself if it has one."""
 
     def bind(self, store: KVStore, layers: Sequence[LayerAttention], metadata: AttentionMetadata) -> Attend:
         """Plan once for all layers; what comes back writes keys and values, then attends, without a wait."""

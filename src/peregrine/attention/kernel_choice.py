@@ -65,7 +65,7 @@ def kernel_reason(window: Window, traits: Traits, costs: KernelCosts = UNMEASURE
         return f"{shape}: {kernel.value}, decode takes at most {traits.max_decode_q_len} queries a row"
     times = costs.of(window)
     if times is None:
-        return f"{shape}: {kernel.value}, not measured"
+        return f"{shape}: {kernel.value}, measured when an engine starts"
     return f"{shape}: {kernel.value}, decode took {times[0]:.4f} ms and context {times[1]:.4f} ms"
 
 

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from peregrine.attention.backend import Attend, LayerAttention
+from peregrine.attention.backend import AnyTurn, Attend, LayerAttention
+from peregrine.attention.kernel_choice import KernelCosts
 from peregrine.attention.metadata import AttentionMetadata
 from peregrine.attention.traits import GraphSupport, Traits
 from peregrine.cache.store import KVStore
 from peregrine.kernels.cpu import NUMBA_PRESENT
-from peregrine.kernels.rope import Turn
 
 
 class NumbaBackend:
@@ -27,6 +27,7 @@ class NumbaBackend:
         tree_masks=True,
         windows=True,
         sinks=True,
+        shared_kv=False,
         reads_host_lens=False,  # on the CPU nothing has to be waited for
         graphs=GraphSupport.NEVER,
         automatic=True,
@@ -35,6 +36,10 @@ class NumbaBackend:
     def missing(self) -> list[str]:
         """numba, if it is not installed."""
         return [] if NUMBA_PRESENT else ["needs numba; pip install 'peregrine[cpu]'"]
+
+    def with_costs(self, costs: KernelCosts) -> "NumbaBackend":
+        """Itself: it has one kernel."""
+        return self
 
     def bind(self, store: KVStore, layers: Sequence[LayerAttention], metadata: AttentionMetadata) -> Attend:
         """Plan once for all layers; the returned callable writes keys and values, then attends."""
@@ -56,7 +61,7 @@ class NumbaBackend:
         keys, values = store.keys.data_ptr(), store.values.data_ptr()
         layer_bytes = store.keys.stride(0) * store.keys.element_size()
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, turn: Turn | None = None) -> Tensor:
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, turn: AnyTurn | None = None) -> Tensor:
             assert turn is None, "compiled CPU kernels turn before they attend"
             own, offset = layers[layer], layer * layer_bytes
             write_cpu(keys + offset, values + offset, slots, k, v)
@@ -67,7 +72,7 @@ class NumbaBackend:
                     q,
                     keys + offset,
                     values + offset,
-                    store.num_kv_heads,
+                    store.shape.num_heads,
                     plan,
                     own.scale,
                     own.window,

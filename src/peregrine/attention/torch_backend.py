@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from peregrine.attention.backend import Attend, LayerAttention
+from peregrine.attention.backend import AnyTurn, Attend, LayerAttention
+from peregrine.attention.kernel_choice import KernelCosts
 from peregrine.attention.metadata import AttentionMetadata
 from peregrine.attention.traits import GraphSupport, Traits
 from peregrine.cache.store import KVStore
@@ -16,7 +17,8 @@ from peregrine.kernels.attention import (
     plan_tree,
     slots_of_rows,
 )
-from peregrine.kernels.rope import Turn, turn_heads
+from peregrine.kernels.latent import LatentTurn, turn_latent
+from peregrine.kernels.rope import turn_heads
 
 
 class TorchBackend:
@@ -33,6 +35,7 @@ class TorchBackend:
         tree_masks=True,
         windows=True,
         sinks=True,
+        shared_kv=True,
         reads_host_lens=False,
         graphs=GraphSupport.ANY,
         automatic=True,
@@ -42,16 +45,22 @@ class TorchBackend:
         """Nothing: torch is always there."""
         return []
 
+    def with_costs(self, costs: KernelCosts) -> "TorchBackend":
+        """Itself: it has one kernel."""
+        return self
+
     def bind(self, store: KVStore, layers: Sequence[LayerAttention], metadata: AttentionMetadata) -> Attend:
         """Plan once for all layers; the returned callable writes keys and values, then attends."""
         plan = _plan(metadata)
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, turn: Turn | None = None) -> Tensor:
-            if turn is not None:
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, turn: AnyTurn | None = None) -> Tensor:
+            if isinstance(turn, LatentTurn):
+                q, k = turn_latent(q, k, turn)
+            elif turn is not None:
                 q, k = turn_heads(q, k, turn)
             store.write(layer, metadata.slots, k, v)
             if not len(q):
-                return q
+                return q[..., : v.shape[2]]
             own = layers[layer]
             keys, values = store.keys[layer], store.values[layer]
             if store.k_scales is None or store.v_scales is None:

@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from peregrine.attention.backend import Attend, LayerAttention
+from peregrine.attention.backend import AnyTurn, Attend, LayerAttention
 from peregrine.attention.kernel_choice import UNMEASURED, Kernel, KernelCosts, kernel_for
 from peregrine.attention.metadata import AttentionMetadata
 from peregrine.attention.traits import GraphSupport, Traits
@@ -14,7 +15,10 @@ from peregrine.cache.store import KVStore
 from peregrine.hardware import triton_interprets
 from peregrine.kernels.gpu import TRITON_PRESENT
 from peregrine.kernels.interpreter import mend_interpreter
-from peregrine.kernels.rope import Turn
+from peregrine.kernels.latent import LatentTurn
+
+if TYPE_CHECKING:
+    from peregrine.kernels.attention_plan_gpu import GpuPlan
 
 DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 ON_CUDA = Traits(
@@ -29,6 +33,7 @@ ON_CUDA = Traits(
     tree_masks=True,
     windows=True,
     sinks=True,
+    shared_kv=True,
     reads_host_lens=False,
     graphs=GraphSupport.ANY,
     automatic=True,
@@ -61,6 +66,10 @@ class TritonBackend:
         """Triton, if it is not installed."""
         return [] if TRITON_PRESENT else ["needs triton, which comes with CUDA builds of torch"]
 
+    def with_costs(self, costs: KernelCosts) -> "TritonBackend":
+        """The same backend with other costs."""
+        return TritonBackend(costs)
+
     def bind(self, store: KVStore, layers: Sequence[LayerAttention], metadata: AttentionMetadata) -> Attend:
         """Plan once for all layers; the returned callable writes keys and values, then attends."""
         if triton_interprets():
@@ -78,8 +87,11 @@ class TritonBackend:
             metadata.ancestors,
         )
         kernel = kernel_for(metadata.window, self.traits, self.costs)
+        if store.shape.shared:
+            return _latent_attend(store, layers, metadata.slots, plan, kernel)
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, turn: Turn | None = None) -> Tensor:
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, turn: AnyTurn | None = None) -> Tensor:
+            assert not isinstance(turn, LatentTurn), "keys and values are apart"
             own = layers[layer]
             kv = gpu.StoredKV(
                 keys=store.keys[layer],
@@ -100,3 +112,31 @@ class TritonBackend:
             return gpu.context_gpu(q, kv, plan, own.scale, own.window, own.sinks)
 
         return attend
+
+
+def _latent_attend(
+    store: KVStore, layers: Sequence[LayerAttention], slots: Tensor, plan: "GpuPlan", kernel: Kernel
+) -> Attend:
+    """The same for keys that hold their values, of one KV head."""
+    # Imports triton, which is slow and may be absent.
+    from peregrine.kernels import latent_plan_gpu as gpu
+    from peregrine.kernels.latent_gpu import turn_latent_gpu, write_latent_gpu
+
+    rank = store.shape.value_dim
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, turn: AnyTurn | None = None) -> Tensor:
+        own, keys = layers[layer], store.keys[layer]
+        assert own.window is None, "latent attention has no sliding window"
+        assert own.sinks is None, "latent attention has no sinks"
+        if turn is None:
+            write_latent_gpu(k, rank, slots, keys)
+        else:
+            assert isinstance(turn, LatentTurn), "keys hold their values"
+            q = turn_latent_gpu(q, k, turn, slots, keys)
+        if not len(q):
+            return q[..., :rank]
+        if kernel is Kernel.DECODE:
+            return gpu.latent_decode_gpu(q, keys, plan, rank, own.scale)
+        return gpu.latent_context_gpu(q, keys, plan, rank, own.scale)
+
+    return attend

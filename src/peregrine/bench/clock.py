@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
 
-from peregrine.attention.backend import Attend, AttentionBackend, LayerAttention
+from peregrine.attention.backend import AnyTurn, Attend, AttentionBackend, LayerAttention
+from peregrine.attention.kernel_choice import KernelCosts
 from peregrine.attention.metadata import AttentionMetadata
 from peregrine.attention.traits import Traits
 from peregrine.cache.store import KVStore
 from peregrine.engine.engine import Engine
-from peregrine.kernels.rope import Turn
 from peregrine.models.decoder import Decoder
 from peregrine.models.head_parts import Eagle3Layer
 from peregrine.models.layers import Linear
@@ -61,10 +61,13 @@ class TimedBackend:
     def missing(self) -> list[str]:
         return self.inner.missing()
 
+    def with_costs(self, costs: KernelCosts) -> "TimedBackend":
+        return TimedBackend(self.inner.with_costs(costs), self.clock)
+
     def bind(self, store: KVStore, layers: Sequence[LayerAttention], metadata: AttentionMetadata) -> Attend:
         attend = self.inner.bind(store, layers, metadata)
 
-        def timed(layer: int, q: Tensor, k: Tensor, v: Tensor, turn: Turn | None = None) -> Tensor:
+        def timed(layer: int, q: Tensor, k: Tensor, v: Tensor, turn: AnyTurn | None = None) -> Tensor:
             with self.clock.span("kernels"):
                 return attend(layer, q, k, v, turn)
 

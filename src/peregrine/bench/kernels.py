@@ -1,12 +1,14 @@
 """`peregrine bench kernels`: the two attention kernels on the windows of a round, against the copy bandwidth.
 
 Each figure is one layer's attention over keys and values that lie in memory, not in a cache: layers take turns, and
-there are enough of them. The share is bytes of keys and values per second over what a copy moves in the same run.
+there are enough of them. The share is bytes of keys and values per second over what a copy moves in the same run. In
+latent attention (MLA) a key holds its value, and counts once.
 """
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,7 +18,7 @@ from peregrine.attention.kernel_choice import Shape, kernel_reason, measure_cost
 from peregrine.attention.triton_backend import TritonBackend
 from peregrine.bench.machine import machine_facts
 from peregrine.bench.round import copy_bandwidth
-from peregrine.cache.store import KVStore
+from peregrine.cache.store import KVShape, KVStore
 from peregrine.engine.graphs import Graphs
 from peregrine.errors import ConfigError
 from peregrine.hardware import DTYPES, resolve_device
@@ -35,10 +37,33 @@ class Plan:
     q_lens: tuple[int, ...] = (1, 4, 8)
     contexts: tuple[int, ...] = (2048, 32768)
     heads: tuple[int, int, int] = (32, 8, 128)  # query heads, KV heads, head dim
+    latent: tuple[int, int, int] | None = (
+        None  # of MLA: query heads, entries of the latent and of the turned part
+    )
     page_size: int = 16
     dtype: str = "bfloat16"
     kv_dtype: str = "auto"  # or float8
     device: str = "auto"
+
+    @property
+    def num_heads(self) -> int:
+        """Heads of a query."""
+        return self.latent[0] if self.latent else self.heads[0]
+
+    @property
+    def kv_shape(self) -> KVShape:
+        """What one token leaves in one layer."""
+        if self.latent is None:
+            return KVShape.of_heads(*self.heads[1:])
+        _, rank, rope = self.latent
+        return KVShape(1, rank + rope, rank, shared=True)
+
+    @property
+    def name(self) -> str:
+        """Which kind of attention this is, in words."""
+        kv = self.kv_shape
+        held = f"latent of {kv.value_dim} + {kv.key_dim - kv.value_dim}"
+        return f"{self.num_heads} heads on " + (held if kv.shared else f"{kv.num_heads} of {kv.key_dim}")
 
 
 def run(plan: Plan) -> dict[str, object]:
@@ -52,13 +77,21 @@ def run(plan: Plan) -> dict[str, object]:
         reasons.append(f"dtype={plan.dtype!r}: choose one of {', '.join(DTYPES)}")
     if plan.kv_dtype not in ("auto", "float8"):
         reasons.append(f"kv_dtype={plan.kv_dtype!r}: choose auto or float8")
+    if plan.latent and plan.kv_dtype != "auto":
+        reasons.append(f"kv_dtype={plan.kv_dtype!r}: latent attention has kv_dtype auto alone")
     if reasons:
         raise ConfigError(f"bench kernels: {'; '.join(reasons)}")
     bandwidth = copy_bandwidth() if device.type == "cuda" else None
-    lines = [line for context in plan.contexts for line in measure_context(plan, context, device, bandwidth)]
+    kinds = [replace(plan, latent=None), plan] if plan.latent else [plan]
+    lines = [
+        line
+        for kind, context in itertools.product(kinds, plan.contexts)
+        for line in measure_context(kind, context, device, bandwidth)
+    ]
     return {
         "machine": machine_facts(),
         "heads": list(plan.heads),
+        "latent": None if plan.latent is None else list(plan.latent),
         "page_size": plan.page_size,
         "dtype": plan.dtype,
         "kv_dtype": plan.kv_dtype,
@@ -77,7 +110,7 @@ def measure_context(
     for rows, q_len in shapes:
         decode_ms, context_ms = costs.times[rows, q_len]
         num_bytes = rows * context * layer_token_bytes(plan)
-        line: dict[str, object] = {"rows": rows, "q_len": q_len, "context": context}
+        line: dict[str, object] = {"kind": plan.name, "rows": rows, "q_len": q_len, "context": context}
         line |= {"decode_ms": decode_ms, "context_ms": context_ms}
         if bandwidth is not None:
             floor_ms = num_bytes / bandwidth * 1e3
@@ -90,11 +123,11 @@ def measure_context(
 def time_ms(plan: Plan, context: int, kernel: Kernel, shape: Shape, device: torch.device) -> float:
     """Milliseconds of one layer's attention by this kernel, the store of the window's keys and values included."""
     rows, q_len = shape
-    num_heads, kv_heads, head_dim = plan.heads
+    kv, dtype = plan.kv_shape, DTYPES[plan.dtype]
     store, metadata = make_window(plan, context, shape, device)
-    layers = [LayerAttention(head_dim**-0.5, None, None)] * store.num_layers
-    q = torch.randn(rows * q_len, num_heads, head_dim, device=device).to(DTYPES[plan.dtype])
-    k, v = torch.randn(2, rows * q_len, kv_heads, head_dim, device=device).to(DTYPES[plan.dtype])
+    layers = [LayerAttention(kv.key_dim**-0.5, None, None)] * store.num_layers
+    q = torch.randn(rows * q_len, plan.num_heads, kv.key_dim, device=device).to(dtype)
+    k, v = torch.randn(2, rows * q_len, kv.num_heads, kv.key_dim, device=device).to(dtype)
     attend = TritonBackend(only(kernel, [shape])).bind(store, layers, metadata)
 
     def every_layer() -> list[Tensor]:
@@ -131,13 +164,12 @@ def make_window(
 ) -> tuple[KVStore, AttentionMetadata]:
     """Random keys and values of `context` tokens on every row, the window's own last among them."""
     rows, q_len = shape
-    _, num_kv_heads, head_dim = plan.heads
     pages = -(-context // plan.page_size)
     num_bytes = rows * context * layer_token_bytes(plan)
     layers = 1 if device.type == "cpu" else max(1, min(MAX_LAYERS, -(-COLD_BYTES // num_bytes)))
     kv_dtype = torch.float8_e4m3fn if plan.kv_dtype == "float8" else DTYPES[plan.dtype]
-    store = KVStore(layers, 1 + rows * pages, plan.page_size, num_kv_heads, head_dim, kv_dtype, device)
-    for held in (store.keys, store.values):
+    store = KVStore(layers, 1 + rows * pages, plan.page_size, plan.kv_shape, kv_dtype, device)
+    for held in store.parts:
         held.copy_(torch.randn(held.shape[1:], device=device))  # the same in every layer
     past_lens = torch.full((rows,), context - q_len, device=device)
     places = past_lens[:, None] + torch.arange(q_len, device=device)  # [R, T]
@@ -156,22 +188,25 @@ def make_window(
 
 def layer_token_bytes(plan: Plan) -> int:
     """Bytes of one token's keys and values in one layer."""
-    _, num_kv_heads, head_dim = plan.heads
     itemsize = 1 if plan.kv_dtype == "float8" else DTYPES[plan.dtype].itemsize
-    return 2 * num_kv_heads * head_dim * itemsize
+    return plan.kv_shape.num_entries * itemsize
 
 
 def show(result: dict[str, object]) -> str:
     """The result as a table for people."""
     names = {q_len: name for name, q_len in WINDOWS.items()}
     bandwidth = result["copy_tb_per_s"]
-    lines = [f"heads {result['heads']}, pages of {result['page_size']}, {result['dtype']}"]
+    lines = [f"pages of {result['page_size']}, {result['dtype']}"]
     lines.append(
         "no CUDA device: times are the interpreter's" if bandwidth is None else f"copy {bandwidth:.2f} TB/s"
     )
     lines.append(f"{'rows':>5} {'q_len':>5} {'context':>8} {'decode':>16} {'context':>16}  faster")
     measured: Sequence[dict[str, object]] = result["lines"]  # type: ignore[assignment]
+    kind = None
     for line in measured:
+        if line["kind"] != kind:
+            kind = line["kind"]
+            lines.append(f"{kind}:")
         cells = [f"{_time(line, 'decode'):>16}", f"{_time(line, 'context'):>16}"]
         faster = "decode" if float(str(line["decode_ms"])) <= float(str(line["context_ms"])) else "context"
         shape = f"{line['rows']:>5} {line['q_len']:>5} {line['context']:>8}"

@@ -22,7 +22,7 @@ from peregrine.errors import ConfigError
 from peregrine.hardware import version_of
 from peregrine.llm import LLM
 from peregrine.log import style
-from peregrine.models.config import ModelConfig
+from peregrine.models.loading import num_weights
 from peregrine.sampling import SamplingParams
 
 PROMPTS = (
@@ -195,7 +195,7 @@ def start_up_seconds(model: str, options: dict[str, object]) -> float:
 def memory_facts(llm: LLM, before: float) -> dict[str, float]:
     """Mebibytes: weights, KV pages, and the engine's peak beyond both since `before`."""
     runner = llm.engine.runner
-    weights = num_parameters(runner.target.decoder.config) * runner.target.store.keys.element_size() / MIB
+    weights = num_weights(runner.target.decoder.config) * runner.target.store.keys.element_size() / MIB
     pages = runner.target.store.num_bytes / MIB
     return {
         "weights_mib": round(weights, 1),
@@ -207,13 +207,6 @@ def memory_facts(llm: LLM, before: float) -> dict[str, float]:
 def peak_mib() -> float:
     """The most memory this process has had so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
-
-def num_parameters(config: ModelConfig) -> int:
-    """Weights of a dense decoder, norms left out."""
-    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    layer = config.hidden_size * (2 * q + 2 * kv + 3 * config.intermediate_size)
-    return config.num_layers * layer + config.vocab_size * config.hidden_size * (1 if config.tied else 2)
 
 
 def show(result: dict[str, object]) -> str:

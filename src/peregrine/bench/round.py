@@ -1,8 +1,8 @@
 """One round on a GPU against the bytes it must read: ms per round, the floor, and their ratio.
 
 Everything is measured in one run: the copy bandwidth, then rounds at each number of rows and context. The floor is what
-a round must read, weights and keys and values, over that bandwidth. Acceptance is simulated, so that random weights
-will do: real drafts, real verify, drawn agreement.
+a round must read, weights and keys and values (floor.py), over that bandwidth. Acceptance is simulated, so that random
+weights will do: real drafts, real verify, drawn agreement.
 """
 
 import time
@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import torch
-from torch import nn
 
+from peregrine.bench.floor import experts_read, round_bytes, stores_of
 from peregrine.bench.machine import machine_facts
 from peregrine.config import EngineConfig
 from peregrine.engine.build import build_engine
@@ -19,14 +19,7 @@ from peregrine.engine.engine import Engine
 from peregrine.engine.runner import RowResult
 from peregrine.errors import ConfigError
 from peregrine.llm import engine_config as parse_options
-from peregrine.models.head_parts import Head
-from peregrine.models.heads import DraftHead, Eagle3Head
-from peregrine.models.layers import Linear
 from peregrine.sampling import SamplingParams
-from peregrine.spec.bound import BoundModel
-from peregrine.spec.chain import ChainDrafter
-from peregrine.spec.readers import HeadReader, ModelReader
-from peregrine.spec.tree import TreeDrafter
 
 COPY_BYTES, COPY_REPEATS = 2**31, 10
 WARMUP_ROUNDS = 20
@@ -53,6 +46,7 @@ class Figures:
     floor_ms: float
     ratio: float
     gb_per_round: float
+    experts_read: float  # of a layer, by the tokens of one round, counted; 0: there are none
     host_us_per_round: float
     device_idle_share: float
 
@@ -66,6 +60,7 @@ def run(asked: EngineConfig, cases: Sequence[Case], rounds: int) -> Facts:
     built = build_engine(asked)
     ready_s = time.perf_counter() - began
     with torch.inference_mode():
+        fill_stores(built.engine)
         figures = [measure(built.engine, case, rounds, bandwidth) for case in cases]
     return {
         "benchmark": "round",
@@ -151,6 +146,16 @@ class Watch:
         return results
 
 
+def fill_stores(engine: Engine) -> None:
+    """Noise for keys and values: prompts are not read, and a round takes as long whatever pages hold, but not zeros.
+
+    A device draws less power for zeros, and then runs faster.
+    """
+    for part in (part for store in stores_of(engine) for part in store.parts):
+        for layer in part:
+            layer.copy_(torch.randn(layer.shape, device=layer.device, dtype=torch.bfloat16))
+
+
 def measure(engine: Engine, case: Case, rounds: int, bandwidth: float) -> Figures:
     """Fill the rows, let the rounds settle, then time them."""
     generator = torch.Generator().manual_seed(case.context)
@@ -167,8 +172,7 @@ def measure(engine: Engine, case: Case, rounds: int, bandwidth: float) -> Figure
     requests = [engine.prepare(prompt, params) for prompt in prompts]
     for request in requests:
         engine.enqueue(request)
-    while engine.waiting or engine.reading:
-        engine.step()
+    engine.seat_unread()
     watch = Watch(engine)
     for _ in range(WARMUP_ROUNDS):
         engine.step()
@@ -181,21 +185,22 @@ def measure(engine: Engine, case: Case, rounds: int, bandwidth: float) -> Figure
     torch.cuda.synchronize()
     watch.remove()
     context = sum(request.num_tokens for request in requests) / len(requests)
+    beyond, hits = experts_read(engine)
+    num_bytes = round_bytes(engine, case.rows, context) + beyond
     for request in requests:
         engine.abort(request)
     while engine.has_work:
         engine.step()
-    return figures(engine, case, watch, host_s, context, bandwidth)
+    return figures(case, watch, host_s, num_bytes, hits, bandwidth)
 
 
 def figures(
-    engine: Engine, case: Case, watch: Watch, host_s: float, context: float, bandwidth: float
+    case: Case, watch: Watch, host_s: float, num_bytes: float, hits: float, bandwidth: float
 ) -> Figures:
-    """The case's figures from what was seen."""
+    """The case's figures from what was seen; a round must read `num_bytes`, and `hits` experts of a layer."""
     count = len(watch.spans)
     total_ms = watch.spans[0][0].elapsed_time(watch.spans[-1][1])
     busy_ms = sum(first.elapsed_time(last) for first, last in watch.spans)
-    num_bytes = round_bytes(engine, case.rows, context)
     ms, accept = total_ms / count, watch.accepted / max(1, watch.row_rounds)
     floor_ms = num_bytes / bandwidth * 1e3
     return Figures(
@@ -207,76 +212,27 @@ def figures(
         floor_ms=floor_ms,
         ratio=ms / floor_ms,
         gb_per_round=num_bytes / 1e9,
+        experts_read=hits,
         host_us_per_round=host_s / count * 1e6,
         device_idle_share=max(0.0, 1 - busy_ms / total_ms),
     )
 
 
-def round_bytes(engine: Engine, rows: int, context: float) -> int:
-    """What a round must read: the target once, the drafter once per pass, and the keys and values of both."""
-    runner = engine.runner
-    total = weight_bytes(runner.target.decoder) + kv_bytes(runner.target, rows, context)
-    drafter = runner.drafter
-    if isinstance(drafter, ChainDrafter | TreeDrafter):
-        passes, reader = drafter.shape.depth, drafter.reader
-        if isinstance(reader, HeadReader):
-            once, each = head_bytes(reader.head)
-            total += once + passes * (each + store_bytes(reader.store.keys, rows, context))
-        elif isinstance(reader, ModelReader):
-            total += passes * (weight_bytes(reader.model.decoder) + kv_bytes(reader.model, rows, context))
-    return int(total)
-
-
-def head_bytes(head: DraftHead) -> tuple[int, int]:
-    """Bytes of a draft head that are read once a round, and those that every pass reads."""
-    if not isinstance(head, Head):
-        return 0, 0
-    once = (
-        linear_bytes(head.fc) if isinstance(head, Eagle3Head) else 0
-    )  # it fuses taps, and guesses have none
-    borrowed = linear_bytes(head.lender.head) if head.head is None else 0
-    return once, weight_bytes(head) - once + borrowed
-
-
-def weight_bytes(module: nn.Module) -> int:
-    """Bytes of every linear; embeddings are read row by row, and norms are small."""
-    return sum(linear_bytes(part) for part in module.modules() if isinstance(part, Linear))
-
-
-def linear_bytes(part: Linear) -> int:
-    """Bytes of one packed linear."""
-    assert part.packed is not None
-    weight = part.packed.weight if part.packed.weight is not None else part.packed.panels
-    assert weight is not None
-    return weight.numel() * weight.element_size()
-
-
-def kv_bytes(model: BoundModel, rows: int, context: float) -> float:
-    """Keys and values of all layers at so many places."""
-    return store_bytes(model.store.keys, rows, context)
-
-
-def store_bytes(keys: torch.Tensor, rows: int, context: float) -> float:
-    """Of a store whose keys are [L, slots, Hkv, D]."""
-    layers, _, heads, size = keys.shape
-    return 2 * layers * heads * size * keys.element_size() * rows * context
-
-
 def show(facts: Facts) -> str:
-    """The figures as a table."""
-    asked = facts["asked"]
+    """The figures as a table; with a column of experts where there are any."""
+    asked, cases = facts["asked"], facts["cases"]
     assert isinstance(asked, dict)
+    assert isinstance(cases, list)
+    mixture = any(case["experts_read"] for case in cases)
     lines = [
         f"{asked['model']}, copy {facts['copy_tb_per_s']:.2f} TB/s, ready in {facts['start_s']:.1f} s",
         f"{'rows':>5} {'context':>8} {'ms/round':>9} {'floor':>7} {'ratio':>6} {'accept':>7} {'tok/s':>8} "
-        f"{'host us':>8} {'idle':>6}",
+        f"{'host us':>8} {'idle':>6}" + (f" {'experts':>8}" if mixture else ""),
     ]
-    cases = facts["cases"]
-    assert isinstance(cases, list)
     for c in cases:
         lines.append(
             f"{c['rows']:>5} {c['context']:>8} {c['ms_per_round']:>9.3f} {c['floor_ms']:>7.3f} {c['ratio']:>6.3f} "
             f"{c['accept_length']:>7.2f} {c['tokens_per_s']:>8.0f} {c['host_us_per_round']:>8.0f} "
-            f"{c['device_idle_share']:>6.1%}"
+            f"{c['device_idle_share']:>6.1%}" + (f" {c['experts_read']:>8.1f}" if mixture else "")
         )
     return "\n".join(lines)

@@ -1,16 +1,39 @@
 """The device memory that holds keys and values: one flat row of slots per layer, addressed by page tables."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from peregrine.errors import ConfigError
 
 
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """What one token leaves in one layer: keys and values of so many heads, or keys that hold their values."""
+
+    num_heads: int
+    key_dim: int
+    value_dim: int
+    shared: bool  # the value is the first value_dim entries of the key
+
+    @staticmethod
+    def of_heads(num_heads: int, head_dim: int) -> "KVShape":
+        """Keys and values of one size, apart from each other."""
+        return KVShape(num_heads, head_dim, head_dim, shared=False)
+
+    @property
+    def num_entries(self) -> int:
+        """Numbers that are held for one token in one layer."""
+        return self.num_heads * (self.key_dim + (0 if self.shared else self.value_dim))
+
+
 class KVStore:
     """Keys and values of all layers. Slot = page * page_size + offset; page 0 is scratch. Starts as zeros.
 
-    In float8 an entry is held divided by its layer's scale, and cut off at the largest number there is. Scales start
-    as 1; whoever knows better fills them in before the first write.
+    Values that are a part of their keys are a view of them: whoever writes keys has written both. In float8 an entry
+    is held divided by its layer's scale, and cut off at the largest number there is. Scales start as 1; whoever knows
+    better fills them in before the first write.
     """
 
     def __init__(
@@ -18,8 +41,7 @@ class KVStore:
         num_layers: int,
         num_pages: int,
         page_size: int,
-        num_kv_heads: int,
-        head_dim: int,
+        shape: KVShape,
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
@@ -27,39 +49,59 @@ class KVStore:
             "num_layers": num_layers,
             "num_pages": num_pages,
             "page_size": page_size,
-            "num_kv_heads": num_kv_heads,
-            "head_dim": head_dim,
+            "num_heads": shape.num_heads,
+            "key_dim": shape.key_dim,
+            "value_dim": shape.value_dim,
         }
         for field, size in sizes.items():
             if size < 1:
                 raise ConfigError(f"{field}={size}: a KV store needs at least 1")
+        if shape.shared and shape.value_dim > shape.key_dim:
+            raise ConfigError(
+                f"value_dim={shape.value_dim}: shared values are a part of key_dim={shape.key_dim}"
+            )
         self.num_layers = num_layers
         self.num_pages = num_pages
         self.page_size = page_size
-        self.num_kv_heads = num_kv_heads
-        self.head_dim = head_dim
-        shape = (num_layers, num_pages * page_size, num_kv_heads, head_dim)
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)  # [L, slots, Hkv, D]
-        self.values = torch.zeros(shape, dtype=dtype, device=device)  # [L, slots, Hkv, D]
+        self.shape = shape
+        self.keys = torch.zeros(
+            (num_layers, num_pages * page_size, shape.num_heads, shape.key_dim), dtype=dtype, device=device
+        )  # [L, slots, Hkv, D]
+        self.values = self.keys[..., : shape.value_dim]  # [L, slots, Hkv, Dv]
+        if not shape.shared:
+            self.values = torch.zeros((*self.keys.shape[:3], shape.value_dim), dtype=dtype, device=device)
         is_scaled = dtype == torch.float8_e4m3fn
         self.k_scales = torch.ones(num_layers, device=device) if is_scaled else None  # [L] f32
-        self.v_scales = torch.ones(num_layers, device=device) if is_scaled else None  # [L] f32
+        self.v_scales = self.k_scales if shape.shared else _copy(self.k_scales)  # [L] f32
 
     @property
     def num_bytes(self) -> int:
         """Device bytes that keys and values take together."""
-        return 2 * self.keys.numel() * self.keys.element_size()
+        return sum(part.numel() * part.element_size() for part in self.parts)
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """The memory there is: keys and values, or keys alone where they hold the values. Each [L, slots, Hkv, D]."""
+        return (self.keys,) if self.shape.shared else (self.keys, self.values)
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Put k and v [M, Hkv, D] into one layer's slots [M]; only scratch slots may occur twice."""
+        """Put k and v [M, Hkv, D] into one layer's slots [M]; only scratch slots may occur twice.
+
+        Where keys hold the values, v is not looked at.
+        """
         if self.k_scales is not None and self.v_scales is not None:
             k, v = self._quantised(k, self.k_scales[layer]), self._quantised(v, self.v_scales[layer])
         _as_bytes(self.keys[layer]).index_copy_(0, slots, _as_bytes(k))
-        _as_bytes(self.values[layer]).index_copy_(0, slots, _as_bytes(v))
+        if not self.shape.shared:
+            _as_bytes(self.values[layer]).index_copy_(0, slots, _as_bytes(v))
 
     def _quantised(self, x: Tensor, scale: Tensor) -> Tensor:
         largest = torch.finfo(self.keys.dtype).max
         return (x.float() / scale).clamp(-largest, largest).to(self.keys.dtype)
+
+
+def _copy(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.clone()
 
 
 def _as_bytes(x: Tensor) -> Tensor:

@@ -159,6 +159,13 @@ def add_kernels(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
         metavar=("HEADS", "KV_HEADS", "HEAD_DIM"),
         help="(default: 32 8 128)",
     )
+    parser.add_argument(
+        "--latent",
+        type=int,
+        nargs=3,
+        metavar=("HEADS", "RANK", "ROPE_DIM"),
+        help="measure latent attention (MLA), too, such as 16 512 64",
+    )
     parser.add_argument("--page-size", type=int, default=16, metavar="N", help="(default: 16)")
     parser.add_argument("--dtype", default="bfloat16", metavar="DTYPE", help="(default: bfloat16)")
     parser.add_argument("--kv-dtype", default="auto", metavar="DTYPE", help="auto or float8 (default: auto)")
@@ -177,6 +184,7 @@ def run_kernels(args: argparse.Namespace) -> int:
             q_lens=tuple(args.q_lens),
             contexts=tuple(args.contexts),
             heads=tuple(args.heads),
+            latent=tuple(args.latent) if args.latent else None,
             page_size=args.page_size,
             dtype=args.dtype,
             kv_dtype=args.kv_dtype,

@@ -93,6 +93,7 @@ def backend_reasons(device: "torch.device", dtype: "torch.dtype") -> dict[str, l
         tree_masks=False,
         windows=False,
         sinks=False,
+        shared_kv=False,
         graphs=GraphSupport.NEVER,
     )
     return {backend.name: backend.missing() + refusals(needs, backend.traits) for backend in BACKENDS}

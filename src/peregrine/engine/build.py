@@ -1,7 +1,7 @@
 """From what was asked for to an engine that runs: every choice on the way is a Decision with its reason."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from tqdm import tqdm
@@ -15,7 +15,14 @@ from peregrine.engine.admission import Limits
 from peregrine.engine.engine import Engine, Pace
 from peregrine.engine.graphs import Graphs
 from peregrine.engine.holdings import Holdings
-from peregrine.engine.memory import explain_memory, make_stores, pick_num_pages, store_shape_of
+from peregrine.engine.kernel_costs import choose_kernels, window_shapes
+from peregrine.engine.memory import (
+    explain_memory,
+    make_stores,
+    pick_num_pages,
+    scratch_bytes,
+    store_shape_of,
+)
 from peregrine.engine.runner import VARIANTS, Runner
 from peregrine.engine.sources import open_source
 from peregrine.errors import ConfigError
@@ -70,21 +77,30 @@ def build_engine(asked: EngineConfig) -> Built:
         compile_kernels()
 
     kv_dtype = resolve_kv_dtype(asked.kv_dtype, dtype)
-    choice = choose_backend(asked.attention, attention_needs(asked, target, device, dtype, kv_dtype))
+    shapes = [store_shape_of(target)] + ([draft.store_shape] if draft.store_shape else [])
+    needs = attention_needs(asked, target, device, dtype, kv_dtype)
+    # The drafter attends with the same backend.
+    needs = replace(needs, shared_kv=any(shape.kv.shared for shape in shapes))
+    choice = choose_backend(asked.attention, needs)
     decisions.append(Decision("attention", choice.backend.name, "; ".join(choice.reasons)))
     graphs, why = pick_graphs(asked, device, choice.backend.traits)
     decisions.append(Decision("graphs", graphs, why))
 
     max_len = pick_max_len(asked, target.config)
-    shapes = [store_shape_of(target)] + ([draft.store_shape] if draft.store_shape else [])
-    num_pages, why = pick_num_pages(asked, shapes, max_len, device, kv_dtype)
+    scratch = scratch_bytes(asked, target.config, max_len, dtype) if device.type == "cuda" else 0
+    num_pages, why = pick_num_pages(asked, shapes, max_len, device, kv_dtype, scratch)
     decisions.append(Decision("num_pages", num_pages, why))
     stores = make_stores(shapes, num_pages, asked.page_size, kv_dtype, device)
-    bound = BoundModel(target, target.layer_attention(), stores[0], choice.backend)
-    drafter = make_drafter(draft, asked.num_drafts, asked.tree, stores[-1], choice.backend)
-    check_windows(target.config, drafter)
     pace, why = pick_pace(asked, device, graphs)
     decisions.append(Decision("lag", pace.lag, why))
+    backend, layers = choice.backend, target.layer_attention()
+    if device.type == "cuda" and backend.traits.max_decode_q_len:
+        windows = window_shapes(asked, name != "none", pace.row_sizes or (1, pace.max_rows))
+        backend, made = choose_kernels(backend, stores[0], layers, target.config.num_heads, dtype, windows)
+        decisions.append(made)
+    bound = BoundModel(target, layers, stores[0], backend)
+    drafter = make_drafter(draft, asked.num_drafts, asked.tree, stores[-1], backend)
+    check_windows(target.config, drafter)
     engine = assemble(asked, bound, drafter, tokenizer, max_len, pace)
     if graphs:
         decisions.append(record_graphs(engine, device))
@@ -157,10 +173,11 @@ def attention_needs(
         dtype=dtype,
         kv_dtype=kv_dtype,
         page_size=asked.page_size,
-        head_dim=target.config.head_dim,
+        head_dim=target.config.kv_shape.key_dim,
         tree_masks=asked.tree is not None,
         windows=any(window is not None for window in target.config.windows),
         sinks=False,
+        shared_kv=target.config.kv_shape.shared,
         graphs=GraphSupport.NEVER,
     )
 

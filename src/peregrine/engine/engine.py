@@ -9,6 +9,7 @@ from peregrine.engine.holdings import Holdings
 from peregrine.engine.prefill import next_stretches, read_stretches
 from peregrine.engine.request import Delta, Output, Request, TokenLogprob
 from peregrine.engine.runner import RowResult, Runner
+from peregrine.kernels.choose import Features
 from peregrine.kernels.verdict import FINISH_FAULT, FINISH_LENGTH, FINISH_NONE, FINISH_STOP
 from peregrine.sampling import SamplingParams
 from peregrine.text.stream import TextStream
@@ -47,6 +48,9 @@ class Engine:
         self.running: list[Request] = []  # index = seat
         self._ids, self._turns = itertools.count(), itertools.count()
         self._ended: list[Delta] = []  # of requests that ended outside a round
+        self._features: Features | None = (
+            None  # what those who run ask for; None: not known since the last change
+        )
 
     @property
     def has_work(self) -> bool:
@@ -117,13 +121,22 @@ class Engine:
             self.holdings.share(request)
             self._sit(request)
 
+    def seat_unread(self) -> None:
+        """Seat who fits of those that wait, and leave their prompts unread: for who measures rounds, not tokens."""
+        self._seat_waiting()
+        for request in self.reading:
+            request.read_len = request.num_tokens - 1
+            self._sit(request)
+        self.reading.clear()
+
     # Seats.
 
     def _sit(self, request: Request) -> None:
         seat = request.seat = len(self.running)
         self.running.append(request)
+        self._features = None
         self.runner.seats.join(seat, seat_entry(request, self.limits))
-        self.runner.seats.set_pages(seat, 0, request.pages)
+        self.runner.seats.set_pages([(seat, 0, request.pages)])
 
     def _leave(self, request: Request) -> None:
         """Free the request's seat; the last seat's holder moves into it, so that seats stay compact."""
@@ -136,6 +149,7 @@ class Engine:
             self.running[seat] = self.running[last]
             self.running[seat].seat = seat
         self.running.pop()
+        self._features = None
         request.seat = None
 
     # Rounds.
@@ -149,23 +163,20 @@ class Engine:
     def _make_room(self) -> list[Delta]:
         """Pages for the next round of every running request; when they run out, the youngest is put back."""
         deltas: list[Delta] = []
-        for request in list(self.running):
-            while request.seat is not None and not self._grow(request):
+        before = [(request, len(request.pages)) for request in self.running]
+        for request, _ in before:
+            while request.seat is not None and not self.holdings.reserve(request, self._reach(request)):
                 if self.runner.in_flight:
                     deltas += (
                         self._collect()
                     )  # what is in flight may end a request, and is needed to put one back
                 else:
                     self._put_back(max(self.running + self.reading, key=lambda r: r.turn))
+        grown = [
+            (r.seat, held, r.pages[held:]) for r, held in before if r.seat is not None and len(r.pages) > held
+        ]
+        self.runner.seats.set_pages(grown)
         return deltas
-
-    def _grow(self, request: Request) -> bool:
-        held = len(request.pages)
-        if not self.holdings.reserve(request, self._reach(request)):
-            return False
-        assert request.seat is not None
-        self.runner.seats.set_pages(request.seat, held, request.pages[held:])
-        return True
 
     def _put_back(self, request: Request) -> None:
         """Preempt: free the pages, wait at the front, read everything again later. Its tokens do not change."""
@@ -186,7 +197,9 @@ class Engine:
             count = min(size for size in self.pace.row_sizes if size >= count)
         places = max(self._reach(request) for request in self.running) + 2
         rows = self.runner.rows(count, places)
-        self.runner.launch(self.running, rows, features_of(self.running))
+        if self._features is None:
+            self._features = features_of(self.running)
+        self.runner.launch(self.running, rows, self._features)
         return True
 
     def _collect(self) -> list[Delta]:

@@ -9,12 +9,17 @@ from peregrine.cache.store import KVStore
 from peregrine.config import EngineConfig
 from peregrine.errors import ConfigError
 from peregrine.hardware import read_gpu, read_memory
+from peregrine.models.config import ModelConfig
 from peregrine.models.decoder import Decoder
 from peregrine.spec.registry import StoreShape
 
 # Of the memory that is free once weights are loaded; on a GPU the rest is for graphs and prompts.
 CPU_SHARE, GPU_SHARE = 0.25, 0.85
 SPARE_PAGES = 8  # of one request, beyond its length: what rounds in flight may write
+LATENT_TILE = 64  # queries times heads that share a split of keys, at most
+SHARED_TILES = (
+    80  # tiles whose splits several programs share: with more of them each has a program of its own
+)
 GIB = 2**30
 
 
@@ -32,32 +37,80 @@ def explain_memory(device: torch.device, what: str, remedy: str) -> Iterator[Non
         ) from error
 
 
+def check_room(device: torch.device, what: str, num_bytes: int) -> None:
+    """Refuse what cannot fit before any of it is made."""
+    free = free_bytes(device)
+    if free is not None and num_bytes > free:
+        raise ConfigError(
+            f"{device} has no room for {what}: {num_bytes / GIB:.1f} GiB are needed and {free / GIB:.1f} GiB are "
+            "free; choose a smaller model or another device"
+        )
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Memory of the device that nothing holds; None where nobody knows."""
+    if device.type == "cpu":
+        return read_memory()[1]
+    idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # kept by torch for later
+    return read_gpu(device.index or 0).memory_free_bytes + idle
+
+
 def store_shape_of(model: Decoder) -> StoreShape:
     """What a model's own store must hold."""
-    return StoreShape(model.config.num_layers, model.config.num_kv_heads, model.config.head_dim)
+    return StoreShape(model.config.num_layers, model.config.kv_shape)
 
 
 def page_bytes(stores: Sequence[StoreShape], page_size: int, dtype: torch.dtype) -> int:
     """Bytes of one page in all stores together."""
-    return sum(2 * s.num_layers * s.num_kv_heads * s.head_dim for s in stores) * dtype.itemsize * page_size
+    return sum(s.num_layers * s.kv.num_entries for s in stores) * dtype.itemsize * page_size
+
+
+def scratch_bytes(asked: EngineConfig, config: ModelConfig, max_len: int, dtype: torch.dtype) -> int:
+    """About what the largest chunk of prompts and the largest round work in on a GPU, besides weights and pages."""
+    size, latent, experts = dtype.itemsize, config.latent, config.experts
+    attention, mlp, round_bytes = (
+        2 * config.num_heads * config.head_dim * size,
+        config.intermediate_size * size,
+        0,
+    )
+    if latent is not None:
+        # Projected and absorbed queries, sums in float32, answers before and after they are mapped back.
+        entries = latent.q_dim + latent.key_dim + latent.kv_rank + latent.value_dim
+        attention = config.num_heads * (entries * size + 4 * latent.kv_rank)
+        nodes = asked.num_drafts + 1 if asked.tree is None else asked.tree.nodes
+        tiles = min(SHARED_TILES, asked.max_rows * -(-nodes * config.num_heads // LATENT_TILE))
+        splits = max_len // 512 + 49  # or fewer; see kernels/latent_tiles_gpu.py
+        round_bytes = tiles * splits * LATENT_TILE * 4 * latent.kv_rank
+    if experts is not None:
+        answers = experts.law.num_choices * (experts.inner_size + config.hidden_size)
+        mlp = max(mlp, answers * size + 4 * experts.num_experts)
+    return asked.prefill_chunk * (4 * config.hidden_size * size + max(attention, mlp)) + round_bytes
 
 
 def pick_num_pages(
-    asked: EngineConfig, stores: Sequence[StoreShape], max_len: int, device: torch.device, dtype: torch.dtype
+    asked: EngineConfig,
+    stores: Sequence[StoreShape],
+    max_len: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    scratch: int = 0,
 ) -> tuple[int, str]:
-    """Pages for every seat at full length, or as many as the memory allows."""
+    """Pages for every seat at full length, or as many as the memory allows beside so many bytes of scratch."""
     if asked.num_pages is not None:
         return asked.num_pages, "asked for"
     size = page_bytes(stores, asked.page_size, dtype)
     wanted = 1 + asked.max_rows * (-(-max_len // asked.page_size) + SPARE_PAGES)
-    free = read_memory()[1] if device.type == "cpu" else read_gpu(device.index or 0).memory_free_bytes
+    free = free_bytes(device)
     share = CPU_SHARE if device.type == "cpu" else GPU_SHARE
-    allowed = wanted if free is None else int(free * share / size)
+    of_what = f"{share:.0%} of the free memory"
+    if scratch:
+        of_what += f" beside {scratch / GIB:.1f} GiB that rounds and prompts work in"
+    allowed = wanted if free is None else int((free - scratch) * share / size)
     if allowed < 2:
-        raise ConfigError(f"num_pages: {share:.0%} of the free memory holds {allowed} pages of {size} bytes")
+        raise ConfigError(f"num_pages: {of_what} holds {max(0, allowed)} pages of {size} bytes")
     if wanted <= allowed:
         return wanted, f"{asked.max_rows} requests of {max_len} tokens"
-    return allowed, f"{share:.0%} of the free memory"
+    return allowed, of_what
 
 
 def make_stores(
@@ -67,7 +120,4 @@ def make_stores(
     size = num_pages * page_bytes(shapes, page_size, dtype)
     what = f"num_pages={num_pages}, {size / GIB:.1f} GiB of keys and values"
     with explain_memory(device, what, "lower num_pages, max_rows or max_len"):
-        return [
-            KVStore(s.num_layers, num_pages, page_size, s.num_kv_heads, s.head_dim, dtype, device)
-            for s in shapes
-        ]
+        return [KVStore(s.num_layers, num_pages, page_size, s.kv, dtype, device) for s in shapes]

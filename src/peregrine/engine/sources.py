@@ -1,19 +1,33 @@
 """Where an engine's parts come from: a checkpoint's folder, or the mere shape of a model."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from peregrine.engine.folders import ASSETS, find_model
+from peregrine.engine.memory import check_room
 from peregrine.errors import ConfigError
 from peregrine.models.decoder import Decoder
-from peregrine.models.loading import load_decoder, stored_dtype
-from peregrine.models.shapes import PREFIX, draw_decoder, draw_head, shape_config
+from peregrine.models.head_loading import has_prediction_layer
+from peregrine.models.heads import DraftHead
+from peregrine.models.loading import load_decoder, num_weights, stored_dtype
+from peregrine.models.shapes import (
+    PREFIX,
+    draw_decoder,
+    draw_head,
+    draw_prediction_layer,
+    shape_config,
+)
 from peregrine.spec.registry import DRAFTERS, DraftSource, find_drafter
 from peregrine.text.tokenizer import Tokenizer
 
-SHAPE_DRAFTER = "eagle3"
+# How to draw the drafters that a shape can have.
+SHAPE_DRAFTERS: dict[str, Callable[[Decoder], DraftHead]] = {
+    "eagle3": draw_head,
+    "mtp": draw_prediction_layer,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +54,8 @@ class FolderSource:
         """The drafter for those who did not ask for one, and why."""
         if (self.folder / "eagle3" / "config.json").exists():
             return "eagle3", "the model's folder has a head"
+        if has_prediction_layer(self.folder):
+            return "mtp", "the checkpoint has a prediction layer"
         return "none", "the model's folder has no head; ask for ngram or a folder to speculate"
 
     def drafter(self, name: str, target: Decoder) -> DraftSource:
@@ -60,19 +76,29 @@ class ShapeSource:
         return Tokenizer.read(ASSETS / "merlin")
 
     def target(self, device: torch.device, dtype: torch.dtype) -> Decoder:
-        return draw_decoder(shape_config(self.name), device, dtype)
+        config = shape_config(self.name)
+        check_room(device, f"the weights of {self.name}", num_weights(config) * dtype.itemsize)
+        return draw_decoder(config, device, dtype)
 
     def automatic_drafter(self) -> tuple[str, str]:
-        return SHAPE_DRAFTER, "a head of the usual shape"
+        if self._drafters[0] == "mtp":
+            return "mtp", "the shape has a prediction layer"
+        return "eagle3", "a head of the usual shape"
 
     def drafter(self, name: str, target: Decoder) -> DraftSource:
-        if name == SHAPE_DRAFTER:
-            return DraftSource(name, draw_head(target))
-        if name not in DRAFTERS:
+        if name in DRAFTERS:
+            return DraftSource(name, None)
+        if name not in self._drafters:
             raise ConfigError(
-                f"drafter={name!r}: a shape has no folder; choose {', '.join([SHAPE_DRAFTER, *DRAFTERS])}"
+                f"drafter={name!r}: this shape has no such drafter, and no folder; "
+                f"choose {', '.join([*self._drafters, *DRAFTERS])}"
             )
-        return DraftSource(name, None)
+        return DraftSource(name, SHAPE_DRAFTERS[name](target))
+
+    @property
+    def _drafters(self) -> list[str]:
+        """Those the shape can have, the usual one first."""
+        return ["mtp", "eagle3"] if shape_config(self.name).num_extra_layers else ["eagle3"]
 
 
 ModelSource = FolderSource | ShapeSource

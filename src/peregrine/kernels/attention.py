@@ -98,7 +98,7 @@ def paged_attention_torch(
     window: int | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention of q [N, Hq, D] over one layer's keys and values [slots, Hkv, D]. -> [N, Hq, D]"""
+    """Attention of q [N, Hq, D] over one layer's keys [slots, Hkv, D] and values [slots, Hkv, Dv]. -> [N, Hq, Dv]"""
     num_lanes, q_len = plan.limits.shape
     num_heads, head_dim = q.shape[1:]
     num_kv_heads = keys.shape[1]
@@ -116,9 +116,9 @@ def paged_attention_torch(
         mass=0.0 if sinks is None else 1.0,
     )
     output = torch.cat([_attend_tiles(piece, keys, values, plan) for piece in tiles.pieces()], dim=2)
-    output = output.flatten(2, 3)[:, :, : q_len * group]  # [B, Hkv, Q * G, D]
-    output = torch.unflatten(output, 2, (q_len, group)).transpose(1, 2)  # [B, Q, Hkv, G, D]
-    output = output.reshape(num_lanes * q_len, num_heads, head_dim).to(q.dtype)
+    output = output.flatten(2, 3)[:, :, : q_len * group]  # [B, Hkv, Q * G, Dv]
+    output = torch.unflatten(output, 2, (q_len, group)).transpose(1, 2)  # [B, Q, Hkv, G, Dv]
+    output = output.reshape(num_lanes * q_len, num_heads, values.shape[2]).to(q.dtype)
     return output if plan.tokens is None else output[plan.tokens]
 
 
@@ -153,15 +153,15 @@ def _first_tops(sinks: Tensor | None, q: Tensor, num_kv_heads: int) -> Tensor:
 
 
 def _attend_tiles(tiles: Tiles, keys: Tensor, values: Tensor, plan: QueryPlan) -> Tensor:
-    """Merge all key blocks, in order, into the outputs of the tiles. -> [B, Hkv, tiles, TILE, D]"""
+    """Merge all key blocks, in order, into the outputs of the tiles. -> [B, Hkv, tiles, TILE, Dv]"""
     top = tiles.tops.expand(*tiles.rows.shape[:-1], 1)
     total = torch.full_like(top, tiles.mass)
-    output = torch.zeros_like(tiles.rows)
+    output = tiles.rows.new_zeros(*tiles.rows.shape[:-1], values.shape[2])
     for start in range(0, plan.key_slots.shape[1], SPAN):
         slots = torch.unflatten(plan.key_slots[:, start : start + SPAN], 1, (-1, BLOCK))  # [B, blocks, BLOCK]
         grid = (*tiles.rows.shape[:3], slots.shape[1])  # B, Hkv, tiles, blocks
         key = keys[slots].float().permute(0, 3, 1, 4, 2)  # [B, Hkv, blocks, D, BLOCK]
-        value = values[slots].float().permute(0, 3, 1, 2, 4)  # [B, Hkv, blocks, BLOCK, D]
+        value = values[slots].float().permute(0, 3, 1, 2, 4)  # [B, Hkv, blocks, BLOCK, Dv]
         # A hidden value must not matter even if it is NaN, and 0 * NaN is NaN: values that are not finite
         # leave the product and make the score NaN, so that only queries that see them carry it.
         is_bad = ~value.isfinite().all(dim=4)  # [B, Hkv, blocks, BLOCK]
@@ -174,7 +174,7 @@ def _attend_tiles(tiles: Tiles, keys: Tensor, values: Tensor, plan: QueryPlan) -
         kept = (top - new_top).exp()
         total, output, top = total * kept, output * kept, new_top
         masses = weights.sum(dim=5, keepdim=True)  # [*grid, TILE, 1]
-        sums = _products(weights, value[:, :, None], grid)  # [*grid, TILE, D]
+        sums = _products(weights, value[:, :, None], grid)  # [*grid, TILE, Dv]
         for block in range(slots.shape[1]):
             total = total + masses[:, :, :, block]
             output = output + sums[:, :, :, block]

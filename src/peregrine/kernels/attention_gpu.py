@@ -17,6 +17,7 @@ from peregrine.kernels.attention_tiles_gpu import (
     sight,
     store_outputs,
 )
+from peregrine.kernels.early_gpu import enter
 
 NODES = tl.constexpr(MAX_NODES)
 # Sizes that differ from call to call: no kernel is compiled again for a lucky value of them.
@@ -73,6 +74,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         shared_end = tl.minimum(split_of(past), end)
     keys, values = keys + kv_head * D, values + kv_head * D
     table += tl.cast(row, tl.int64) * num_pages
+    enter()
     queries = load_queries(q, tokens, heads, live, q_stride, D, D_PAD)
     factor = score_factor(scale, k_scale, SCALED)
     place = row * tl.num_programs(1) + tl.program_id(1)
@@ -148,6 +150,7 @@ def context_kernel(  # type: ignore[no-untyped-def]
     # Long rows end late: their last tiles, which read the most keys, go first.
     place, kv_head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
     row, after = 0, num_rows
+    enter()
     while after - row > 1:
         middle = (row + after) // 2
         starts_before = tl.load(q_starts + middle).to(tl.int32) // QUERIES + middle <= place // HEAD_TILES

@@ -5,8 +5,10 @@ import triton.language as tl
 
 from peregrine.kernels.attention_borders_gpu import row_of_tile, split_of, tile_rows
 from peregrine.kernels.attention_tiles_gpu import LOWEST, first_state, merge, sight, store_outputs
+from peregrine.kernels.early_gpu import release, wait
 
 SIZES = ["window", "q_len", "num_pages", "max_splits"]
+MERGE_STAGES = tl.constexpr(16)  # splits on their way; each is small, and there may be many
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -36,6 +38,7 @@ def merge_kernel(  # type: ignore[no-untyped-def]
     MERGED: tl.constexpr,
 ):
     """Grid (ROWS / MERGED, tiles * KV heads, rows): the states `decode` put aside for some rows, merged in order."""
+    release()
     tile, kv_head, row = tl.program_id(1) // KV_HEADS, tl.program_id(1) % KV_HEADS, tl.program_id(2)
     query, member, live = tile_rows(tile, GROUP, ROWS)
     live = live & (query < q_len)
@@ -51,7 +54,8 @@ def merge_kernel(  # type: ignore[no-untyped-def]
     top, mass, sums = first_state(sinks, heads, live, D_PAD, SINKS)
     place = (row * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * max_splits * ROWS + mine
     dim = tl.arange(0, D_PAD)
-    for split in tl.range(first, end, loop_unroll_factor=8):
+    wait()
+    for split in tl.range(first, end, num_stages=MERGE_STAGES):
         at = place + split * ROWS
         next_top = tl.load(part_stats + at * 2, mask=live, other=LOWEST)
         next_mass = tl.load(part_stats + at * 2 + 1, mask=live, other=0.0)

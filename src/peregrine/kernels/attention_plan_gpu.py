@@ -28,6 +28,10 @@ from peregrine.kernels.gpu import launch
 TALL_TILE = 64  # query rows of a tile of long windows
 PROGRAMS_PER_CORE = 2  # decode programs per multiprocessor: more do not fit beside each other
 CORES_OF_THE_INTERPRETER = 16
+HOPPER_STAGES = (
+    2  # blocks on their way; two programs fit on a multiprocessor, and the next kernel beside them
+)
+HOPPER_REGISTERS = 128  # of a thread on average, for the same reason
 DECODE_ONLY = frozenset({"BLOCK", "STAGES", *SAME_BITS})
 
 
@@ -80,16 +84,17 @@ def write_gpu(kv: StoredKV, slots: Tensor, k: Tensor, v: Tensor) -> None:
     if not len(slots) == len(k) == len(v):
         raise ValueError(f"k has {len(k)} tokens and v {len(v)}, but slots has {len(slots)}")
     k, v = _whole_heads(k), _whole_heads(v)
-    width = k.shape[1] * k.shape[2]
+    num_heads, head_dim = k.shape[1:]
     launch(
         write_kernel,
-        (len(slots), 2),
+        (len(slots), num_heads),
         *(k, v, slots, kv.keys, kv.values, kv.k_scale, kv.v_scale, k.stride(0), v.stride(0)),
-        WIDTH=width,
-        WIDTH_PAD=1 << (width - 1).bit_length(),
+        KV_HEADS=num_heads,
+        D=head_dim,
+        D_PAD=_padded(head_dim),
         SCALED=kv.k_scale is not None,
         LARGEST=torch.finfo(kv.keys.dtype).max,
-        num_warps=4,
+        num_warps=1,
     )
 
 
@@ -104,45 +109,117 @@ def decode_gpu(
 ) -> Tensor:
     """Attention of q [R * T, Hq, D], T queries on every row, by `programs` per tile (None: as fills the device)."""
     q = _checked(q, plan)
-    constants = _constants(q, kv, plan, window, sinks, TILE)
     num_rows, num_pages = plan.page_table.shape
     q_len = len(q) // num_rows
+    on_hopper = hopper_takes(q, kv, plan, window, sinks)
+    tile = hopper_tile(q_len, q.shape[1] // kv.keys.shape[1]) if on_hopper else TILE
+    constants = _constants(q, kv, plan, window, sinks, tile)
     max_splits = num_splits(num_pages * plan.page_size)
-    group, queries = constants["GROUP"], queries_per_tile(constants["GROUP"], TILE)
-    tiles = -(-q_len // queries) * tiles_per_query(group, TILE) * constants["KV_HEADS"]  # of one row
+    group, queries = constants["GROUP"], queries_per_tile(constants["GROUP"], tile)
+    tiles = -(-q_len // queries) * tiles_per_query(group, tile) * constants["KV_HEADS"]  # of one row
     if programs is None:
         most = max_splits if plan.paths is None else max_splits + 2 * queries
-        programs = min(most, PROGRAMS_PER_CORE * _cores(q.device) // (num_rows * tiles))
-        if programs <= 1:  # a program that shares with no other need not put its parts aside
+        programs = max(1, min(most, PROGRAMS_PER_CORE * _cores(q.device) // (num_rows * tiles)))
+        if (
+            programs == 1 and not on_hopper
+        ):  # a program that shares with no other need not put its parts aside
             return context_gpu(q, kv, plan, scale, window, sinks)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    parts = (num_rows * tiles, max_splits, TILE)
+    is_apart = programs > 1 or not on_hopper
+    parts = (num_rows * tiles, max_splits, tile) if is_apart else (0, 0, 0)
     part_sums = torch.empty(*parts, constants["D_PAD"], dtype=torch.float32, device=q.device)
     part_stats = torch.empty(*parts, 2, dtype=torch.float32, device=q.device)  # top, mass
     sizes = {"window": window or 0, "q_len": q_len, "num_pages": num_pages, "max_splits": max_splits}
-    launch(
-        decode_kernel,
-        (programs, tiles, num_rows),
-        *(q, kv.keys, kv.values, kv.k_scale, plan.positions, plan.past_lens, plan.page_table),
-        *(plan.limits, plan.paths, part_sums, part_stats, scale),
-        q_stride=q.stride(0),
-        **sizes,
-        **{name: value for name, value in constants.items() if name != "SINKS"},
-    )
-    merged = (
-        1 if q.is_cuda else TILE
-    )  # rows for one program; in the interpreter a program costs more than its rows
+    if on_hopper:
+        grid = programs, tiles, num_rows
+        launch_hopper(grid, q, out, kv, plan, (part_sums, part_stats), scale, sizes | constants)
+    else:
+        launch(
+            decode_kernel,
+            (programs, tiles, num_rows),
+            *(q, kv.keys, kv.values, kv.k_scale, plan.positions, plan.past_lens, plan.page_table),
+            *(plan.limits, plan.paths, part_sums, part_stats, scale),
+            q_stride=q.stride(0),
+            **sizes,
+            **{name: value for name, value in constants.items() if name != "SINKS"},
+            early=True,
+        )
+    if is_apart:
+        launch_merge(out, kv, sinks, plan, (part_sums, part_stats), tiles, sizes, constants)
+    return out
+
+
+def launch_merge(
+    out: Tensor,
+    kv: StoredKV,
+    sinks: Tensor | None,
+    plan: GpuPlan,
+    parts: tuple[Tensor, Tensor],
+    tiles: int,
+    sizes: dict[str, int],
+    constants: dict[str, Any],
+) -> None:
+    """Put together what the programs of each tile have put aside."""
+    tile = constants["ROWS"]
+    # Rows for one program; in the interpreter a program costs more than its rows.
+    merged = 1 if out.is_cuda else tile
     launch(
         merge_kernel,
-        (TILE // merged, tiles, num_rows),
-        *(out, kv.v_scale, sinks, plan.positions, plan.past_lens, plan.limits, part_sums, part_stats),
+        (tile // merged, tiles, len(plan.past_lens)),
+        *(out, kv.v_scale, sinks, plan.positions, plan.past_lens, plan.limits, *parts),
         **sizes,
         **{name: value for name, value in constants.items() if name not in DECODE_ONLY},
         MERGED=merged,
         enable_fp_fusion=False,
         num_warps=1,
+        early=True,
     )
-    return out
+
+
+def launch_hopper(
+    grid: tuple[int, int, int],
+    q: Tensor,
+    out: Tensor,
+    kv: StoredKV,
+    plan: GpuPlan,
+    parts: tuple[Tensor, Tensor],
+    scale: float,
+    known: dict[str, Any],
+) -> None:
+    """Decode attention by Hopper's own kernel: into the parts, or into `out` if there are none."""
+    # Imports Gluon, which other devices have no use for.
+    from peregrine.kernels.attention_hopper import hopper_decode_kernel, paged
+
+    keys, values = paged(kv.keys, plan.page_size), paged(kv.values, plan.page_size)
+    launch(
+        hopper_decode_kernel,
+        grid,
+        *(q, out, keys, values, plan.positions, plan.past_lens, plan.page_table, *parts, scale),
+        q_stride=q.stride(0),
+        **{name: known[name] for name in ("q_len", "num_pages", "max_splits")},
+        **{name: known[name] for name in ("KV_HEADS", "GROUP", "D", "PAGE", "ROWS")},
+        APART=parts[0].numel() > 0,
+        STAGES=HOPPER_STAGES,
+        num_warps=4,
+        maxnreg=HOPPER_REGISTERS,
+        enable_fp_fusion=False,
+        early=True,
+    )
+
+
+def hopper_takes(q: Tensor, kv: StoredKV, plan: GpuPlan, window: int | None, sinks: Tensor | None) -> bool:
+    """Whether Hopper's own kernel serves: plain causal windows of the common shapes. Bits are the same either way."""
+    if not q.is_cuda or torch.cuda.get_device_capability(q.device)[0] != 9:
+        return False
+    plain = plan.paths is None and window is None and sinks is None
+    same = kv.keys.dtype == q.dtype and q.dtype in (torch.bfloat16, torch.float16)
+    group = q.shape[1] // kv.keys.shape[1]
+    return plain and same and q.shape[2] in (64, 128) and plan.page_size >= 8 and group <= TALL_TILE
+
+
+def hopper_tile(q_len: int, group: int) -> int:
+    """Query rows of a tile of Hopper's kernel: all queries of a row share one read of its keys, up to 64 rows."""
+    return min(TALL_TILE, max(TILE, 1 << (q_len * group - 1).bit_length()))
 
 
 def context_gpu(
@@ -158,7 +235,9 @@ def context_gpu(
     q = _checked(q, plan)
     if tile is None:
         rows_each = len(q) // len(plan.past_lens) * (q.shape[1] // kv.keys.shape[1])
-        tile = TALL_TILE if rows_each >= TALL_TILE and plan.paths is None else TILE
+        # Low tiles multiply float8 in an order of their own, and bits must not depend on the height: they do it alone.
+        is_tall = rows_each >= TALL_TILE and plan.paths is None and kv.k_scale is None
+        tile = TALL_TILE if is_tall else TILE
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     constants = _constants(q, kv, plan, window, sinks, tile)
     num_rows, num_pages = plan.page_table.shape
@@ -171,6 +250,7 @@ def context_gpu(
         *(plan.positions, plan.q_starts, plan.past_lens, plan.page_table, plan.limits, plan.paths),
         *(scale, window or 0, num_rows, q.stride(0), num_pages),
         **constants,
+        early=True,
     )
     return out
 
@@ -184,7 +264,7 @@ def _constants(
         "KV_HEADS": num_kv_heads,
         "GROUP": q.shape[1] // num_kv_heads,
         "D": head_dim,
-        "D_PAD": max(16, 1 << (head_dim - 1).bit_length()),
+        "D_PAD": _padded(head_dim),
         "PAGE": plan.page_size,
         "ROWS": tile,
         "BLOCK": FLOAT32_BLOCK if q.is_cuda and q.dtype == torch.float32 else BLOCK,
@@ -196,6 +276,11 @@ def _constants(
         "STAGES": 5 if head_dim <= 128 and tile < TALL_TILE else 3,
         **SAME_BITS,
     }
+
+
+def _padded(head_dim: int) -> int:
+    """The next power of two, as the kernels count."""
+    return max(16, 1 << (head_dim - 1).bit_length())
 
 
 def _checked(q: Tensor, plan: GpuPlan) -> Tensor:

@@ -36,22 +36,37 @@ def write_kernel(  # type: ignore[no-untyped-def]
     v_scale,  # [] f32
     k_stride,
     v_stride,
-    WIDTH: tl.constexpr,
-    WIDTH_PAD: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
     SCALED: tl.constexpr,
     LARGEST: tl.constexpr,
 ):
-    """Grid (tokens, 2): one token's keys or values of all heads go to its slot."""
-    token = tl.program_id(0)
-    column = tl.arange(0, WIDTH_PAD)
-    mask = column < WIDTH
-    to = tl.load(slots + token) * WIDTH + column
-    if tl.program_id(1) == 0:
-        entry = tl.load(k + token.to(tl.int64) * k_stride + column, mask=mask)
-        tl.store(keys + to, stored(entry, k_scale, keys.dtype.element_ty, SCALED, LARGEST), mask=mask)
-    else:
-        entry = tl.load(v + token.to(tl.int64) * v_stride + column, mask=mask)
-        tl.store(values + to, stored(entry, v_scale, values.dtype.element_ty, SCALED, LARGEST), mask=mask)
+    """Grid (tokens, KV heads): one token's key and value of one head go to its slot."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    dim = tl.arange(0, D_PAD)
+    mask = dim < D
+    to = (tl.load(slots + token) * KV_HEADS + head) * D + dim
+    key = tl.load(k + token * k_stride + head * D + dim, mask=mask)
+    value = tl.load(v + token * v_stride + head * D + dim, mask=mask, other=0.0)
+    key, value = storable(key.to(tl.float32), value.to(tl.float32), all_finite(value))
+    tl.store(keys + to, stored(key, k_scale, keys.dtype.element_ty, SCALED, LARGEST), mask=mask)
+    tl.store(values + to, stored(value, v_scale, values.dtype.element_ty, SCALED, LARGEST), mask=mask)
+
+
+@triton.jit
+def all_finite(x):  # type: ignore[no-untyped-def]
+    """Whether none of these is NaN or infinite."""
+    return tl.min((tl.abs(x.to(tl.float32)) < float("inf")).to(tl.int32), axis=0) == 1
+
+
+@triton.jit
+def storable(key, value, is_finite):  # type: ignore[no-untyped-def]
+    """A key and a value that can be stored: if the value is not all finite, zeros, and NaN for a key.
+
+    Whoever sees the key is told; who does not see it multiplies the value by 0, and 0 * NaN would tell it, too.
+    """
+    return tl.where(is_finite, key, float("nan")), tl.where(is_finite, value, 0.0)
 
 
 @triton.jit

@@ -91,36 +91,6 @@ def slots_of(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def load_keys(  # type: ignore[no-untyped-def]
-    base, slot, seen, dim, D: tl.constexpr, STRIDE: tl.constexpr, HIDES: tl.constexpr
-):
-    """One head's keys as [D_PAD, BLOCK]: the right side of a product with queries."""
-    pointers = base + (slot * STRIDE)[None, :] + dim[:, None]
-    if HIDES:
-        keys = tl.load(pointers, mask=seen[None, :] & (dim < D)[:, None], other=0.0)
-    elif dim.shape[0] != D:
-        keys = tl.load(pointers, mask=(dim < D)[:, None], other=0.0)
-    else:
-        keys = tl.load(pointers)
-    return keys
-
-
-@triton.jit
-def load_values(  # type: ignore[no-untyped-def]
-    base, slot, seen, dim, D: tl.constexpr, STRIDE: tl.constexpr, HIDES: tl.constexpr
-):
-    """One head's values as [BLOCK, D_PAD]: the right side of a product with weights."""
-    pointers = base + (slot * STRIDE)[:, None] + dim[None, :]
-    if HIDES:
-        values = tl.load(pointers, mask=seen[:, None] & (dim < D)[None, :], other=0.0)
-    elif dim.shape[0] != D:
-        values = tl.load(pointers, mask=(dim < D)[None, :], other=0.0)
-    else:
-        values = tl.load(pointers)
-    return values
-
-
-@triton.jit
 def add_block(  # type: ignore[no-untyped-def]
     q,
     keys,
@@ -130,6 +100,8 @@ def add_block(  # type: ignore[no-untyped-def]
     past,
     low,
     limit,
+    lowest,
+    farthest,
     start,
     scale,
     top,
@@ -139,26 +111,24 @@ def add_block(  # type: ignore[no-untyped-def]
     STRIDE: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
-    HIDES: tl.constexpr,
     ON_PATH: tl.constexpr,
 ):
-    """The state after one more block; a split's first block starts afresh. HIDES: not all rows see all its keys."""
+    """The state after one more block; a split's first block starts afresh.
+
+    What no row sees is not even loaded. What only some rows see is hidden from the others by its score, and its value
+    is multiplied by 0: stored values are always finite (see attention_slots_gpu.py).
+    """
     dim = tl.arange(0, q.shape[1])
     index = start + tl.arange(0, BLOCK)
-    lowest, farthest = tl.min(low), tl.max(limit)
-    seen = (index >= lowest) & (index < farthest)  # what no row sees is not even loaded
-    slot = slots_of(start, lowest, farthest, table, path, past, PAGE, BLOCK, ON_PATH)
-    k = load_keys(keys, slot, seen, dim, D, STRIDE, HIDES).to(q.dtype)
-    v = load_values(values, slot, seen, dim, D, STRIDE, HIDES).to(q.dtype)
+    seen = (index >= lowest) & (index < farthest)
+    slot = slots_of(start, lowest, farthest, table, path, past, PAGE, BLOCK, ON_PATH) * STRIDE
+    inside = dim < D
+    k_places, v_places = keys + slot[None, :] + dim[:, None], values + slot[:, None] + dim[None, :]
+    k = tl.load(k_places, mask=seen[None, :] & inside[:, None], other=0.0).to(q.dtype)  # [D_PAD, BLOCK]
+    v = tl.load(v_places, mask=seen[:, None] & inside[None, :], other=0.0).to(q.dtype)  # [BLOCK, D_PAD]
     scores = tl.dot(q, k, input_precision="ieee") * scale  # [ROWS, BLOCK], as powers of 2
-    if HIDES:
-        # A hidden value must not matter even if it is NaN, and 0 * NaN is NaN: values that are not finite
-        # leave the product and make the score NaN, so that only rows that see them carry it.
-        bad = tl.min((tl.abs(v.to(tl.float32)) < float("inf")).to(tl.int32), axis=1) == 0  # [BLOCK]
-        v = tl.where(bad[:, None], 0.0, v).to(q.dtype)
-        scores = tl.where(bad[None, :], float("nan"), scores)
-        visible = (index[None, :] >= low[:, None]) & (index[None, :] < limit[:, None])
-        scores = tl.where(visible, scores, float("-inf"))
+    visible = (index[None, :] >= low[:, None]) & (index[None, :] < limit[:, None])
+    scores = tl.where(visible, scores, float("-inf"))
     begins = start == split_start(split_of(start))
     top = tl.where(begins, LOWEST, top)
     new_top = tl.maximum(top, tl.max(scores, axis=1))
@@ -201,34 +171,18 @@ def attend_run(  # type: ignore[no-untyped-def]
 ):
     """Read the keys [begin, stop), a run of splits; a split's state is put aside if APART, else merged into the whole.
 
-    ON_PATH: keys from `past` on are those of `path`. Loads run ahead where all rows see all keys.
+    ON_PATH: keys from `past` on are those of `path`.
     """
     ROWS: tl.constexpr = q.shape[0]
     D_PAD: tl.constexpr = q.shape[1]
     top = tl.full([ROWS], LOWEST, tl.float32)
     mass = tl.zeros([ROWS, MASS_COLUMNS], tl.float32)
     sums = tl.zeros([ROWS, D_PAD], tl.float32)
-    clear = begin  # below this all rows see all keys
-    if not ON_PATH:
-        clear = tl.minimum(tl.min(tl.where(live, limit, tl.max(limit))), stop) // BLOCK * BLOCK
-        clear = tl.where(tl.max(low) <= begin, tl.maximum(clear, begin), begin)
-        for start in tl.range(begin, clear, BLOCK, num_stages=STAGES):
-            top, mass, sums = add_block(
-                *(q, keys, values, table, path, past, low, limit, start, scale, top, mass, sums),
-                *(D, STRIDE, PAGE, BLOCK, False, False),
-            )
-            split = split_of(start)
-            if (start + BLOCK == split_start(split + 1)) | (start + BLOCK >= stop):
-                if APART:
-                    put_aside(part_sums, part_stats, place + split * ROWS, live, top, mass, sums)
-                else:
-                    whole_top, whole_mass, whole_sums = merge(
-                        whole_top, whole_mass, whole_sums, top, tl.max(mass, axis=1), sums
-                    )
-    for start in tl.range(clear, stop, BLOCK, num_stages=1):
+    lowest, farthest = tl.min(low), tl.max(limit)
+    for start in tl.range(begin, stop, BLOCK, num_stages=STAGES):
         top, mass, sums = add_block(
-            *(q, keys, values, table, path, past, low, limit, start, scale, top, mass, sums),
-            *(D, STRIDE, PAGE, BLOCK, True, ON_PATH),
+            *(q, keys, values, table, path, past, low, limit, lowest, farthest, start, scale),
+            *(top, mass, sums, D, STRIDE, PAGE, BLOCK, ON_PATH),
         )
         split = split_of(start)
         if (start + BLOCK == split_start(split + 1)) | (start + BLOCK >= stop):

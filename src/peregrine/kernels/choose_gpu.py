@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from peregrine.kernels.early_gpu import enter
 from peregrine.kernels.gpu import launch
 from peregrine.kernels.law import COLDEST, Law
 from peregrine.kernels.noise_gpu import key_of, noise_of
@@ -69,6 +70,7 @@ def best_tokens(
         CHECKED=checked,
         num_warps=max(1, min(32, span // (32 * SCORES_PER_THREAD) * (2 if sampled else 1))),
         enable_fp_fusion=False,  # every variant of the kernel rounds alike
+        early=True,
     )
     if num_spans > 1:
         launch(
@@ -78,6 +80,7 @@ def best_tokens(
             PADDED=triton.next_power_of_2(num_spans),
             NAMED=ids is not None,
             num_warps=1,
+            early=True,
         )
 
 
@@ -128,6 +131,7 @@ def _best_of_span(  # type: ignore[no-untyped-def]
     CHECKED: tl.constexpr,
 ):
     """The key of the best score of one span; if it is the only one, the token itself."""
+    enter()
     node, span = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, place = node // num_nodes, node % num_nodes
     offsets = span * SPAN + tl.arange(0, SPAN)
@@ -165,6 +169,7 @@ def _best_of_span(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["num_spans"])
 def _best_of_node(keys, ids, out, num_spans, PADDED: tl.constexpr, NAMED: tl.constexpr):  # type: ignore[no-untyped-def]
     """The token of a node's largest key: the largest score, the lowest id among equals."""
+    enter()
     node, span = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
     of_spans = tl.load(keys + node * num_spans + span, mask=span < num_spans, other=-BROKEN)
     tl.store(out + node, _token_of(tl.max(of_spans), ids, NAMED))

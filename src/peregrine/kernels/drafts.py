@@ -45,8 +45,8 @@ def move_path(
 ) -> None:
     """Bring the accepted path's entries to the front of the window, where the next round expects them.
 
-    stores are keys and values, each [layers, slots, heads, D]; node i was written at place past_lens[r] + i. All
-    of a row's entries are read before any is written.
+    stores are keys and values, or keys that hold their values, each [layers, slots, heads, D]; node i was written at
+    place past_lens[r] + i. All of a row's entries are read before any is written.
     """
     if gpu_ready(table):
         _on_gpu().move_path(stores, past_lens, verdict, table, page_size)

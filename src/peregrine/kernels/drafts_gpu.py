@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from peregrine.kernels.early_gpu import enter
 from peregrine.kernels.gpu import launch
 from peregrine.kernels.nodes import HEADER as VERDICT_HEADER
 from peregrine.kernels.nodes import Verdict
@@ -39,6 +40,7 @@ def keep_drafts(
         SAME_DEPTH=isinstance(depths, int),
         LINKED=bool(links),
         num_warps=1,
+        early=True,
     )
 
 
@@ -46,15 +48,17 @@ def move_path(
     stores: Sequence[Tensor], past_lens: Tensor, verdict: Verdict, table: Tensor, page_size: int
 ) -> None:
     """A program moves one piece of every entry of a row's path in one layer of keys or values."""
-    keys, values = (store.view(WORDS[store.element_size()]).flatten(2) for store in stores)  # [L, slots, X]
+    words = [store.view(WORDS[store.element_size()]).flatten(2) for store in stores]  # [L, slots, X] each
+    keys, values = words[0], words[-1]
     num_layers, _, size = keys.shape
     launch(
         _move_path,
-        (past_lens.shape[0], 2 * num_layers, triton.cdiv(size, CHUNK)),
+        (past_lens.shape[0], len(stores) * num_layers, triton.cdiv(size, CHUNK)),
         *(keys, values, past_lens, verdict.table, table),
         *(verdict.width, keys.stride(0), table.stride(0), page_size, size),
         WIDTH=max(2, triton.next_power_of_2(verdict.width)),
         CHUNK=CHUNK,
+        STORES=len(stores),
     )
 
 
@@ -92,6 +96,7 @@ def _keep_drafts(  # type: ignore[no-untyped-def]
     SAME_DEPTH: tl.constexpr,
     LINKED: tl.constexpr,
 ):
+    enter()
     row = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, NODES)
     inside = node < num_nodes
@@ -124,10 +129,11 @@ def _move_path(  # type: ignore[no-untyped-def]
     size,
     WIDTH: tl.constexpr,
     CHUNK: tl.constexpr,
+    STORES: tl.constexpr,
 ):
-    row, layer = tl.program_id(0).to(tl.int64), tl.program_id(1) // 2
+    row, layer = tl.program_id(0).to(tl.int64), tl.program_id(1) // STORES
     store = keys
-    if tl.program_id(1) % 2 == 1:
+    if tl.program_id(1) % STORES == 1:
         store = values
     store += layer.to(tl.int64) * layer_stride
     line = verdicts + row * (HEADER + 2 * width)

@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
+from peregrine.hardware import triton_interprets
+
 TRITON_PRESENT = importlib.util.find_spec("triton") is not None
 
 
@@ -18,8 +20,13 @@ def gpu_ready(tensor: Tensor) -> bool:
     return tensor.is_cuda and TRITON_PRESENT
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    """Queue one kernel: `grid` programs, arguments in its order, constants and options (num_warps) by name."""
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, early: bool = False, **options: Any) -> None:
+    """Queue one kernel: `grid` programs, arguments in its order, constants and options (num_warps) by name.
+
+    `early`: its programs may start before the kernel before has ended, and wait themselves (see early_gpu.py).
+    """
+    if early and not triton_interprets():
+        options["launch_pdl"] = True
     kernel[grid](*arguments, **options)
 
 

@@ -13,19 +13,19 @@ the tile that is fastest for it, and a row's bits do not depend on its company. 
 """
 
 import functools
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from peregrine.kernels import linear_tiles
 from peregrine.kernels.gpu import dense_rows, launch
 from peregrine.kernels.linear_tiles import MAX_SPLIT_OUTPUTS, Tile, pick_tile
 
 MAX_ROWS = 4096  # of one launch; longer inputs are cut, and so is the memory that partial sums take
-SQUARE_UNIT = tl.constexpr(2.0**24)
-# Of one value. A larger one is made NaN, so that its request ends with an error: the sum of a row holds 32 of these.
-MAX_SQUARE = tl.constexpr(2.0**34)
+SQUARE_UNIT, MAX_SQUARE = tl.constexpr(linear_tiles.SQUARE_UNIT), tl.constexpr(linear_tiles.MAX_SQUARE)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -170,18 +170,29 @@ def run(
     """One launch for every MAX_ROWS rows. `scale` is (squares, eps); no tile: the one the tables say."""
     x = dense_rows(x)
     num_rows, num_outputs = out.shape
-    tile = tile or pick_tile(min(num_rows, MAX_ROWS), num_outputs, x.shape[1], gate)
+    on_hopper = hopper_takes(weight)
+    tile = tile or pick_tile(min(num_rows, MAX_ROWS), num_outputs, x.shape[1], gate, on_hopper)
     squares, eps = scale or (None, 0.0)
     partial, arrived = _workspace(x.device)
+    constants: dict[str, Any] = {
+        "N": num_outputs,
+        "K": x.shape[1],
+        "SCALE": squares is not None,
+        "BIAS": bias is not None,
+        "GATE": gate,
+        "ADD": add is not None,
+        "SPLIT": tile.split,
+        "ROWS": tile.rows,
+        "COLS": tile.cols,
+        "DEPTH": tile.depth,
+        "num_warps": tile.warps,
+    }
     for first in range(0, num_rows, MAX_ROWS):
         rows = slice(first, min(first + MAX_ROWS, num_rows))
         count = rows.stop - first
+        grid = triton.cdiv(num_outputs, tile.cols), triton.cdiv(count, tile.rows), tile.split
         added = tuple(t if t.ndim == 1 and t is add[1] else t[rows] for t in add) if add else (out,) * 5
-        launch(
-            linear_kernel,
-            (triton.cdiv(num_outputs, tile.cols), triton.cdiv(count, tile.rows), tile.split),
-            x[rows],
-            weight,
+        beside = (
             weight if bias is None else bias,
             out[rows],
             out if squares is None else squares[rows],
@@ -189,21 +200,24 @@ def run(
             partial,
             arrived,
             count,
-            x.stride(0),
-            eps,
-            N=num_outputs,
-            K=x.shape[1],
-            SCALE=squares is not None,
-            BIAS=bias is not None,
-            GATE=gate,
-            ADD=add is not None,
-            SPLIT=tile.split,
-            ROWS=tile.rows,
-            COLS=tile.cols,
-            DEPTH=tile.depth,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
         )
+        if on_hopper:
+            # Imports Gluon, which other devices have no use for.
+            from peregrine.kernels.linear_hopper import hopper_kernel, tiled
+
+            tiles = tiled(x[rows], tile.rows, tile.depth), tiled(weight, tile.cols, tile.depth)
+            launch(hopper_kernel, grid, *tiles, *beside, eps, **constants, STAGES=tile.stages, early=True)
+        else:
+            sizes = x.stride(0), eps
+            launch(linear_kernel, grid, x[rows], weight, *beside, *sizes, **constants, num_stages=tile.stages)
+
+
+def hopper_takes(weight: Tensor) -> bool:
+    """Whether a weight [N, K] is multiplied by Hopper's own kernel; decided by the weight alone, never by the rows."""
+    if not weight.is_cuda or weight.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    is_hopper = torch.cuda.get_device_capability(weight.device)[0] == 9
+    return is_hopper and weight.shape[1] % 128 == 0
 
 
 @functools.cache

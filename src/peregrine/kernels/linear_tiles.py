@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 from peregrine.errors import ConfigError
 
+SQUARE_UNIT = 2.0**24  # sums of squares are whole numbers of 1 / this
+# Of one value. A larger one is made NaN, so that its request ends with an error: the sum of a row holds 32 of these.
+MAX_SQUARE = 2.0**34
 MIN_DEPTH = 16  # of a matrix instruction: inputs must be a multiple of it
 MAX_SPLIT_OUTPUTS = 5120  # up to here there are fewer tiles than processors, so two programs share one
 MIN_SPLIT_INPUTS = 2048
@@ -34,6 +37,13 @@ TABLES = {
     "gated": {16: (64, 128, 4, 3), 32: (64, 128, 4, 4), 64: (64, 64, 4, 6), 128: (128, 64, 8, 4)},
     "wide": {16: (128, 128, 8, 3), 32: (128, 64, 4, 5), 64: (128, 64, 8, 4), 128: (128, 64, 8, 6)},
 }
+# The same for Hopper's own kernel.
+HOPPER_TABLES = {
+    "plain": {16: (64, 128, 4, 8), 32: (64, 128, 4, 6), 64: (64, 128, 4, 5), 128: (64, 64, 4, 8)},
+    "split": {16: (64, 128, 4, 8), 32: (64, 128, 4, 6), 64: (64, 128, 4, 5), 128: (64, 64, 4, 8)},
+    "gated": {16: (64, 128, 4, 4), 32: (64, 128, 4, 4), 64: (64, 128, 4, 4), 128: (64, 64, 4, 3)},
+    "wide": {16: (128, 128, 8, 4), 32: (128, 128, 8, 4), 64: (128, 128, 8, 4), 128: (256, 64, 8, 4)},
+}
 
 
 def pick_split(num_outputs: int, num_inputs: int, gate: bool) -> int:
@@ -51,7 +61,7 @@ def kind_of(num_outputs: int, num_inputs: int, gate: bool) -> str:
     return "split" if pick_split(num_outputs, num_inputs, gate) > 1 else "plain"
 
 
-def pick_tile(num_rows: int, num_outputs: int, num_inputs: int, gate: bool) -> Tile:
+def pick_tile(num_rows: int, num_outputs: int, num_inputs: int, gate: bool, on_hopper: bool = False) -> Tile:
     """The tile for so many rows of a linear; with `gate` there are twice as many weights as outputs."""
     if num_inputs % MIN_DEPTH:
         raise ConfigError(
@@ -59,7 +69,8 @@ def pick_tile(num_rows: int, num_outputs: int, num_inputs: int, gate: bool) -> T
         )
     rows = next((height for height in HEIGHTS if num_rows <= height), HEIGHTS[-1])
     split = pick_split(num_outputs, num_inputs, gate)
-    cols, depth, warps, stages = TABLES[kind_of(num_outputs, num_inputs, gate)][rows]
+    table = HOPPER_TABLES if on_hopper else TABLES
+    cols, depth, warps, stages = table[kind_of(num_outputs, num_inputs, gate)][rows]
     while (num_inputs // split) % depth:
         depth //= 2
     return Tile(rows, cols, depth, warps, stages, split)

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from peregrine.kernels.early_gpu import enter
 from peregrine.kernels.gpu import dense_rows, launch
 
 
@@ -20,6 +21,7 @@ def _normed(value, weight, eps, H: tl.constexpr):  # type: ignore[no-untyped-def
 def rms_norm_kernel(  # type: ignore[no-untyped-def]
     x, weight, out, x_stride, eps, H: tl.constexpr, BLOCK: tl.constexpr
 ):
+    enter()
     row = tl.program_id(0).to(tl.int64)
     places = tl.arange(0, BLOCK)
     inside = places < H
@@ -32,6 +34,7 @@ def rms_norm_kernel(  # type: ignore[no-untyped-def]
 def norm_pair_kernel(  # type: ignore[no-untyped-def]
     tokens, embedding, first_norm, hidden, second_norm, out, stride, eps, H: tl.constexpr, BLOCK: tl.constexpr
 ):
+    enter()
     row, half = tl.program_id(0).to(tl.int64), tl.program_id(1)
     places = tl.arange(0, BLOCK)
     inside = places < H
@@ -51,7 +54,18 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     block = triton.next_power_of_2(size)
     if len(rows):
-        launch(rms_norm_kernel, (len(rows),), rows, weight, out, rows.stride(0), eps, H=size, BLOCK=block)
+        launch(
+            rms_norm_kernel,
+            (len(rows),),
+            rows,
+            weight,
+            out,
+            rows.stride(0),
+            eps,
+            H=size,
+            BLOCK=block,
+            early=True,
+        )
     return out
 
 
@@ -75,5 +89,6 @@ def norm_pair(
         eps,
         H=size,
         BLOCK=triton.next_power_of_2(size),
+        early=True,
     )
     return out

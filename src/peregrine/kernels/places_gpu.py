@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from peregrine.kernels.early_gpu import enter
 from peregrine.kernels.gpu import launch
 
 BLOCK = 128
@@ -23,6 +24,7 @@ def window_places(
         *(past_lens, depths, table, past_copy, positions, next_positions, slots),
         *(depths.stride(0), table.stride(0), page_size, max_len, num_nodes, count),
         BLOCK=BLOCK,
+        early=True,
     )
     return past_copy, positions.view(depths.shape), next_positions.view(depths.shape), slots
 
@@ -47,6 +49,7 @@ def path_places(
         *(past_lens, new_past_lens, history, table, tokens, positions, slots, live, live_positions),
         *(history.stride(0), table.stride(0), page_size, max_len, behind, width, count),
         BLOCK=BLOCK,
+        early=True,
     )
     return tokens, positions.view(num_rows, width), slots, live, live_positions.view(num_rows, 1)
 
@@ -72,6 +75,7 @@ def ahead_places(
         *(new_past_lens, table, base_lens, positions, slots, next_positions),
         *(table.stride(0), page_size, max_len, first_place, width, step_size, depth),
         BLOCK=BLOCK,
+        early=True,
     )
     shape = num_rows, width
     return (
@@ -111,6 +115,7 @@ def _window_places(  # type: ignore[no-untyped-def]
     count,
     BLOCK: tl.constexpr,
 ):
+    enter()
     entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = entry < count
     row, node = entry // num_nodes, entry % num_nodes
@@ -142,6 +147,7 @@ def _path_places(  # type: ignore[no-untyped-def]
     count,
     BLOCK: tl.constexpr,
 ):
+    enter()
     entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = entry < count
     row, index = entry // width, entry % width
@@ -173,6 +179,7 @@ def _ahead_places(  # type: ignore[no-untyped-def]
     depth,
     BLOCK: tl.constexpr,
 ):
+    enter()
     entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = entry < depth * step_size
     is_step = entry < (depth - 1) * step_size

@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from peregrine.kernels.attention_slots_gpu import all_finite, storable, stored
+from peregrine.kernels.early_gpu import enter
 from peregrine.kernels.gpu import launch
 from peregrine.kernels.rope import Turn
 
@@ -60,6 +62,7 @@ def turn_kernel(  # type: ignore[no-untyped-def]
     SCALED: tl.constexpr,
     LARGEST: tl.constexpr,
 ):
+    enter()
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     pairs = tl.arange(0, HALF)
     inside = pairs < D // 2
@@ -73,28 +76,24 @@ def turn_kernel(  # type: ignore[no-untyped-def]
             tl.store(place, first.to(q_out.dtype.element_ty), mask=inside)
             tl.store(place + D // 2, second.to(q_out.dtype.element_ty), mask=inside)
     elif row < num_tokens:
-        slot = tl.load(slots + row)
-        if head < HQ + HKV:
-            position = tl.load(positions + row)
-            key = k + row * kv_stride + (head - HQ) * D
-            first, second = _turned(key, k_norm, table, position, eps, D, HALF, NORM)
-            # Rounded as a key first, so that a scaled store holds what it would from a key made elsewhere.
-            first = first.to(k.dtype.element_ty).to(tl.float32)
-            second = second.to(k.dtype.element_ty).to(tl.float32)
-            place = keys + (slot * HKV + head - HQ) * D + pairs
-            scale = k_scale
-        else:
-            value = v + row * kv_stride + (head - HQ - HKV) * D + pairs
-            first = tl.load(value, mask=inside, other=0.0).to(tl.float32)
-            second = tl.load(value + D // 2, mask=inside, other=0.0).to(tl.float32)
-            place = values + (slot * HKV + head - HQ - HKV) * D + pairs
-            scale = v_scale
-        if SCALED:
-            divisor = tl.load(scale)
-            first = tl.clamp(first / divisor, -LARGEST, LARGEST)
-            second = tl.clamp(second / divisor, -LARGEST, LARGEST)
-        tl.store(place, first.to(keys.dtype.element_ty), mask=inside)
-        tl.store(place + D // 2, second.to(keys.dtype.element_ty), mask=inside)
+        kv_head = head - HQ
+        key = k + row * kv_stride + kv_head * D
+        first, second = _turned(key, k_norm, table, tl.load(positions + row), eps, D, HALF, NORM)
+        # Rounded as a key first, so that a scaled store holds what it would from a key made elsewhere.
+        first = first.to(k.dtype.element_ty).to(tl.float32)
+        second = second.to(k.dtype.element_ty).to(tl.float32)
+        value = v + row * kv_stride + kv_head * D + pairs
+        v_first = tl.load(value, mask=inside, other=0.0).to(tl.float32)
+        v_second = tl.load(value + D // 2, mask=inside, other=0.0).to(tl.float32)
+        is_finite = all_finite(v_first) & all_finite(v_second)
+        first, v_first = storable(first, v_first, is_finite)
+        second, v_second = storable(second, v_second, is_finite)
+        place = (tl.load(slots + row) * HKV + kv_head) * D + pairs
+        NUMBER: tl.constexpr = keys.dtype.element_ty
+        tl.store(keys + place, stored(first, k_scale, NUMBER, SCALED, LARGEST), mask=inside)
+        tl.store(keys + place + D // 2, stored(second, k_scale, NUMBER, SCALED, LARGEST), mask=inside)
+        tl.store(values + place, stored(v_first, v_scale, NUMBER, SCALED, LARGEST), mask=inside)
+        tl.store(values + place + D // 2, stored(v_second, v_scale, NUMBER, SCALED, LARGEST), mask=inside)
 
 
 def turn_and_store(
@@ -116,7 +115,7 @@ def turn_and_store(
     has_norms = turn.q_norm is not None and turn.k_norm is not None
     launch(
         turn_kernel,
-        (max(num_queries, num_tokens), q_heads + 2 * kv_heads),
+        (max(num_queries, num_tokens), q_heads + kv_heads),
         q,
         k,
         v,
@@ -144,5 +143,6 @@ def turn_and_store(
         SCALED=k_scale is not None,
         LARGEST=torch.finfo(keys.dtype).max,
         num_warps=1,
+        early=True,
     )
     return out

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from peregrine.kernels.early_gpu import enter
 from peregrine.kernels.gpu import launch
 from peregrine.kernels.nodes import Nodes
 from peregrine.kernels.noise_gpu import key_of, random_bits
@@ -28,6 +29,7 @@ def bend_choices(
         BELOW=math.floor((accept - whole) * 2**32),
         NODES=max(2, triton.next_power_of_2(num_nodes)),
         num_warps=4,
+        early=True,
     )
     return bent
 
@@ -50,6 +52,7 @@ def _bend_choices(  # type: ignore[no-untyped-def]
     BELOW: tl.constexpr,
     NODES: tl.constexpr,
 ):
+    enter()
     row = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, NODES)
     inside = node < num_nodes

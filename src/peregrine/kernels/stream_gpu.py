@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from peregrine.kernels.early_gpu import enter
 from peregrine.kernels.gpu import launch
 from peregrine.kernels.linear_gpu import MAX_SQUARE, SQUARE_UNIT, linear_add, linear_scaled
 
@@ -15,6 +16,7 @@ __all__ = ["embed", "finish_norm", "linear_add", "linear_scaled"]
 def embed_kernel(  # type: ignore[no-untyped-def]
     tokens, embedding, norm, values, scaled, squares, spare, H: tl.constexpr, BLOCK: tl.constexpr
 ):
+    enter()
     row = tl.program_id(0)
     token = tl.load(tokens + row)
     places = tl.arange(0, BLOCK)
@@ -35,6 +37,7 @@ def embed_kernel(  # type: ignore[no-untyped-def]
 def finish_norm_kernel(  # type: ignore[no-untyped-def]
     scaled, squares, out, eps, H: tl.constexpr, BLOCK: tl.constexpr
 ):
+    enter()
     row = tl.program_id(0)
     places = tl.arange(0, BLOCK)
     inside = places < H
@@ -63,6 +66,7 @@ def embed(tokens: Tensor, embedding: Tensor, norm: Tensor) -> tuple[Tensor, Tens
             spare,
             H=size,
             BLOCK=block,
+            early=True,
         )
     return values, scaled, squares, spare
 
@@ -72,5 +76,15 @@ def finish_norm(scaled: Tensor, squares: Tensor, eps: float) -> Tensor:
     out = torch.empty_like(scaled)
     block = triton.next_power_of_2(scaled.shape[1])
     if len(scaled):
-        launch(finish_norm_kernel, (len(scaled),), scaled, squares, out, eps, H=scaled.shape[1], BLOCK=block)
+        launch(
+            finish_norm_kernel,
+            (len(scaled),),
+            scaled,
+            squares,
+            out,
+            eps,
+            H=scaled.shape[1],
+            BLOCK=block,
+            early=True,
+        )
     return out

@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from peregrine.kernels import nodes as law
+from peregrine.kernels.early_gpu import enter
 from peregrine.kernels.gpu import launch
 from peregrine.kernels.nodes import Ends, Nodes
 
@@ -31,6 +32,7 @@ def commit(choices: Tensor, nodes: Nodes, ends: Ends, history: Tensor, depth: in
         NODES=max(2, triton.next_power_of_2(num_nodes)),
         STOPS=triton.next_power_of_2(ends.stop_ids.shape[1]),
         num_warps=1,  # a row's lengths are read and written: threads of one warp do both in step
+        early=True,
     )
     return table
 
@@ -59,6 +61,7 @@ def _commit(  # type: ignore[no-untyped-def]
     NODES: tl.constexpr,
     STOPS: tl.constexpr,
 ):
+    enter()
     row = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, NODES).to(tl.int64)
     inside = node < num_nodes

@@ -1,31 +1,43 @@
-"""What a dense decoder looks like, read from a checkpoint's config.json.
+"""What a decoder looks like, read from a checkpoint's config.json.
 
-Llama, Mistral, Qwen2 and Qwen3 are one architecture with switches; the switches are fields here, so that no
-other file asks for a family by name. What a field asks for and the decoder cannot do is refused.
+Llama, Mistral, Qwen2, Qwen3, Mixtral and DeepSeek are one architecture with switches; the switches are fields here, so
+that no other file asks for a family by name. What a field asks for and the decoder cannot do is refused.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
 
 from peregrine.attention import LayerAttention
+from peregrine.cache.store import KVShape
+from peregrine.models.experts_config import ExpertsConfig, read_experts
 from peregrine.models.folder import Fields, open_folder
+from peregrine.models.fp8 import read_blocks
+from peregrine.models.latent_config import Latent, read_latent
 from peregrine.models.rope_table import Rope, read_rope, usable_positions
 
-# architecture -> family whose rules it follows. MiMo is a Qwen2 body with prediction layers beside it.
+# architecture -> family whose rules it follows. MiMo is a Qwen2 body with prediction layers beside it; DeepSeek-R1 is
+# V3, and so is Kimi-K2 with other numbers.
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     "MiMoForCausalLM": "qwen2",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "MixtralForCausalLM": "mixtral",
+    "DeepseekV2ForCausalLM": "deepseek_v2",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
+    "KimiK2ForCausalLM": "deepseek_v3",
 }
+# Families whose projections have a bias if the config says so; Qwen2's have one whatever it says.
+_BIASED = ("llama", "qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3")
 ACTIVATIONS = ("silu", "swish")
-_QUANTIZED = ("quantization_config", "compression_config", "quantize_config")
+_QUANTIZED = ("compression_config", "quantize_config")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Shapes and switches of a dense decoder."""
+    """Shapes and switches of a decoder."""
 
     family: str
     vocab_size: int
@@ -44,6 +56,8 @@ class ModelConfig:
     out_bias: bool
     mlp_bias: bool
     qk_norm: bool
+    latent: Latent | None  # attention over latents; None: over keys and values of heads
+    experts: ExpertsConfig | None  # mixtures in the place of some MLPs; None: every layer has an MLP
     num_extra_layers: int  # prediction layers stored beside the decoder; a draft head loads them
     bos_id: int | None
     eos_ids: tuple[int, ...]
@@ -74,6 +88,8 @@ class ModelConfig:
         hidden_size = fields.whole("hidden_size")
         declared = fields.whole("max_position_embeddings", 2048)
         rope = read_rope(fields, declared)
+        latent = read_latent(fields, family, rope)
+        head_dim = _head_dim(fields, family, hidden_size, num_heads) if latent is None else latent.q_dim
         specials = generation if generation is not None else Fields(fields.source, {})
         bos_ids = (specials if "bos_token_id" in specials else fields).wholes("bos_token_id")
         return cls(
@@ -84,34 +100,50 @@ class ModelConfig:
             num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
-            head_dim=_head_dim(fields, family, hidden_size, num_heads),
+            head_dim=head_dim,
             norm_eps=fields.number("rms_norm_eps", 1e-6),
             rope=rope,
             max_positions=usable_positions(rope, declared),
             windows=_windows(fields, family, num_layers),
             tied=fields.flag("tie_word_embeddings", False),
-            # Qwen2's projections have a bias whatever the config says; Qwen3 and Llama say it, out included.
-            qkv_bias=family == "qwen2" or (family != "mistral" and fields.flag("attention_bias", False)),
-            out_bias=family in ("llama", "qwen3") and fields.flag("attention_bias", False),
+            qkv_bias=family == "qwen2" or (family in _BIASED and fields.flag("attention_bias", False)),
+            out_bias=family in _BIASED and fields.flag("attention_bias", False),
             mlp_bias=family == "llama" and fields.flag("mlp_bias", False),
-            qk_norm=family == "qwen3",
+            qk_norm=family in ("qwen3", "qwen3_moe"),
+            latent=latent,
+            experts=read_experts(fields, family, num_layers),
             num_extra_layers=fields.whole("num_nextn_predict_layers", 0, minimum=0),
             bos_id=bos_ids[0] if bos_ids else None,
             eos_ids=(specials if "eos_token_id" in specials else fields).wholes("eos_token_id"),
         )
 
+    @property
+    def kv_shape(self) -> KVShape:
+        """What a token leaves in each layer's store: of latent attention one key, whose first part is its value."""
+        if self.latent is not None:
+            return KVShape(1, self.latent.key_dim, self.latent.kv_rank, shared=True)
+        return KVShape.of_heads(self.num_kv_heads, self.head_dim)
+
+    @property
+    def rope_dim(self) -> int:
+        """How much of a head is rotated."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer has experts in the place of its MLP."""
+        return self.experts is not None and self.experts.layers[layer]
+
     def layer_attention(self) -> list[LayerAttention]:
         """How each layer attends: scale and window, in the order of the layers."""
-        return [
-            LayerAttention(scale=self.head_dim**-0.5, window=window, sinks=None) for window in self.windows
-        ]
+        scale = self.head_dim**-0.5 if self.latent is None else self.latent.scale
+        return [LayerAttention(scale=scale, window=window, sinks=None) for window in self.windows]
 
 
 def _family(fields: Fields) -> str:
     supported = f"supported are {', '.join(ARCHITECTURES)}"
     architectures = fields.texts("architectures")
     if not architectures:
-        if fields.text("model_type", "") in ("llama", "mistral", "qwen2", "qwen3"):
+        if fields.text("model_type", "") in ARCHITECTURES.values():
             return fields.text("model_type", "")
         raise fields.refusal(
             "architectures", f"the config names no architecture; {supported}", "add the field"
@@ -130,6 +162,7 @@ def _refuse_foreign(fields: Fields) -> None:
             raise fields.refusal(
                 name, "quantized weights are not supported", "use the float32, float16 or bfloat16 checkpoint"
             )
+    read_blocks(fields)
     if fields.text("hidden_act", "silu") not in ACTIVATIONS:
         raise fields.refusal(
             "hidden_act",
@@ -165,12 +198,12 @@ def _windows(fields: Fields, family: str, num_layers: int) -> tuple[int | None, 
                 "layer_types", f"layers of kind {kind!r} are not supported", "choose another checkpoint"
             )
     match family:
-        case "mistral":
-            window = _declared_window(fields)
+        case "mistral" | "mixtral" | "qwen3_moe":
+            window = _window_of_all(fields, family)
             wanted = "full_attention" if window is None else "sliding_attention"
             if any(kind != wanted for kind in kinds):
                 raise fields.refusal(
-                    "layer_types", "Mistral layers all have one window", "choose another checkpoint"
+                    "layer_types", f"{family} layers all have one window", "choose another checkpoint"
                 )
             return (window,) * num_layers
         case "qwen2" | "qwen3":
@@ -187,9 +220,20 @@ def _windows(fields: Fields, family: str, num_layers: int) -> tuple[int | None, 
         case _:
             if "sliding_attention" in kinds:
                 raise fields.refusal(
-                    "layer_types", "Llama layers have no window", "choose another checkpoint"
+                    "layer_types", f"{family} layers have no window", "choose another checkpoint"
                 )
             return (None,) * num_layers
+
+
+def _window_of_all(fields: Fields, family: str) -> int | None:
+    """The window that all layers of such a family share."""
+    match family:
+        case "mixtral":
+            return fields.whole("sliding_window") if "sliding_window" in fields else None
+        case "qwen3_moe":
+            return _declared_window(fields) if fields.flag("use_sliding_window", False) else None
+        case _:
+            return _declared_window(fields)
 
 
 def _declared_window(fields: Fields) -> int | None:

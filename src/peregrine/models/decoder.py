@@ -1,4 +1,4 @@
-"""The dense decoder: Llama, Mistral, Qwen2 and Qwen3 as one module.
+"""The decoder: Llama, Mistral, Qwen2, Qwen3, Mixtral and DeepSeek as one module.
 
 A pure function of (tokens, positions, attend): how attention is computed, where keys and values live and
 which tokens see which is `attend`'s affair alone, so one forward serves prefill, verify, look-ahead and
@@ -15,7 +15,8 @@ from peregrine.attention import Attend, LayerAttention
 from peregrine.kernels.stream import Stream, embed_stream, normed, start_stream
 from peregrine.kernels.tape import Shelf
 from peregrine.models.config import ModelConfig
-from peregrine.models.layers import Asking, Heads, Layer, Linear, RMSNorm, pack_linears
+from peregrine.models.decoder_layer import Layer
+from peregrine.models.layers import Asking, Heads, Linear, RMSNorm, pack_linears
 from peregrine.models.rope_table import rope_table
 
 # Windows whose activations fit in this are run from remembered kernel calls; larger ones do not need it.
@@ -38,6 +39,8 @@ class Decoder(nn.Module):
         self.config = config
         token_bytes = 4 * (6 * config.hidden_size + 3 * config.intermediate_size) * config.num_layers
         self.shelf = Shelf(max_rows=MAX_SHELF_BYTES // token_bytes)
+        # Calls are remembered where a layer is the same kernels for every token.
+        self.remembers = config.latent is None and config.experts is None
         last = config.num_layers - 1
         with torch.device("meta"):
             self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
@@ -47,7 +50,7 @@ class Decoder(nn.Module):
         self.to(dtype).to_empty(device=device)
         if config.tied:
             self.head.weight = self.embedding
-        table = rope_table(config.rope, config.head_dim, num_positions or config.max_positions, device)
+        table = rope_table(config.rope, config.rope_dim, num_positions or config.max_positions, device)
         self.register_buffer("rope_table", table, persistent=False)
 
     def layer_attention(self) -> list[LayerAttention]:
@@ -115,7 +118,7 @@ class Decoder(nn.Module):
         """From layer i's answer of attention to layer i + 1; its question comes along where calls are remembered."""
         layer, following = self.layer(i), self.layer(i + 1)
         packed = self.head.packed
-        if packed is None or packed.panels is None or not all_ask:
+        if not self.remembers or packed is None or packed.panels is None or not all_ask:
             return None, layer.leave(attended, stream, following.input_norm)
 
         def step(attended: Tensor, values: Tensor, positions: Tensor) -> tuple[Tensor, ...]:

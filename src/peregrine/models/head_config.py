@@ -10,10 +10,10 @@ the layers the state *enters*. Our tap i enters layer i: the first kind is shift
 
 import re
 from collections.abc import Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
-from peregrine.models.config import ModelConfig
+from peregrine.models.config import ARCHITECTURES, ModelConfig
 from peregrine.models.folder import Fields
 
 TAP_IDS = "eagle_aux_hidden_state_layer_ids"
@@ -25,7 +25,18 @@ _FAMILIES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "mimo": "MiMoForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "kimi_k2": "KimiK2ForCausalLM",
 }
+_RENAMED = (
+    ("layers.0.", "midlayer."),
+    ("aux_norm_low.", "fc_norm.0."),
+    ("aux_norm_mid.", "fc_norm.1."),
+    ("aux_norm_high.", "fc_norm.2."),
+)
 # Fields of `eagle_config` that change the arithmetic, with the only value that is served.
 _FIXED = {
     "use_aux_hidden_state": True,
@@ -80,6 +91,22 @@ def mtp_prefixes(names: Set[str]) -> list[str]:
     return plain + nextn
 
 
+def canonical_names(kind: Kind, names: Set[str]) -> dict[str, str]:
+    """Canonical name -> stored name."""
+    if kind is Kind.MTP:
+        return {name: name for name in names}
+    stored = {name.removeprefix("model."): name for name in names}
+    if kind is Kind.EAGLE3:
+        for old, new in _RENAMED:
+            stored = {new + n.removeprefix(old) if n.startswith(old) else n: s for n, s in stored.items()}
+        # SGLang's further layers keep their input norm under another name.
+        for name in [n for n in stored if re.match(r"layers\.\d+\.hidden_norm\.weight$", n)]:
+            plain = name.replace("hidden_norm", "input_layernorm")
+            if plain not in stored:
+                stored[plain] = stored.pop(name)
+    return stored
+
+
 def open_fields(config: Fields, kind: Kind) -> HeadFields:
     """The part of a config that describes the head's layers, wherever it is spelled."""
     if "speculators_model_type" in config:
@@ -92,8 +119,11 @@ def open_fields(config: Fields, kind: Kind) -> HeadFields:
 def layer_config(fields: Fields) -> ModelConfig:
     """Shapes of the head's layers; the family follows from model_type or the architecture's name."""
     family = _FAMILIES.get(fields.text("model_type", ""))
+    named = fields.texts("architectures")
+    if family is None:
+        family = next((name for name in named if name in ARCHITECTURES), None)
     for word, architecture in _FAMILIES.items():
-        if family is None and any(word in name.lower() for name in fields.texts("architectures")):
+        if family is None and any(word in name.lower() for name in named):
             family = architecture
     if family is None:
         raise fields.refusal(
@@ -102,6 +132,24 @@ def layer_config(fields: Fields) -> ModelConfig:
             "choose another head",
         )
     return ModelConfig.from_fields(Fields(fields.source, fields.values | {"architectures": [family]}))
+
+
+def plain_layer_config(fields: Fields) -> ModelConfig:
+    """The same of an EAGLE head, whose layers are dense: they have neither latents nor experts."""
+    config = layer_config(fields)
+    if config.latent is not None or config.experts is not None:
+        raise fields.refusal(
+            "model_type",
+            f"EAGLE heads of {config.family} layers are not supported",
+            "choose a head of llama or qwen3 layers",
+        )
+    return config
+
+
+def prediction_layer(config: ModelConfig, has_experts: bool) -> ModelConfig:
+    """Of a model's config, that of one layer beside the decoder's, with experts or an MLP of its own."""
+    experts = replace(config.experts, layers=(True,)) if config.experts is not None and has_experts else None
+    return replace(config, num_layers=1, windows=config.windows[:1], experts=experts)
 
 
 def default_taps(num_layers: int) -> tuple[int, int, int]:

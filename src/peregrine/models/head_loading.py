@@ -6,7 +6,7 @@ what makes up each parameter, are written in those.
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -20,10 +20,13 @@ from peregrine.models.head_config import (
     SPECULATORS_MTP_PREFIX,
     HeadFields,
     Kind,
+    canonical_names,
     head_kind,
     layer_config,
     mtp_prefixes,
     open_fields,
+    plain_layer_config,
+    prediction_layer,
     read_taps,
     read_variant,
 )
@@ -33,17 +36,16 @@ from peregrine.models.weights import Piece, Plan, Weights, listed
 
 _IGNORABLE = re.compile(r"(^|\.)(t2d|d2t|rotary_emb\.inv_freq)$")
 _INTEGERS = ("I64", "I32")
-_RENAMED = (
-    ("layers.0.", "midlayer."),
-    ("aux_norm_low.", "fc_norm.0."),
-    ("aux_norm_mid.", "fc_norm.1."),
-    ("aux_norm_high.", "fc_norm.2."),
-)
 _NEXTN_NAMES = {
     "fc": "eh_proj",
     "embedding_norm": "enorm",
     "hidden_norm": "hnorm",
     "norm": "shared_head.norm",
+}
+# The target's own, of which a layer's may be copies; a tied head is the embedding.
+_TARGET_NAMES = {
+    "embedding": ("model.embed_tokens.weight",),
+    "head.weight": ("lm_head.weight", "model.embed_tokens.weight"),
 }
 _MTP_NAMES = {
     "fc": "input_proj",
@@ -64,7 +66,7 @@ class Source:
     def placed(self, plan: Plan) -> Plan:
         """The plan in stored names; a tensor that is not stored keeps its canonical name, to be missed."""
         return {
-            parameter: tuple(Piece(self.stored.get(piece.name, piece.name), piece.shape) for piece in pieces)
+            parameter: tuple(replace(piece, name=self.stored.get(piece.name, piece.name)) for piece in pieces)
             for parameter, pieces in plan.items()
         }
 
@@ -89,6 +91,11 @@ def is_head(folder: str | Path) -> bool:
     return kind is not None and not (kind is Kind.MTP and "model.norm.weight" in names)
 
 
+def has_prediction_layer(folder: str | Path) -> bool:
+    """Whether the checkpoint has a layer of its own to draft with (MTP)."""
+    return bool(mtp_prefixes(Weights(folder).names()))
+
+
 def load_head(
     folder: str | Path, target: Decoder, device: torch.device | str, dtype: torch.dtype, *, pack: bool = True
 ) -> AnyHead:
@@ -102,7 +109,7 @@ def load_head(
             "EAGLE-3 (midlayer.*), EAGLE (fc, layers.*) or MTP (mtp_layers.*, layers.N.eh_proj); "
             "give a head's folder"
         )
-    source = Source(open_fields(config, kind), weights, _canonical_names(kind, weights))
+    source = Source(open_fields(config, kind), weights, canonical_names(kind, weights.names()))
     blueprint = _BLUEPRINTS[kind](source, target)
     plan = source.placed(blueprint.plan)
     weights.check(plan, blueprint.ignorable)
@@ -112,22 +119,6 @@ def load_head(
     else:
         weights.fill(head, plan)
     return head
-
-
-def _canonical_names(kind: Kind, weights: Weights) -> dict[str, str]:
-    """Canonical name -> stored name."""
-    if kind is Kind.MTP:
-        return {name: name for name in weights.names()}
-    names = {name.removeprefix("model."): name for name in weights.names()}
-    if kind is Kind.EAGLE3:
-        for old, new in _RENAMED:
-            names = {new + n.removeprefix(old) if n.startswith(old) else n: s for n, s in names.items()}
-        # SGLang's further layers keep their input norm under another name.
-        for name in [n for n in names if re.match(r"layers\.\d+\.hidden_norm\.weight$", n)]:
-            plain = name.replace("hidden_norm", "input_layernorm")
-            if plain not in names:
-                names[plain] = names.pop(name)
-    return names
 
 
 def _fit(fields: Fields, name: str, head: int, target: int, what: str) -> None:
@@ -140,7 +131,7 @@ def _fit(fields: Fields, name: str, head: int, target: int, what: str) -> None:
 
 def _eagle3_blueprint(source: Source, target: Decoder) -> Blueprint:
     fields, names = source.fields, source.stored
-    layer, variant = layer_config(fields.layer), read_variant(fields)
+    layer, variant = plain_layer_config(fields.layer), read_variant(fields)
     _fit(fields.layer, "vocab_size", layer.vocab_size, target.config.vocab_size, "vocabulary")
     seen_size = fields.outer.whole("target_hidden_size", layer.hidden_size)
     _fit(fields.outer, "target_hidden_size", seen_size, target.config.hidden_size, "idea of the hidden size")
@@ -164,7 +155,7 @@ def _eagle3_blueprint(source: Source, target: Decoder) -> Blueprint:
     draft_to_target = _draft_to_target(source, config)
     return Blueprint(
         eagle3_plan(config),
-        lambda name: _IGNORABLE.search(name) is not None,
+        _is_ignorable,
         lambda device, dtype: Eagle3Head(config, target, device, dtype, draft_to_target),
     )
 
@@ -223,7 +214,7 @@ def eagle3_plan(config: Eagle3Config) -> Plan:
 
 def _eagle_blueprint(source: Source, target: Decoder) -> Blueprint:
     fields, names = source.fields, source.stored
-    layer = layer_config(fields.layer)
+    layer = plain_layer_config(fields.layer)
     _fit(fields.layer, "vocab_size", layer.vocab_size, target.config.vocab_size, "vocabulary")
     _fit(fields.layer, "hidden_size", layer.hidden_size, target.config.hidden_size, "hidden size")
     hidden, bias = layer.hidden_size, "fc.bias" in names
@@ -238,35 +229,56 @@ def _eagle_blueprint(source: Source, target: Decoder) -> Blueprint:
         plan["head.weight"] = (Piece("lm_head.weight", (layer.vocab_size, hidden)),)
     return Blueprint(
         plan,
-        lambda name: _IGNORABLE.search(name) is not None,
+        _is_ignorable,
         lambda device, dtype: EagleHead(layer, target, device, dtype, own_embedding, own_head, bias),
     )
 
 
 def _mtp_blueprint(source: Source, target: Decoder) -> Blueprint:
-    fields = source.fields
-    layer, prefixes = layer_config(fields.layer), mtp_prefixes(source.weights.names())
-    _fit(fields.layer, "vocab_size", layer.vocab_size, target.config.vocab_size, "vocabulary")
-    _fit(fields.layer, "hidden_size", layer.hidden_size, target.config.hidden_size, "hidden size")
+    fields, weights = source.fields, source.weights
+    config, prefixes = layer_config(fields.layer), mtp_prefixes(weights.names())
+    _fit(fields.layer, "vocab_size", config.vocab_size, target.config.vocab_size, "vocabulary")
+    _fit(fields.layer, "hidden_size", config.hidden_size, target.config.hidden_size, "hidden size")
     if len(prefixes) != 1 or fields.outer.whole("num_nextn_predict_layers", 1, minimum=0) > 1:
         raise CheckpointError(
-            f"{str(source.weights.folder)!r} holds {len(prefixes)} prediction layers "
+            f"{str(weights.folder)!r} holds {len(prefixes)} prediction layers "
             f"({listed(prefixes) or 'none'}); exactly one is supported"
         )
-    prefix, hidden = prefixes[0], layer.hidden_size
+    prefix, hidden = prefixes[0], config.hidden_size
+    layer = prediction_layer(config, has_experts=f"{prefix}mlp.gate.weight" in weights.names())
     plain = prefix in (MIMO_PREFIX, SPECULATORS_MTP_PREFIX)
     names = _MTP_NAMES if plain else _NEXTN_NAMES
     plan = linear_plan("fc", {prefix + names["fc"]: (hidden, 2 * hidden)}, bias=False)
     for ours in ("embedding_norm", "hidden_norm", "norm"):
         plan[f"{ours}.weight"] = (Piece(f"{prefix}{names[ours]}.weight", (hidden,)),)
-    plan |= layer_plan(layer, "layers.0", prefix.removesuffix("."), hidden, split=True)
-    # DeepSeek's files repeat the target's embedding and head beside the layer; the rest is the target itself.
-    copies = (f"{prefix}embed_tokens.weight", f"{prefix}shared_head.head.weight")
+    stored = prefix.removesuffix(".")
+    plan |= layer_plan(layer, "layers.0", stored, hidden, split=True, has_experts=layer.has_experts(0))
+    # DeepSeek's files repeat the target's embedding and head beside the layer.
+    copies = {"embedding": f"{prefix}embed_tokens.weight", "head.weight": f"{prefix}shared_head.head.weight"}
+    own = {
+        ours: (Piece(name, (config.vocab_size, hidden)),)
+        for ours, name in copies.items()
+        if _differs(weights, name, _TARGET_NAMES[ours])
+    }
     return Blueprint(
-        plan,
-        lambda name: not name.startswith(prefix) or name in copies or _IGNORABLE.search(name) is not None,
-        lambda device, dtype: MTPHead(layer, target, device, dtype, hidden_first=prefix == MIMO_PREFIX),
+        plan | own,
+        lambda name: not name.startswith(prefix) or name in copies.values() or _is_ignorable(name),
+        lambda device, dtype: MTPHead(
+            layer, target, device, dtype, prefix == MIMO_PREFIX, "embedding" in own, "head.weight" in own
+        ),
     )
+
+
+def _differs(weights: Weights, name: str, of_target: tuple[str, ...]) -> bool:
+    """Whether a tensor is stored that is no copy of the target's, which lies in the same folder if anywhere."""
+    if name not in weights.names():
+        return False
+    targets = [other for other in of_target if other in weights.names()]
+    return not targets or not torch.equal(weights.tensor(name), weights.tensor(targets[0]))
+
+
+def _is_ignorable(name: str) -> bool:
+    return _IGNORABLE.search(name) is not None
 
 
 _BLUEPRINTS = {Kind.EAGLE3: _eagle3_blueprint, Kind.EAGLE: _eagle_blueprint, Kind.MTP: _mtp_blueprint}

@@ -13,7 +13,8 @@ from peregrine.kernels.stream import Stream
 from peregrine.kernels.tape import Shelf
 from peregrine.models.config import ModelConfig
 from peregrine.models.decoder import Decoder
-from peregrine.models.layers import MLP, Asking, Attention, Heads, Layer, Linear, RMSNorm
+from peregrine.models.decoder_layer import Layer
+from peregrine.models.layers import MLP, Asking, Attention, Heads, Linear, RMSNorm
 from peregrine.models.rope_table import SPARE_POSITIONS, rope_table
 
 MAX_SHELF_ROWS = 64  # larger windows are not run from remembered kernel calls
@@ -40,7 +41,7 @@ class Head(nn.Module):
         self.layer_config = layer
         self.taps = taps
         self.num_layers = num_layers
-        self.num_kv_heads, self.head_dim = layer.num_kv_heads, layer.head_dim
+        self.kv_shape = layer.kv_shape
         self.lender = Lender(target.embedding, target.head)
         self.embedding, self.head = None, None
 
@@ -49,8 +50,8 @@ class Head(nn.Module):
         self.to(dtype).to_empty(device=device)
         layer, config = self.layer_config, target.config
         table = target.rope_table
-        if (layer.rope, layer.head_dim) != (config.rope, config.head_dim):
-            table = rope_table(layer.rope, layer.head_dim, len(table) - SPARE_POSITIONS, device)
+        if (layer.rope, layer.rope_dim) != (config.rope, config.rope_dim):
+            table = rope_table(layer.rope, layer.rope_dim, len(table) - SPARE_POSITIONS, device)
         self.register_buffer("rope_table", table.to(device), persistent=False)
 
     def layer_attention(self) -> list[LayerAttention]:

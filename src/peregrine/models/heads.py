@@ -13,11 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from peregrine.attention import Attend, LayerAttention
+from peregrine.cache.store import KVShape
 from peregrine.kernels.stream import Stream, normed, start_stream
 from peregrine.models.config import ModelConfig
 from peregrine.models.decoder import Decoder
+from peregrine.models.decoder_layer import Layer
 from peregrine.models.head_parts import Eagle3Layer, Head, input_norm
-from peregrine.models.layers import Layer, Linear, RMSNorm
+from peregrine.models.layers import Linear, RMSNorm
 
 
 class DraftHead(Protocol):
@@ -25,8 +27,7 @@ class DraftHead(Protocol):
 
     taps: tuple[int, ...]  # target taps it wants
     num_layers: int
-    num_kv_heads: int
-    head_dim: int
+    kv_shape: KVShape
     draft_to_target: Tensor | None  # [Vd] i64 target id of each draft id; None: the same vocabulary
 
     def layer_attention(self) -> list[LayerAttention]:
@@ -186,9 +187,11 @@ class EagleHead(Head):
 
 
 class MTPHead(Head):
-    """MTP (NEXTN): both halves normed, one linear, a decoder layer, a norm, the target's output head.
+    """MTP (NEXTN): both halves normed, one linear, a decoder layer, a norm, an output head.
 
-    The next step reads the normed hidden state. MiMo puts the hidden state before the embedding.
+    The layer is one like the target's, latent attention and experts included. The next step reads the normed hidden
+    state. MiMo puts the hidden state before the embedding. Embedding and output head are the target's, unless the
+    checkpoint has others.
     """
 
     draft_to_target: Tensor | None = None
@@ -200,15 +203,20 @@ class MTPHead(Head):
         device: torch.device | str,
         dtype: torch.dtype,
         hidden_first: bool,
+        own_embedding: bool = False,
+        own_head: bool = False,
     ) -> None:
         super().__init__(layer, 1, (target.config.num_layers,), target)
         self.hidden_first = hidden_first
         with torch.device("meta"):
+            if own_embedding:
+                self.embedding = nn.Parameter(torch.empty(layer.vocab_size, layer.hidden_size))
             self.embedding_norm = RMSNorm(layer.hidden_size, layer.norm_eps)
             self.hidden_norm = RMSNorm(layer.hidden_size, layer.norm_eps)
             self.fc = Linear(2 * layer.hidden_size, layer.hidden_size)
             self.layers = nn.ModuleList([Layer(layer, 0, split=True)])
             self.norm = RMSNorm(layer.hidden_size, layer.norm_eps)
+            self.head = Linear(layer.hidden_size, layer.vocab_size) if own_head else None
         self.place(device, dtype, target)
 
     def fuse(self, tapped: Tensor) -> Tensor:

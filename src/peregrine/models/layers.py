@@ -1,4 +1,4 @@
-"""The parts of a dense decoder: linear, norm, attention, MLP, and the layer made of them.
+"""The parts of a decoder's layers: linear, norm, attention, MLP.
 
 Every part is a plain module with parameters, so the same code trains. A packed `Linear` runs the kernel whose
 rows do not depend on their company; an unpacked one is `F.linear` and differentiable. The residual stream is
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from peregrine.attention import Attend
+from peregrine.attention import AnyTurn, Attend
 from peregrine.kernels.activation import silu_mul
 from peregrine.kernels.gpu import gpu_ready
 from peregrine.kernels.linear import PackedWeight, linear, pack_weight
@@ -22,17 +22,28 @@ from peregrine.kernels.stream import Stream, add_to_stream, join_stream, stream_
 from peregrine.models.config import ModelConfig
 
 
-class Linear(nn.Module):
+class Packable(nn.Module):
+    """A part whose weight is laid out for a kernel as soon as it is whole; `packed` is None before."""
+
+    packed: object | None
+
+    def pack(self, keep_weight: bool = False) -> None:
+        """Switch to the kernel's own layout; the plain weight goes, unless another module shares it."""
+        raise NotImplementedError
+
+
+class Linear(Packable):
     """x @ weight.T + bias; after `pack` with the row-exact kernel and without the plain weight."""
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None
+    packed: PackedWeight | None
 
     def __init__(self, in_size: int, out_size: int, bias: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_size, in_size))
         self.bias = nn.Parameter(torch.empty(out_size)) if bias else None
-        self.packed: PackedWeight | None = None
+        self.packed = None
 
     def pack(self, keep_weight: bool = False) -> None:
         """Switch to the kernel's own layout; the plain weight goes, unless another module shares it."""
@@ -88,11 +99,11 @@ class Heads:
 
     q: Tensor  # [N or R, Hq, D]
     k: Tensor  # [N, Hkv, D]
-    v: Tensor  # [N, Hkv, D]
-    turn: Turn | None = None
+    v: Tensor  # [N, Hkv, Dv]
+    turn: AnyTurn | None = None
 
     def ask(self, attend: Attend, layer: int) -> Tensor:
-        """What the queries found. [N or R, Hq, D]"""
+        """What the queries found. [N or R, Hq, Dv]"""
         return attend(layer, self.q, self.k, self.v, self.turn)
 
 
@@ -157,6 +168,10 @@ class Attention(nn.Module):
             return Heads(q, k, v)
         return Heads(rope(q, q_positions, table), rope(k, positions, table), v)
 
+    def answer(self, attended: Tensor) -> Tensor:
+        """What the queries found [N, Hq, D], as `out` reads it. -> [N, Hq * D]"""
+        return attended.flatten(1)
+
     def _turn(self, q_positions: Tensor, positions: Tensor, table: Tensor) -> Turn:
         q_norm, k_norm = self.q_norm, self.k_norm
         if q_norm is None or k_norm is None:
@@ -177,25 +192,6 @@ class MLP(nn.Module):
         return self.down.join(self.gate_up.gated(stream), stream, next_norm)
 
 
-class Layer(nn.Module):
-    """One decoder layer: attention and MLP, each behind a norm and beside the residual stream.
-
-    The input norm belongs to whoever adds to the stream before this layer; None: it is read as it is.
-    """
-
-    def __init__(self, config: ModelConfig, layer: int, split: bool, normed_input: bool = True) -> None:
-        super().__init__()
-        self.input_norm = RMSNorm(config.hidden_size, config.norm_eps) if normed_input else None
-        self.attention = Attention(config, layer, config.hidden_size, split)
-        self.post_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = MLP(config)
-
-    def leave(self, attended: Tensor, stream: Stream, next_norm: RMSNorm | None) -> Stream:
-        """The second half of the layer, after attention has answered [N, Hq, D]."""
-        stream = self.attention.out.join(attended.flatten(1), stream, self.post_norm)
-        return self.mlp.forward(stream, next_norm)
-
-
 def pack_linears(module: nn.Module, shared: Linear | None = None) -> None:
     """Switch every linear to the row-exact kernel, for inference; the module can no longer be trained.
 
@@ -203,7 +199,7 @@ def pack_linears(module: nn.Module, shared: Linear | None = None) -> None:
     """
     module.requires_grad_(False)
     for part in module.modules():
-        if isinstance(part, Linear) and part.packed is None:
+        if isinstance(part, Packable) and part.packed is None:
             part.pack(keep_weight=part is shared)
     settle(module)
 

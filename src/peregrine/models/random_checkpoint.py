@@ -1,11 +1,12 @@
-"""A Llama checkpoint with random weights and a small tokenizer, for demonstrations, benchmarks and tests.
+"""A checkpoint with random weights and a small tokenizer, for demonstrations, benchmarks and tests.
+
+A Llama, or with latents of some rank (`kv_rank`) a DeepSeek-V3, with experts if there are any (`num_experts`).
 
 The folder has the files of a published checkpoint. What the model writes makes no sense, but it varies:
 weights are scaled so that the greedy token depends on the text before it. Equal seeds write equal bytes.
 """
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,13 +16,18 @@ from torch import Tensor
 
 from peregrine.errors import ConfigError
 from peregrine.hardware import DTYPES
+from peregrine.models.random_deepseek import (
+    FEWEST_EXPERTS,
+    deepseek_attention,
+    deepseek_experts,
+    deepseek_fields,
+)
+from peregrine.models.random_shape import OUTPUT_GAIN, QUERY_GAIN, Matrix, RandomShape
 
 END_OF_TEXT = "<|endoftext|>"
 # 256 bytes and the end-of-text token.
 MIN_VOCAB = 257
 LOGIT_SPREAD = 3.0
-# Layers speak louder than the embedding they are added to: else the model repeats its last token for ever.
-QUERY_GAIN, OUTPUT_GAIN = 1.5, 4.0
 # Single bytes and the end of text are seldom chosen, so that what comes out reads as pieces of words.
 BYTE_GAIN = 0.3
 CHAT_TEMPLATE = (
@@ -44,23 +50,6 @@ LINES = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class RandomShape:
-    """Sizes of the checkpoint; the defaults load in a blink."""
-
-    vocab_size: int = 384
-    hidden_size: int = 64
-    intermediate_size: int = 160
-    num_layers: int = 2
-    num_heads: int = 4
-    num_kv_heads: int = 2
-    head_dim: int = 16
-    max_positions: int = 2048
-    tied: bool = False
-    dtype: str = "float32"  # what the file holds: float32, bfloat16 or float16
-    seed: int = 0
-
-
 def make_random_checkpoint(folder: str | Path, **shape: int | bool | str) -> Path:
     """Write the checkpoint into `folder`, made if missing, and return it; RandomShape has the keywords."""
     sizes = RandomShape(**shape)  # type: ignore[arg-type]
@@ -68,6 +57,10 @@ def make_random_checkpoint(folder: str | Path, **shape: int | bool | str) -> Pat
         raise ConfigError(f"vocab_size={sizes.vocab_size}: bytes alone need {MIN_VOCAB}; use at least that")
     if sizes.dtype not in DTYPES:
         raise ConfigError(f"dtype={sizes.dtype!r}: no such dtype; choose one of {', '.join(DTYPES)}")
+    if sizes.num_experts and (not sizes.kv_rank or sizes.num_experts < FEWEST_EXPERTS):
+        raise ConfigError(
+            f"num_experts={sizes.num_experts}: only with kv_rank, and at least {FEWEST_EXPERTS}; correct it"
+        )
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     tokenizer = train_tokenizer(sizes.vocab_size)
@@ -105,8 +98,7 @@ def random_weights(sizes: RandomShape) -> dict[str, Tensor]:
         weight: Tensor = torch.randn(rows, columns, generator=generator) * (spread * columns**-0.5)
         return weight.to(dtype)
 
-    hidden, inner = sizes.hidden_size, sizes.intermediate_size
-    q_size, kv_size = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
+    hidden = sizes.hidden_size
     ones = torch.ones(hidden, dtype=dtype)
     head = matrix(sizes.vocab_size, hidden, LOGIT_SPREAD)
     head[:MIN_VOCAB] *= BYTE_GAIN
@@ -114,26 +106,39 @@ def random_weights(sizes: RandomShape) -> dict[str, Tensor]:
     weights = {"model.embed_tokens.weight": embedding}
     for layer in range(sizes.num_layers):
         prefix = f"model.layers.{layer}"
-        weights |= {
-            f"{prefix}.input_layernorm.weight": ones.clone(),
-            f"{prefix}.self_attn.q_proj.weight": matrix(q_size, hidden, QUERY_GAIN),
-            f"{prefix}.self_attn.k_proj.weight": matrix(kv_size, hidden),
-            f"{prefix}.self_attn.v_proj.weight": matrix(kv_size, hidden),
-            f"{prefix}.self_attn.o_proj.weight": matrix(hidden, q_size, OUTPUT_GAIN),
-            f"{prefix}.post_attention_layernorm.weight": ones.clone(),
-            f"{prefix}.mlp.gate_proj.weight": matrix(inner, hidden),
-            f"{prefix}.mlp.up_proj.weight": matrix(inner, hidden),
-            f"{prefix}.mlp.down_proj.weight": matrix(hidden, inner, OUTPUT_GAIN),
-        }
+        weights[f"{prefix}.input_layernorm.weight"] = ones.clone()
+        attention = deepseek_attention if sizes.kv_rank else heads_attention
+        weights |= attention(sizes, f"{prefix}.self_attn", matrix)
+        weights[f"{prefix}.post_attention_layernorm.weight"] = ones.clone()
+        if sizes.num_experts and layer > 0:
+            weights |= deepseek_experts(sizes, f"{prefix}.mlp", matrix)
+        else:
+            weights |= {
+                f"{prefix}.mlp.gate_proj.weight": matrix(sizes.intermediate_size, hidden),
+                f"{prefix}.mlp.up_proj.weight": matrix(sizes.intermediate_size, hidden),
+                f"{prefix}.mlp.down_proj.weight": matrix(hidden, sizes.intermediate_size, OUTPUT_GAIN),
+            }
     weights["model.norm.weight"] = ones.clone()
     if not sizes.tied:
         weights["lm_head.weight"] = head
     return weights
 
 
+def heads_attention(sizes: RandomShape, prefix: str, matrix: Matrix) -> dict[str, Tensor]:
+    """The tensors of one layer's attention with keys and values of heads."""
+    hidden = sizes.hidden_size
+    q_size, kv_size = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
+    return {
+        f"{prefix}.q_proj.weight": matrix(q_size, hidden, QUERY_GAIN),
+        f"{prefix}.k_proj.weight": matrix(kv_size, hidden),
+        f"{prefix}.v_proj.weight": matrix(kv_size, hidden),
+        f"{prefix}.o_proj.weight": matrix(hidden, q_size, OUTPUT_GAIN),
+    }
+
+
 def config_fields(sizes: RandomShape, end_id: int) -> dict[str, object]:
     """The fields of config.json."""
-    return {
+    fields: dict[str, object] = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "vocab_size": sizes.vocab_size,
@@ -151,6 +156,7 @@ def config_fields(sizes: RandomShape, end_id: int) -> dict[str, object]:
         "torch_dtype": sizes.dtype,
         "eos_token_id": end_id,
     }
+    return fields | (deepseek_fields(sizes) if sizes.kv_rank else {})
 
 
 def tokenizer_fields(sizes: RandomShape) -> dict[str, object]:

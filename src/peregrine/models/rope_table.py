@@ -44,6 +44,7 @@ class YarnScaling:
     beta_slow: float
     attention_factor: float
     truncate: bool
+    mscale_all_dim: float = 0.0  # of latent attention: lengthens queries and keys as a whole; 0: it does not
 
 
 Scaling = LinearScaling | Llama3Scaling | YarnScaling
@@ -123,18 +124,22 @@ def _read_scaling(kind: str, fields: Fields, config: Fields, max_positions: int)
         beta_slow=fields.number("beta_slow", 1.0),
         attention_factor=_yarn_attention_factor(fields, factor),
         truncate=fields.flag("truncate", True),
+        mscale_all_dim=fields.number("mscale_all_dim") if fields.values.get("mscale_all_dim") else 0.0,
     )
 
 
-def _yarn_attention_factor(fields: Fields, factor: float) -> float:
-    def magnitude(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+def yarn_magnitude(factor: float, weight: float) -> float:
+    """By how much queries and keys are lengthened where a context is stretched by the factor."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
+
+def _yarn_attention_factor(fields: Fields, factor: float) -> float:
     if "attention_factor" in fields:
         return fields.number("attention_factor")
     if fields.values.get("mscale") and fields.values.get("mscale_all_dim"):
-        return magnitude(fields.number("mscale")) / magnitude(fields.number("mscale_all_dim"))
-    return magnitude(1.0)
+        whole = yarn_magnitude(factor, fields.number("mscale_all_dim"))
+        return yarn_magnitude(factor, fields.number("mscale")) / whole
+    return yarn_magnitude(factor, 1.0)
 
 
 def rope_fields(rope: Rope) -> dict[str, Any]:
@@ -151,9 +156,10 @@ def rope_fields(rope: Rope) -> dict[str, Any]:
                 "high_freq_factor": high,
             }
             fields["rope_scaling"] = scaling | {"original_max_position_embeddings": original}
-        case YarnScaling(factor, original, fast, slow, attention_factor, truncate):
+        case YarnScaling(factor, original, fast, slow, attention_factor, truncate, mscale_all_dim):
             scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
             scaling |= {"beta_fast": fast, "beta_slow": slow, "attention_factor": attention_factor}
+            scaling |= {"mscale_all_dim": mscale_all_dim} if mscale_all_dim else {}
             fields["rope_scaling"] = scaling | {"truncate": truncate}
     return fields
 

@@ -1,9 +1,11 @@
 """A checkpoint's safetensors files as one set of named tensors, memory-mapped and read one at a time.
 
-Pickles are never opened: they run code. Names and shapes are compared with what a model expects before
+Pickles are never opened: they run code. Float8 is multiplied out by its scales as it is read, which are not tensors of
+their own here. Names and shapes are compared with what a model expects before
 anything is allocated, and everything that does not fit is named at once.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +16,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from peregrine.errors import CheckpointError
+from peregrine.models import fp8
 from peregrine.models.folder import open_folder, read_json
-from peregrine.models.layers import Linear, settle
+from peregrine.models.layers import Linear, Packable, settle
 
 INDEX = "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -29,6 +32,7 @@ class Piece:
 
     name: str
     shape: tuple[int, ...]
+    take: Callable[[Tensor], Tensor] | None = None  # what of it, or made of it, goes in; None: all of it
 
 
 Plan = dict[str, tuple[Piece, ...]]  # parameter of a module -> the stored tensors that make it up
@@ -43,10 +47,15 @@ class Weights:
         for path in _weight_files(self.folder):
             opened = _open(path)
             self._files.update(dict.fromkeys(opened.keys(), opened))
+        self._blocks = fp8.folder_blocks(self.folder)
+        self._scales: dict[str, str] = {}  # float8 tensor -> the tensor that holds its scales
+        if self._blocks is not None:
+            scales = {name: name + fp8.SCALE_SUFFIX for name in self._files}
+            self._scales = {name: scale for name, scale in scales.items() if scale in self._files}
 
     def names(self) -> set[str]:
-        """Every stored tensor."""
-        return set(self._files)
+        """Every stored tensor; scales are part of the tensor they belong to."""
+        return set(self._files) - set(self._scales.values())
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The stored shape."""
@@ -57,7 +66,12 @@ class Weights:
         return str(self._files[name].get_slice(name).get_dtype())
 
     def tensor(self, name: str) -> Tensor:
-        """The tensor itself, on the CPU, as stored."""
+        """The tensor itself, on the CPU, as stored; float8 as the float32 it stands for."""
+        if name in self._scales and self._blocks is not None:
+            return fp8.multiply_out(self._read(name), self._read(self._scales[name]), self._blocks)
+        return self._read(name)
+
+    def _read(self, name: str) -> Tensor:
         try:
             stored: Tensor = self._files[name].get_tensor(name)
         except (SafetensorError, OSError) as error:
@@ -81,8 +95,11 @@ class Weights:
                 for name in present
                 if shapes[name] != wanted[name]
             ],
+            "not scaled in whole blocks": self._misscaled(present),
             "not float32, float16 or bfloat16": [
-                f"{name} is {dtypes[name]}" for name in present if dtypes[name] not in _FLOATS
+                f"{name} is {dtypes[name]}"
+                for name in present
+                if dtypes[name] not in _FLOATS and name not in self._scales
             ],
         }
         found = [f"{len(names)} {what}: {listed(names)}" for what, names in problems.items() if names]
@@ -92,14 +109,34 @@ class Weights:
                 "use the files the config belongs to"
             )
 
+    def _misscaled(self, names: list[str]) -> list[str]:
+        """Which of the tensors have scales that do not fit them, in words."""
+        found = []
+        for name in names:
+            if name not in self._scales or self._blocks is None:
+                continue
+            shape, scales = self.shape(name), self.shape(self._scales[name])
+            if self.stored_dtype(name) != fp8.DTYPE:
+                found.append(f"{name} has scales, but is {self.stored_dtype(name)}")
+            elif len(shape) != 2 or scales != fp8.scale_shape(shape, self._blocks):
+                found.append(f"{self._scales[name]} is {list(scales)} for blocks of {list(self._blocks)}")
+        return found
+
+    def float8_size(self, plan: Plan) -> int:
+        """How many numbers of the plan's tensors are stored in float8, a byte each."""
+        names = {piece.name for pieces in plan.values() for piece in pieces if piece.name in self._scales}
+        return sum(math.prod(self.shape(name)) for name in names)
+
     def fill(self, module: nn.Module, plan: Plan) -> None:
         """Copy the plan's tensors into the module, cast and moved one at a time."""
         with torch.no_grad():
             for name, pieces in plan.items():
                 parameter, start = module.get_parameter(name), 0
                 for piece in pieces:
-                    parameter[start : start + piece.shape[0]].copy_(self.tensor(piece.name))
-                    start += piece.shape[0]
+                    stored = self.tensor(piece.name)
+                    taken = stored if piece.take is None else piece.take(stored)
+                    parameter[start : start + taken.shape[0]].copy_(taken)
+                    start += taken.shape[0]
 
     def fill_and_pack(self, module: nn.Module, plan: Plan, shared: Iterable[Linear] = ()) -> None:
         """Like `fill`, and pack each linear as soon as it is whole: only one weight is ever held twice."""
@@ -109,7 +146,7 @@ class Weights:
             prefix = f"{path}." if path else ""
             names = [prefix + name for name, _ in part.named_parameters(recurse=False)]
             self.fill(module, {name: plan[name] for name in names if name in plan})
-            if isinstance(part, Linear) and part.packed is None:
+            if isinstance(part, Packable) and part.packed is None:
                 part.pack(keep_weight=any(part is other for other in kept))
         settle(module)
 

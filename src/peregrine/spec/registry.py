@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from peregrine.attention.backend import AttentionBackend
-from peregrine.cache.store import KVStore
+from peregrine.cache.store import KVShape, KVStore
 from peregrine.config import TreeShape
 from peregrine.errors import ConfigError
 from peregrine.models.decoder import Decoder
-from peregrine.models.head_loading import is_head, load_head
+from peregrine.models.head_loading import has_prediction_layer, is_head, load_head
 from peregrine.models.heads import DraftHead
 from peregrine.models.loading import load_decoder
 from peregrine.spec.bound import BoundModel
@@ -32,8 +32,7 @@ class StoreShape:
     """What a drafter's own KV store must hold per place."""
 
     num_layers: int
-    num_kv_heads: int
-    head_dim: int
+    kv: KVShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +48,8 @@ class DraftSource:
             return None
         if isinstance(self.network, Decoder):
             config = self.network.config
-            return StoreShape(config.num_layers, config.num_kv_heads, config.head_dim)
-        return StoreShape(self.network.num_layers, self.network.num_kv_heads, self.network.head_dim)
+            return StoreShape(config.num_layers, config.kv_shape)
+        return StoreShape(self.network.num_layers, self.network.kv_shape)
 
 
 def find_drafter(name: str, model_folder: Path, target: Decoder) -> DraftSource:
@@ -59,6 +58,7 @@ def find_drafter(name: str, model_folder: Path, target: Decoder) -> DraftSource:
         return DraftSource(name, None)
     beside, elsewhere = model_folder / name, Path(name)
     if name == "mtp":
+        check_prediction_layer(model_folder, target)
         folder = model_folder
     elif beside.is_dir():
         folder = beside
@@ -83,6 +83,16 @@ def find_drafter(name: str, model_folder: Path, target: Decoder) -> DraftSource:
             f"{target.config.vocab_size}; a draft model must share the target's tokenizer"
         )
     return DraftSource(name, model)
+
+
+def check_prediction_layer(model_folder: Path, target: Decoder) -> None:
+    """Refuse to draft with a layer that the checkpoint does not have."""
+    if not has_prediction_layer(model_folder):
+        raise ConfigError(
+            f"drafter='mtp': {str(model_folder)!r} has no prediction layer (its config says "
+            f"num_nextn_predict_layers={target.config.num_extra_layers}, and no tensor is a layer's eh_proj or "
+            "input_proj); choose ngram, none or a draft head's folder, or the files that have the layer"
+        )
 
 
 def make_drafter(

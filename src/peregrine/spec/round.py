@@ -52,8 +52,7 @@ def run_round(
     # Commit.
     verdict = state.commit(choices)
     if not shape.is_chain:
-        stores = target.store.keys, target.store.values
-        move_path(stores, places.past_lens, verdict, state.pages.table, state.pages.page_size)
+        move_path(target.store.parts, places.past_lens, verdict, state.pages.table, state.pages.page_size)
 
     # Propose.
     if taps is not None:

@@ -8,6 +8,7 @@ these buffers and gathers nothing. A seat that nobody holds is a pad: ended, on 
                                                     KV exists below past_len; the newest token has none yet
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -213,47 +214,54 @@ class SeatState:
     def join(self, seat: int, entry: SeatEntry) -> None:
         """Seat a request; its first round has no drafts yet."""
         self.clear(seat)
-        count = len(entry.tokens)
-        self.history[seat, :count] = self._put(entry.tokens)
-        self.past_lens[seat] = count - 1
-        self.prompt_lens[seat] = entry.prompt_len
-        self.limits[seat] = entry.limit
-        self.window_tokens[seat, 0] = entry.tokens[-1]
-        self.draft_caps[seat] = entry.draft_cap
-        self.done[seat] = False
-        law = self.law
-        law.temperature[seat] = entry.temperature
-        law.top_k[seat] = entry.top_k
-        law.top_p[seat] = entry.top_p
-        law.min_p[seat] = entry.min_p
-        law.repetition[seat] = entry.repetition
-        law.presence[seat] = entry.presence
-        law.frequency[seat] = entry.frequency
-        law.seeds[seat] = entry.seed
-        law.floors[seat] = entry.floor
+        count, law = len(entry.tokens), self.law
+        self.history[seat, :count].copy_(self._put(entry.tokens))
+        self.window_tokens[seat, 0].fill_(entry.tokens[-1])
+        numbers = [
+            (self.past_lens, count - 1),
+            (self.prompt_lens, entry.prompt_len),
+            (self.limits, entry.limit),
+            (self.draft_caps, entry.draft_cap),
+            (self.done, False),
+            (law.temperature, entry.temperature),
+            (law.top_k, entry.top_k),
+            (law.top_p, entry.top_p),
+            (law.min_p, entry.min_p),
+            (law.repetition, entry.repetition),
+            (law.presence, entry.presence),
+            (law.frequency, entry.frequency),
+            (law.seeds, entry.seed),
+            (law.floors, entry.floor),
+        ]
+        for buffer, number in numbers:
+            buffer[seat].fill_(number)
         if entry.stop_ids:
-            law.stop_ids[seat, : len(entry.stop_ids)] = self._put(entry.stop_ids)
+            law.stop_ids[seat, : len(entry.stop_ids)].copy_(self._put(entry.stop_ids))
         if entry.bias:
-            law.bias_ids[seat, : len(entry.bias)] = self._put(list(entry.bias))
-            law.bias_values[seat, : len(entry.bias)] = self._put(list(entry.bias.values())).to(torch.float32)
+            law.bias_ids[seat, : len(entry.bias)].copy_(self._put(list(entry.bias)))
+            law.bias_values[seat, : len(entry.bias)].copy_(self._put(list(entry.bias.values())))
 
-    def set_pages(self, seat: int, first: int, pages: list[int]) -> None:
-        """Write a seat's page-table entries from column `first` on."""
-        if pages:
-            self.page_table[seat, first : first + len(pages)] = self._put(pages)
+    def set_pages(self, entries: Sequence[tuple[int, int, list[int]]]) -> None:
+        """Write seats' page-table entries, (seat, first column, pages) each, by one copy for all."""
+        width = self.page_table.shape[1]
+        places = [seat * width + first + i for seat, first, pages in entries for i in range(len(pages))]
+        if places:
+            pages = [page for entry in entries for page in entry[2]]
+            where, what = self._put([*places, *pages]).view(2, -1)
+            self.page_table.view(-1).index_copy_(0, where, what)
 
     def clear(self, seat: int) -> None:
-        """Make the seat a pad."""
+        """Make the seat a pad. Filled in place: an assignment of a number would wait for the device."""
         for buffer in self.buffers():
-            buffer[seat] = 0
-        self.done[seat] = True
-        self.law.top_p[seat] = 1.0
-        self.law.repetition[seat] = 1.0
-        self.law.bias_ids[seat] = -1
-        self.law.stop_ids[seat] = -1
+            buffer[seat].zero_()
+        law = self.law
+        for buffer, number in ((self.done, 1), (law.top_p, 1), (law.repetition, 1)):
+            buffer[seat].fill_(number)
+        for buffer in (law.bias_ids, law.stop_ids):
+            buffer[seat].fill_(-1)
         if not self.shape.is_chain:
             for links, chain in zip(self.links.fields(), self._chain.fields(), strict=True):
-                links[seat] = chain[0]
+                links[seat].copy_(chain[0])
 
     def move(self, source: int, target: int) -> None:
         """Give a request another seat and leave a pad behind."""

@@ -107,6 +107,8 @@ def fresh_head(
         out_bias=False,
         mlp_bias=False,
         qk_norm=False,
+        latent=None,
+        experts=None,
         num_extra_layers=0,
     )
     size = config.vocab_size if ids is None else len(ids)

@@ -9,6 +9,7 @@ import torch
 from peregrine.errors import ConfigError
 from peregrine.hardware import read_gpu, read_memory
 from peregrine.models.config import ModelConfig
+from peregrine.models.loading import num_weights
 from peregrine.train.head_run import HeadOptions
 from peregrine.train.sampling import PAGE_SIZE, SamplingPlan
 
@@ -48,10 +49,10 @@ def estimate(
     hidden, inner = config.hidden_size, config.intermediate_size
     heads_size = (config.num_heads + config.num_kv_heads) * config.head_dim
     layer = hidden * (2 * heads_size + 3 * inner)
-    target = (config.num_layers * layer + 2 * config.vocab_size * hidden) * dtype.itemsize
+    target = num_weights(config) * dtype.itemsize
     head = layer + hidden * (heads_size + 3 * hidden + draft_vocab)
     pages = plan.rows * (-(-row_len // PAGE_SIZE) + 1) * PAGE_SIZE
-    cache = pages * 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
+    cache = pages * config.num_layers * config.kv_shape.num_entries * dtype.itemsize
     chosen = plan.rows * config.vocab_size * 4 * 6  # logits, noise and what makes it
     scores = options.batch_rows * config.num_heads * row_len**2 * 4
     per_step = places * (draft_vocab * 4 * SCORE_COPIES + hidden * 4 * ACTIVATIONS) + scores * SCORE_COPIES

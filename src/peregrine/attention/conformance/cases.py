@@ -13,6 +13,9 @@ from peregrine.attention.traits import Traits
 
 HEADS = ((2, 2), (4, 1), (16, 2), (20, 1), (10, 2))  # groups of 1, 4, 8, 20 (more than a tile) and 5 (odd)
 HEAD_DIMS = (128, 64, 80, 96, 256)
+# Heads, entries of a key and how many of them are its value (MLA): real ones, and such as fill no tile and no vector.
+LATENTS = ((16, 576, 512), (128, 576, 512))
+SMALL_LATENTS = ((4, 48, 32), (20, 72, 48))
 PAGE_SIZES = (16, 32, 64)
 WINDOW = 40  # a sliding window that ends inside a page and inside a block of keys
 BRANCHED = (-1, 0, 0, 1, 1, 2, 3, 3, 7, 8, 0, 10)  # parents of a tree with siblings, depth 7
@@ -53,11 +56,12 @@ class Case:
     @property
     def name(self) -> str:
         """The setting in words."""
-        num_heads, num_kv_heads, head_dim = self.heads
+        num_heads, num_kv_heads, head_dim, *value_dim = self.heads
         parts = [
             _short(self.dtype),
             f"kv {_short(self.kv_dtype)}" if self.kv_dtype != self.dtype else "",
             f"{num_heads}/{num_kv_heads} heads of {head_dim}",
+            f"values in their first {value_dim[0]}" if value_dim else "",
             f"pages of {self.page_size}",
             f"window {self.window}" if self.window else "",
             "sinks" if self.has_sinks else "",
@@ -67,7 +71,7 @@ class Case:
 
     def layer(self, device: torch.device) -> LayerAttention:
         """The layer that the rows attend in."""
-        num_heads, _, head_dim = self.heads
+        num_heads, head_dim = self.heads[0], self.heads[2]
         sinks = torch.linspace(-1, 2, num_heads, device=device) if self.has_sinks else None
         return LayerAttention(head_dim**-0.5, self.window, sinks)
 
@@ -106,7 +110,23 @@ def conformance_cases(traits: Traits, dtypes: Sequence[torch.dtype], quick: bool
         [False, True] if traits.tree_masks else [False],
     ]
     choices = _firsts(_pairs(settings)) if quick else _pairs(settings)
-    return [_case(choice, QUICK if quick else FULL) for choice in choices]
+    cases = [_case(choice, QUICK if quick else FULL) for choice in choices]
+    return cases + _latent_cases(traits, dtypes, quick) if traits.shared_kv else cases
+
+
+def _latent_cases(traits: Traits, dtypes: Sequence[torch.dtype], quick: bool) -> list[Case]:
+    """The same for keys that hold their values; small ones alone if quick."""
+    settings: list[Sequence[object]] = [
+        SMALL_LATENTS if quick else (*LATENTS, *SMALL_LATENTS),
+        dtypes,
+        [size for size in PAGE_SIZES if traits.page_sizes is None or size in traits.page_sizes],
+        [False, True] if traits.tree_masks else [False],
+    ]
+    choices = _firsts(_pairs(settings)) if quick else _pairs(settings)
+    return [
+        Case(dtype, dtype, (num_heads, 1, *dims), page_size, None, False, is_tree, QUICK if quick else FULL)
+        for (num_heads, *dims), dtype, page_size, is_tree in choices
+    ]
 
 
 def _case(choice: tuple[Any, ...], sizes: Sizes) -> Case:

@@ -105,9 +105,9 @@ def poisoned_drafts(trial: Trial) -> Iterator[float]:
     row, out = trial.rows[-1], trial.outs[-1]
     last = len(row.k) - 1
     hit = torch.tensor([last in row.keys_of(i, trial.layer.window) for i in range(len(row.positions))])
-    for part in ("k", "v"):
+    for part, entry in (("k", 1), ("k", -1) if row.is_shared else ("v", 1)):
         poisoned = replace(row, k=row.k.clone(), v=row.v.clone())
-        (poisoned.k if part == "k" else poisoned.v)[last, :, 1] = nan
+        (poisoned.k if part == "k" else poisoned.v)[last, :, entry] = nan
         new = trial.run([poisoned])[0]
         reached = not bool(new[hit].isfinite().all(dim=2).any())
         yield _differs(new[~hit], out[~hit]) if reached else inf

@@ -10,7 +10,7 @@ from peregrine.attention.backend import AttentionBackend, LayerAttention
 from peregrine.attention.conformance.problem import Row
 from peregrine.attention.metadata import AttentionMetadata
 from peregrine.attention.window import Window
-from peregrine.cache.store import KVStore
+from peregrine.cache.store import KVShape, KVStore
 
 K_SCALE, V_SCALE = 0.25, 0.5  # of a store that has scales: powers of two, so that only float8 itself rounds
 LAYER = 1  # of two: what is read from the wrong layer is zero or poison
@@ -38,7 +38,7 @@ class Forward:
     metadata: AttentionMetadata
     q: Tensor  # [N, Hq, D]
     k: Tensor  # [M, Hkv, D]
-    v: Tensor  # [M, Hkv, D]
+    v: Tensor  # [M, Hkv, Dv]
     lens: list[int]  # queries of each real row
 
     def run(self, backend: AttentionBackend, layer: LayerAttention) -> list[Tensor]:
@@ -54,7 +54,7 @@ class Forward:
 def attend(
     backend: AttentionBackend, rows: Sequence[Row], layer: LayerAttention, layout: Layout = PLAIN
 ) -> list[Tensor]:
-    """Run the rows together as one forward over a paged store. -> one [Q, Hq, D] per row"""
+    """Run the rows together as one forward over a paged store. -> one [Q, Hq, Dv] per row"""
     return lay_out(rows, layout).run(backend, layer)
 
 
@@ -101,7 +101,8 @@ def make_store(row: Row, num_pages: int, layout: Layout) -> KVStore:
     """An empty store for rows like this one."""
     _, num_kv_heads, head_dim = row.k.shape
     dtype, device = layout.kv_dtype or row.k.dtype, row.k.device
-    store = KVStore(LAYER + 1, num_pages, layout.page_size, num_kv_heads, head_dim, dtype, device)
+    shape = KVShape(num_kv_heads, head_dim, row.v.shape[2], row.is_shared)
+    store = KVStore(LAYER + 1, num_pages, layout.page_size, shape, dtype, device)
     if store.k_scales is not None and store.v_scales is not None:
         store.k_scales.fill_(K_SCALE)
         store.v_scales.fill_(V_SCALE)

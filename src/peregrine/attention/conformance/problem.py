@@ -8,12 +8,13 @@ from torch import Tensor
 
 from peregrine.attention.backend import LayerAttention
 
-Heads = tuple[int, int, int]  # query heads, KV heads, head dim
+# Query heads, KV heads, head dim. A fourth number: keys hold their values, which are so many first entries of them.
+Heads = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row's window: q [Q, Hq, D] over k, v [S, Hkv, D], of which the first `past` were cached before."""
+    """One row's window: q [Q, Hq, D] over k [S, Hkv, D] and v [S, Hkv, Dv], the first `past` cached before."""
 
     past: int
     positions: list[int]
@@ -21,6 +22,11 @@ class Row:
     q: Tensor
     k: Tensor
     v: Tensor
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether keys hold their values: then v is the first part of k."""
+        return self.v.shape[2] < self.k.shape[2]
 
     def at(self, *queries: int) -> "Row":
         """The same row with some of its queries alone; all its keys are written."""
@@ -69,11 +75,11 @@ def tree(past: int, parents: Sequence[int], heads: Heads, seed: int = 0) -> Row:
 def _row(
     past: int, positions: list[int], words: list[int] | None, total: int, heads: Heads, seed: int
 ) -> Row:
-    num_heads, num_kv_heads, head_dim = heads
+    num_heads, num_kv_heads, head_dim, *value_dim = heads
     rng = torch.Generator().manual_seed(1000 * seed + past)
     q = torch.randn(len(positions), num_heads, head_dim, generator=rng)
     k = torch.randn(total, num_kv_heads, head_dim, generator=rng)
-    v = torch.randn(total, num_kv_heads, head_dim, generator=rng)
+    v = k[..., : value_dim[0]] if value_dim else torch.randn(k.shape, generator=rng)
     return Row(past, positions, words, q, k, v)
 
 
@@ -81,8 +87,8 @@ def _row(
 class Answer:
     """What attention gives for one row, and how far from it a correct kernel may land."""
 
-    out: Tensor  # [Q, Hq, D] f64
-    bound: Tensor  # [Q, Hq, D] f64
+    out: Tensor  # [Q, Hq, Dv] f64
+    bound: Tensor  # [Q, Hq, Dv] f64
 
 
 def answer(row: Row, layer: LayerAttention, dtype: torch.dtype) -> Answer:
@@ -99,7 +105,7 @@ def answer(row: Row, layer: LayerAttention, dtype: torch.dtype) -> Answer:
 def _answer_query(
     q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """One query [Hq, D] over the keys it sees [n, Hkv, D]. -> the output and its bound, [Hq, D] each"""
+    """One query [Hq, D] over the keys it sees [n, Hkv, D]. -> the output and its bound, [Hq, Dv] each"""
     count, num_kv_heads, head_dim = k.shape
     q, k, v = q.double().view(num_kv_heads, -1, head_dim), k.double(), v.double()  # q [Hkv, G, D]
     scores = torch.einsum("hgd,nhd->hgn", q, k) * layer.scale

@@ -1,0 +1,47 @@
+"""Which tiles the linears of experts use on a GPU, by how many rows an expert can expect.
+
+They change no bit, as in linear_tiles.py: every output is one chain over its inputs.
+"""
+
+from dataclasses import dataclass
+
+from peregrine.errors import ConfigError
+from peregrine.kernels.linear_tiles import MIN_DEPTH
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTile:
+    """How much one program computes, and how."""
+
+    rows: int
+    cols: int
+    depth: int
+    warps: int
+    stages: int
+
+
+# rows of a block: (cols, depth, warps, stages). With few rows two programs fit on a processor, and hold in flight what
+# it takes to read weights at the speed of memory.
+GATED = {16: (64, 128, 4, 3), 32: (64, 64, 4, 5), 64: (64, 64, 4, 4), 128: (128, 64, 8, 4)}
+PLAIN = {16: (64, 128, 4, 5), 32: (64, 128, 4, 4), 64: (64, 128, 4, 3), 128: (128, 64, 8, 4)}
+
+
+def pick_expert_tiles(
+    num_pairs: int, num_experts: int, size: int, inner_size: int
+) -> tuple[ExpertTile, ExpertTile]:
+    """The tiles of gate_up and of down; both have blocks of the same height."""
+    if size % MIN_DEPTH or inner_size % MIN_DEPTH:
+        raise ConfigError(
+            f"experts of {size} inputs and inner size {inner_size}: GPU kernels take multiples of {MIN_DEPTH}; "
+            "use device='cpu'"
+        )
+    expected = num_pairs / num_experts
+    rows = next((height for height in GATED if expected <= height / 2), max(GATED))
+    return _tile(rows, GATED[rows], size), _tile(rows, PLAIN[rows], inner_size)
+
+
+def _tile(rows: int, table: tuple[int, int, int, int], num_inputs: int) -> ExpertTile:
+    cols, depth, warps, stages = table
+    while num_inputs % depth:
+        depth //= 2
+    return ExpertTile(rows, cols, depth, warps, stages)

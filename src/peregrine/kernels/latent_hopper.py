@@ -1,0 +1,127 @@
+"""Latent attention (MLA) for Hopper, in Gluon: the arithmetic of `latent_tiles_gpu.py`, bit for bit.
+
+As in `attention_hopper.py` one warp asks for keys ahead of those that multiply. A tile has 16 or 32 (query, head)
+pairs; 16 pairs, with both states they need, are what four warps have registers for.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from peregrine.kernels.attention_hopper_blocks import BLOCK, WIDTH
+from peregrine.kernels.attention_tiles_gpu import LOG2_E
+from peregrine.kernels.latent_hopper_blocks import ask_for_keys, attend_keys, split_of, split_start
+
+
+@gluon.jit(do_not_specialize=["q_len", "num_pages", "max_splits"])
+def hopper_latent_kernel(  # type: ignore[no-untyped-def]
+    q,  # [N, HEADS, RANK + ROPE], tokens q_stride apart
+    out,  # [N, HEADS, RANK]
+    keys,  # [slots, RANK + ROPE] in pages by columns
+    positions,  # [N]
+    past_lens,  # [R]
+    table,  # [R, num_pages]
+    held_sums,  # [R * tiles, max_splits, ROWS, RANK] f32
+    held_stats,  # [R * tiles, max_splits, ROWS, 2] f32: top, mass
+    scale,
+    q_len,
+    q_stride,
+    num_pages,
+    max_splits,
+    HEADS: gl.constexpr,
+    RANK: gl.constexpr,
+    ROPE: gl.constexpr,
+    PAGE: gl.constexpr,
+    ROWS: gl.constexpr,
+    APART: gl.constexpr,
+    STAGES: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    """Grid (programs, tiles, rows), as `latent_kernel` if APART; not APART: one program, which answers itself."""
+    LATENT: gl.constexpr = RANK // WIDTH
+    COLUMNS: gl.constexpr = (RANK + ROPE) // WIDTH
+    HEADS_EACH: gl.constexpr = HEADS if HEADS < ROWS else ROWS
+    QUERIES: gl.constexpr = ROWS // HEADS_EACH
+    HEAD_TILES: gl.constexpr = (HEADS + HEADS_EACH - 1) // HEADS_EACH
+    product: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, num_warps // 4], [16, 16, 16])
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    tile, row = gl.program_id(1), gl.program_id(2)
+    tiles = gl.allocate_shared_memory(keys.dtype, [STAGES * COLUMNS, BLOCK, WIDTH], keys.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for place in gl.static_range(STAGES):
+        mbarrier.init(ready.index(place), count=1)
+        mbarrier.init(free.index(place), count=1)
+    fence_async_shared()
+    in_tile = gl.arange(0, ROWS, gl.SliceLayout(0, product))
+    query = tile // HEAD_TILES * QUERIES + in_tile // HEADS_EACH
+    heads = tile % HEAD_TILES * HEADS_EACH + in_tile % HEADS_EACH
+    live = (in_tile < QUERIES * HEADS_EACH) & (heads < HEADS) & (query < q_len)
+    tokens = row * q_len + query
+    past = gl.load(past_lens + row).to(gl.int32)
+    position = gl.load(positions + tokens, mask=live, other=0).to(gl.int32)
+    limit = gl.where(live, gl.minimum(position + 1, num_pages * PAGE), 0)
+    farthest = gl.max(limit, axis=0)
+    # Programs take runs of whole splits with about as many keys each, as those of `latent_kernel` do.
+    end = split_of(farthest - 1) + 1
+    run = split_of(farthest * program // programs)
+    run_end = gl.minimum(split_of(farthest * (program + 1) // programs), end)
+    run_end = gl.where(program == programs - 1, end, run_end)
+    begin = split_start(run)
+    stop = gl.maximum(gl.minimum(split_start(run_end), farthest), begin)
+    count = (stop - begin + BLOCK - 1) // BLOCK
+    place_of = (row * gl.num_programs(1) + tile).to(gl.int64) * max_splits * ROWS + in_tile
+    row_table = table + row.to(gl.int64) * num_pages
+    factor = scale * LOG2_E
+    gl.warp_specialize(
+        [
+            (
+                attend_keys,
+                (
+                    q,
+                    out,
+                    held_sums,
+                    held_stats,
+                    limit,
+                    live,
+                    tokens,
+                    heads,
+                    place_of,
+                    farthest,
+                    run,
+                    run_end,
+                    factor,
+                    q_stride,
+                    tiles,
+                    ready,
+                    free,
+                    HEADS,
+                    COLUMNS,
+                    LATENT,
+                    ROWS,
+                    APART,
+                    STAGES,
+                    num_warps,
+                ),
+            ),
+            (
+                ask_for_keys,
+                (
+                    keys,
+                    row_table,
+                    past,
+                    farthest,
+                    begin,
+                    count,
+                    tiles,
+                    ready,
+                    free,
+                    PAGE,
+                    COLUMNS,
+                    STAGES,
+                ),
+            ),
+        ],
+        [1],
+        [40],
+    )

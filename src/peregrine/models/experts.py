@@ -1,0 +1,161 @@
+"""A mixture of experts in place of a layer's MLP.
+
+Every token goes through the few experts that a router chooses for it. Experts that all tokens go through are stored as
+one wide MLP; here they are cut into experts of the others' size, chosen by everyone with weight one, so that a layer's
+experts are one stack and one pass.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from peregrine.kernels.experts import PackedExperts, join_experts, pack_experts, plain_experts
+from peregrine.kernels.route import pack_router, route, route_torch
+from peregrine.kernels.route_law import Choice
+from peregrine.kernels.stream import Stream
+from peregrine.models.config import ModelConfig
+from peregrine.models.experts_config import ExpertsConfig
+from peregrine.models.layers import Linear, Packable, RMSNorm
+from peregrine.models.weights import Piece, Plan
+
+
+class Router(Linear):
+    """Chooses experts; its logits and the bias that goes into the choice are float32 in every model."""
+
+    def __init__(self, in_size: int, experts: ExpertsConfig) -> None:
+        super().__init__(in_size, experts.num_experts)
+        self.law = experts.law
+        bias = torch.empty(experts.num_experts, dtype=torch.float32)
+        self.choice_bias = nn.Parameter(bias) if experts.has_bias else None
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Router":
+        """As for any module, but the bias stays float32."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.choice_bias is not None:
+            self.choice_bias.data = self.choice_bias.data.float()
+        return self
+
+    def pack(self, keep_weight: bool = False) -> None:
+        """Switch to the router's own layout."""
+        if self.weight is None:
+            raise RuntimeError("this router is packed already")
+        self.packed = pack_router(self.weight.detach())
+        if not keep_weight:
+            self.weight = None
+
+    def choose(self, stream: Stream) -> Choice:
+        """The experts of each row of the normed stream."""
+        if self.packed is not None:
+            return route(stream, self.packed, self.law, self.choice_bias)
+        assert self.weight is not None
+        return route_torch(F.linear(stream.ready.float(), self.weight.float()), self.law, self.choice_bias)
+
+
+class ExpertLinear(Packable):
+    """One linear of every expert, stacked: weight [E * out, in]."""
+
+    weight: nn.Parameter | None
+    packed: PackedExperts | None
+
+    def __init__(self, num_experts: int, in_size: int, out_size: int) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.weight = nn.Parameter(torch.empty(num_experts * out_size, in_size))
+        self.packed = None
+
+    def pack(self, keep_weight: bool = False) -> None:
+        """Switch to the kernel's own layout; the plain weight goes."""
+        if self.weight is None:
+            raise RuntimeError("these experts are packed already")
+        self.packed = pack_experts(self.weight, self.num_experts)
+        if not keep_weight:
+            self.weight = None
+
+    def experts(self) -> PackedExperts:
+        """Each expert's linear."""
+        if self.packed is not None:
+            return self.packed
+        assert self.weight is not None
+        return plain_experts(self.weight, self.num_experts)
+
+    def expert_bytes(self) -> int:
+        """What one expert's linear takes in memory."""
+        one = self.experts().experts[0]
+        weight = one.weight if one.panels is None else one.panels
+        assert weight is not None
+        return weight.numel() * weight.element_size()
+
+
+class Experts(nn.Module):
+    """The router, and the gated MLPs it chooses from, gate and up fused."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        assert config.experts is not None
+        self.config = config.experts
+        size, inner, count = config.hidden_size, config.experts.inner_size, stacked_experts(config.experts)
+        self.router = Router(size, config.experts)
+        self.gate_up = ExpertLinear(count, size, 2 * inner)
+        self.down = ExpertLinear(count, inner, size)
+
+    def forward(self, stream: Stream, next_norm: RMSNorm | None) -> Stream:
+        """The stream with the experts' answers to its norm added to it, ready for the norm that comes next."""
+        weight, eps = (None, 0.0) if next_norm is None else (next_norm.weight, next_norm.eps)
+        choice = self.router.choose(stream)
+        return join_experts(stream, choice, self.gate_up.experts(), self.down.experts(), weight, eps)
+
+    def expected_hits(self, num_tokens: int) -> float:
+        """How many experts so many tokens read if they choose at random, those that all pass through included."""
+        chosen, count = self.config.top_k, self.config.num_experts
+        return count * (1 - (1 - chosen / count) ** num_tokens) + self.config.num_shared
+
+    def active_bytes(self, num_tokens: int) -> float:
+        """Bytes of those experts; the router is a linear of its own."""
+        return self.expected_hits(num_tokens) * self.expert_bytes()
+
+    def expert_bytes(self) -> int:
+        """Bytes of one expert's weights."""
+        return self.gate_up.expert_bytes() + self.down.expert_bytes()
+
+
+def stacked_experts(config: ExpertsConfig) -> int:
+    """How many experts' weights a layer has, shared ones included."""
+    return config.num_experts + config.num_shared
+
+
+def experts_plan(config: ModelConfig, parameter: str, stored: str) -> Plan:
+    """Which stored tensors make up the parameters of one layer's experts; `stored` is its MLP's place, "....mlp"."""
+    experts = config.experts
+    assert experts is not None
+    gate, up, down = experts.names.gate, experts.names.up, experts.names.down
+    stored = f"{stored.removesuffix('mlp')}{experts.names.mixture}"
+    wide = (experts.inner_size, config.hidden_size)
+    names = [f"{stored}.experts.{i}" for i in range(experts.num_experts)]
+    gate_up = [Piece(f"{name}.{part}.weight", wide) for name in names for part in (gate, up)]
+    downs = [Piece(f"{name}.{down}.weight", wide[::-1]) for name in names]
+    shared = (experts.shared_size, config.hidden_size)
+    for i in range(experts.num_shared):
+        span = slice(i * experts.inner_size, (i + 1) * experts.inner_size)
+        parts = [f"{stored}.shared_experts.{part}.weight" for part in (gate, up)]
+        gate_up += [Piece(name, shared, _take(span)) for name in parts]
+        downs.append(
+            Piece(f"{stored}.shared_experts.{down}.weight", shared[::-1], _take((slice(None), span)))
+        )
+    router = (experts.num_experts, config.hidden_size)
+    plan: Plan = {
+        f"{parameter}.router.weight": (Piece(f"{stored}.gate.weight", router),),
+        f"{parameter}.gate_up.weight": tuple(gate_up),
+        f"{parameter}.down.weight": tuple(downs),
+    }
+    if experts.has_bias:
+        bias = Piece(f"{stored}.gate.e_score_correction_bias", router[:1])
+        plan[f"{parameter}.router.choice_bias"] = (bias,)
+    return plan
+
+
+def _take(part: Any) -> Callable[[Tensor], Tensor]:
+    """What takes this part of a stored tensor."""
+    return lambda tensor: tensor[part]

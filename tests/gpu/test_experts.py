@@ -1,0 +1,192 @@
+"""Routing and experts on published shapes in bfloat16: near float64, bits that no company changes, and captured."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kernels.compile_experts import MODELS
+from peregrine.kernels.experts import PackedExperts, join_experts, pack_experts
+from peregrine.kernels.experts_tiles import ExpertTile
+from peregrine.kernels.linear import PackedWeight
+from peregrine.kernels.route import pack_router, route, route_torch
+from peregrine.kernels.route_law import Choice, RouteLaw
+from peregrine.kernels.stream import Stream
+
+ROWS = (1, 4, 32, 128, 4096)
+EPS = 1e-6
+UNIT = 2.0**24  # squares are whole numbers of 1 / UNIT
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One layer's experts, and the most rows that will be asked of them."""
+
+    law: RouteLaw
+    router: PackedWeight
+    bias: Tensor | None
+    gate_up: PackedExperts
+    down: PackedExperts
+    values: Tensor  # [4096, H]
+    norm: Tensor  # [H]
+
+    def stream(self, rows: slice) -> Stream:
+        values = self.values[rows]
+        squares = sums_of_squares(values)
+        ready = (values.float() * self.norm.float()).bfloat16()
+        return Stream(values, ready, squares, torch.zeros_like(squares), EPS)
+
+    def choose(self, rows: slice) -> Choice:
+        return route(self.stream(rows), self.router, self.law, self.bias)
+
+    def run(self, rows: slice) -> tuple[Tensor, ...]:
+        """Experts, weights, and all that the joined stream holds."""
+        stream, choice = self.stream(rows), self.choose(rows)
+        joined = join_experts(stream, choice, self.gate_up, self.down, self.norm, EPS)
+        assert joined.squares is not None
+        return choice.experts, choice.weights, joined.values, joined.ready, joined.squares
+
+    def normed(self, rows: slice) -> Tensor:
+        """What routing and experts read, in float64: the scale of a row is exact, its values are rounded."""
+        stream = self.stream(rows)
+        assert stream.squares is not None
+        mean = stream.squares.double() / (UNIT * self.values.shape[1])
+        return stream.ready.double() * (mean + EPS).rsqrt()[:, None]
+
+
+def sums_of_squares(values: Tensor) -> Tensor:
+    """[M, H] -> [M] i64; squares are rounded to float32, fractions of a unit are dropped."""
+    return ((values.float() * values.float()).double() * UNIT).long().sum(dim=1)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def problem(request: pytest.FixtureRequest) -> Iterator[Problem]:
+    law, hidden, inner = MODELS[request.param]
+    generator = torch.Generator("cuda").manual_seed(sum(map(ord, request.param)))
+
+    def draw(*size: int, spread: float = 1.0) -> Tensor:
+        return (torch.randn(size, device="cuda", generator=generator) * spread).bfloat16()
+
+    count = law.num_experts + law.num_shared
+    yield Problem(
+        law=law,
+        router=pack_router(draw(law.num_experts, hidden, spread=hidden**-0.5)),
+        bias=draw(law.num_experts, spread=0.1).float() if law.sigmoid else None,
+        gate_up=pack_experts(draw(count * 2 * inner, hidden, spread=hidden**-0.5), count),
+        down=pack_experts(draw(count * hidden, inner, spread=inner**-0.5), count),
+        values=draw(max(ROWS), hidden, spread=3.0),
+        norm=draw(hidden),
+    )
+    torch.cuda.empty_cache()
+
+
+def test_a_row_has_the_same_bits_in_any_company(problem: Problem) -> None:
+    together = problem.run(slice(0, max(ROWS)))
+    for rows in ROWS:
+        for part, whole in zip(problem.run(slice(0, rows)), together, strict=True):
+            assert torch.equal(part, whole[:rows]), rows
+    for first, last in ((5, 6), (130, 133), (max(ROWS) - 1, max(ROWS))):
+        for part, whole in zip(problem.run(slice(first, last)), together, strict=True):
+            assert torch.equal(part, whole[first:last]), (first, last)
+
+
+def test_routing_is_the_twins_where_scores_are_apart(problem: Problem) -> None:
+    rows = slice(0, 512)
+    found = problem.choose(rows)
+    assert problem.router.weight is not None
+    logits = problem.normed(rows) @ problem.router.weight.double().T
+    twin = route_torch(logits.float(), problem.law, problem.bias)
+    same = (found.experts == twin.experts).all(dim=1)
+    assert same.float().mean() > 0.98  # in the rest two scores are equal to the last places of float32
+    torch.testing.assert_close(found.weights[same], twin.weights[same], rtol=1e-4, atol=1e-6)
+
+
+def test_answers_are_near_float64(problem: Problem) -> None:
+    assert problem.gate_up.weight is not None
+    assert problem.down.weight is not None
+    for num_rows in (4, 160):
+        rows = slice(0, num_rows)
+        experts, weights, values, ready, squares = problem.run(rows)
+        x, expected = problem.normed(rows), problem.values[rows].double()
+        bound = torch.zeros_like(expected)
+        for row in range(min(num_rows, 4)):
+            for expert, weight in zip(experts[row].long(), weights[row].double(), strict=True):
+                gate, up = (problem.gate_up.weight[expert].double() @ x[row]).chunk(2)
+                inner, own = F.silu(gate) * up, problem.down.weight[expert].double()
+                answer = own @ inner * weight
+                expected[row] += answer
+                # Roundings to bfloat16: of the inner values and of the answer; sums in float32 are far smaller.
+                bound[row] += 2.0**-8 * weight * (own.abs() @ inner.abs()) + 2.0**-8 * answer.abs()
+        checked = slice(0, 4)
+        bound = bound + 2.0**-8 * expected.abs()
+        assert bool(((values.double() - expected).abs() <= bound)[checked].all())
+        assert torch.equal(ready, (values.float() * problem.norm.float()).bfloat16())
+        assert torch.equal(squares, sums_of_squares(values))
+
+
+def test_tiles_change_no_bit(problem: Problem) -> None:
+    from peregrine.kernels import experts_gpu
+
+    assert problem.gate_up.weight is not None
+    assert problem.down.weight is not None
+    stream, choice = problem.stream(slice(0, 200)), problem.choose(slice(0, 200))
+    assert stream.squares is not None
+    scale, weights = (stream.squares, EPS), (problem.gate_up.weight, problem.down.weight)
+    first = experts_gpu.answer(stream.ready, scale, choice, *weights)
+    for rows, cols, depth, warps in ((16, 32, 64, 4), (32, 64, 128, 4), (64, 128, 64, 8), (128, 64, 32, 4)):
+        tile = ExpertTile(rows, cols, depth, warps, 3)
+        assert torch.equal(experts_gpu.answer(stream.ready, scale, choice, *weights, (tile, tile)), first)
+
+
+def test_one_expert_may_get_everything(problem: Problem) -> None:
+    """As many blocks of one expert as there are rows for, and none of the others."""
+    stream = problem.stream(slice(0, 300))
+    crowd = Choice(
+        torch.full((300, 1), 7, dtype=torch.int32, device="cuda"), torch.ones(300, 1, device="cuda")
+    )
+    alone = Choice(crowd.experts[:1], crowd.weights[:1])
+    whole = join_experts(stream, crowd, problem.gate_up, problem.down, problem.norm, EPS)
+    first = join_experts(problem.stream(slice(0, 1)), alone, problem.gate_up, problem.down, problem.norm, EPS)
+    assert torch.equal(first.values, whole.values[:1])
+
+
+@pytest.mark.parametrize("num_rows", [4, 1024])
+def test_captured_experts_follow_their_input(problem: Problem, num_rows: int) -> None:
+    """Other rows choose other experts: the recorded launches must not depend on those they were recorded with."""
+    held = problem.values[:num_rows].clone()
+    squares, spare = sums_of_squares(held), torch.zeros(num_rows, dtype=torch.int64, device="cuda")
+    ready = (held.float() * problem.norm.float()).bfloat16()
+
+    def step() -> tuple[Tensor, ...]:
+        stream = Stream(held, ready, squares.clone(), spare.clone(), EPS)
+        choice = route(stream, problem.router, problem.law, problem.bias)
+        joined = join_experts(stream, choice, problem.gate_up, problem.down, problem.norm, EPS)
+        assert joined.squares is not None
+        return choice.experts, choice.weights, joined.values, joined.ready, joined.squares
+
+    replay, recorded = capture(step)
+    for first in (num_rows, 0):
+        rows = slice(first, first + num_rows)
+        stream = problem.stream(rows)
+        assert stream.squares is not None
+        held.copy_(stream.values)
+        ready.copy_(stream.ready)
+        squares.copy_(stream.squares)
+        replay()
+        for part, expected in zip(recorded, problem.run(rows), strict=True):
+            assert torch.equal(part, expected)
+
+
+def capture(step: Callable[[], tuple[Tensor, ...]]) -> tuple[Callable[[], None], tuple[Tensor, ...]]:
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        recorded = step()
+    return graph.replay, recorded

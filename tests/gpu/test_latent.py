@@ -1,0 +1,236 @@
+"""Latent attention (MLA) on a GPU: right answers on real shapes, and bits that depend on nothing else.
+
+Conformance as a whole runs in test_attention.py. What is only worth knowing, how fast tiles read, is printed.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from peregrine.attention import Kernel, LayerAttention
+from peregrine.attention.conformance.paging import LAYER, Forward, Layout, attend, lay_out
+from peregrine.attention.conformance.problem import Row, answer, chain, tree
+from peregrine.attention.kernel_choice import only
+from peregrine.attention.triton_backend import TritonBackend
+from peregrine.kernels.heads import heads_linear, pack_heads
+from peregrine.kernels.latent import LatentTurn, turn_latent
+
+LITE, V3 = (16, 1, 576, 512), (128, 1, 576, 512)  # DeepSeek-V2-Lite and V3
+RANK = 512
+DEVICE = torch.device("cuda")
+SHAPES = list(itertools.product(range(1, 65), range(1, 65)))
+DECODE, CONTEXT = TritonBackend(only(Kernel.DECODE, SHAPES)), TritonBackend(only(Kernel.CONTEXT, SHAPES))
+OWN = LayerAttention(192**-0.5, None, None)
+BRANCHED = (-1, 0, 0, 1, 1, 2, 3, 3, 7, 8, 0, 10)
+TILES, PROGRAMS = (64, None), (1, 2, 3, 7, 16, 33, 100)  # no height: Hopper's own kernel
+
+
+def on_gpu(rows: list[Row], dtype: torch.dtype = torch.bfloat16) -> list[Row]:
+    return [row.to(DEVICE, dtype) for row in rows]
+
+
+def opened(rows: list[Row]) -> Forward:
+    """The rows laid out, with all their keys written."""
+    forward = lay_out(rows, Layout())
+    forward.store.write(LAYER, forward.metadata.slots, forward.k, forward.v)
+    return forward
+
+
+def answers(forward: Forward, tiles: tuple[int | None, ...] = TILES) -> Iterator[tuple[str, Tensor]]:
+    """The same call with every height of a tile, by one program and by several."""
+    from peregrine.kernels.attention_plan_gpu import plan_gpu
+    from peregrine.kernels.latent_plan_gpu import latent_context_gpu, latent_decode_gpu
+
+    m = forward.metadata
+    plan = plan_gpu(m.positions, m.q_starts, m.past_lens, m.page_table, m.page_size, m.ancestors)
+    keys = forward.store.keys[LAYER]
+    for tile in tiles:
+        yield f"context, tile {tile}", latent_context_gpu(forward.q, keys, plan, RANK, OWN.scale, tile)
+        for programs in PROGRAMS:
+            out = latent_decode_gpu(forward.q, keys, plan, RANK, OWN.scale, programs, tile)
+            yield f"{programs} programs, tile {tile}", out
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("heads", [LITE, (64, 1, 576, 512), V3], ids=["v2-lite", "kimi-k2", "v3"])
+def test_real_shapes_answer_within_the_bound(dtype: torch.dtype, heads: tuple[int, ...]) -> None:
+    rows = on_gpu([chain(past, 4, heads) for past in (0, 127, 2040, 9000)], dtype)
+    outs = attend(DECODE, rows, OWN)
+    assert all(map(torch.equal, outs, attend(CONTEXT, rows, OWN)))
+    for out, row in zip(outs, rows, strict=True):
+        right = answer(row, OWN, dtype)
+        assert bool(((out.double() - right.out).abs() <= right.bound).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("past", [100, 2040, 33000])
+def test_neither_tiles_nor_programs_change_a_bit(past: int, dtype: torch.dtype) -> None:
+    forward = opened(on_gpu([chain(past, 4, LITE), chain(past // 2, 4, LITE)], dtype))
+    name, first = next(answers(forward))
+    for other, out in answers(forward):
+        assert torch.equal(out, first), f"{other} differs from {name}"
+
+
+@pytest.mark.parametrize("past", [0, 120, 2045])
+def test_every_node_of_a_tree_gives_what_its_path_gives(past: int) -> None:
+    row = tree(past, BRANCHED, LITE)
+    paths = [attend(DECODE, on_gpu([row.path_to(node)]), OWN)[0] for node in range(len(BRANCHED))]
+    for name, out in answers(opened(on_gpu([row]))):
+        assert torch.equal(out, torch.cat(paths)), name
+
+
+@pytest.mark.parametrize("is_tree", [False, True])
+def test_a_call_repeated_gives_the_same_bits(is_tree: bool) -> None:
+    """A part that was read before it was written would show sooner or later."""
+    rows = [tree(past, BRANCHED, LITE) if is_tree else chain(past, 4, LITE) for past in (60, 700, 2300)]
+    forward = opened(on_gpu(rows))
+    for backend in (DECODE, CONTEXT):
+        bound = backend.bind(forward.store, [OWN] * (LAYER + 1), forward.metadata)
+        first = bound(LAYER, forward.q, forward.k, forward.v)
+        same = torch.ones((), dtype=torch.bool, device=DEVICE)
+        for _ in range(300):
+            same &= (bound(LAYER, forward.q, forward.k, forward.v) == first).all()
+        assert bool(same)
+
+
+def test_company_changes_no_bit() -> None:
+    row = chain(2040, 4, LITE)
+    (alone,) = attend(DECODE, on_gpu([row]), OWN)
+    for count in (2, 8, 32, 140):
+        others = [chain(37 * i % 2500, 4, LITE, seed=1) for i in range(count - 1)]
+        outs = attend(TritonBackend(), on_gpu([*others, row]), OWN)
+        assert torch.equal(outs[-1], alone), count
+
+
+def test_verify_reads_what_plain_decoding_reads() -> None:
+    """The promise that speculation stands on: a window's queries one by one, and the prompt in chunks."""
+    row = chain(2040, 8, LITE)
+    whole = attend(DECODE, on_gpu([row]), OWN)[0]
+    for i in range(8):
+        assert torch.equal(attend(DECODE, on_gpu([row.at(i)]), OWN)[0], whole[i : i + 1])
+    prompt = chain(0, 700, LITE)
+    read = attend(CONTEXT, on_gpu([prompt]), OWN)[0]
+    for a, b in itertools.pairwise((0, 1, 63, 64, 130, 400, 700)):
+        piece = on_gpu([prompt.at(*range(a, b)), chain(5, 3, LITE)])
+        assert torch.equal(attend(TritonBackend(), piece, OWN)[0], read[a:b])
+    assert torch.equal(attend(DECODE, on_gpu([prompt.at(699)]), OWN)[0], read[699:])
+
+
+def test_a_captured_call_follows_lengths_that_change() -> None:
+    forward = opened(on_gpu([chain(past, 4, LITE) for past in (2040, 300)]))
+    m = forward.metadata
+    graph = torch.cuda.CUDAGraph()
+
+    def read() -> Tensor:
+        return next(out for name, out in answers(forward, (64,)) if name.startswith("33"))
+
+    read()
+    with torch.cuda.graph(graph):
+        held = read()
+    for back in (0, 1, 150, 290):
+        m.past_lens.copy_(torch.tensor([2040 - back, 300 - back], device=DEVICE))
+        m.positions.copy_((m.past_lens[:, None] + torch.arange(4, device=DEVICE)).flatten())
+        graph.replay()
+        assert torch.equal(held, next(answers(forward))[1]), back
+
+
+def test_the_host_never_waits() -> None:
+    forward, turn = opened(on_gpu([chain(300, 4, LITE)])), turn_of(4)
+    weight = pack_heads(torch.randn(16, RANK, 128, device=DEVICE, dtype=torch.bfloat16))
+    nope = torch.randn(4, 16, 128, device=DEVICE, dtype=torch.bfloat16)
+
+    def call(backend: TritonBackend) -> Tensor:
+        q = torch.empty_like(forward.q)
+        heads_linear(nope, weight, q[..., :RANK])
+        bound = backend.bind(forward.store, [OWN] * (LAYER + 1), forward.metadata)
+        return bound(LAYER, q, forward.k, forward.v, turn)
+
+    for backend in (DECODE, CONTEXT):
+        call(backend)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            call(backend)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def turn_of(tokens: int) -> LatentTurn:
+    torch.manual_seed(tokens)
+    q_rope = torch.randn(tokens, 16, 192, device=DEVICE, dtype=torch.bfloat16)[..., 128:]
+    positions = torch.randperm(5000, device=DEVICE)[:tokens]
+    angles = torch.rand(5000, 32, device=DEVICE) * 6
+    table = torch.cat((angles.cos(), angles.sin()), dim=1)
+    norm = torch.rand(RANK, device=DEVICE).to(torch.bfloat16)
+    return LatentTurn(q_rope, positions, positions, table, norm, 1e-6)
+
+
+def test_one_launch_turns_and_stores_as_the_twin_does() -> None:
+    from peregrine.kernels.latent_gpu import turn_latent_gpu
+
+    turn = turn_of(300)
+    k = torch.randn(300, 1, 576, device=DEVICE, dtype=torch.bfloat16)
+    q = torch.randn(300, 16, 576, device=DEVICE, dtype=torch.bfloat16)
+    right_q, right_k = turn_latent(q, k, turn)
+    slots, held = torch.randperm(400, device=DEVICE)[:300], torch.zeros(400, 1, 576, device=DEVICE).bfloat16()
+    turned = turn_latent_gpu(q, k, turn, slots, held)
+    torch.testing.assert_close(turned, right_q)
+    torch.testing.assert_close(held[slots], right_k)
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(128, 512), (512, 128)], ids=["absorb", "back"])
+def test_heads_have_the_same_bits_in_any_company(inputs: int, outputs: int) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4096, 16, inputs + 64, device=DEVICE, dtype=torch.bfloat16)[..., :inputs]
+    weight = torch.randn(16, outputs, inputs, device=DEVICE, dtype=torch.bfloat16) / inputs**0.5
+    packed = pack_heads(weight)
+    together = heads_linear(x, packed)
+    right = torch.einsum("nhk,hok->nho", x.double(), weight.double())
+    torch.testing.assert_close(together.double(), right, atol=2e-2, rtol=1e-2)
+    for count in (1, 4, 16, 17, 64, 128, 1000):
+        assert torch.equal(heads_linear(x[7 : 7 + count], packed), together[7 : 7 + count]), count
+
+
+@pytest.mark.parametrize(("rows", "q_len"), [(1, 1), (1, 4), (8, 1), (8, 4)])
+def test_how_fast_tiles_read(rows: int, q_len: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """At 80k tokens of context: milliseconds and bytes of keys per second, printed."""
+    from peregrine.kernels.attention_plan_gpu import GpuPlan
+    from peregrine.kernels.latent_plan_gpu import latent_context_gpu, latent_decode_gpu
+
+    context = 81920
+    keys = torch.randn((1 + rows * context // 16) * 16, 1, 576, device=DEVICE, dtype=torch.bfloat16)
+    table = 1 + torch.randperm(rows * context // 16, device=DEVICE).view(rows, -1)
+    past = torch.full((rows,), context - q_len, device=DEVICE)
+    positions = (past[:, None] + torch.arange(q_len, device=DEVICE)).flatten()
+    plan = GpuPlan(positions, torch.arange(rows + 1, device=DEVICE) * q_len, past, table, 16, None, None)
+    q = torch.randn(rows * q_len, 16, 576, device=DEVICE, dtype=torch.bfloat16)
+    lines, first = [], None
+    for tile in TILES:
+        for programs in sorted({None, 132 // rows, 264 // rows, 66 // rows}, key=lambda n: n or 0):
+
+            def call(tile: int | None = tile, programs: int | None = programs) -> Tensor:
+                return latent_decode_gpu(q, keys, plan, RANK, OWN.scale, programs, tile)
+
+            first = call() if first is None else first
+            assert torch.equal(call(), first)
+            took = milliseconds(call)
+            speed = keys.numel() * 2 / took / 1e9
+            lines.append(
+                f"tile {tile or 'of Hopper'}, programs {programs or 'auto'}: {took:.4f} ms, {speed:.2f} TB/s"
+            )
+    assert torch.equal(latent_context_gpu(q, keys, plan, RANK, OWN.scale), first)
+    with capsys.disabled():
+        print(f"\nlatent decode, {rows} rows x {q_len} queries x 16 heads at 80k:", *lines, sep="\n  ")
+
+
+def milliseconds(call: Callable[[], Tensor], repeats: int = 20) -> float:
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    call()
+    first.record()
+    for _ in range(repeats):
+        call()
+    last.record()
+    last.synchronize()
+    return float(first.elapsed_time(last)) / repeats

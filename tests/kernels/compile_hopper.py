@@ -1,0 +1,98 @@
+"""Compile Hopper's own kernels for an H200, on a machine without one. Run as a script, outside the interpreter.
+
+Prints a line of JSON for each: what it is, bytes of shared memory, and how often some instructions occur.
+"""
+
+import json
+import re
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from peregrine.kernels.attention_hopper import hopper_decode_kernel
+from peregrine.kernels.attention_plan_gpu import HOPPER_REGISTERS, HOPPER_STAGES
+from peregrine.kernels.latent_hopper import hopper_latent_kernel
+from peregrine.kernels.latent_plan_gpu import HOPPER_REGISTERS as LATENT_REGISTERS
+from peregrine.kernels.linear_hopper import hopper_kernel
+from peregrine.kernels.linear_tiles import HOPPER_TABLES
+
+TYPES = {
+    "*bf16": ("q", "out", "bias", "residual", "norm", "scaled"),
+    "*i64": ("positions", "past_lens", "table", "squares", "next_squares", "stale_squares"),
+    "*fp32": ("part_sums", "part_stats", "held_sums", "held_stats", "partial"),
+    "*i32": ("arrived",),
+    "fp32": ("scale", "eps"),
+}
+ROUND = {"KV_HEADS": 8, "GROUP": 4, "STAGES": HOPPER_STAGES}
+
+
+def tiles(rows: int, depth: int, height: int | None = None) -> str:
+    """The type of a matrix in tiles of rows x depth; they are laid out as tiles of another height would be."""
+    layout = gl.NVMMASharedLayout.get_default_for([height or rows, depth], gl.bfloat16)
+    return f"tensordesc<bf16[{rows}, {depth}],{layout!r}>"
+
+
+def compile_kernel(kernel: Any, tiled: dict[str, str], known: dict[str, Any], **options: Any) -> None:
+    types = {name: kind for kind, names in TYPES.items() for name in names} | tiled
+    signature = {n: "constexpr" if n in known else types.get(n, "i32") for n in kernel.arg_names}
+    constants = {(kernel.arg_names.index(name),): value for name, value in known.items()}
+    source = GluonASTSource(fn=kernel, signature=signature, constexprs=constants, attrs={})
+    options |= {"num_warps": known["num_warps"], "launch_pdl": True}
+    code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert code.asm["cubin"]
+    ptx = code.asm["ptx"]
+    facts = {
+        "kernel": kernel.fn.__name__,
+        "shared": code.metadata.shared,
+        "fused": len(re.findall(r"\bfma\.", ptx)),
+        "matrix": len(re.findall(r"wgmma\.mma_async", ptx)),
+        "copies": len(re.findall(r"cp\.async\.bulk\.tensor", ptx)),
+        "waits": len(re.findall(r"griddepcontrol\.wait", ptx)),
+    }
+    print(json.dumps(facts))
+
+
+def compile_linear(kind: str, rows: int, outputs: int, inputs: int, split: int) -> None:
+    """One line of the tables, as a layer uses it."""
+    cols, depth, warps, stages = HOPPER_TABLES[kind][rows]
+    known = {
+        "N": outputs,
+        "K": inputs,
+        "SPLIT": split,
+        "ROWS": rows,
+        "COLS": cols,
+        "DEPTH": depth,
+        "STAGES": stages,
+    }
+    known |= {"SCALE": kind != "split", "BIAS": False, "GATE": kind == "gated", "ADD": kind == "split"}
+    tiled = {"x_desc": tiles(rows, depth), "w_desc": tiles(cols, depth)}
+    compile_kernel(hopper_kernel, tiled, known | {"num_warps": warps})
+
+
+if __name__ == "__main__":
+    for rows in (16, 128):
+        compile_linear("plain", rows, 6144, 4096, 1)
+        compile_linear("split", rows, 4096, 14336, 2)
+        compile_linear("gated", rows, 14336, 4096, 1)
+        compile_linear("wide", rows, 128256, 4096, 1)
+    for rows, head_dim, page, is_apart in ((16, 128, 16, True), (64, 128, 16, False), (32, 64, 128, True)):
+        pages = tiles(min(page, 64), 64, height=64)
+        known = ROUND | {"ROWS": rows, "D": head_dim, "PAGE": page, "APART": is_apart, "num_warps": 4}
+        options = {"maxnreg": HOPPER_REGISTERS, "enable_fp_fusion": False}
+        compile_kernel(hopper_decode_kernel, {"keys": pages, "values": pages}, known, **options)
+    for heads, rows, is_apart in ((16, 16, True), (16, 32, False), (128, 32, True)):
+        known = {
+            "HEADS": heads,
+            "RANK": 512,
+            "ROPE": 64,
+            "PAGE": 16,
+            "ROWS": rows,
+            "APART": is_apart,
+            "STAGES": 2,
+        }
+        options = {"maxnreg": LATENT_REGISTERS[rows], "enable_fp_fusion": False}
+        pages = {"keys": tiles(16, 64, height=64)}
+        compile_kernel(hopper_latent_kernel, pages, known | {"num_warps": rows // 4}, **options)

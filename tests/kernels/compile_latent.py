@@ -1,0 +1,95 @@
+"""Compile the Triton kernels of latent attention for an H200, on a machine without one. Run outside the interpreter.
+
+Prints a line of JSON for each: what it is, bytes of shared memory, and how often some instructions occur. The shapes
+are DeepSeek-V2-Lite's (16 heads) and V3's (128 heads), and one that fills no vector.
+"""
+
+import json
+import re
+from dataclasses import replace
+from typing import Any
+
+import torch
+import triton
+from triton.compiler import ASTSource
+
+from kernels.compile_kernels import H200, POINTERS
+from peregrine.kernels import gpu
+
+
+def compile_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    """As a launch would: pointers and strides that are multiples of 16 are known to be."""
+    names = kernel.arg_names
+    values = dict(zip(names, arguments, strict=False)) | {n: options.pop(n) for n in names if n in options}
+    signature, constants, aligned = {}, {}, {}
+    for place, (name, value) in enumerate(values.items()):
+        if isinstance(value, torch.Tensor):
+            signature[name], aligned[(place,)] = POINTERS[value.dtype], [["tt.divisibility", 16]]
+        elif place >= len(arguments) or value is None:
+            signature[name], constants[(place,)] = "constexpr", value
+        else:
+            signature[name] = "i32" if isinstance(value, int) else "fp32"
+            if isinstance(value, int) and value % 16 == 0 and not kernel.params[place].do_not_specialize:
+                aligned[(place,)] = [["tt.divisibility", 16]]
+    code = triton.compile(ASTSource(kernel, signature, constants, aligned), target=H200, options=options)
+    assert code.asm["cubin"]
+    ptx = code.asm["ptx"]
+    facts = {
+        "kernel": kernel.fn.__name__,
+        "rows": values.get("ROWS"),
+        "rank": values.get("RANK"),
+        "shared": code.metadata.shared,
+        "fused": len(re.findall(r"\bfma\.", ptx)),
+        "matrix": len(re.findall(r"wgmma\.mma_async|mma\.sync", ptx)),
+        "ahead": len(re.findall(r"cp\.async\.c[ag]", ptx)),
+    }
+    print(json.dumps(facts))
+
+
+def half(*size: int) -> torch.Tensor:
+    return torch.zeros(size, dtype=torch.bfloat16)
+
+
+def whole(*size: int) -> torch.Tensor:
+    return torch.zeros(size, dtype=torch.int64)
+
+
+def compile_attention(heads: int, rank: int, rope: int, tile: int, everything: bool = False) -> None:
+    """A chain whose keys programs share; if asked for, also a tree, and a program that reads all keys."""
+    from peregrine.kernels import latent_plan_gpu as plans
+    from peregrine.kernels.attention_plan_gpu import GpuPlan
+
+    q, keys = half(4, heads, rank + rope), half(32, 1, rank + rope)
+    chain = GpuPlan(whole(4), whole(2), whole(1), whole(1, 8), 16, None, None)
+    plans.latent_decode_gpu(q, keys, chain, rank, 0.1, 7, tile)
+    if everything:
+        tree = replace(chain, limits=torch.zeros(4, dtype=torch.int32), paths=whole(4, 64))
+        plans.latent_decode_gpu(q, keys, tree, rank, 0.1, 7, tile)
+        plans.latent_context_gpu(q, keys, chain, rank, 0.1, tile)
+        plans.latent_context_gpu(q, keys, tree, rank, 0.1, tile)
+
+
+def compile_parts(heads: int, nope: int, rank: int, rope: int) -> None:
+    """What stands around attention: the rotation with the store, and one linear per head on each side."""
+    from peregrine.kernels import heads_gpu, latent_gpu
+    from peregrine.kernels.latent import LatentTurn
+
+    tokens, table = whole(3), torch.zeros(99, rope)
+    projected, k, keys = half(3, heads, nope + rope), half(3, 1, rank + rope), half(32, 1, rank + rope)
+    q = half(3, heads, rank + rope)
+    turn = LatentTurn(projected[..., nope:], tokens, tokens, table, half(rank), 1e-6)
+    latent_gpu.turn_latent_gpu(q, k, turn, tokens, keys)
+    latent_gpu.write_latent_gpu(k, rank, tokens, keys)
+    heads_gpu.heads_linear_gpu(projected[..., :nope], half(heads, rank, nope), q[..., :rank])
+    heads_gpu.heads_linear_gpu(half(300, heads, rank), half(heads, nope, rank))
+
+
+if __name__ == "__main__":
+    gpu.launch = compile_kernel
+    compile_attention(16, 512, 64, 16)
+    compile_attention(16, 512, 64, 32)
+    compile_attention(16, 512, 64, 64, everything=True)
+    compile_attention(128, 512, 64, 64)
+    compile_attention(20, 48, 24, 32)
+    compile_parts(16, 128, 512, 64)
+    compile_parts(128, 128, 512, 64)

@@ -1,0 +1,242 @@
+"""Experts: the twin against a loop in float64, the kernels against the twin, and bits that no company changes."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
+
+from kernels.interpreted import needs_interpreter
+from peregrine.errors import ConfigError
+from peregrine.kernels import experts as kernels
+from peregrine.kernels.experts import PackedExperts, experts_mlp, join_experts, pack_experts, plain_experts
+from peregrine.kernels.experts_tiles import GATED, PLAIN, ExpertTile, pick_expert_tiles
+from peregrine.kernels.route_law import Choice
+from peregrine.kernels.stream import Stream
+
+NUM_EXPERTS, HIDDEN, INNER = 7, 48, 32
+UNIT = 2**24  # of a square
+
+
+def draw(*size: int, seed: int = 0, spread: float = 1.0) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed + size[0])) * spread
+
+
+def stacks() -> tuple[Tensor, Tensor]:
+    gate_up = draw(NUM_EXPERTS * 2 * INNER, HIDDEN, seed=1, spread=0.2)
+    return gate_up, draw(NUM_EXPERTS * HIDDEN, INNER, seed=2, spread=0.2)
+
+
+def packed() -> tuple[PackedExperts, PackedExperts]:
+    gate_up, down = stacks()
+    return pack_experts(gate_up, NUM_EXPERTS), pack_experts(down, NUM_EXPERTS)
+
+
+def choice_of(num_rows: int, choices: int = 3, seed: int = 0) -> Choice:
+    """Each row's experts at random, none twice."""
+    order = draw(num_rows, NUM_EXPERTS, seed=seed).argsort(dim=1)[:, :choices]
+    return Choice(order.int(), draw(num_rows, choices, seed=seed + 1).abs())
+
+
+CHOICES = {
+    "alone": choice_of(1),
+    "some": choice_of(9),
+    "many": choice_of(70),
+    "all to one": Choice(torch.full((21, 1), 4, dtype=torch.int32), draw(21, 1)),
+    "nobody to the first": Choice((choice_of(12).experts % 3 + 3), choice_of(12).weights),
+}
+each_choice = pytest.mark.parametrize("choice", CHOICES.values(), ids=CHOICES)
+
+
+def by_hand(x: Tensor, choice: Choice) -> Tensor:
+    """Row by row and expert by expert, in float64."""
+    gate_up, down = (
+        stack.double().view(NUM_EXPERTS, -1, size)
+        for stack, size in zip(stacks(), (HIDDEN, INNER), strict=True)
+    )
+    out = torch.zeros(len(x), HIDDEN, dtype=torch.float64)
+    for row in range(len(x)):
+        for expert, weight in zip(choice.experts[row].tolist(), choice.weights[row].tolist(), strict=True):
+            gate, up = (gate_up[expert] @ x[row].double()).chunk(2)
+            out[row] += weight * (down[expert] @ (F.silu(gate) * up))
+    return out
+
+
+@each_choice
+def test_the_twin_is_the_loop(choice: Choice) -> None:
+    x = draw(len(choice.experts), HIDDEN, seed=3)
+    torch.testing.assert_close(
+        experts_mlp(x, choice, *packed()).double(), by_hand(x, choice), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_a_row_has_the_same_bits_in_any_company() -> None:
+    choice, x = CHOICES["many"], draw(70, HIDDEN, seed=3)
+    whole = experts_mlp(x, choice, *packed())
+    for rows in (slice(0, 1), slice(5, 9), slice(60, 70), slice(69, 70)):
+        own = Choice(choice.experts[rows], choice.weights[rows])
+        assert torch.equal(experts_mlp(x[rows], own, *packed()), whole[rows])
+
+
+def test_answers_are_added_in_the_order_of_the_choice() -> None:
+    """Large answers that cancel: another order would lose the small one."""
+    down = torch.zeros(NUM_EXPERTS, HIDDEN, INNER)
+    down[0], down[1], down[2] = 2.0**24, -(2.0**24), 1.0
+    gate_up = torch.zeros(NUM_EXPERTS, 2 * INNER, HIDDEN)
+    gate_up[:, 0, 0], gate_up[:, INNER, 0] = 100.0, 0.01  # silu(100) * 0.01 is one
+    x, weights = torch.zeros(1, HIDDEN), torch.ones(1, 3)
+    x[0, 0] = 1.0
+    stacked = pack_experts(gate_up.flatten(0, 1), NUM_EXPERTS), pack_experts(down.flatten(0, 1), NUM_EXPERTS)
+    for experts, expected in (([0, 1, 2], 1.0), ([2, 0, 1], 0.0)):
+        found = experts_mlp(x, Choice(torch.tensor([experts]), weights), *stacked)
+        assert found[0, 0].item() == pytest.approx(expected, abs=1e-3)
+
+
+def test_plain_experts_can_be_trained() -> None:
+    gate_up, down = (stack.requires_grad_() for stack in stacks())
+    x = draw(9, HIDDEN, seed=3).requires_grad_()
+    plain = plain_experts(gate_up, NUM_EXPERTS), plain_experts(down, NUM_EXPERTS)
+    found = experts_mlp(x, CHOICES["some"], *plain)
+    torch.testing.assert_close(found, experts_mlp(x.detach(), CHOICES["some"], *packed()))
+    found.sum().backward()
+    assert all(part.grad is not None and part.grad.abs().sum() > 0 for part in (gate_up, down, x))
+
+
+@pytest.mark.parametrize("with_norm", [False, True])
+def test_joining_adds_to_the_stream(with_norm: bool) -> None:
+    x, residual, norm = draw(9, HIDDEN, seed=3), draw(9, HIDDEN, seed=4), draw(HIDDEN, seed=5)
+    stream = Stream(residual, x)
+    joined = join_experts(stream, CHOICES["some"], *packed(), norm if with_norm else None, 1e-6)
+    values = residual + experts_mlp(x, CHOICES["some"], *packed())
+    torch.testing.assert_close(joined.values, values)
+    ready = F.rms_norm(values, (HIDDEN,), norm, 1e-6) if with_norm else values
+    torch.testing.assert_close(joined.ready, ready)
+
+
+def test_tiles_take_what_matrix_instructions_can() -> None:
+    with pytest.raises(ConfigError, match="multiples of 16"):
+        pick_expert_tiles(24, 64, 2048, 1400)
+    assert GATED.keys() == PLAIN.keys()
+    for pairs, rows in ((24, 16), (10_000, 128)):
+        wide, narrow = pick_expert_tiles(pairs, 64, 2048, 1408)
+        assert wide.rows == narrow.rows == rows
+        assert 2048 % wide.depth == 1408 % narrow.depth == 0
+
+
+@pytest.fixture
+def triton_experts(monkeypatch: pytest.MonkeyPatch) -> tuple[PackedExperts, ...]:
+    """Gate_up and down as the kernels take them, and a door that lets CPU tensors in."""
+    monkeypatch.setattr(kernels, "gpu_ready", lambda tensor: True)
+    return tuple(PackedExperts((), stack.view(NUM_EXPERTS, -1, stack.shape[1])) for stack in stacks())
+
+
+def squares_of(values: Tensor) -> Tensor:
+    """Sums of squares in units; parts of a unit are dropped."""
+    return ((values * values).double() * UNIT).long().sum(dim=1)
+
+
+@needs_interpreter
+@each_choice
+def test_the_kernels_are_the_twin(choice: Choice, triton_experts: tuple[PackedExperts, ...]) -> None:
+    num_rows = len(choice.experts)
+    values, norm, next_norm = draw(num_rows, HIDDEN, seed=3), draw(HIDDEN, seed=4), draw(HIDDEN, seed=5)
+    stale = squares_of(values)
+    stream = Stream(values, values * norm, stale, torch.zeros_like(stale), 1e-6)
+    joined = join_experts(stream, choice, triton_experts[0], triton_experts[1], next_norm, 1e-5)
+    whole = F.rms_norm(values, (HIDDEN,), norm, 1e-6)
+    expected = values + experts_mlp(whole, choice, *packed())
+    torch.testing.assert_close(joined.values, expected, rtol=1e-4, atol=1e-5)
+    assert torch.equal(joined.ready, joined.values * next_norm)
+    assert joined.squares is not None
+    assert torch.equal(joined.squares, squares_of(joined.values))
+    assert joined.spare is not None
+    assert joined.spare is stale
+    assert not joined.spare.any()
+    assert joined.eps == 1e-5
+
+
+@needs_interpreter
+def test_the_kernels_take_a_whole_norm_and_need_not_make_one(
+    triton_experts: tuple[PackedExperts, ...],
+) -> None:
+    x, residual, norm = draw(9, HIDDEN, seed=3), draw(9, HIDDEN, seed=4), draw(HIDDEN, seed=5)
+    expected = residual + experts_mlp(x, CHOICES["some"], *packed())
+    bare = join_experts(Stream(residual, x), CHOICES["some"], triton_experts[0], triton_experts[1], None, 0.0)
+    torch.testing.assert_close(bare.values, expected, rtol=1e-4, atol=1e-5)
+    assert bare.squares is None
+    normed = join_experts(
+        Stream(residual, x), CHOICES["some"], triton_experts[0], triton_experts[1], norm, 1e-6
+    )
+    assert torch.equal(normed.values, bare.values)
+    assert normed.squares is not None
+    assert torch.equal(normed.squares, squares_of(bare.values))
+
+
+def whole_numbers(low: int, high: int, *size: int, seed: int = 0) -> Tensor:
+    return torch.randint(low, high + 1, size, generator=torch.Generator().manual_seed(seed)).float()
+
+
+@needs_interpreter
+def test_the_kernels_answer_alike_in_any_company_and_tile() -> None:
+    """In whole numbers, with gates so large that silu changes nothing: every sum is exact, whatever its order."""
+    from peregrine.kernels import experts_gpu
+
+    gates = whole_numbers(1, 2, NUM_EXPERTS, INNER, HIDDEN, seed=1)
+    gate_up = torch.cat([gates, whole_numbers(-1, 1, NUM_EXPERTS, INNER, HIDDEN, seed=2)], dim=1)
+    down = whole_numbers(-1, 1, NUM_EXPERTS, HIDDEN, INNER, seed=3)
+    x = whole_numbers(1, 2, 70, HIDDEN, seed=4)
+    choice = Choice(CHOICES["many"].experts, whole_numbers(1, 4, 70, 3, seed=5))
+    whole = experts_gpu.answer(x, None, choice, gate_up, down).view(70, 3, HIDDEN)
+    twin = experts_mlp(
+        x, choice, *(pack_experts(stack.flatten(0, 1), NUM_EXPERTS) for stack in (gate_up, down))
+    )
+    assert torch.equal(whole.sum(dim=1), twin)
+    for rows in (slice(0, 1), slice(5, 9), slice(66, 70)):
+        own = Choice(choice.experts[rows].contiguous(), choice.weights[rows].contiguous())
+        alone = experts_gpu.answer(x[rows], None, own, gate_up, down)
+        assert torch.equal(alone.view(-1, 3, HIDDEN), whole[rows])
+    for rows, cols, depth in ((32, 16, 16), (64, 64, 16), (128, 32, 16)):
+        tile = ExpertTile(rows, cols, depth, 4, 1)
+        again = experts_gpu.answer(x, None, choice, gate_up, down, (tile, tile))
+        assert torch.equal(again.view(70, 3, HIDDEN), whole)
+
+
+@needs_interpreter
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=150), st.sampled_from([16, 32]), st.booleans())
+def test_a_plan_sorts_pairs_and_cuts_blocks(numbers: list[int], rows: int, ranked: bool) -> None:
+    from peregrine.kernels import experts_gpu
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(experts_gpu, "MAX_RANKED", 4096 if ranked else 0)
+        order, blocks = experts_gpu.plan(torch.tensor(numbers, dtype=torch.int32)[:, None], 10, rows)
+    assert order.tolist() == sorted(range(len(numbers)), key=lambda pair: (numbers[pair], pair))
+    expected, start = [], 0
+    for expert in sorted(set(numbers)):
+        last = start + numbers.count(expert)
+        expected += [[expert, first, last] for first in range(start, last, rows)]
+        start = last
+    count = int(blocks[0])
+    assert count == len(expected) <= experts_gpu.most_blocks(len(numbers), 10, rows)
+    assert blocks[1 : 1 + 3 * count].view(-1, 3).tolist() == expected
+
+
+@needs_interpreter
+def test_long_inputs_are_cut(
+    triton_experts: tuple[PackedExperts, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from peregrine.kernels import experts_gpu
+
+    choice, x = CHOICES["many"], draw(70, HIDDEN, seed=3)
+    whole = join_experts(Stream(x, x), choice, triton_experts[0], triton_experts[1], torch.ones(HIDDEN), 1e-6)
+    monkeypatch.setattr(experts_gpu, "MAX_ROWS", 32)
+    cut = join_experts(Stream(x, x), choice, triton_experts[0], triton_experts[1], torch.ones(HIDDEN), 1e-6)
+    assert torch.equal(whole.values, cut.values)
+    assert whole.squares is not None
+    assert cut.squares is not None
+    assert torch.equal(whole.squares, cut.squares)
+    nothing = Choice(choice.experts[:0], choice.weights[:0])
+    assert join_experts(
+        Stream(x[:0], x[:0]), nothing, triton_experts[0], triton_experts[1], None, 0.0
+    ).values.shape == (0, HIDDEN)

@@ -1,0 +1,57 @@
+"""Hopper's own kernels become machine code that does what they are for: copies ahead, one wait for who came before."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from peregrine.kernels.gpu import TRITON_PRESENT
+
+ROOT = Path(__file__).parents[2]
+MOST_SHARED = 227 * 1024  # bytes that a program can have
+DENSE, LATENT = "hopper_decode_kernel", "hopper_latent_kernel"
+ATTENTION = (DENSE, LATENT)
+
+
+@pytest.fixture(scope="module")
+def compiled() -> list[dict[str, int | str]]:
+    outside = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("compile_hopper.py"))],
+        env={**outside, "PYTHONPATH": str(ROOT / "src")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+pytestmark = pytest.mark.skipif(not TRITON_PRESENT, reason="needs triton")
+
+
+def test_all_fit_a_processor(compiled: list[dict[str, int | str]]) -> None:
+    assert len(compiled) == 14
+    assert all(0 < int(facts["shared"]) <= MOST_SHARED for facts in compiled)
+
+
+def test_two_programs_of_attention_fit_beside_each_other(compiled: list[dict[str, int | str]]) -> None:
+    assert all(2 * int(f["shared"]) < MOST_SHARED for f in compiled if f["kernel"] == DENSE)
+
+
+def test_tiles_are_copied_and_multiplied_by_hopper(compiled: list[dict[str, int | str]]) -> None:
+    assert all(int(facts["matrix"]) > 0 and int(facts["copies"]) > 0 for facts in compiled)
+
+
+def test_every_warp_waits_for_the_kernel_before(compiled: list[dict[str, int | str]]) -> None:
+    """Attention has two kinds of warps, and each must wait: one reads new keys, the other queries."""
+    assert {f["waits"] for f in compiled if f["kernel"] in ATTENTION} == {2}
+    assert {f["waits"] for f in compiled if f["kernel"] not in ATTENTION} == {1}
+
+
+def test_attention_rounds_as_its_twin_does(compiled: list[dict[str, int | str]]) -> None:
+    """A fused multiply-add where the other kernels have none would give other bits."""
+    assert {f["fused"] for f in compiled if f["kernel"] in ATTENTION} == {0}

@@ -1,0 +1,141 @@
+"""The Triton kernels of latent attention in the interpreter: bits that no way of sharing the work can change.
+
+Answers are held against float64 by the conformance kit; here is what it does not see from outside.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from peregrine.attention import LayerAttention
+from peregrine.attention.conformance.paging import Forward, Layout, lay_out
+from peregrine.attention.conformance.problem import Row, chain, tree
+from peregrine.attention.torch_backend import TorchBackend
+from peregrine.hardware import triton_interprets
+from peregrine.kernels.gpu import TRITON_PRESENT
+
+if not (TRITON_PRESENT and triton_interprets()):
+    pytest.skip("needs Triton's interpreter", allow_module_level=True)
+
+from peregrine.kernels import latent_plan_gpu as gpu
+from peregrine.kernels.attention_plan_gpu import GpuPlan, plan_gpu
+from peregrine.kernels.latent_tiles_gpu import latent_split_of_index, latent_splits, latent_start_of_split
+
+RANK = 32
+HEADS = (4, 1, RANK + 16, RANK)
+LAYER = LayerAttention(0.2, None, None)
+
+
+def opened(rows: list[Row]) -> tuple[Forward, Tensor, GpuPlan]:
+    """The rows laid out with all their keys written, the layer's keys, and the plan."""
+    forward = lay_out(rows, Layout())
+    m = forward.metadata
+    forward.store.write(1, m.slots, forward.k, forward.v)
+    plan = plan_gpu(m.positions, m.q_starts, m.past_lens, m.page_table, m.page_size, m.ancestors)
+    return forward, forward.store.keys[1], plan
+
+
+def decode(rows: list[Row], programs: int, tile: int | None = None) -> Tensor:
+    forward, keys, plan = opened(rows)
+    return gpu.latent_decode_gpu(forward.q, keys, plan, rows[0].v.shape[2], LAYER.scale, programs, tile)
+
+
+def context(rows: list[Row], tile: int | None = None) -> Tensor:
+    forward, keys, plan = opened(rows)
+    return gpu.latent_context_gpu(forward.q, keys, plan, rows[0].v.shape[2], LAYER.scale, tile)
+
+
+def test_every_key_lies_in_one_split_of_whole_blocks() -> None:
+    for index in [*range(0, 20000, 7), 4095, 4096, 16383, 16384, 16385, 131071, 131072]:
+        split = latent_split_of_index(index)
+        assert latent_start_of_split(split) <= index < latent_start_of_split(split + 1)
+    borders = [latent_start_of_split(split) for split in range(300)]
+    assert all(border % gpu.BLOCK == 0 for border in borders)
+    assert [latent_start_of_split(s) for s in (0, 1, 32, 33, 80, 81)] == [0, 128, 4096, 4352, 16384, 16896]
+    assert [latent_splits(keys) for keys in (1, 128, 129, 4096, 16384, 16385)] == [1, 1, 2, 32, 80, 81]
+
+
+@pytest.mark.parametrize("programs", [1, 2, 3, 7])
+def test_the_number_of_programs_changes_no_bit(programs: int) -> None:
+    rows = [chain(past, 3, HEADS) for past in (0, 300, 700)]
+    assert torch.equal(decode(rows, programs), context(rows))
+
+
+@pytest.mark.parametrize("tile", [16, 32, 64])
+def test_the_height_of_a_tile_changes_no_bit_here(tile: int) -> None:
+    rows = [chain(0, 37, HEADS), chain(140, 5, HEADS), chain(3, 1, HEADS)]
+    assert torch.equal(context(rows, tile), context(rows))
+    rows = [chain(past, 5, HEADS) for past in (0, 140)]
+    assert torch.equal(decode(rows, 3, tile), context(rows))
+
+
+@pytest.mark.parametrize("num_heads", [1, 5, 20, 70])
+def test_heads_that_fill_no_tile_or_more_than_one(num_heads: int) -> None:
+    rows = [chain(past, 2, (num_heads, 1, 72, 48)) for past in (0, 140)]
+    forward, _, _ = opened(rows)
+    expected = torch.cat(forward.run(TorchBackend(), LAYER))
+    torch.testing.assert_close(context(rows), expected, atol=2e-6, rtol=1e-5)
+    for tile in (16, 64):
+        assert torch.equal(decode(rows, 2, tile), context(rows))
+
+
+@pytest.mark.parametrize("programs", [1, 4])
+def test_trees_are_shared_out_node_by_node(programs: int) -> None:
+    parents = [-1, 0, 0, 1, 1, 2, 3]
+    rows = [tree(past, parents, HEADS) for past in (0, 126, 128, 250)]
+    out = context(rows, 16)
+    assert torch.equal(decode(rows, programs), out)
+    assert torch.equal(context(rows, 64), out)
+    for r, row in enumerate(rows):
+        assert torch.equal(context([row.path_to(6)]), out[7 * r + 6 : 7 * r + 7])
+
+
+def test_splits_of_every_width_are_added_in_order() -> None:
+    row = chain(17000, 2, HEADS)
+    out = decode([row], 5)
+    assert torch.equal(out, context([row]))
+    forward, _, _ = opened([row])
+    assert torch.allclose(out, forward.run(TorchBackend(), LAYER)[0], atol=2e-6)
+
+
+@pytest.mark.parametrize("past", [0, 62, 63, 64, 127, 128, 191])
+def test_keys_that_end_at_any_border_are_all_read(past: int) -> None:
+    row = chain(past, 1, HEADS)
+    forward, _, _ = opened([row])
+    torch.testing.assert_close(context([row]), forward.run(TorchBackend(), LAYER)[0], atol=2e-6, rtol=1e-5)
+    assert torch.equal(decode([row], 3), context([row]))
+
+
+@pytest.mark.parametrize("jump", [-300.0, 300.0])
+def test_scores_far_apart_bring_no_infinity(jump: float) -> None:
+    """Keys of the second split weigh nothing beside those of the first, or the reverse."""
+    row = chain(255, 1, HEADS)
+    row.q[:], row.k[:128], row.k[128:] = 1.0, 0.1, 0.1 + jump / 10
+    forward, _, _ = opened([row])
+    out = context([row])
+    assert torch.equal(decode([row], 2), out)
+    torch.testing.assert_close(out, forward.run(TorchBackend(), LAYER)[0], atol=2e-6, rtol=1e-5)
+
+
+def test_a_position_past_the_table_reads_the_table_and_no_further() -> None:
+    forward, keys, plan = opened([chain(15, 1, HEADS)])
+    far = replace(plan, positions=plan.positions + 900)
+    out = gpu.latent_context_gpu(forward.q, keys, far, RANK, 0.2)
+    assert torch.equal(out, gpu.latent_context_gpu(forward.q, keys, plan, RANK, 0.2))
+    assert torch.equal(out, gpu.latent_decode_gpu(forward.q, keys, far, RANK, 0.2, 2))
+
+
+def test_queries_may_lie_apart() -> None:
+    forward, keys, plan = opened([chain(140, 2, HEADS)])
+    wide = torch.zeros(2, 4, HEADS[2] + 8)
+    wide[..., : HEADS[2]] = forward.q
+    out = gpu.latent_context_gpu(wide[..., : HEADS[2]], keys, plan, RANK, 0.2)
+    assert torch.equal(out, gpu.latent_context_gpu(forward.q, keys, plan, RANK, 0.2))
+
+
+def test_sizes_that_do_not_fit_the_plan_are_refused() -> None:
+    forward, keys, plan = opened([chain(3, 2, HEADS)])
+    with pytest.raises(ValueError, match="q has 1 tokens, but the window was planned for 2"):
+        gpu.latent_context_gpu(forward.q[:1], keys, plan, RANK, 0.2)

@@ -1,0 +1,47 @@
+"""The Triton kernels of latent attention become machine code for an H200, without one."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from peregrine.kernels.gpu import TRITON_PRESENT
+
+SRC = Path(__file__).parents[2] / "src"
+SHARED_BYTES = 227 * 1024  # of an H200's multiprocessor, for one program
+KERNELS = {
+    "latent_kernel",
+    "latent_merge_kernel",
+    "turn_latent_kernel",
+    "write_latent_kernel",
+    "heads_kernel",
+}
+
+
+@pytest.mark.skipif(not TRITON_PRESENT, reason="needs triton")
+def test_latent_kernels_compile() -> None:
+    outside = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("compile_latent.py"))],
+        env={**outside, "PYTHONPATH": os.pathsep.join([str(SRC), str(Path(__file__).parents[1])])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    compiled = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {facts["kernel"] for facts in compiled} == KERNELS
+    attention = [facts for facts in compiled if facts["kernel"] == "latent_kernel"]
+    assert {(facts["rank"], facts["rows"]) for facts in attention} == {
+        *((512, rows) for rows in (16, 32, 64)),
+        (48, 32),
+    }
+    for facts in attention:
+        assert facts["fused"] == 0, "a fused multiply-add in one kernel and not in the other parts their bits"
+        assert facts["matrix"] > 0
+        assert facts["ahead"] > 0, "loads are not pipelined"
+        assert facts["shared"] <= SHARED_BYTES
+    assert all(facts["matrix"] > 0 for facts in compiled if facts["kernel"] == "heads_kernel")

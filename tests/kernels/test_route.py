@@ -1,0 +1,236 @@
+"""The routing twin against the gates of transformers and a sort in Python, and the kernel against the twin."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.interpreted import needs_interpreter
+from peregrine.kernels.route import pack_router, route, route_torch
+from peregrine.kernels.route_law import LEAST_SUM, Choice, RouteLaw
+from peregrine.kernels.stream import Stream
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, of nan
+
+SOFTMAX = RouteLaw(
+    num_experts=12,
+    top_k=3,
+    num_shared=0,
+    sigmoid=False,
+    num_groups=1,
+    top_groups=1,
+    best_two=False,
+    normalise=False,
+    scale=1.0,
+)
+LAWS = {
+    "mixtral": replace(SOFTMAX, num_experts=8, top_k=2, normalise=True),
+    "qwen3": replace(SOFTMAX, num_experts=128, top_k=8, normalise=True),
+    "v2 lite": replace(SOFTMAX, num_experts=64, top_k=6, num_shared=2),
+    "v2": replace(SOFTMAX, num_experts=20, top_k=3, num_groups=4, top_groups=2, scale=16.0, num_shared=2),
+    "v3": replace(
+        SOFTMAX,
+        num_experts=32,
+        top_k=4,
+        num_shared=1,
+        sigmoid=True,
+        num_groups=8,
+        top_groups=3,
+        best_two=True,
+        normalise=True,
+        scale=2.5,
+    ),
+    "kimi": replace(
+        SOFTMAX, num_experts=48, top_k=8, num_shared=1, sigmoid=True, normalise=True, scale=2.827
+    ),
+}
+each_law = pytest.mark.parametrize("law", LAWS.values(), ids=LAWS)
+
+
+def draw(*size: int, seed: int = 0, spread: float = 1.0) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+def bias_of(law: RouteLaw) -> Tensor | None:
+    return draw(law.num_experts, seed=9, spread=0.2) if law.sigmoid else None
+
+
+def by_hand(logits: list[float], law: RouteLaw, bias: list[float]) -> tuple[list[int], list[float]]:
+    """One row's choice by sorting in Python, in float64."""
+    row = torch.tensor(logits, dtype=torch.float64)
+    scores = (row.sigmoid() if law.sigmoid else row.softmax(0)).tolist()
+    choice = [score + extra for score, extra in zip(scores, bias, strict=True)]
+    size = law.num_experts // law.num_groups
+    members = [range(g * size, (g + 1) * size) for g in range(law.num_groups)]
+    worth = [sum(sorted(choice[e] for e in group)[-(2 if law.best_two else 1) :]) for group in members]
+    kept = sorted(range(law.num_groups), key=lambda g: (-worth[g], g))[: law.top_groups]
+    allowed = [e for g in kept for e in members[g]]
+    chosen = sorted(allowed, key=lambda e: (-choice[e], e))[: law.top_k]
+    weights = [scores[e] for e in chosen]
+    if law.normalise:
+        weights = [weight / (sum(scores[e] for e in chosen) + LEAST_SUM) for weight in weights]
+    shared = range(law.num_experts, law.num_experts + law.num_shared)
+    return [*chosen, *shared], [*(weight * law.scale for weight in weights), *(1.0 for _ in shared)]
+
+
+@each_law
+def test_the_twin_is_a_sort(law: RouteLaw) -> None:
+    logits, bias = draw(40, law.num_experts, spread=2.0), bias_of(law)
+    found = route_torch(logits, law, bias)
+    assert found.experts.dtype == torch.int32
+    for i, row in enumerate(logits.tolist()):
+        experts, weights = by_hand(row, law, [0.0] * law.num_experts if bias is None else bias.tolist())
+        assert found.experts[i].tolist() == experts
+        torch.testing.assert_close(found.weights[i], torch.tensor(weights))
+
+
+def test_among_equals_the_lowest_number_is_first() -> None:
+    found = route_torch(torch.zeros(2, 12), SOFTMAX, None)
+    assert found.experts.tolist() == [[0, 1, 2]] * 2
+    logits = torch.tensor([[0.0, 1.0, 3.0, 1.0, 3.0, 1.0] * 2])
+    assert route_torch(logits, SOFTMAX, None).experts.tolist() == [[2, 4, 8]]
+    grouped = replace(SOFTMAX, num_groups=4, top_groups=2)
+    assert route_torch(torch.zeros(1, 12), grouped, None).experts.tolist() == [[0, 1, 2]]
+
+
+def test_a_bias_decides_the_choice_and_not_the_weights() -> None:
+    law = replace(LAWS["kimi"], num_experts=4, top_k=2, num_shared=0, normalise=False, scale=1.0)
+    bias = torch.tensor([0.0, 0.0, 5.0, 0.0])
+    found = route_torch(torch.tensor([[3.0, 2.0, -1.0, 0.0]]), law, bias)
+    assert found.experts.tolist() == [[2, 0]]
+    torch.testing.assert_close(found.weights, torch.tensor([[-1.0, 3.0]]).sigmoid())
+
+
+def test_what_is_not_a_number_makes_the_weights_so_and_keeps_the_experts_valid() -> None:
+    for law in LAWS.values():
+        logits = draw(3, law.num_experts)
+        logits[1, 5] = torch.nan
+        found = route_torch(logits, law, bias_of(law))
+        assert found.weights[1, : law.top_k].isnan().all()
+        assert not found.weights[[0, 2]].isnan().any()
+        assert int(found.experts.max()) < law.num_experts + law.num_shared
+
+
+GATES: list[tuple[str, str, dict[str, Any], str]] = [
+    ("Mixtral", "mixtral.modeling_mixtral.MixtralTopKRouter", {}, "mixtral"),
+    (
+        "Qwen3Moe",
+        "qwen3_moe.modeling_qwen3_moe.Qwen3MoeTopKRouter",
+        {"num_experts_per_tok": 8, "num_experts": 128, "norm_topk_prob": True},
+        "qwen3",
+    ),
+    (
+        "DeepseekV2",
+        "deepseek_v2.modeling_deepseek_v2.DeepseekV2TopkRouter",
+        {
+            "n_routed_experts": 20,
+            "num_experts_per_tok": 3,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 16.0,
+        },
+        "v2",
+    ),
+    (
+        "DeepseekV3",
+        "deepseek_v3.modeling_deepseek_v3.DeepseekV3TopkRouter",
+        {
+            "n_routed_experts": 32,
+            "num_experts_per_tok": 4,
+            "n_group": 8,
+            "topk_group": 3,
+            "routed_scaling_factor": 2.5,
+        },
+        "v3",
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "gate", "fields", "law"), GATES, ids=[case[0] for case in GATES])
+def test_transformers_gates_choose_and_weight_alike(
+    family: str, gate: str, fields: dict[str, Any], law: str
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, f"{family}Config")(hidden_size=32, num_attention_heads=4, **fields)
+    module = transformers.models
+    for name in gate.split("."):
+        module = getattr(module, name)
+    router = module(config)
+    chosen_law = replace(LAWS[law], num_shared=0)
+    weight, x = draw(chosen_law.num_experts, 32, seed=1), draw(50, 32, seed=2)
+    with torch.no_grad():
+        router.weight.copy_(weight)
+        if chosen_law.sigmoid:
+            router.e_score_correction_bias.copy_(bias_of(chosen_law))
+        _, weights, experts = router(x)
+    found = route(Stream(x, x), pack_router(weight), chosen_law, bias_of(chosen_law))
+    order = experts.argsort(dim=1)  # theirs come in no order
+    ours = found.experts.argsort(dim=1)
+    assert torch.equal(found.experts.gather(1, ours).long(), experts.gather(1, order))
+    torch.testing.assert_close(found.weights.gather(1, ours), weights.gather(1, order))
+
+
+@each_law
+def test_a_row_routes_alike_in_any_company(law: RouteLaw) -> None:
+    weight, x = pack_router(draw(law.num_experts, 48, seed=1)), draw(37, 48, seed=2)
+    whole = route(Stream(x, x), weight, law, bias_of(law))
+    for first, last in ((0, 1), (5, 6), (3, 20), (36, 37)):
+        alone = route(Stream(x[first:last], x[first:last]), weight, law, bias_of(law))
+        assert torch.equal(alone.experts, whole.experts[first:last])
+        assert torch.equal(alone.weights, whole.weights[first:last])
+
+
+def on_gpu(x: Tensor, weight: Tensor, law: RouteLaw, squares: Tensor | None = None) -> Choice:
+    from peregrine.kernels import route_gpu
+
+    return Choice(*route_gpu.route(x, squares, 1e-6, weight, law, bias_of(law)))
+
+
+@needs_interpreter
+@each_law
+def test_the_kernel_is_the_twin(law: RouteLaw) -> None:
+    weight, x = draw(law.num_experts, 512, seed=1, spread=0.05), draw(5, 512, seed=2)
+    twin = route(Stream(x, x), pack_router(weight), law, bias_of(law))
+    found = on_gpu(x, weight, law)
+    assert torch.equal(found.experts, twin.experts)
+    torch.testing.assert_close(found.weights, twin.weights)
+
+
+@needs_interpreter
+def test_the_kernel_divides_by_the_norm_of_the_stream() -> None:
+    law, values = LAWS["v3"], draw(3, 64, seed=2, spread=3.0)
+    weight, norm = draw(law.num_experts, 64, seed=1), draw(64, seed=3)
+    squares = (values.double().square().sum(dim=1) * 2**24).long()
+    normed = values / (values.square().mean(dim=1, keepdim=True) + 1e-6).sqrt() * norm
+    twin = route(Stream(normed, normed), pack_router(weight), law, bias_of(law))
+    found = on_gpu(values * norm, weight, law, squares)
+    assert torch.equal(found.experts, twin.experts)
+    torch.testing.assert_close(found.weights, twin.weights)
+
+
+@needs_interpreter
+def test_the_kernel_breaks_ties_and_meets_broken_rows_as_the_twin_does() -> None:
+    for law in LAWS.values():
+        x = torch.zeros(2, 16)
+        x[1] = torch.nan
+        found = on_gpu(x, torch.ones(law.num_experts, 16), law)
+        twin = route_torch(torch.zeros(1, law.num_experts), law, bias_of(law))
+        assert torch.equal(found.experts[:1], twin.experts)
+        assert found.weights[1, : law.top_k].isnan().all()
+        assert int(found.experts.max()) < law.num_experts + law.num_shared
+        assert int(found.experts.min()) >= 0
+
+
+@needs_interpreter
+def test_the_kernels_rows_do_not_depend_on_the_tile() -> None:
+    """More rows than a small tile takes: the tall one gives the same bits."""
+    law = LAWS["v2"]
+    weight, x = draw(law.num_experts, 48, seed=1), draw(70, 48, seed=2)
+    whole = on_gpu(x, weight, law)
+    for first, last in ((0, 1), (60, 64), (69, 70)):
+        alone = on_gpu(x[first:last], weight, law)
+        assert torch.equal(alone.experts, whole.experts[first:last])
+        assert torch.equal(alone.weights, whole.weights[first:last])

@@ -1,0 +1,60 @@
+"""Small models with experts, and prediction layers (MTP) for any model."""
+
+import json
+from functools import cache
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from spec.harness import HEAD_DIM, HIDDEN, LAYERS, Draw, latent_model, tiny_model, write_model
+
+SOFT = 0.5  # of what layers add to the stream
+
+
+def with_prediction_layer(model: Path) -> Path:
+    """A model, more softly spoken, with a prediction layer that is sometimes right.
+
+    The model's layers add less to the embedding, so that the layer, which is the last one behind a linear that passes
+    on the embedding and a little of the hidden state, now and then says the same.
+    """
+    weights, new = load_file(model / "model.safetensors"), Draw(8)
+    for name, weight in weights.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            weight *= SOFT
+    count = json.loads((model / "config.json").read_text())["num_hidden_layers"]
+    last, extra = f"model.layers.{count - 1}.", f"model.layers.{count}."
+    weights |= {extra + n.removeprefix(last): w.clone() for n, w in weights.items() if n.startswith(last)}
+    norm, hidden = weights["model.norm.weight"], len(weights["model.norm.weight"])
+    weights |= {f"{extra}{name}.weight": norm.clone() for name in ("enorm", "hnorm", "shared_head.norm")}
+    both = torch.cat((torch.eye(hidden), 0.1 * new(hidden, hidden)), dim=1)
+    weights[f"{extra}eh_proj.weight"] = both.to(norm.dtype)
+    weights[f"{extra}embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
+    weights[f"{extra}shared_head.head.weight"] = weights["lm_head.weight"].clone()
+    return write_model("mtp", model, weights, {"num_nextn_predict_layers": 1})
+
+
+@cache
+def latent_mtp_model() -> Path:
+    """The small DeepSeek-V3 with a prediction layer."""
+    return with_prediction_layer(latent_model())
+
+
+@cache
+def expert_model() -> Path:
+    """The tiny model as a Qwen3-MoE: the first layer's MLP stays, the others are eight experts, two for each token."""
+    weights, new, inner = load_file(tiny_model() / "model.safetensors"), Draw(10), 32
+    for i in range(LAYERS):
+        prefix = f"model.layers.{i}"
+        weights |= {f"{prefix}.self_attn.{n}_norm.weight": 1 + 0.2 * new(HEAD_DIM) for n in "qk"}
+        if i == 0:
+            continue
+        for name in ("gate", "up", "down"):
+            del weights[f"{prefix}.mlp.{name}_proj.weight"]
+        weights[f"{prefix}.mlp.gate.weight"] = new(8, HIDDEN)
+        for expert in (f"{prefix}.mlp.experts.{e}" for e in range(8)):
+            weights |= {f"{expert}.{name}_proj.weight": new(inner, HIDDEN) for name in ("gate", "up")}
+            weights[f"{expert}.down_proj.weight"] = 4 * new(HIDDEN, inner)
+    fields = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 8}
+    fields |= {"num_experts_per_tok": 2, "moe_intermediate_size": inner, "mlp_only_layers": [0]}
+    return write_model("experts", tiny_model(), weights, fields | {"norm_topk_prob": True})
