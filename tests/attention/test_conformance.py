@@ -1,6 +1,7 @@
 """The kit passes the backends that are right, and names the property that a wrong one breaks."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from peregrine.attention.conformance.cases import (
     PAGE_SIZES,
     QUICK,
     SMALL_LATENTS,
+    WINDOW,
 )
 from peregrine.attention.conformance.problem import answer, chain
 from peregrine.attention.torch_backend import TorchBackend
@@ -62,6 +64,14 @@ def nudged(out: Tensor, by: Tensor | float) -> Tensor:
     "case", [PLAIN, TREE, LATENT, LATENT_TREE], ids=["plain", "tree", "latent", "latent-tree"]
 )
 def test_a_right_backend_breaks_nothing(case: Case) -> None:
+    assert broken(TorchBackend(), case) == set()
+
+
+def test_no_tree_is_deeper_than_a_sliding_window() -> None:
+    """Its nodes see all their ancestors, and a chain's would not: there is nothing that both could be held to."""
+    sizes = replace(QUICK, nodes=WINDOW + 8)
+    case = Case(torch.float32, torch.float32, (2, 2, 64), 32, WINDOW, True, True, sizes)
+    assert "tree that is a chain" in [name for name, _ in case.batches()]
     assert broken(TorchBackend(), case) == set()
 
 

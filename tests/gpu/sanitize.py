@@ -46,7 +46,7 @@ GUESSES: dict[str, tuple[Options, ...]] = {
 # Beyond what is common to both.
 SIZES: dict[str, dict[str, int]] = {
     "dense": {"head_dim": 64},
-    "moe": {"head_dim": 64, "kv_rank": 128, "q_rank": 64, "rope_dim": 32, "num_experts": 8},
+    "moe": {"head_dim": 64, "kv_rank": 128, "q_rank": 64, "rope_dim": 64, "num_experts": 8},
 }
 
 

@@ -8,7 +8,6 @@ from peregrine.kernels.attention_tiles_gpu import LOWEST, first_state, merge, si
 from peregrine.kernels.early_gpu import release, wait
 
 SIZES = ["window", "q_len", "num_pages", "max_splits"]
-MERGE_STAGES = tl.constexpr(16)  # splits on their way; each is small, and there may be many
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -55,7 +54,8 @@ def merge_kernel(  # type: ignore[no-untyped-def]
     place = (row * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * max_splits * ROWS + mine
     dim = tl.arange(0, D_PAD)
     wait()
-    for split in tl.range(first, end, num_stages=MERGE_STAGES):
+    # Unrolled, not staged: a ring in shared memory would take the room of programs that overlap with these.
+    for split in tl.range(first, end, loop_unroll_factor=8):
         at = place + split * ROWS
         next_top = tl.load(part_stats + at * 2, mask=live, other=LOWEST)
         next_mass = tl.load(part_stats + at * 2 + 1, mask=live, other=0.0)

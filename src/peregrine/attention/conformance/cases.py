@@ -94,7 +94,8 @@ class Case:
             rng = torch.Generator().manual_seed(3)
             parents = [-1] + [int(torch.randint(i, (), generator=rng)) for i in range(1, self.sizes.nodes)]
             yield "random tree", [tree(past, parents, self.heads) for past in self.sizes.pasts]
-            line = range(-1, self.sizes.nodes - 1)
+            # A path longer than the sliding window is no chain's: a node sees all its ancestors.
+            line = range(-1, min(self.sizes.nodes, self.window or self.sizes.nodes) - 1)
             yield "tree that is a chain", [tree(past, line, self.heads) for past in self.sizes.pasts[-2:]]
 
 
