@@ -38,7 +38,7 @@ class EngineConfig:
     """What an engine is asked for; None and "auto" leave the choice to it."""
 
     model: str = "merlin"  # folder, or the name of an embedded model
-    drafter: str = "auto"  # auto, none, ngram, a folder with a draft head or a small model
+    drafter: str = "auto"  # auto, none, ngram, eagle3, mtp, a folder with a draft head or a small model
     num_drafts: int = 3
     tree: TreeShape | None = None
     device: str = "auto"

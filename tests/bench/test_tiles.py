@@ -58,17 +58,19 @@ def test_every_weight_of_model_and_head_is_a_shape_once() -> None:
     st.integers(1, 2048).map(lambda blocks: blocks * MIN_DEPTH),
     st.booleans(),
     st.sampled_from(HEIGHTS),
+    st.booleans(),
 )
 def test_candidates_divide_the_inputs_and_the_chosen_tile_is_among_them(
-    outputs: int, inputs: int, gate: bool, rows: int
+    outputs: int, inputs: int, gate: bool, rows: int, on_hopper: bool
 ) -> None:
-    tried = candidates(WeightShape(outputs, inputs, gate), rows)
-    chosen = pick_tile(rows, outputs, inputs, gate)
+    tried = candidates(WeightShape(outputs, inputs, gate, on_hopper), rows)
+    chosen = pick_tile(rows, outputs, inputs, gate, on_hopper)
     assert chosen in tried
     assert len(set(tried)) == len(tried)
     for tile in tried:
         assert (tile.rows, tile.split) == (rows, chosen.split)  # a split would change bits
         assert inputs % (tile.split * tile.depth) == 0
+        assert not on_hopper or tile.cols % (16 * tile.warps) == 0  # a warp has 16 outputs, or twice as many
 
 
 def timed(favourite: tuple[int, int, int, int]) -> Callable[[WeightShape, Tile], float | None]:

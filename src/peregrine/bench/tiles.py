@@ -7,7 +7,7 @@ change no bit, so any of them may be taken; the split does, follows from the wei
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from peregrine.kernels.linear_tiles import HEIGHTS, Tile, kind_of, pick_split, p
 from peregrine.models.layers import MLP, Linear
 
 COLS, DEPTHS, WARPS, STAGES = (64, 128), (64, 128), (4, 8), (3, 4, 5, 6)
+HOPPER_COLS, HOPPER_STAGES = ((64, 4), (128, 8), (256, 8)), (3, 4, 5, 6, 8)  # cols with their warps
 SHARED_BYTES = 227 * 1024  # of one program, on the devices that have the most
 Entry = tuple[int, int, int, int]  # cols, depth, warps, stages: a line of the table in linear_tiles.py
 
@@ -34,6 +35,7 @@ class WeightShape:
     outputs: int
     inputs: int
     gate: bool
+    on_hopper: bool = False  # it is multiplied by Hopper's own kernel, which has tiles of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,7 @@ class Line:
     outputs: int
     inputs: int
     gate: bool
+    on_hopper: bool
     rows: int
     kind: str
     fastest: Entry
@@ -64,6 +67,7 @@ def run(model: str, drafter: str, rows: Sequence[int], dtype: str) -> dict[str, 
     name = source.automatic_drafter()[0] if drafter == "auto" else drafter
     network = source.drafter(name, target).network
     shapes = shapes_of([target, network] if isinstance(network, nn.Module) else [target])
+    shapes = [replace(shape, on_hopper=takes_hopper(shape, number, device)) for shape in shapes]
     del target, network  # room for the copies
     plan = list(itertools.product(shapes, rows))
     bar = tqdm(plan, "measuring tiles", unit="shape", leave=False)
@@ -107,11 +111,21 @@ def _panel_inputs(panels: Tensor | None) -> int:
     return panels.shape[1]
 
 
+def takes_hopper(shape: WeightShape, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether Hopper's own kernel multiplies weights of this shape."""
+    # Imports triton, which is slow and may be absent.
+    from peregrine.kernels.linear_gpu import hopper_takes
+
+    return hopper_takes(torch.empty(1, shape.inputs, dtype=dtype, device=device))
+
+
 def candidates(shape: WeightShape, rows: int) -> list[Tile]:
     """Tiles worth a try: they divide the inputs and fit a program's memory; the chosen one is always among them."""
     split = pick_split(shape.outputs, shape.inputs, shape.gate)
-    tried = [pick_tile(rows, shape.outputs, shape.inputs, shape.gate)]
-    for cols, depth, warps, stages in itertools.product(COLS, DEPTHS, WARPS, STAGES):
+    tried = [pick_tile(rows, shape.outputs, shape.inputs, shape.gate, shape.on_hopper)]
+    wide = HOPPER_COLS if shape.on_hopper else tuple(itertools.product(COLS, WARPS))
+    ahead = HOPPER_STAGES if shape.on_hopper else STAGES
+    for (cols, warps), depth, stages in itertools.product(wide, DEPTHS, ahead):
         num_bytes = 2 * stages * depth * (rows + cols * (2 if shape.gate else 1))
         if shape.inputs % (split * depth) == 0 and num_bytes <= SHARED_BYTES:
             tried.append(Tile(rows, cols, depth, warps, stages, split))
@@ -122,7 +136,7 @@ def measure(shape: WeightShape, rows: int, time_us: Callable[[WeightShape, Tile]
     """Time all candidates; None stands for a tile that this device has no room for."""
     timed = {entry_of(tile): time_us(shape, tile) for tile in candidates(shape, rows)}
     times = {entry: us for entry, us in timed.items() if us is not None}
-    chosen = entry_of(pick_tile(rows, shape.outputs, shape.inputs, shape.gate))
+    chosen = entry_of(pick_tile(rows, shape.outputs, shape.inputs, shape.gate, shape.on_hopper))
     if chosen not in times:
         raise ConfigError(
             f"bench tiles: the table's tile {chosen} does not fit this device; change linear_tiles.py"
@@ -206,6 +220,7 @@ def show(result: dict[str, object]) -> str:
         for name in ("fastest", "chosen"):
             cells.append(f"{', '.join(map(str, line[name])):>18} {line[f'{name}_us']:>8.2f}")  # type: ignore[call-overload]
         shown.append(" ".join([*cells, f"{line['ratio']:>6.3f}"]))
-    shown.append("for TABLES in kernels/linear_tiles.py:")
+    name = "HOPPER_TABLES" if any(line["on_hopper"] for line in lines) else "TABLES"
+    shown.append(f"for {name} in kernels/linear_tiles.py:")
     shown += [f'    "{kind}": {table},' for kind, table in tables.items()]
     return "\n".join(shown)

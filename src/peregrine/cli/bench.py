@@ -88,7 +88,8 @@ def add_round(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
         help="ms per round on a GPU against the bytes it must read",
         epilog="examples:\n"
         "  peregrine bench round --model shape:llama-3.1-8b --drafter eagle3 --num-drafts 3 --accept 3\n"
-        "  peregrine bench round --model shape:llama-3.1-8b --drafter none --cases 1x2048 32x2048",
+        "  peregrine bench round --model shape:llama-3.1-8b --drafter none --cases 1x2048 32x2048\n"
+        "  peregrine bench round --model shape:deepseek-v2-lite --drafter mtp --accept 3 --cases 1x2048",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(

@@ -57,7 +57,10 @@ def bias_entry(text: str) -> tuple[int, float]:
 ENGINE_FLAGS = (
     Flag("model", "a folder in Hugging Face format, or the name of an embedded model", "MODEL", str),
     Flag(
-        "drafter", "auto, none, ngram, eagle3, or a folder with a draft head or a small model", "DRAFTER", str
+        "drafter",
+        "auto, none, ngram, eagle3, mtp (the checkpoint's own layer), or a folder with a draft head or a small model",
+        "DRAFTER",
+        str,
     ),
     Flag("num_drafts", "tokens guessed per round", "K", int),
     Flag("tree", "guess a tree: levels, children per node, nodes with the root", "D,W,N", tree_shape),

@@ -137,6 +137,7 @@ def hopper_decode_kernel(  # type: ignore[no-untyped-def]
                     PAGE,
                     COLUMNS,
                     STAGES,
+                    False,
                 ),
             ),
         ],

@@ -8,9 +8,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from peregrine.kernels.attention_hopper_blocks import BLOCK, WIDTH
+from peregrine.kernels.attention_hopper_blocks import BLOCK, WIDTH, ask_for_blocks
 from peregrine.kernels.attention_tiles_gpu import LOG2_E
-from peregrine.kernels.latent_hopper_blocks import ask_for_keys, attend_keys, split_of, split_start
+from peregrine.kernels.latent_hopper_blocks import attend_keys, split_of, split_start
 
 
 @gluon.jit(do_not_specialize=["q_len", "num_pages", "max_splits"])
@@ -105,20 +105,24 @@ def hopper_latent_kernel(  # type: ignore[no-untyped-def]
                 ),
             ),
             (
-                ask_for_keys,
+                ask_for_blocks,
                 (
+                    keys,
                     keys,
                     row_table,
                     past,
                     farthest,
                     begin,
                     count,
+                    0,
+                    tiles,
                     tiles,
                     ready,
                     free,
                     PAGE,
                     COLUMNS,
                     STAGES,
+                    True,
                 ),
             ),
         ],

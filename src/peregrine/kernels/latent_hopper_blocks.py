@@ -1,4 +1,4 @@
-"""The two halves of Hopper's latent attention: one warp asks for blocks of keys, the others multiply them.
+"""What the multiplying warps of Hopper's latent attention do; another asks for keys, as in attention_hopper_blocks.py.
 
 A block of keys lies in columns of 64 entries: those of the latent serve twice, for scores and for sums, the turned part
 once. The arithmetic is that of `latent_tiles_gpu.py`, bit for bit; matrices lie on their side, keys by query rows.
@@ -9,51 +9,17 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from peregrine.kernels.attention_hopper_blocks import BLOCK, WIDTH, slots_of
+from peregrine.kernels.attention_hopper_blocks import BLOCK, WIDTH
 from peregrine.kernels.attention_tiles_gpu import LOWEST
 from peregrine.kernels.latent_tiles_gpu import latent_split_of_index, latent_start_of_split
 
 split_of = gluon.jit(latent_split_of_index)
 split_start = gluon.jit(latent_start_of_split)
-
-
-@gluon.jit
-def ask_for_keys(  # type: ignore[no-untyped-def]
-    keys,
-    table,
-    past,
-    farthest,
-    begin,
-    count,
-    tiles,
-    ready,
-    free,
-    PAGE: gl.constexpr,
-    COLUMNS: gl.constexpr,
-    STAGES: gl.constexpr,
-):
-    """The asking warp: block by block, as places become free."""
-    PIECE: gl.constexpr = PAGE if PAGE < BLOCK else BLOCK
-    slots = slots_of(table, begin, farthest, PAGE, PIECE)
-    for i in range(count):
-        place = i % STAGES
-        start = begin + i * BLOCK
-        next_slots = slots_of(table, start + BLOCK, farthest, PAGE, PIECE)  # known before they are needed
-        mbarrier.wait(free.index(place), ((i // STAGES) & 1) ^ 1)
-        if start + BLOCK > past:  # holds keys of this forward
-            gdc_wait()
-        mbarrier.expect(ready.index(place), 2 * BLOCK * COLUMNS * WIDTH)
-        for piece in gl.static_range(BLOCK // PIECE):
-            for c in gl.static_range(COLUMNS):
-                tile = tiles.index(place * COLUMNS + c).slice(piece * PIECE, PIECE)
-                tma.async_copy_global_to_shared(keys, [slots[piece], c * WIDTH], ready.index(place), tile)
-        slots = next_slots
 
 
 @gluon.jit
