@@ -7,7 +7,7 @@ import torch
 
 from peregrine.bench import round as rounds
 from peregrine.bench.floor import experts_read, round_bytes, stores_of, weight_bytes
-from peregrine.bench.round import WARMUP_ROUNDS, Case, engine_config
+from peregrine.bench.round import HOST_ROUNDS, WARMUP_ROUNDS, Case, engine_config
 from peregrine.cli.main import main
 from peregrine.config import TreeShape
 from peregrine.errors import ConfigError
@@ -81,7 +81,7 @@ def test_a_draft_model_is_read_on_every_pass() -> None:
 def test_an_engine_is_asked_for_that_holds_every_case(options: dict[str, object], depth: int) -> None:
     cases, measured = [Case(1, 1000), Case(4, 100)], 50
     config = engine_config({"model": "m", **options}, cases, measured)
-    growth = (measured + WARMUP_ROUNDS) * (depth + 1)  # if every draft is right
+    growth = (measured + WARMUP_ROUNDS + HOST_ROUNDS) * (depth + 1)  # if every draft is right
     assert config.max_len is not None
     assert config.max_len >= 1000 + growth
     assert config.num_pages is not None
@@ -220,3 +220,15 @@ def test_noise_goes_to_every_store() -> None:
     rounds.fill_stores(engine)
     assert len(stores_of(engine)) == 2
     assert all(bool(part.any(dim=-1).all()) for store in stores_of(engine) for part in store.parts)
+
+
+def test_the_host_is_timed_by_rounds_like_any_other() -> None:
+    engine = build().engine
+    params = SamplingParams(max_tokens=HOST_ROUNDS + 8, ignore_eos=True, detokenize=False)
+    request = engine.prepare([3, 4], params)
+    engine.enqueue(request)
+    engine.seat_unread()
+    launch, read = engine.runner.launch, engine.runner.read
+    assert 0 < rounds.time_host(engine) < 10
+    assert len(request.generated) == HOST_ROUNDS
+    assert (engine.runner.launch, engine.runner.read) == (launch, read)  # left as they were

@@ -71,9 +71,9 @@ def test_variants_grow() -> None:
 
 def test_recorded_rounds_touch_every_place_and_others_as_few_as_they_need() -> None:
     runner = build(max_len=700).engine.runner
-    assert runner.rows(3, 100) == Rows(3, 128)
+    assert runner.rows(3, lambda: 100) == Rows(3, 128)
     runner.graphs = Graphs.__new__(Graphs)
-    assert runner.rows(3, 100) == Rows(3, runner.seats.max_places)
+    assert runner.rows(3, lambda: 100) == Rows(3, runner.seats.max_places)
 
 
 def test_a_ring_keeps_what_rounds_in_flight_have_not_read() -> None:

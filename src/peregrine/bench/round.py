@@ -23,6 +23,7 @@ from peregrine.sampling import SamplingParams
 
 COPY_BYTES, COPY_REPEATS = 2**31, 10
 WARMUP_ROUNDS = 20
+HOST_ROUNDS = 40  # in which the host is timed
 Facts = dict[str, object]
 
 
@@ -81,7 +82,7 @@ def engine_config(options: dict[str, object], cases: Sequence[Case], rounds: int
     named = {name: value for name, value in options.items() if name != "model"}
     asked = parse_options(model, named)
     depth = asked.num_drafts if asked.tree is None else asked.tree.depth
-    growth = (rounds + WARMUP_ROUNDS + 4) * (depth + 1) + 128
+    growth = (rounds + WARMUP_ROUNDS + HOST_ROUNDS + 4) * (depth + 1) + 128
     pages = 1 + max(case.rows * (-(-(case.context + growth) // asked.page_size) + 8) for case in cases)
     wanted: dict[str, object] = {
         "max_rows": max(case.rows for case in cases),
@@ -109,13 +110,17 @@ def copy_bandwidth() -> float:
 
 
 class Watch:
-    """Times an engine's rounds: on the device by events around each, on the host by what is not waiting."""
+    """Times an engine's rounds: on the device by events around each, on the host by what is not waiting.
 
-    def __init__(self, engine: Engine) -> None:
+    Events cost the host as much as a good part of a round's own work: without them it is timed alone.
+    """
+
+    def __init__(self, engine: Engine, events: bool) -> None:
         self.spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self.waited_s, self.accepted, self.row_rounds = 0.0, 0, 0
         self._runner, self._launch, self._read = engine.runner, engine.runner.launch, engine.runner.read
-        engine.runner.launch = self._timed_launch  # type: ignore[method-assign, assignment]
+        if events:
+            engine.runner.launch = self._timed_launch  # type: ignore[method-assign, assignment]
         engine.runner.read = self._timed_read  # type: ignore[method-assign]
 
     def restart(self) -> None:
@@ -164,7 +169,7 @@ def measure(engine: Engine, case: Case, rounds: int, bandwidth: float) -> Figure
     params = SamplingParams(
         temperature=0.0,
         seed=1,
-        max_tokens=(rounds + WARMUP_ROUNDS + 4) * (depth + 1),
+        max_tokens=(rounds + WARMUP_ROUNDS + HOST_ROUNDS + 4) * (depth + 1),
         ignore_eos=True,
         detokenize=False,
     )
@@ -173,18 +178,17 @@ def measure(engine: Engine, case: Case, rounds: int, bandwidth: float) -> Figure
     for request in requests:
         engine.enqueue(request)
     engine.seat_unread()
-    watch = Watch(engine)
+    watch = Watch(engine, events=True)
     for _ in range(WARMUP_ROUNDS):
         engine.step()
     torch.cuda.synchronize()
     watch.restart()
-    began = time.perf_counter()
     for _ in range(rounds):
         engine.step()
-    host_s = time.perf_counter() - began - watch.waited_s
     torch.cuda.synchronize()
     watch.remove()
     context = sum(request.num_tokens for request in requests) / len(requests)
+    host_s = time_host(engine)
     beyond, hits = experts_read(engine)
     num_bytes = round_bytes(engine, case.rows, context) + beyond
     for request in requests:
@@ -192,6 +196,16 @@ def measure(engine: Engine, case: Case, rounds: int, bandwidth: float) -> Figure
     while engine.has_work:
         engine.step()
     return figures(case, watch, host_s, num_bytes, hits, bandwidth)
+
+
+def time_host(engine: Engine) -> float:
+    """Seconds that the host works for a round."""
+    watch, began = Watch(engine, events=False), time.perf_counter()
+    for _ in range(HOST_ROUNDS):
+        engine.step()
+    worked = time.perf_counter() - began - watch.waited_s
+    watch.remove()
+    return worked / HOST_ROUNDS
 
 
 def figures(
@@ -213,7 +227,7 @@ def figures(
         ratio=ms / floor_ms,
         gb_per_round=num_bytes / 1e9,
         experts_read=hits,
-        host_us_per_round=host_s / count * 1e6,
+        host_us_per_round=host_s * 1e6,
         device_idle_share=max(0.0, 1 - busy_ms / total_ms),
     )
 

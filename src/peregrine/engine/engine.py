@@ -47,6 +47,8 @@ class Engine:
         self.reading: list[Request] = []  # prompts being read, in order of arrival
         self.running: list[Request] = []  # index = seat
         self._ids, self._turns = itertools.count(), itertools.count()
+        shape = runner.drafter.shape
+        self._most_accepted, self._span = shape.depth + 1, shape.span  # of one round
         self._ended: list[Delta] = []  # of requests that ended outside a round
         self._features: Features | None = (
             None  # what those who run ask for; None: not known since the last change
@@ -156,9 +158,8 @@ class Engine:
 
     def _reach(self, request: Request) -> int:
         """Places the request may touch in its next round, whatever the rounds in flight bring."""
-        shape = self.runner.drafter.shape
-        newest = request.num_tokens - 1 + request.rounds_in_flight * (shape.depth + 1)
-        return min(newest, request.limit - 1) + shape.span
+        newest = request.num_tokens - 1 + request.rounds_in_flight * self._most_accepted
+        return min(newest, request.limit - 1) + self._span
 
     def _make_room(self) -> list[Delta]:
         """Pages for the next round of every running request; when they run out, the youngest is put back."""
@@ -195,8 +196,7 @@ class Engine:
         count = len(self.running)
         if self.pace.row_sizes is not None:
             count = min(size for size in self.pace.row_sizes if size >= count)
-        places = max(self._reach(request) for request in self.running) + 2
-        rows = self.runner.rows(count, places)
+        rows = self.runner.rows(count, lambda: max(map(self._reach, self.running)) + 2)
         if self._features is None:
             self._features = features_of(self.running)
         self.runner.launch(self.running, rows, self._features)

@@ -43,7 +43,8 @@ class Stats:
         self.drafted += drafted
         self.correct += correct
         self.accepted += accepted
-        self.accept_histogram.extend([0] * (correct + 1 - len(self.accept_histogram)))
+        if correct >= len(self.accept_histogram):
+            self.accept_histogram.extend([0] * (correct + 1 - len(self.accept_histogram)))
         self.accept_histogram[correct] += 1
 
 
@@ -190,7 +191,7 @@ class Request:
         if tokens and self.first_token is None:
             self.first_token = time.perf_counter()
         self.generated.extend(tokens)
-        self.drafted.extend(place < correct for place in range(len(tokens)))
+        self.drafted += [True] * min(correct, len(tokens)) + [False] * (len(tokens) - correct)
         self.stats.count(drafted, correct, len(tokens))
 
     def add_scores(self, chosen: Tensor, top_ids: Tensor, top: Tensor) -> None:

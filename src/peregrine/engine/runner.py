@@ -1,7 +1,7 @@
 """Queue rounds and read their verdicts later."""
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -82,11 +82,11 @@ class Runner:
                 rows = Rows(count, self.seats.max_places)
                 yield self.graphs.record((rows, variant), partial(self._round, rows, variant))
 
-    def rows(self, count: int, places: int) -> Rows:
-        """A batch that touches no place at or past `places`; a recorded one may touch every place."""
+    def rows(self, count: int, places: Callable[[], int]) -> Rows:
+        """A batch that touches no place at or past `places()`; a recorded one may touch every place."""
         if self.graphs is not None:
             return Rows(count, self.seats.max_places)
-        return self.seats.rows(count, places)
+        return self.seats.rows(count, places())
 
     def launch(self, requests: list[Request], rows: Rows, features: Features) -> None:
         """Queue one round for the requests in seats 0 .. len(requests) - 1; rows past them are pads."""
@@ -132,15 +132,16 @@ class Runner:
             flight.ready.synchronize()
         lines = flight.verdict.tolist()
         results = []
-        for row, request in enumerate(flight.requests):
+        for row, (request, line) in enumerate(zip(flight.requests, lines, strict=False)):  # pads come last
             request.rounds_in_flight -= 1
-            accept, correct, drafted, finish = lines[row][:HEADER]
-            tokens = lines[row][HEADER : HEADER + accept]
-            path = lines[row][(HEADER + len(lines[row])) // 2 :]
-            drafts = (
-                None if flight.windows is None else offered_drafts(flight.windows[row], path[1 : correct + 1])
-            )
-            logprobs = self._logprobs(flight, row, accept)
+            accept, correct, drafted, finish = line[:HEADER]
+            drafts, logprobs = None, None
+            if flight.windows is not None:
+                path = line[(HEADER + len(line)) // 2 :]
+                drafts = offered_drafts(flight.windows[row], path[1 : correct + 1])
+            if flight.logprobs is not None:
+                logprobs = path_logprobs(flight.logprobs, row, accept)
+            tokens = line[HEADER : HEADER + accept]
             results.append(RowResult(request, tokens, correct, drafted, finish, logprobs, drafts))
         return results
 
@@ -150,13 +151,13 @@ class Runner:
         offered = (nodes.depths > 0) & (nodes.depths <= nodes.offered[:, None])  # [R, T]
         return torch.stack([nodes.tokens, nodes.parents.expand_as(nodes.tokens), offered.long()], dim=1)
 
-    def _logprobs(
-        self, flight: RoundInFlight, row: int, accept: int
-    ) -> list[tuple[float, list[int], list[float]]] | None:
-        if flight.logprobs is None:
-            return None
-        chosen, ids, top = (values[row, :accept].tolist() for values in flight.logprobs)
-        return list(zip(chosen, ids, top, strict=True))
+
+def path_logprobs(
+    landed: tuple[Tensor, Tensor, Tensor], row: int, accept: int
+) -> list[tuple[float, list[int], list[float]]]:
+    """The log-probabilities of one row's accepted tokens: chosen, likeliest ids, theirs."""
+    chosen, ids, top = (values[row, :accept].tolist() for values in landed)
+    return list(zip(chosen, ids, top, strict=True))
 
 
 def offered_drafts(window: Tensor, correct: list[int]) -> RoundDrafts:
