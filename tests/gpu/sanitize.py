@@ -7,7 +7,7 @@
 
 The model is dense or, with `moe`, has latent attention, experts and a prediction layer. Eager and recorded rounds run.
 The last line gives every tensor memory of its own, so that a read one past its end is seen; graphs cannot be recorded
-then, and only eager rounds run. Prints how many rounds there were.
+then, and only eager rounds run. Prints how many rounds there were of each way to guess.
 """
 
 import argparse
@@ -45,8 +45,16 @@ GUESSES: dict[str, tuple[Options, ...]] = {
 }
 # Beyond what is common to both.
 SIZES: dict[str, dict[str, int]] = {
-    "dense": {"head_dim": 64},
-    "moe": {"head_dim": 64, "kv_rank": 128, "q_rank": 64, "rope_dim": 64, "num_experts": 8},
+    "dense": {"head_dim": 64, "hidden_size": 256, "intermediate_size": 256},
+    "moe": {
+        "head_dim": 64,
+        "hidden_size": 256,
+        "intermediate_size": 256,
+        "kv_rank": 128,
+        "q_rank": 128,
+        "rope_dim": 64,
+        "num_experts": 8,
+    },
 }
 
 
@@ -84,8 +92,10 @@ def main() -> None:
     kind = parser.parse_args().model
     model = make_model(kind)
     recorded = (False,) if "PYTORCH_NO_CUDA_MEMORY_CACHING" in os.environ else (False, True)
-    ways = [guess | {"graphs": graphs} for guess in GUESSES[kind] for graphs in recorded]
-    print(f"rounds: {sum(run_rounds(model, way) for way in ways)}")
+    for guess in GUESSES[kind]:
+        for graphs in recorded:
+            way = guess | {"graphs": graphs}
+            print(f"{run_rounds(model, way)} rounds of {kind}, {way}", flush=True)
 
 
 if __name__ == "__main__":
