@@ -23,7 +23,7 @@ from peregrine.kernels.attention_gpu import context_kernel, decode_kernel
 from peregrine.kernels.attention_merge_gpu import merge_kernel
 from peregrine.kernels.attention_slots_gpu import paths_kernel, write_kernel
 from peregrine.kernels.attention_tiles_gpu import SAME_BITS
-from peregrine.kernels.gpu import launch
+from peregrine.kernels.gpu import is_hopper, launch
 
 TALL_TILE = 64  # query rows of a tile of long windows
 PROGRAMS_PER_CORE = 2  # decode programs per multiprocessor: more do not fit beside each other
@@ -209,7 +209,7 @@ def launch_hopper(
 
 def hopper_takes(q: Tensor, kv: StoredKV, plan: GpuPlan, window: int | None, sinks: Tensor | None) -> bool:
     """Whether Hopper's own kernel serves: plain causal windows of the common shapes. Bits are the same either way."""
-    if not q.is_cuda or torch.cuda.get_device_capability(q.device)[0] != 9:
+    if not is_hopper(q):
         return False
     plain = plan.paths is None and window is None and sinks is None
     same = kv.keys.dtype == q.dtype and q.dtype in (torch.bfloat16, torch.float16)

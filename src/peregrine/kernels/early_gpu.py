@@ -10,22 +10,22 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from peregrine.hardware import triton_interprets
+from peregrine.kernels.gpu import starts_early
 
-INTERPRETED = tl.constexpr(triton_interprets())
+EARLY = tl.constexpr(starts_early())  # elsewhere kernels start in order, and have nothing to wait for
 
 
 @triton.jit
 def wait():  # type: ignore[no-untyped-def]
     """Until all that earlier kernels wrote is there."""
-    if not INTERPRETED:
+    if EARLY:
         gdc_wait()
 
 
 @triton.jit
 def release():  # type: ignore[no-untyped-def]
     """From now on the next kernel may start, if it was launched early."""
-    if not INTERPRETED:
+    if EARLY:
         gdc_launch_dependents()
 
 

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from peregrine.kernels.early_gpu import enter
 from peregrine.kernels.experts_tiles import ExpertTile, pick_expert_tiles
-from peregrine.kernels.gpu import dense_rows, launch
+from peregrine.kernels.gpu import dense_rows, launch, shared_bytes
 from peregrine.kernels.linear_gpu import MAX_SQUARE, SQUARE_UNIT
+from peregrine.kernels.linear_tiles import Room
 from peregrine.kernels.route_law import Choice
 from peregrine.kernels.stream import Stream
 
@@ -65,7 +66,8 @@ def answer(
     """What each row's experts answer, weighted: [N, H] -> [N * choices, H]. `scale` is (squares, eps)."""
     num_pairs, num_experts, size = choice.experts.numel(), down.shape[0], down.shape[1]
     inner_size = down.shape[2]
-    wide, narrow = tiles or pick_expert_tiles(num_pairs, num_experts, size, inner_size)
+    room = Room(shared_bytes(x.device), x.element_size())
+    wide, narrow = tiles or pick_expert_tiles(num_pairs, num_experts, size, inner_size, room)
     order, blocks = plan(choice.experts, num_experts, wide.rows)
     inner, answers = x.new_empty(num_pairs, inner_size), x.new_empty(num_pairs, size)
     x = dense_rows(x)

@@ -6,7 +6,7 @@ They change no bit, as in linear_tiles.py: every output is one chain over its in
 from dataclasses import dataclass
 
 from peregrine.errors import ConfigError
-from peregrine.kernels.linear_tiles import MIN_DEPTH
+from peregrine.kernels.linear_tiles import MIN_DEPTH, ON_H200, Room
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ PLAIN = {16: (64, 128, 4, 5), 32: (64, 128, 4, 4), 64: (64, 128, 4, 3), 128: (12
 
 
 def pick_expert_tiles(
-    num_pairs: int, num_experts: int, size: int, inner_size: int
+    num_pairs: int, num_experts: int, size: int, inner_size: int, room: Room = ON_H200
 ) -> tuple[ExpertTile, ExpertTile]:
     """The tiles of gate_up and of down; both have blocks of the same height."""
     if size % MIN_DEPTH or inner_size % MIN_DEPTH:
@@ -37,11 +37,14 @@ def pick_expert_tiles(
         )
     expected = num_pairs / num_experts
     rows = next((height for height in GATED if expected <= height / 2), max(GATED))
-    return _tile(rows, GATED[rows], size), _tile(rows, PLAIN[rows], inner_size)
+    return _tile(rows, GATED[rows], size, 2, room), _tile(rows, PLAIN[rows], inner_size, 1, room)
 
 
-def _tile(rows: int, table: tuple[int, int, int, int], num_inputs: int) -> ExpertTile:
+def _tile(
+    rows: int, table: tuple[int, int, int, int], num_inputs: int, weights_each: int, room: Room
+) -> ExpertTile:
     cols, depth, warps, stages = table
     while num_inputs % depth:
         depth //= 2
+    stages = room.stages(stages, (rows + cols * weights_each) * depth)
     return ExpertTile(rows, cols, depth, warps, stages)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from peregrine.kernels.attention_borders_gpu import FLOAT32_BLOCK, queries_per_tile, tiles_per_query
 from peregrine.kernels.attention_plan_gpu import GpuPlan
-from peregrine.kernels.gpu import launch
+from peregrine.kernels.gpu import is_hopper, launch
 from peregrine.kernels.latent_attention_gpu import latent_kernel, latent_merge_kernel
 from peregrine.kernels.latent_tiles_gpu import latent_splits
 
@@ -100,7 +100,7 @@ def tile_for(pairs: int, q: Tensor) -> int:
 
 def hopper_takes(q: Tensor, keys: Tensor, plan: GpuPlan, rank: int) -> bool:
     """Whether Hopper's own kernel serves: causal windows of whole columns. Bits are the same either way."""
-    if not q.is_cuda or torch.cuda.get_device_capability(q.device)[0] != 9:
+    if not is_hopper(q):
         return False
     whole = rank % HOPPER_COLUMN == 0 and (q.shape[2] - rank) % HOPPER_COLUMN == 0
     same = keys.dtype == q.dtype and q.dtype in (torch.bfloat16, torch.float16)

@@ -21,8 +21,8 @@ import triton.language as tl
 from torch import Tensor
 
 from peregrine.kernels import linear_tiles
-from peregrine.kernels.gpu import dense_rows, launch
-from peregrine.kernels.linear_tiles import MAX_SPLIT_OUTPUTS, Tile, pick_tile
+from peregrine.kernels.gpu import dense_rows, is_hopper, launch, shared_bytes
+from peregrine.kernels.linear_tiles import MAX_SPLIT_OUTPUTS, Room, Tile, pick_tile
 
 MAX_ROWS = 4096  # of one launch; longer inputs are cut, and so is the memory that partial sums take
 SQUARE_UNIT, MAX_SQUARE = tl.constexpr(linear_tiles.SQUARE_UNIT), tl.constexpr(linear_tiles.MAX_SQUARE)
@@ -171,7 +171,9 @@ def run(
     x = dense_rows(x)
     num_rows, num_outputs = out.shape
     on_hopper = hopper_takes(weight)
-    tile = tile or pick_tile(min(num_rows, MAX_ROWS), num_outputs, x.shape[1], gate, on_hopper)
+    if tile is None:
+        room = Room(shared_bytes(x.device), x.element_size())
+        tile = pick_tile(min(num_rows, MAX_ROWS), num_outputs, x.shape[1], gate, on_hopper, room)
     squares, eps = scale or (None, 0.0)
     partial, arrived = _workspace(x.device)
     constants: dict[str, Any] = {
@@ -214,10 +216,8 @@ def run(
 
 def hopper_takes(weight: Tensor) -> bool:
     """Whether a weight [N, K] is multiplied by Hopper's own kernel; decided by the weight alone, never by the rows."""
-    if not weight.is_cuda or weight.dtype not in (torch.bfloat16, torch.float16):
-        return False
-    is_hopper = torch.cuda.get_device_capability(weight.device)[0] == 9
-    return is_hopper and weight.shape[1] % 128 == 0
+    half = weight.dtype in (torch.bfloat16, torch.float16)
+    return half and is_hopper(weight) and weight.shape[1] % 128 == 0
 
 
 @functools.cache

@@ -29,6 +29,19 @@ class Tile:
     split: int = 1
 
 
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a program has for the tiles on their way."""
+
+    shared_bytes: int
+    number_bytes: int  # of one input or weight
+
+    def stages(self, wanted: int, numbers: int) -> int:
+        """As many stages of so many numbers as are wanted, or as fit; they change no bit."""
+        return max(1, min(wanted, self.shared_bytes // (numbers * self.number_bytes)))
+
+
+ON_H200 = Room(227 * 1024, 2)
 HEIGHTS = (16, 32, 64, 128)  # rows a tile may have
 # kind of weight: rows: (cols, depth, warps, stages)
 TABLES = {
@@ -61,7 +74,14 @@ def kind_of(num_outputs: int, num_inputs: int, gate: bool) -> str:
     return "split" if pick_split(num_outputs, num_inputs, gate) > 1 else "plain"
 
 
-def pick_tile(num_rows: int, num_outputs: int, num_inputs: int, gate: bool, on_hopper: bool = False) -> Tile:
+def pick_tile(
+    num_rows: int,
+    num_outputs: int,
+    num_inputs: int,
+    gate: bool,
+    on_hopper: bool = False,
+    room: Room = ON_H200,
+) -> Tile:
     """The tile for so many rows of a linear; with `gate` there are twice as many weights as outputs."""
     if num_inputs % MIN_DEPTH:
         raise ConfigError(
@@ -73,4 +93,5 @@ def pick_tile(num_rows: int, num_outputs: int, num_inputs: int, gate: bool, on_h
     cols, depth, warps, stages = table[kind_of(num_outputs, num_inputs, gate)][rows]
     while (num_inputs // split) % depth:
         depth //= 2
+    stages = room.stages(stages, (rows + cols * (2 if gate else 1)) * depth)
     return Tile(rows, cols, depth, warps, stages, split)

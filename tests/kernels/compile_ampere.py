@@ -1,0 +1,39 @@
+"""Compile some Triton kernels for a device before Hopper, on a machine without one. Run outside the interpreter.
+
+Prints for each whether a kernel before it could still be running, and whether it fits such a device.
+"""
+
+import json
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from peregrine.kernels import gpu
+
+A100 = GPUTarget("cuda", 80, 32)
+
+
+def main() -> None:
+    """Kernels are imported here: what the device is counts from then on."""
+    gpu._generation = lambda: 8
+    from kernels.compile_attention import PLAIN, SHAPE, TYPES
+    from peregrine.kernels.attention_gpu import decode_kernel
+    from peregrine.kernels.attention_merge_gpu import merge_kernel
+    from peregrine.kernels.attention_tiles_gpu import SAME_BITS
+
+    types = {name: kind for kind, names in TYPES.items() for name in names}
+    types |= dict.fromkeys(("q", "out", "keys", "values"), "*bf16")
+    for kernel, known, options in (
+        (decode_kernel, SHAPE | PLAIN, SAME_BITS),
+        (merge_kernel, SHAPE | PLAIN | {"MERGED": 1}, {"num_warps": 1}),
+    ):
+        constants = {name: value for name, value in known.items() if name in kernel.arg_names}
+        signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in kernel.arg_names}
+        code = triton.compile(ASTSource(kernel, signature, constants), target=A100, options=dict(options))
+        assert code.asm["cubin"]
+        print(json.dumps({"waits": "griddepcontrol" in code.asm["ptx"], "shared": code.metadata.shared}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""Kernels are launched as the device at hand can run them: early from Hopper on, in tiles that fit its processors."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from peregrine.kernels import gpu
+from peregrine.kernels.experts_tiles import pick_expert_tiles
+from peregrine.kernels.linear_tiles import HEIGHTS, ON_H200, TABLES, Room, pick_tile
+
+ROOT = Path(__file__).parents[2]
+# Shared memory that a program can have: an A100's, an RTX 4090's, and the least that Triton runs on.
+SMALLER = {"a100": 163 * 1024, "rtx-4090": 99 * 1024, "turing": 64 * 1024}
+SHAPES = {"plain": (6144, 4096, False), "split": (4096, 14336, False), "gated": (14336, 4096, True)}
+SHAPES |= {"wide": (128256, 4096, False)}
+
+
+@pytest.mark.parametrize(
+    ("generation", "interpreted", "early"), [(9, False, True), (8, False, False), (9, True, False)]
+)
+def test_kernels_start_early_from_hopper_on(
+    generation: int, interpreted: bool, early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[str, object]] = []
+
+    class Kernel:
+        def __getitem__(self, grid: object) -> object:
+            return lambda *arguments, **options: asked.append(options)
+
+    monkeypatch.setattr(gpu, "_generation", lambda: generation)
+    monkeypatch.setattr(gpu, "triton_interprets", lambda: interpreted)
+    gpu.launch(Kernel(), (1,), early=True)
+    gpu.launch(Kernel(), (1,))
+    assert asked == [{"launch_pdl": True} if early else {}, {}]
+
+
+@pytest.mark.parametrize("device", SMALLER)
+@pytest.mark.parametrize("kind", TABLES)
+def test_tiles_lose_stages_where_they_do_not_fit(device: str, kind: str) -> None:
+    """And nothing else: height, width, depth and split stay, and with them every bit."""
+    outputs, inputs, gate = SHAPES[kind]
+    for rows in HEIGHTS:
+        full = pick_tile(rows, outputs, inputs, gate)
+        for number_bytes in (2, 4):
+            room = Room(SMALLER[device], number_bytes)
+            tile = pick_tile(rows, outputs, inputs, gate, room=room)
+            numbers = (rows + tile.cols * (2 if gate else 1)) * tile.depth
+            assert 1 <= tile.stages <= full.stages
+            assert tile.stages == 1 or tile.stages * numbers * number_bytes <= room.shared_bytes
+            assert (tile.rows, tile.cols, tile.depth, tile.split) == (
+                full.rows,
+                full.cols,
+                full.depth,
+                full.split,
+            )
+
+
+def test_experts_tiles_fit_too() -> None:
+    room = Room(SMALLER["rtx-4090"], 2)
+    for pairs in (8, 512, 4096, 32768):
+        for tile, each in zip(pick_expert_tiles(pairs, 64, 2048, 1408, room), (2, 1), strict=True):
+            assert (
+                tile.stages == 1 or 2 * tile.stages * tile.depth * (tile.rows + each * tile.cols) <= 99 * 1024
+            )
+    assert pick_expert_tiles(8, 64, 2048, 1408) == pick_expert_tiles(8, 64, 2048, 1408, ON_H200)
+
+
+def test_a_cpu_counts_as_hopper_and_holds_no_hopper_tensor() -> None:
+    assert gpu.shared_bytes(torch.device("cpu")) == ON_H200.shared_bytes
+    assert not gpu.is_hopper(torch.zeros(1))
+
+
+@pytest.mark.skipif(not gpu.TRITON_PRESENT, reason="needs triton")
+def test_before_hopper_no_kernel_waits_for_another() -> None:
+    """The instruction does not exist there: a kernel that had it would not compile."""
+    outside = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("compile_ampere.py"))],
+        env={**outside, "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "src", ROOT / "tests")))},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    facts = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(facts) == 2
+    assert all(not fact["waits"] and fact["shared"] <= SMALLER["rtx-4090"] for fact in facts)
