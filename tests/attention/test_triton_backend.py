@@ -1,9 +1,11 @@
 """The Triton backend takes the kernel the costs say, and keeps the counters of each store apart."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from peregrine.attention import Kernel, LayerAttention
+from peregrine.attention import Kernel, LayerAttention, triton_backend
 from peregrine.attention.conformance.paging import Layout, attend, lay_out
 from peregrine.attention.conformance.problem import chain
 from peregrine.attention.kernel_choice import only
@@ -28,6 +30,14 @@ def test_traits_say_where_the_kernels_run(monkeypatch: pytest.MonkeyPatch) -> No
     assert TritonBackend().traits is INTERPRETED
     assert not INTERPRETED.automatic
     assert torch.bfloat16 not in INTERPRETED.dtypes
+
+
+def test_latents_need_a_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their tiles take more shared memory than earlier devices have; there plain torch reads them."""
+    monkeypatch.setattr(triton_backend, "triton_interprets", lambda: False)
+    for generation, fits in ((8, False), (9, True), (10, True)):
+        monkeypatch.setattr(triton_backend, "generation", lambda generation=generation: generation)
+        assert TritonBackend().traits == replace(ON_CUDA, shared_kv=fits)
 
 
 @needs_interpreter

@@ -16,7 +16,7 @@ A100 = GPUTarget("cuda", 80, 32)
 
 def main() -> None:
     """Kernels are imported here: what the device is counts from then on."""
-    gpu._generation = lambda: 8
+    gpu.generation = lambda: 8
     from kernels.compile_attention import PLAIN, SHAPE, TYPES
     from peregrine.kernels.attention_gpu import decode_kernel
     from peregrine.kernels.attention_merge_gpu import merge_kernel

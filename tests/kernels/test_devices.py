@@ -32,7 +32,7 @@ def test_kernels_start_early_from_hopper_on(
         def __getitem__(self, grid: object) -> object:
             return lambda *arguments, **options: asked.append(options)
 
-    monkeypatch.setattr(gpu, "_generation", lambda: generation)
+    monkeypatch.setattr(gpu, "generation", lambda: generation)
     monkeypatch.setattr(gpu, "triton_interprets", lambda: interpreted)
     gpu.launch(Kernel(), (1,), early=True)
     gpu.launch(Kernel(), (1,))

@@ -13,7 +13,7 @@ from peregrine.attention.metadata import AttentionMetadata
 from peregrine.attention.traits import GraphSupport, Traits
 from peregrine.cache.store import KVStore
 from peregrine.hardware import triton_interprets
-from peregrine.kernels.gpu import TRITON_PRESENT
+from peregrine.kernels.gpu import HOPPER, TRITON_PRESENT, generation
 from peregrine.kernels.interpreter import mend_interpreter
 from peregrine.kernels.latent import LatentTurn
 
@@ -49,6 +49,10 @@ INTERPRETED = replace(
 )
 
 
+# A tile of latents takes more shared memory than devices before Hopper have.
+BEFORE_HOPPER = replace(ON_CUDA, shared_kv=False)
+
+
 class TritonBackend:
     """Attention in Triton. `costs` says which kernel is faster where both may serve; bits are the same."""
 
@@ -60,7 +64,9 @@ class TritonBackend:
     @property
     def traits(self) -> Traits:
         """On CUDA devices, or on the CPU while Triton interprets."""
-        return INTERPRETED if triton_interprets() else ON_CUDA
+        if triton_interprets():
+            return INTERPRETED
+        return ON_CUDA if generation() >= HOPPER else BEFORE_HOPPER
 
     def missing(self) -> list[str]:
         """Triton, if it is not installed."""

@@ -36,7 +36,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, early: bool = Fa
 
 def starts_early() -> bool:
     """Whether a kernel can start before the one before has ended: Hopper and later devices do that."""
-    return not triton_interprets() and _generation() >= HOPPER
+    return not triton_interprets() and generation() >= HOPPER
 
 
 def is_hopper(tensor: Tensor) -> bool:
@@ -57,7 +57,7 @@ def shared_bytes(device: torch.device) -> int:
 
 
 @functools.cache
-def _generation() -> int:
+def generation() -> int:
     """Of the device that kernels are launched on; where there is none they are only compiled, for Hopper."""
     return torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else HOPPER
 
