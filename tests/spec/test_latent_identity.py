@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from peregrine.errors import ConfigError
 from peregrine.sampling import SamplingParams
 from spec.harness import Case, accept_length, build, cases, disturbed, latent_model, run, tokens
 
@@ -85,3 +86,11 @@ def test_poisoned_pages_change_nothing() -> None:
 def test_a_page_holds_keys_alone() -> None:
     engine = build(latent_model(), num_pages=10, page_size=16).engine
     assert engine.runner.target.store.num_bytes == 10 * 16 * 3 * (32 + 8) * 4
+
+
+def test_latents_in_float8_are_refused_in_one_line() -> None:
+    with pytest.raises(
+        ConfigError, match=r"kv_dtype='float8': latents \(MLA\) are held .*; use auto"
+    ) as raised:
+        build(latent_model(), drafter="ngram", kv_dtype="float8")
+    assert "backend" not in str(raised.value)

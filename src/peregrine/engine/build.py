@@ -81,6 +81,7 @@ def build_engine(asked: EngineConfig) -> Built:
     needs = attention_needs(asked, target, device, dtype, kv_dtype)
     # The drafter attends with the same backend.
     needs = replace(needs, shared_kv=any(shape.kv.shared for shape in shapes))
+    check_kv_dtype(asked.kv_dtype, needs)
     choice = choose_backend(asked.attention, needs)
     decisions.append(Decision("attention", choice.backend.name, "; ".join(choice.reasons)))
     graphs, why = pick_graphs(asked, device, choice.backend.traits)
@@ -180,6 +181,12 @@ def attention_needs(
         shared_kv=target.config.kv_shape.shared,
         graphs=GraphSupport.NEVER,
     )
+
+
+def check_kv_dtype(name: str, needs: Needs) -> None:
+    """No backend reads latents in another dtype than the model's: said in one line, not once for each of them."""
+    if needs.shared_kv and needs.kv_dtype != needs.dtype:
+        raise ConfigError(f"kv_dtype={name!r}: latents (MLA) are held in the model's own dtype; use auto")
 
 
 def pick_max_len(asked: EngineConfig, config: ModelConfig) -> int:

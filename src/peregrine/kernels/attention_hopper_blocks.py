@@ -87,6 +87,21 @@ def merge(top, mass, sums, next_top, next_mass, next_sums):  # type: ignore[no-u
 
 
 @gluon.jit
+def put_queries(  # type: ignore[no-untyped-def]
+    q, q_tiles, tokens, heads, live, q_stride, COLUMNS: gl.constexpr, flat: gl.constexpr
+):
+    """A tile's queries, in columns; zeros where there is none."""
+    tokens = gl.convert_layout(tokens, gl.SliceLayout(1, flat))
+    heads = gl.convert_layout(heads, gl.SliceLayout(1, flat))
+    live = gl.convert_layout(live.to(gl.int32), gl.SliceLayout(1, flat)) != 0
+    dim = gl.arange(0, WIDTH, gl.SliceLayout(0, flat))
+    at = (tokens.to(gl.int64) * q_stride + heads * (COLUMNS * WIDTH))[:, None] + dim[None, :]
+    for c in gl.static_range(COLUMNS):
+        q_tiles.index(c).store(gl.load(q + at + c * WIDTH, mask=live[:, None], other=0.0))
+    fence_async_shared()
+
+
+@gluon.jit
 def attend_blocks(  # type: ignore[no-untyped-def]
     q,
     out,
@@ -126,14 +141,7 @@ def attend_blocks(  # type: ignore[no-untyped-def]
     ones.store(gl.full([64, BLOCK], 1.0, NUMBER, flat))
     gdc_wait()
     gdc_launch_dependents()
-    flat_tokens = gl.convert_layout(tokens, gl.SliceLayout(1, flat))
-    flat_heads = gl.convert_layout(heads, gl.SliceLayout(1, flat))
-    flat_live = gl.convert_layout(live.to(gl.int32), gl.SliceLayout(1, flat)) != 0
-    dim = gl.arange(0, WIDTH, gl.SliceLayout(0, flat))
-    at = (flat_tokens.to(gl.int64) * q_stride + flat_heads * D)[:, None] + dim[None, :]
-    for c in gl.static_range(COLUMNS):
-        q_tiles.index(c).store(gl.load(q + at + c * WIDTH, mask=flat_live[:, None], other=0.0))
-    fence_async_shared()
+    put_queries(q, q_tiles, tokens, heads, live, q_stride, COLUMNS, flat)
     top = gl.full([ROWS], LOWEST, gl.float32, in_rows)
     mass = gl.zeros([64, ROWS], gl.float32, product)
     first = gl.zeros([WIDTH, ROWS], gl.float32, product)

@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from peregrine.kernels.attention_hopper_blocks import BLOCK, WIDTH
+from peregrine.kernels.attention_hopper_blocks import BLOCK, WIDTH, put_queries
 from peregrine.kernels.attention_tiles_gpu import LOWEST
 from peregrine.kernels.latent_tiles_gpu import latent_split_of_index, latent_start_of_split
 
@@ -123,14 +123,7 @@ def attend_keys(  # type: ignore[no-untyped-def]
     ones.store(gl.full([64, BLOCK], 1.0, NUMBER, flat))
     gdc_wait()
     gdc_launch_dependents()
-    flat_tokens = gl.convert_layout(tokens, gl.SliceLayout(1, flat))
-    flat_heads = gl.convert_layout(heads, gl.SliceLayout(1, flat))
-    flat_live = gl.convert_layout(live.to(gl.int32), gl.SliceLayout(1, flat)) != 0
-    dim = gl.arange(0, WIDTH, gl.SliceLayout(0, flat))
-    at = (flat_tokens.to(gl.int64) * q_stride + flat_heads * (COLUMNS * WIDTH))[:, None] + dim[None, :]
-    for c in gl.static_range(COLUMNS):
-        q_tiles.index(c).store(gl.load(q + at + c * WIDTH, mask=flat_live[:, None], other=0.0))
-    fence_async_shared()
+    put_queries(q, q_tiles, tokens, heads, live, q_stride, COLUMNS, flat)
     whole_top = gl.full([ROWS], LOWEST, gl.float32, in_rows)
     whole_mass = gl.zeros([ROWS], gl.float32, in_rows)
     whole = empty_sums(LATENT, ROWS, product)

@@ -6,6 +6,7 @@ made ready for its next norm wherever something is added to it, so that norms ar
 Parts call each other's `forward`, not the module: a call through it costs as much as a small kernel.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -22,14 +23,14 @@ from peregrine.kernels.stream import Stream, add_to_stream, join_stream, stream_
 from peregrine.models.config import ModelConfig
 
 
-class Packable(nn.Module):
+class Packable(nn.Module, ABC):
     """A part whose weight is laid out for a kernel as soon as it is whole; `packed` is None before."""
 
     packed: object | None
 
+    @abstractmethod
     def pack(self, keep_weight: bool = False) -> None:
         """Switch to the kernel's own layout; the plain weight goes, unless another module shares it."""
-        raise NotImplementedError
 
 
 class Linear(Packable):
