@@ -16,7 +16,7 @@ from peregrine.kernels.route import pack_router, route, route_torch
 from peregrine.kernels.route_law import Choice, RouteLaw
 from peregrine.kernels.stream import Stream
 
-ROWS = (1, 4, 32, 128, 4096)
+ROWS = (1, 4, 17, 32, 33, 128, 4096)  # blocks of up to 32 rows are found without a plan
 EPS = 1e-6
 UNIT = 2.0**24  # squares are whole numbers of 1 / UNIT
 
@@ -132,13 +132,37 @@ def test_tiles_change_no_bit(problem: Problem) -> None:
 
     assert problem.gate_up.weight is not None
     assert problem.down.weight is not None
-    stream, choice = problem.stream(slice(0, 200)), problem.choose(slice(0, 200))
-    assert stream.squares is not None
-    scale, weights = (stream.squares, EPS), (problem.gate_up.weight, problem.down.weight)
-    first = experts_gpu.answer(stream.ready, scale, choice, *weights)
-    for rows, cols, depth, warps in ((16, 32, 64, 4), (32, 64, 128, 4), (64, 128, 64, 8), (128, 64, 32, 4)):
-        tile = ExpertTile(rows, cols, depth, warps, 3)
-        assert torch.equal(experts_gpu.answer(stream.ready, scale, choice, *weights, (tile, tile)), first)
+    weights = problem.gate_up.weight, problem.down.weight
+    for num_rows in (200, 12):  # planned and direct
+        stream, choice = problem.stream(slice(0, num_rows)), problem.choose(slice(0, num_rows))
+        assert stream.squares is not None
+        scale = stream.squares, EPS
+        first = experts_gpu.answer(stream.ready, scale, choice, *weights)
+        for rows, cols, depth, warps in (
+            (16, 32, 64, 4),
+            (32, 64, 128, 4),
+            (64, 128, 64, 8),
+            (128, 64, 32, 4),
+        ):
+            tile = ExpertTile(rows, cols, depth, warps, 3)
+            again = experts_gpu.answer(stream.ready, scale, choice, *weights, (tile, tile))
+            assert torch.equal(again, first), tile
+
+
+def test_blocks_are_alike_planned_and_direct(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
+    from peregrine.kernels import experts_gpu
+
+    assert problem.gate_up.weight is not None
+    assert problem.down.weight is not None
+    weights = problem.gate_up.weight, problem.down.weight
+    for num_rows in (1, 4, 16, 17, 32):
+        stream, choice = problem.stream(slice(0, num_rows)), problem.choose(slice(0, num_rows))
+        assert stream.squares is not None
+        with monkeypatch.context() as patch:
+            direct = experts_gpu.answer(stream.ready, (stream.squares, EPS), choice, *weights)
+            patch.setattr(experts_gpu, "DIRECT_ROWS", 0)
+            planned = experts_gpu.answer(stream.ready, (stream.squares, EPS), choice, *weights)
+        assert torch.equal(direct, planned), num_rows
 
 
 def test_one_expert_may_get_everything(problem: Problem) -> None:

@@ -16,12 +16,13 @@ from peregrine.kernels.attention_hopper import hopper_decode_kernel
 from peregrine.kernels.attention_plan_gpu import HOPPER_REGISTERS, HOPPER_STAGES
 from peregrine.kernels.latent_hopper import hopper_latent_kernel
 from peregrine.kernels.latent_plan_gpu import HOPPER_REGISTERS as LATENT_REGISTERS
+from peregrine.kernels.latent_plan_gpu import TILES
 from peregrine.kernels.linear_hopper import hopper_kernel
 from peregrine.kernels.linear_tiles import HOPPER_TABLES
 
 TYPES = {
     "*bf16": ("q", "out", "bias", "residual", "norm", "scaled"),
-    "*i64": ("positions", "past_lens", "table", "squares", "next_squares", "stale_squares"),
+    "*i64": ("positions", "q_starts", "past_lens", "table", "squares", "next_squares", "stale_squares"),
     "*fp32": ("part_sums", "part_stats", "held_sums", "held_stats", "partial"),
     "*i32": ("arrived",),
     "fp32": ("scale", "eps"),
@@ -78,21 +79,14 @@ if __name__ == "__main__":
         compile_linear("split", rows, 4096, 14336, 2)
         compile_linear("gated", rows, 14336, 4096, 1)
         compile_linear("wide", rows, 128256, 4096, 1)
-    for rows, head_dim, page, is_apart in ((16, 128, 16, True), (64, 128, 16, False), (32, 64, 128, True)):
+    for rows, head_dim, page in ((16, 128, 16), (64, 128, 16), (32, 64, 128)):
         pages = tiles(min(page, 64), 64, height=64)
-        known = ROUND | {"ROWS": rows, "D": head_dim, "PAGE": page, "APART": is_apart, "num_warps": 4}
+        known = ROUND | {"ROWS": rows, "D": head_dim, "PAGE": page, "num_warps": 4}
         options = {"maxnreg": HOPPER_REGISTERS, "enable_fp_fusion": False}
         compile_kernel(hopper_decode_kernel, {"keys": pages, "values": pages}, known, **options)
-    for heads, rows, is_apart in ((16, 16, True), (16, 32, False), (128, 32, True)):
-        known = {
-            "HEADS": heads,
-            "RANK": 512,
-            "ROPE": 64,
-            "PAGE": 16,
-            "ROWS": rows,
-            "APART": is_apart,
-            "STAGES": 2,
-        }
+    for heads, rows, is_apart in ((16, 16, True), (16, 64, False), (128, 64, True)):
+        known = {"HEADS": heads, "RANK": 512, "ROPE": 64, "PAGE": 16, "ROWS": rows, "STAGES": 2}
+        known |= {"APART": is_apart, "num_warps": TILES[rows]}
         options = {"maxnreg": LATENT_REGISTERS[rows], "enable_fp_fusion": False}
         pages = {"keys": tiles(16, 64, height=64)}
-        compile_kernel(hopper_latent_kernel, pages, known | {"num_warps": rows // 4}, **options)
+        compile_kernel(hopper_latent_kernel, pages, known, **options)

@@ -1,5 +1,7 @@
 """Experts: the twin against a loop in float64, the kernels against the twin, and bits that no company changes."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,7 +13,7 @@ from kernels.interpreted import needs_interpreter
 from peregrine.errors import ConfigError
 from peregrine.kernels import experts as kernels
 from peregrine.kernels.experts import PackedExperts, experts_mlp, join_experts, pack_experts, plain_experts
-from peregrine.kernels.experts_tiles import GATED, PLAIN, ExpertTile, pick_expert_tiles
+from peregrine.kernels.experts_tiles import DIRECT_ROWS, GATED, PLAIN, ExpertTile, pick_expert_tiles
 from peregrine.kernels.route_law import Choice
 from peregrine.kernels.stream import Stream
 
@@ -33,9 +35,9 @@ def packed() -> tuple[PackedExperts, PackedExperts]:
     return pack_experts(gate_up, NUM_EXPERTS), pack_experts(down, NUM_EXPERTS)
 
 
-def choice_of(num_rows: int, choices: int = 3, seed: int = 0) -> Choice:
-    """Each row's experts at random, none twice."""
-    order = draw(num_rows, NUM_EXPERTS, seed=seed).argsort(dim=1)[:, :choices]
+def choice_of(num_rows: int, choices: int = 3, seed: int = 0, first: int = 0) -> Choice:
+    """Each row's experts at random, none twice and none before the first."""
+    order = first + draw(num_rows, NUM_EXPERTS - first, seed=seed).argsort(dim=1)[:, :choices]
     return Choice(order.int(), draw(num_rows, choices, seed=seed + 1).abs())
 
 
@@ -44,7 +46,7 @@ CHOICES = {
     "some": choice_of(9),
     "many": choice_of(70),
     "all to one": Choice(torch.full((21, 1), 4, dtype=torch.int32), draw(21, 1)),
-    "nobody to the first": Choice((choice_of(12).experts % 3 + 3), choice_of(12).weights),
+    "nobody to the first": choice_of(12, first=3),
 }
 each_choice = pytest.mark.parametrize("choice", CHOICES.values(), ids=CHOICES)
 
@@ -122,6 +124,10 @@ def test_tiles_take_what_matrix_instructions_can() -> None:
         wide, narrow = pick_expert_tiles(pairs, 64, 2048, 1408)
         assert wide.rows == narrow.rows == rows
         assert 2048 % wide.depth == 1408 % narrow.depth == 0
+    assert DIRECT_ROWS == 32
+    for num_rows, rows in ((1, 16), (16, 16), (17, 32), (32, 32), (33, 64)):
+        wide, narrow = pick_expert_tiles(num_rows * 8, 16, 2048, 1408, num_rows=num_rows)
+        assert wide.rows == narrow.rows == rows  # 33 rows are planned: 16.5 are expected of an expert
 
 
 @pytest.fixture
@@ -177,40 +183,91 @@ def whole_numbers(low: int, high: int, *size: int, seed: int = 0) -> Tensor:
     return torch.randint(low, high + 1, size, generator=torch.Generator().manual_seed(seed)).float()
 
 
-@needs_interpreter
-def test_the_kernels_answer_alike_in_any_company_and_tile() -> None:
-    """In whole numbers, with gates so large that silu changes nothing: every sum is exact, whatever its order."""
-    from peregrine.kernels import experts_gpu
-
+def whole_stacks() -> tuple[Tensor, Tensor]:
+    """Experts in whole numbers, with gates so large that silu changes nothing: sums are exact, whatever their order."""
     gates = whole_numbers(1, 2, NUM_EXPERTS, INNER, HIDDEN, seed=1)
     gate_up = torch.cat([gates, whole_numbers(-1, 1, NUM_EXPERTS, INNER, HIDDEN, seed=2)], dim=1)
-    down = whole_numbers(-1, 1, NUM_EXPERTS, HIDDEN, INNER, seed=3)
-    x = whole_numbers(1, 2, 70, HIDDEN, seed=4)
-    choice = Choice(CHOICES["many"].experts, whole_numbers(1, 4, 70, 3, seed=5))
-    whole = experts_gpu.answer(x, None, choice, gate_up, down).view(70, 3, HIDDEN)
-    twin = experts_mlp(
-        x, choice, *(pack_experts(stack.flatten(0, 1), NUM_EXPERTS) for stack in (gate_up, down))
+    return gate_up, whole_numbers(-1, 1, NUM_EXPERTS, HIDDEN, INNER, seed=3)
+
+
+def whole_twin(x: Tensor, choice: Choice) -> Tensor:
+    return experts_mlp(
+        x, choice, *(pack_experts(stack.flatten(0, 1), NUM_EXPERTS) for stack in whole_stacks())
     )
-    assert torch.equal(whole.sum(dim=1), twin)
+
+
+@needs_interpreter
+def test_the_kernels_answer_alike_in_any_company_and_tile() -> None:
+    from peregrine.kernels import experts_gpu
+
+    stacked, x = whole_stacks(), whole_numbers(1, 2, 70, HIDDEN, seed=4)
+    choice = Choice(CHOICES["many"].experts, whole_numbers(1, 4, 70, 3, seed=5))
+    whole = experts_gpu.answer(x, None, choice, *stacked).view(70, 3, HIDDEN)
+    assert torch.equal(whole.sum(dim=1), whole_twin(x, choice))
     for rows in (slice(0, 1), slice(5, 9), slice(66, 70)):
         own = Choice(choice.experts[rows].contiguous(), choice.weights[rows].contiguous())
-        alone = experts_gpu.answer(x[rows], None, own, gate_up, down)
+        alone = experts_gpu.answer(x[rows], None, own, *stacked)
         assert torch.equal(alone.view(-1, 3, HIDDEN), whole[rows])
     for rows, cols, depth in ((32, 16, 16), (64, 64, 16), (128, 32, 16)):
         tile = ExpertTile(rows, cols, depth, 4, 1)
-        again = experts_gpu.answer(x, None, choice, gate_up, down, (tile, tile))
+        again = experts_gpu.answer(x, None, choice, *stacked, (tile, tile))
         assert torch.equal(again.view(70, 3, HIDDEN), whole)
+
+
+def crowd_of(num_rows: int) -> Choice:
+    """All rows choose the same three experts, each in another order."""
+    turns = (torch.arange(num_rows)[:, None] + torch.arange(3)) % 3
+    return Choice(torch.tensor([5, 0, 3])[turns].int(), draw(num_rows, 3))
+
+
+def shared_of(num_rows: int) -> Choice:
+    """The last two experts are everybody's, the first three come from the others: five places of eight."""
+    own = draw(num_rows, NUM_EXPERTS - 2).argsort(dim=1)[:, :3]
+    shared = torch.tensor([NUM_EXPERTS - 2, NUM_EXPERTS - 1]).expand(num_rows, 2)
+    return Choice(torch.cat([own, shared], dim=1).int(), draw(num_rows, 5))
+
+
+@needs_interpreter
+@pytest.mark.parametrize("num_rows", [1, 3, 16, 17, 32, 33])
+@pytest.mark.parametrize("draw_choice", [choice_of, crowd_of, shared_of])
+def test_few_rows_are_answered_alike_without_a_plan(
+    draw_choice: Callable[[int], Choice], num_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last row is a pad, and not a number: nobody else may notice."""
+    from peregrine.kernels import experts_gpu
+
+    plan, plans = experts_gpu.plan, []
+
+    def count_plans(experts: Tensor, num_experts: int, rows: int) -> tuple[Tensor, Tensor]:
+        plans.append(rows)
+        return plan(experts, num_experts, rows)
+
+    monkeypatch.setattr(experts_gpu, "plan", count_plans)
+    stacked, experts = whole_stacks(), draw_choice(num_rows).experts
+    choice = Choice(experts, whole_numbers(1, 4, *experts.shape, seed=5))
+    x = whole_numbers(1, 2, num_rows, HIDDEN, seed=4)
+    twin = whole_twin(x, choice)
+    if num_rows > 1:
+        x[-1], twin[-1] = torch.nan, torch.nan
+    found = experts_gpu.answer(x, None, choice, *stacked)
+    assert len(plans) == (num_rows > DIRECT_ROWS)
+    summed = found.view(num_rows, -1, HIDDEN).sum(dim=1)
+    torch.testing.assert_close(summed, twin, rtol=0, atol=0, equal_nan=True)
+    monkeypatch.setattr(experts_gpu, "DIRECT_ROWS", 0)
+    planned = experts_gpu.answer(x, None, choice, *stacked)
+    assert len(plans) == 1 + (num_rows > DIRECT_ROWS)
+    torch.testing.assert_close(planned, found, rtol=0, atol=0, equal_nan=True)
 
 
 @needs_interpreter
 @settings(max_examples=15, deadline=None)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=150), st.sampled_from([16, 32]), st.booleans())
 def test_a_plan_sorts_pairs_and_cuts_blocks(numbers: list[int], rows: int, ranked: bool) -> None:
-    from peregrine.kernels import experts_gpu
+    from peregrine.kernels import experts_plan_gpu
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(experts_gpu, "MAX_RANKED", 4096 if ranked else 0)
-        order, blocks = experts_gpu.plan(torch.tensor(numbers, dtype=torch.int32)[:, None], 10, rows)
+        patch.setattr(experts_plan_gpu, "MAX_RANKED", 4096 if ranked else 0)
+        order, blocks = experts_plan_gpu.plan(torch.tensor(numbers, dtype=torch.int32)[:, None], 10, rows)
     assert order.tolist() == sorted(range(len(numbers)), key=lambda pair: (numbers[pair], pair))
     expected, start = [], 0
     for expert in sorted(set(numbers)):
@@ -218,7 +275,7 @@ def test_a_plan_sorts_pairs_and_cuts_blocks(numbers: list[int], rows: int, ranke
         expected += [[expert, first, last] for first in range(start, last, rows)]
         start = last
     count = int(blocks[0])
-    assert count == len(expected) <= experts_gpu.most_blocks(len(numbers), 10, rows)
+    assert count == len(expected) <= experts_plan_gpu.most_blocks(len(numbers), 10, rows)
     assert blocks[1 : 1 + 3 * count].view(-1, 3).tolist() == expected
 
 

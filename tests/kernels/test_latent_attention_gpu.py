@@ -53,7 +53,8 @@ def test_every_key_lies_in_one_split_of_whole_blocks() -> None:
         assert latent_start_of_split(split) <= index < latent_start_of_split(split + 1)
     borders = [latent_start_of_split(split) for split in range(300)]
     assert all(border % gpu.BLOCK == 0 for border in borders)
-    assert [latent_start_of_split(s) for s in (0, 1, 32, 33, 80, 81)] == [0, 128, 4096, 4352, 16384, 16896]
+    widths = [borders[s + 1] - borders[s] for s in (0, 31, 32, 79, 80, 143, 144)]
+    assert widths == [128, 128, 256, 256, 384, 384, 768]
     assert [latent_splits(keys) for keys in (1, 128, 129, 4096, 16384, 16385)] == [1, 1, 2, 32, 80, 81]
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
@@ -17,7 +17,15 @@ from peregrine.errors import ConfigError
 from peregrine.hardware import triton_interprets
 from peregrine.kernels.gpu import TRITON_PRESENT
 from peregrine.kernels.linear import PackedWeight, linear_torch
-from peregrine.kernels.linear_tiles import HEIGHTS, MIN_DEPTH, TABLES, Tile, pick_split, pick_tile
+from peregrine.kernels.linear_tiles import (
+    HEIGHTS,
+    MIN_DEPTH,
+    SPLIT_DEPTH,
+    TABLES,
+    Tile,
+    pick_split,
+    pick_tile,
+)
 
 if not (TRITON_PRESENT and triton_interprets()):
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
@@ -255,11 +263,22 @@ def test_tiles_fit_a_processor(kind: str) -> None:
         assert 2 * stages * depth * (rows + weights) <= 227 * 1024
 
 
-@given(st.integers(1, gpu.MAX_SPLIT_OUTPUTS), st.integers(1, gpu.MAX_ROWS), st.integers(64, 1024))
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "split"),
+    [(4096, 14336, 2), (6144, 4096, 1), (2048, 4096, 4), (2048, 10944, 3), (1024, 4096, 8), (256, 512, 1)],
+)
+def test_few_tiles_are_shared_by_as_many_programs_as_there_are_processors(
+    outputs: int, inputs: int, split: int
+) -> None:
+    assert pick_split(outputs, inputs, gate=False) == split
+    assert pick_split(outputs, inputs, gate=True) == 1
+
+
+@given(st.integers(1, 5120), st.integers(1, gpu.MAX_ROWS), st.integers(16, 256))
 def test_partial_sums_find_room(outputs: int, rows: int, blocks: int) -> None:
     """Every program that shares a tile has a place of its own, within the workspace."""
-    tile = pick_tile(rows, outputs, 2 * MIN_DEPTH * blocks, gate=False)
-    assert tile.split > 1
+    tile = pick_tile(rows, outputs, SPLIT_DEPTH * blocks, gate=False)
+    assume(tile.split > 1)
     partial, arrived = gpu._workspace(torch.device("cpu"))
     tiles = -(-outputs // tile.cols) * -(-rows // tile.rows)
     assert tiles * tile.split * tile.rows * tile.cols <= partial.numel()

@@ -1,8 +1,9 @@
-"""Decode attention for Hopper, in Gluon: the arithmetic of `attention_tiles_gpu.py`, bit for bit, at memory's speed.
+"""Attention of many rows at once for Hopper, in Gluon: the arithmetic of `attention_tiles_gpu.py`, bit for bit.
 
-One warp of a program does nothing but ask for pages: the copy engine brings a block of keys and values into a ring of
-`STAGES` places, ahead of the four warps that multiply. Keys that were there before this forward are asked for while
-the kernel before is still running.
+Where there are as many tiles as fill the device, one program reads all keys of its tile and answers alone. One warp of
+it does nothing but ask for pages: the copy engine brings a block of keys and values into a ring of `STAGES` places,
+ahead of the four warps that multiply. Keys that were there before this forward are asked for while the kernel before is
+still running.
 """
 
 import torch
@@ -18,8 +19,6 @@ from peregrine.kernels.attention_hopper_blocks import (
     WIDTH,
     ask_for_blocks,
     attend_blocks,
-    split_of,
-    split_start,
 )
 from peregrine.kernels.attention_tiles_gpu import LOG2_E
 
@@ -32,7 +31,7 @@ def paged(store: Tensor, page_size: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(store.flatten(1), shape, layout)
 
 
-@gluon.jit(do_not_specialize=["q_len", "num_pages", "max_splits"])
+@gluon.jit(do_not_specialize=["q_len", "num_pages"])
 def hopper_decode_kernel(  # type: ignore[no-untyped-def]
     q,  # [N, Hq, D], tokens q_stride apart
     out,  # [N, Hq, D]
@@ -41,28 +40,23 @@ def hopper_decode_kernel(  # type: ignore[no-untyped-def]
     positions,  # [N]
     past_lens,  # [R]
     table,  # [R, num_pages]
-    part_sums,  # [R * tiles, max_splits, ROWS, D] f32
-    part_stats,  # [R * tiles, max_splits, ROWS, 2] f32: top, mass
     scale,
     q_len,
     q_stride,
     num_pages,
-    max_splits,
     KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
     D: gl.constexpr,
     PAGE: gl.constexpr,
     ROWS: gl.constexpr,
-    APART: gl.constexpr,
     STAGES: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """Grid (programs, tiles * KV heads, rows), as `decode_kernel`; not APART: one program, which answers itself."""
+    """Grid (tiles * KV heads, rows)."""
     COLUMNS: gl.constexpr = D // WIDTH
     QUERIES: gl.constexpr = ROWS // GROUP
     product: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    program, programs = gl.program_id(0), gl.num_programs(0)
-    tile, kv_head, row = gl.program_id(1) // KV_HEADS, gl.program_id(1) % KV_HEADS, gl.program_id(2)
+    tile, kv_head, row = gl.program_id(0) // KV_HEADS, gl.program_id(0) % KV_HEADS, gl.program_id(1)
     k_tiles = gl.allocate_shared_memory(keys.dtype, [STAGES * COLUMNS, BLOCK, WIDTH], keys.layout)
     v_tiles = gl.allocate_shared_memory(keys.dtype, [STAGES * COLUMNS, BLOCK, WIDTH], keys.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -79,14 +73,7 @@ def hopper_decode_kernel(  # type: ignore[no-untyped-def]
     position = gl.load(positions + tokens, mask=live, other=0).to(gl.int32)
     limit = gl.where(live, gl.minimum(position + 1, num_pages * PAGE), 0)
     farthest = gl.max(limit, axis=0)
-    # Programs take runs of whole splits with about as many keys each, as those of `decode_kernel` do.
-    run = gl.where(program == 0, 0, split_of(farthest * program // programs))
-    run_end = gl.minimum(split_of(farthest * (program + 1) // programs), split_of(farthest - 1) + 1)
-    run_end = gl.where(program == programs - 1, split_of(farthest - 1) + 1, run_end)
-    begin = split_start(run)
-    stop = gl.maximum(gl.minimum(split_start(run_end), farthest), begin)
-    count = (stop - begin + BLOCK - 1) // BLOCK
-    place_of = (row * gl.num_programs(1) + gl.program_id(1)).to(gl.int64) * max_splits * ROWS + place_in_tile
+    count = (farthest + BLOCK - 1) // BLOCK
     row_table = table + row.to(gl.int64) * num_pages
     factor = scale * LOG2_E
     gl.warp_specialize(
@@ -96,16 +83,12 @@ def hopper_decode_kernel(  # type: ignore[no-untyped-def]
                 (
                     q,
                     out,
-                    part_sums,
-                    part_stats,
                     limit,
                     live,
                     tokens,
                     heads,
-                    place_of,
                     farthest,
-                    begin,
-                    stop,
+                    count,
                     factor,
                     q_stride,
                     k_tiles,
@@ -115,7 +98,6 @@ def hopper_decode_kernel(  # type: ignore[no-untyped-def]
                     KV_HEADS * GROUP,
                     COLUMNS,
                     ROWS,
-                    APART,
                     STAGES,
                 ),
             ),
@@ -127,7 +109,7 @@ def hopper_decode_kernel(  # type: ignore[no-untyped-def]
                     row_table,
                     past,
                     farthest,
-                    begin,
+                    0,
                     count,
                     kv_head * D,
                     k_tiles,

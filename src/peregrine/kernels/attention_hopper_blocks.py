@@ -1,4 +1,4 @@
-"""The two halves of Hopper's decode attention: one warp asks for blocks of keys and values, four multiply them.
+"""The two halves of Hopper's attention: one warp asks for blocks of keys and values, four multiply them.
 
 Matrices lie on their side, keys by query rows: matrix instructions are 64 high, and a block has always 64 keys, but a
 tile seldom 64 rows. The arithmetic is that of `attention_tiles_gpu.py`, bit for bit.
@@ -96,8 +96,11 @@ def put_queries(  # type: ignore[no-untyped-def]
     live = gl.convert_layout(live.to(gl.int32), gl.SliceLayout(1, flat)) != 0
     dim = gl.arange(0, WIDTH, gl.SliceLayout(0, flat))
     at = (tokens.to(gl.int64) * q_stride + heads * (COLUMNS * WIDTH))[:, None] + dim[None, :]
+    columns = ()  # all are asked for before the first is stored
     for c in gl.static_range(COLUMNS):
-        q_tiles.index(c).store(gl.load(q + at + c * WIDTH, mask=live[:, None], other=0.0))
+        columns = columns + (gl.load(q + at + c * WIDTH, mask=live[:, None], other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
+    for c in gl.static_range(COLUMNS):
+        q_tiles.index(c).store(columns[c])
     fence_async_shared()
 
 
@@ -105,16 +108,12 @@ def put_queries(  # type: ignore[no-untyped-def]
 def attend_blocks(  # type: ignore[no-untyped-def]
     q,
     out,
-    part_sums,
-    part_stats,
     limit,
     live,
     tokens,
     heads,
-    place_of,
     farthest,
-    begin,
-    stop,
+    count,
     factor,
     q_stride,
     k_tiles,
@@ -124,10 +123,9 @@ def attend_blocks(  # type: ignore[no-untyped-def]
     HEADS: gl.constexpr,
     COLUMNS: gl.constexpr,
     ROWS: gl.constexpr,
-    APART: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """The multiplying warps: a block's scores, weights and sums, split by split."""
+    """The multiplying warps: a block's scores, weights and sums, split by split, and the splits in order."""
     D: gl.constexpr = COLUMNS * WIDTH
     NUMBER: gl.constexpr = q.dtype.element_ty
     product: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
@@ -152,10 +150,9 @@ def attend_blocks(  # type: ignore[no-untyped-def]
     whole_second = gl.zeros([WIDTH, ROWS], gl.float32, product)
     zero = gl.zeros([64, ROWS], gl.float32, product)
     dims = gl.arange(0, WIDTH, in_keys)
-    count = (stop - begin + BLOCK - 1) // BLOCK
     for i in range(count):
         place = i % STAGES
-        start = begin + i * BLOCK
+        start = i * BLOCK
         mbarrier.wait(ready.index(place), (i // STAGES) & 1)
         scores = warpgroup_mma(
             k_tiles.index(place * COLUMNS), q_tiles.index(0).permute((1, 0)), zero, is_async=True
@@ -190,28 +187,16 @@ def attend_blocks(  # type: ignore[no-untyped-def]
         mass, first, second = warpgroup_mma_wait(0, deps=(mass, first, second))
         gl.thread_barrier()
         mbarrier.arrive(free.index(place), count=1)
-        if (start + BLOCK == split_start(split + 1)) | (start + BLOCK >= stop):
+        if (start + BLOCK == split_start(split + 1)) | (start + BLOCK >= farthest):
             row_mass = gl.max(mass, axis=0)
-            if APART:
-                to = place_of + split * ROWS
-                sums_to = part_sums + to[None, :] * D + dims[:, None]
-                gl.store(sums_to, first, mask=live[None, :])
-                if COLUMNS == 2:
-                    gl.store(sums_to + WIDTH, second, mask=live[None, :])
-                gl.store(part_stats + to * 2, top, mask=live)
-                gl.store(part_stats + to * 2 + 1, row_mass, mask=live)
-            else:
-                old_top, old_mass = whole_top, whole_mass
-                whole_top, whole_mass, whole_first = merge(
-                    old_top, old_mass, whole_first, top, row_mass, first
+            old_top, old_mass = whole_top, whole_mass
+            whole_top, whole_mass, whole_first = merge(old_top, old_mass, whole_first, top, row_mass, first)
+            if COLUMNS == 2:
+                whole_top, whole_mass, whole_second = merge(
+                    old_top, old_mass, whole_second, top, row_mass, second
                 )
-                if COLUMNS == 2:
-                    whole_top, whole_mass, whole_second = merge(
-                        old_top, old_mass, whole_second, top, row_mass, second
-                    )
-    if not APART:
-        divisor = gl.where(live, whole_mass, 1.0)[None, :]
-        to = ((tokens.to(gl.int64) * HEADS + heads) * D)[None, :] + dims[:, None]
-        gl.store(out + to, (whole_first / divisor).to(NUMBER), mask=live[None, :])
-        if COLUMNS == 2:
-            gl.store(out + to + WIDTH, (whole_second / divisor).to(NUMBER), mask=live[None, :])
+    divisor = gl.where(live, whole_mass, 1.0)[None, :]
+    to = ((tokens.to(gl.int64) * HEADS + heads) * D)[None, :] + dims[:, None]
+    gl.store(out + to, (whole_first / divisor).to(NUMBER), mask=live[None, :])
+    if COLUMNS == 2:
+        gl.store(out + to + WIDTH, (whole_second / divisor).to(NUMBER), mask=live[None, :])

@@ -55,7 +55,7 @@ def merge_kernel(  # type: ignore[no-untyped-def]
     dim = tl.arange(0, D_PAD)
     wait()
     # Unrolled, not staged: a ring in shared memory would take the room of programs that overlap with these.
-    for split in tl.range(first, end, loop_unroll_factor=8):
+    for split in tl.range(first, end, loop_unroll_factor=16):
         at = place + split * ROWS
         next_top = tl.load(part_stats + at * 2, mask=live, other=LOWEST)
         next_mass = tl.load(part_stats + at * 2 + 1, mask=live, other=0.0)

@@ -28,10 +28,8 @@ from peregrine.kernels.gpu import is_hopper, launch
 TALL_TILE = 64  # query rows of a tile of long windows
 PROGRAMS_PER_CORE = 2  # decode programs per multiprocessor: more do not fit beside each other
 CORES_OF_THE_INTERPRETER = 16
-HOPPER_STAGES = (
-    2  # blocks on their way; two programs fit on a multiprocessor, and the next kernel beside them
-)
-HOPPER_REGISTERS = 128  # of a thread on average, for the same reason
+HOPPER_STAGES, HOPPER_REGISTERS = 2, 128  # two programs fit on a multiprocessor, and the next kernel
+MERGE_REGISTERS = 168  # of a thread: left alone, the compiler takes 64, and waits for a few loads at a time
 DECODE_ONLY = frozenset({"BLOCK", "STAGES", *SAME_BITS})
 
 
@@ -110,42 +108,34 @@ def decode_gpu(
     """Attention of q [R * T, Hq, D], T queries on every row, by `programs` per tile (None: as fills the device)."""
     q = _checked(q, plan)
     num_rows, num_pages = plan.page_table.shape
+    if programs is None and hopper_takes(q, kv, plan, window, sinks):
+        return hopper_gpu(q, kv, plan, scale)
     q_len = len(q) // num_rows
-    on_hopper = hopper_takes(q, kv, plan, window, sinks)
-    tile = hopper_tile(q_len, q.shape[1] // kv.keys.shape[1]) if on_hopper else TILE
-    constants = _constants(q, kv, plan, window, sinks, tile)
+    constants = _constants(q, kv, plan, window, sinks, TILE)
     max_splits = num_splits(num_pages * plan.page_size)
-    group, queries = constants["GROUP"], queries_per_tile(constants["GROUP"], tile)
-    tiles = -(-q_len // queries) * tiles_per_query(group, tile) * constants["KV_HEADS"]  # of one row
+    group, queries = constants["GROUP"], queries_per_tile(constants["GROUP"], TILE)
+    tiles = -(-q_len // queries) * tiles_per_query(group, TILE) * constants["KV_HEADS"]  # of one row
     if programs is None:
         most = max_splits if plan.paths is None else max_splits + 2 * queries
-        programs = max(1, min(most, PROGRAMS_PER_CORE * _cores(q.device) // (num_rows * tiles)))
-        if (
-            programs == 1 and not on_hopper
-        ):  # a program that shares with no other need not put its parts aside
+        programs = min(most, _programs_each(num_rows * tiles, q.device))
+        if programs == 1:  # a program that shares with no other need not put its parts aside
             return context_gpu(q, kv, plan, scale, window, sinks)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    is_apart = programs > 1 or not on_hopper
-    parts = (num_rows * tiles, max_splits, tile) if is_apart else (0, 0, 0)
+    parts = num_rows * tiles, max_splits, TILE
     part_sums = torch.empty(*parts, constants["D_PAD"], dtype=torch.float32, device=q.device)
     part_stats = torch.empty(*parts, 2, dtype=torch.float32, device=q.device)  # top, mass
     sizes = {"window": window or 0, "q_len": q_len, "num_pages": num_pages, "max_splits": max_splits}
-    if on_hopper:
-        grid = programs, tiles, num_rows
-        launch_hopper(grid, q, out, kv, plan, (part_sums, part_stats), scale, sizes | constants)
-    else:
-        launch(
-            decode_kernel,
-            (programs, tiles, num_rows),
-            *(q, kv.keys, kv.values, kv.k_scale, plan.positions, plan.past_lens, plan.page_table),
-            *(plan.limits, plan.paths, part_sums, part_stats, scale),
-            q_stride=q.stride(0),
-            **sizes,
-            **{name: value for name, value in constants.items() if name != "SINKS"},
-            early=True,
-        )
-    if is_apart:
-        launch_merge(out, kv, sinks, plan, (part_sums, part_stats), tiles, sizes, constants)
+    launch(
+        decode_kernel,
+        (programs, tiles, num_rows),
+        *(q, kv.keys, kv.values, kv.k_scale, plan.positions, plan.past_lens, plan.page_table),
+        *(plan.limits, plan.paths, part_sums, part_stats, scale),
+        q_stride=q.stride(0),
+        **sizes,
+        **{name: value for name, value in constants.items() if name != "SINKS"},
+        early=True,
+    )
+    launch_merge(out, kv, sinks, plan, (part_sums, part_stats), tiles, sizes, constants)
     return out
 
 
@@ -161,8 +151,7 @@ def launch_merge(
 ) -> None:
     """Put together what the programs of each tile have put aside."""
     tile = constants["ROWS"]
-    # Rows for one program; in the interpreter a program costs more than its rows.
-    merged = 1 if out.is_cuda else tile
+    merged = 1 if out.is_cuda else tile  # in the interpreter a program costs more than its rows
     launch(
         merge_kernel,
         (tile // merged, tiles, len(plan.past_lens)),
@@ -172,54 +161,64 @@ def launch_merge(
         MERGED=merged,
         enable_fp_fusion=False,
         num_warps=1,
+        maxnreg=MERGE_REGISTERS,
         early=True,
     )
 
 
-def launch_hopper(
-    grid: tuple[int, int, int],
-    q: Tensor,
-    out: Tensor,
-    kv: StoredKV,
-    plan: GpuPlan,
-    parts: tuple[Tensor, Tensor],
-    scale: float,
-    known: dict[str, Any],
-) -> None:
-    """Decode attention by Hopper's own kernel: into the parts, or into `out` if there are none."""
+def hopper_gpu(q: Tensor, kv: StoredKV, plan: GpuPlan, scale: float) -> Tensor:
+    """Attention of q [R * T, Hq, D], T queries on every row, by one program per tile of Hopper's own kernel."""
     # Imports Gluon, which other devices have no use for.
     from peregrine.kernels.attention_hopper import hopper_decode_kernel, paged
 
-    keys, values = paged(kv.keys, plan.page_size), paged(kv.values, plan.page_size)
+    num_rows, num_pages = plan.page_table.shape
+    num_kv_heads, head_dim = kv.keys.shape[1:]
+    q_len, group = len(q) // num_rows, q.shape[1] // num_kv_heads
+    tile = hopper_tile(q_len, group)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     launch(
         hopper_decode_kernel,
-        grid,
-        *(q, out, keys, values, plan.positions, plan.past_lens, plan.page_table, *parts, scale),
-        q_stride=q.stride(0),
-        **{name: known[name] for name in ("q_len", "num_pages", "max_splits")},
-        **{name: known[name] for name in ("KV_HEADS", "GROUP", "D", "PAGE", "ROWS")},
-        APART=parts[0].numel() > 0,
+        (-(-q_len // queries_per_tile(group, tile)) * num_kv_heads, num_rows),
+        *(q, out, paged(kv.keys, plan.page_size), paged(kv.values, plan.page_size)),
+        *(plan.positions, plan.past_lens, plan.page_table, scale, q_len, q.stride(0), num_pages),
+        KV_HEADS=num_kv_heads,
+        GROUP=group,
+        D=head_dim,
+        PAGE=plan.page_size,
+        ROWS=tile,
         STAGES=HOPPER_STAGES,
         num_warps=4,
         maxnreg=HOPPER_REGISTERS,
         enable_fp_fusion=False,
         early=True,
     )
+    return out
 
 
 def hopper_takes(q: Tensor, kv: StoredKV, plan: GpuPlan, window: int | None, sinks: Tensor | None) -> bool:
-    """Whether Hopper's own kernel serves: plain causal windows of the common shapes. Bits are the same either way."""
-    if not is_hopper(q):
+    """Whether Hopper's own kernel serves: plain causal windows of the common shapes, and tiles for all processors.
+
+    Bits are the same either way; where programs have to share the keys of a tile, `decode_kernel` was faster.
+    """
+    group = q.shape[1] // kv.keys.shape[1]
+    if not is_hopper(q) or group > TALL_TILE:
         return False
     plain = plan.paths is None and window is None and sinks is None
     same = kv.keys.dtype == q.dtype and q.dtype in (torch.bfloat16, torch.float16)
-    group = q.shape[1] // kv.keys.shape[1]
-    return plain and same and q.shape[2] in (64, 128) and plan.page_size >= 8 and group <= TALL_TILE
+    num_rows, q_len = len(plan.past_lens), len(q) // len(plan.past_lens)
+    tiles = -(-q_len // queries_per_tile(group, hopper_tile(q_len, group))) * kv.keys.shape[1]
+    fills = _programs_each(num_rows * tiles, q.device) == 1
+    return plain and same and fills and q.shape[2] in (64, 128) and plan.page_size >= 8
 
 
 def hopper_tile(q_len: int, group: int) -> int:
     """Query rows of a tile of Hopper's kernel: all queries of a row share one read of its keys, up to 64 rows."""
     return min(TALL_TILE, max(TILE, 1 << (q_len * group - 1).bit_length()))
+
+
+def _programs_each(tiles: int, device: torch.device) -> int:
+    """Programs that may share the keys of each of so many tiles: as many as run beside each other, or one."""
+    return max(1, PROGRAMS_PER_CORE * _cores(device) // tiles)
 
 
 def context_gpu(

@@ -1,13 +1,13 @@
-"""Mixtures of experts on a GPU: rows are sorted by expert, and each expert's weights are read once for all of its rows.
+"""Mixtures of experts on a GPU: rows are grouped by expert, and an expert's weights are read once for all of its rows.
 
-    plan       pairs of (row, place in its choice) sorted by expert, and cut into blocks of rows that share one
+    plan       pairs of (row, place in its choice) are cut into blocks that share an expert: see experts_plan_gpu.py
     gate_up    of each block: silu(gate) * up, with the norm's division, as in linear_gpu.py
     down       of each block, times the pair's weight
     combine    a row's answers in the order of its choice, and the residual; the stream is made ready for its next norm
 
 Every output is one chain over its inputs in ascending order, and a row's answers are added in the order of its choice:
-neither the tile nor the company changes a bit. The host knows how many blocks there can be, but not how many there are:
-surplus programs leave at once.
+neither the tile, nor the way its block was found, nor the company changes a bit. The host knows how many blocks there
+can be, but not how many there are: surplus programs leave at once.
 """
 
 import torch
@@ -16,7 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from peregrine.kernels.early_gpu import enter
-from peregrine.kernels.experts_tiles import ExpertTile, pick_expert_tiles
+from peregrine.kernels.experts_plan_gpu import direct_block, most_blocks, plan, planned_block
+from peregrine.kernels.experts_tiles import DIRECT_ROWS, ExpertTile, pick_expert_tiles
 from peregrine.kernels.gpu import dense_rows, launch, shared_bytes
 from peregrine.kernels.linear_gpu import MAX_SQUARE, SQUARE_UNIT
 from peregrine.kernels.linear_tiles import Room
@@ -24,11 +25,7 @@ from peregrine.kernels.route_law import Choice
 from peregrine.kernels.stream import Stream
 
 MAX_ROWS = 4096  # of one pass; longer inputs are cut, and so is the memory that answers take
-MAX_RANKED = 4096  # pairs that are sorted by counting, every pair against every other; above, a library sorts
-RANKED = 64  # pairs whose places one program counts
-CHUNK = 128  # pairs that it compares them with at a time
 COMBINED = 512  # outputs of a program that adds up answers
-BLOCK_FIELDS = 3  # expert, first and last place in the sorted order
 
 
 def join_experts(
@@ -64,21 +61,29 @@ def answer(
     tiles: tuple[ExpertTile, ExpertTile] | None = None,
 ) -> Tensor:
     """What each row's experts answer, weighted: [N, H] -> [N * choices, H]. `scale` is (squares, eps)."""
-    num_pairs, num_experts, size = choice.experts.numel(), down.shape[0], down.shape[1]
-    inner_size = down.shape[2]
+    (num_rows, choices), (num_experts, size, inner_size) = choice.experts.shape, down.shape
+    num_pairs = num_rows * choices
     room = Room(shared_bytes(x.device), x.element_size())
-    wide, narrow = tiles or pick_expert_tiles(num_pairs, num_experts, size, inner_size, room)
-    order, blocks = plan(choice.experts, num_experts, wide.rows)
+    wide, narrow = tiles or pick_expert_tiles(num_pairs, num_experts, size, inner_size, room, num_rows)
+    direct = num_rows <= min(DIRECT_ROWS, wide.rows)
+    if direct:
+        order, blocks, most = choice.experts, choice.experts, num_pairs  # nobody reads the first two
+    else:
+        order, blocks = plan(choice.experts, num_experts, wide.rows)
+        most = most_blocks(num_pairs, num_experts, wide.rows)
     inner, answers = x.new_empty(num_pairs, inner_size), x.new_empty(num_pairs, size)
     x = dense_rows(x)
     squares, eps = scale or (None, 0.0)
     for tile, source, weight, out in ((wide, x, gate_up, inner), (narrow, inner, down, answers)):
         launch(
             block_kernel,
-            (triton.cdiv(out.shape[1], tile.cols), most_blocks(num_pairs, num_experts, tile.rows)),
-            *(source, weight, out, order, blocks, out if squares is None else squares, choice.weights),
-            *(source.stride(0), eps),
-            CHOICES=choice.experts.shape[1],
+            (triton.cdiv(out.shape[1], tile.cols), most),
+            *(source, weight, out, choice.experts, order, blocks),
+            *(out if squares is None else squares, choice.weights),
+            *(source.stride(0), num_pairs, eps),
+            CHOICES=choices,
+            SLOTS=triton.next_power_of_2(choices),
+            DIRECT=direct,
             N=out.shape[1],
             K=source.shape[1],
             GATE=weight is gate_up,
@@ -93,91 +98,22 @@ def answer(
     return answers
 
 
-def most_blocks(num_pairs: int, num_experts: int, rows: int) -> int:
-    """How many blocks there can be: all whole ones, and one with the rest for each expert that has pairs."""
-    return min(num_experts, num_pairs) + num_pairs // rows
-
-
-def plan(experts: Tensor, num_experts: int, rows: int) -> tuple[Tensor, Tensor]:
-    """(order [P], blocks [1 + 3 * most]) of choices [N, choices]: pairs by expert, ascending, and where blocks lie.
-
-    blocks is how many there are, then for each its expert, its own first place in the order and its expert's last.
-    """
-    flat = experts.flatten()
-    num_pairs = len(flat)
-    ranked = num_pairs <= MAX_RANKED
-    order = torch.empty_like(flat) if ranked else flat.sort(stable=True).indices.int()
-    most = most_blocks(num_pairs, num_experts, rows)
-    blocks = torch.empty(1 + BLOCK_FIELDS * most, dtype=torch.int32, device=flat.device)
-    launch(
-        plan_kernel,
-        (1 + (triton.cdiv(num_pairs, RANKED) if ranked else 0),),
-        *(flat, order, blocks, num_pairs),
-        ROWS=rows,
-        BINS=triton.next_power_of_2(num_experts + 1),
-        RANKED=RANKED,
-        CHUNK=CHUNK,
-        FIELDS=BLOCK_FIELDS,
-        num_warps=4,
-        early=True,
-    )
-    return order, blocks
-
-
 @triton.jit(do_not_specialize=["P"])
-def plan_kernel(  # type: ignore[no-untyped-def]
-    experts,  # [P] i32
-    order,  # [P] i32
-    blocks,  # [1 + FIELDS * most] i32
-    P,
-    ROWS: tl.constexpr,
-    BINS: tl.constexpr,
-    RANKED: tl.constexpr,
-    CHUNK: tl.constexpr,
-    FIELDS: tl.constexpr,
-):
-    """The first program cuts blocks, the others sort: a pair's place is the number of pairs before it."""
-    enter()
-    if tl.program_id(0) == 0:
-        expert = tl.arange(0, BINS)
-        count = tl.zeros((BINS,), tl.int32)
-        for start in range(0, P, CHUNK):
-            other = start + tl.arange(0, CHUNK)
-            count += tl.histogram(tl.load(experts + other, mask=other < P, other=BINS - 1), BINS)
-        count = tl.where(expert == BINS - 1, 0, count)  # those past the last pair
-        last = tl.cumsum(count)
-        needed = (count + ROWS - 1) // ROWS
-        place = tl.cumsum(needed) - needed
-        tl.store(blocks, tl.sum(needed))
-        for step in range(0, tl.max(needed)):
-            fields = blocks + 1 + (place + step) * FIELDS
-            tl.store(fields, expert, mask=step < needed)
-            tl.store(fields + 1, last - count + step * ROWS, mask=step < needed)
-            tl.store(fields + 2, last, mask=step < needed)
-    else:
-        pair = (tl.program_id(0) - 1) * RANKED + tl.arange(0, RANKED)
-        own = tl.load(experts + pair, mask=pair < P, other=0)
-        before = tl.zeros((RANKED,), tl.int32)
-        for start in range(0, P, CHUNK):
-            other = start + tl.arange(0, CHUNK)
-            theirs = tl.load(experts + other, mask=other < P, other=BINS)[None, :]
-            earlier = (theirs < own[:, None]) | ((theirs == own[:, None]) & (other[None, :] < pair[:, None]))
-            before += tl.sum(earlier.to(tl.int32), axis=1)
-        tl.store(order + before, pair, mask=pair < P)
-
-
-@triton.jit
 def block_kernel(  # type: ignore[no-untyped-def]
-    x,  # [rows, K] of the stream with GATE, [P, K] in sorted order without
+    x,  # [rows, K] of the stream with GATE, [P, K] by pair without
     weight,  # [E, N, K], or [E, 2 N, K] with GATE
-    out,  # [P, N] in sorted order with GATE, by pair without
+    out,  # [P, N] by pair
+    experts,  # [P] i32
     order,  # [P] i32
     blocks,  # [1 + 3 * most] i32
     squares,  # [rows] i64 of the stream that x was prepared from
     factors,  # [P] f32 weights of the pairs
     x_stride,
+    P,
     eps,
     CHOICES: tl.constexpr,
+    SLOTS: tl.constexpr,
+    DIRECT: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
     GATE: tl.constexpr,
@@ -187,21 +123,28 @@ def block_kernel(  # type: ignore[no-untyped-def]
     DEPTH: tl.constexpr,
 ):
     """Some outputs of one expert's linear, for one block of its pairs."""
-    enter()
-    block = tl.program_id(1)
-    if block >= tl.load(blocks):
+    # Down looks for its block early: gate_up stands before it, and has waited for the choice and the plan.
+    if GATE:
+        enter()
+    if DIRECT:
+        found, expert, pairs, live = direct_block(experts, P, CHOICES, SLOTS, ROWS)
+    else:
+        found, expert, pairs, live = planned_block(order, blocks, ROWS)
+    if not found:
         return
-    fields = blocks + 1 + block * 3
-    expert, first, last = tl.load(fields).to(tl.int64), tl.load(fields + 1), tl.load(fields + 2)
-    places = first + tl.arange(0, ROWS)
-    live = places < last
-    pairs = tl.load(order + places, mask=live, other=0)
-    rows = pairs // CHOICES if GATE else places
+    if not GATE:
+        enter()
+    rows = pairs // CHOICES if GATE else pairs
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
     depth = tl.arange(0, DEPTH)
     # As in linear_gpu.py: the weight is the left matrix, and outputs past the last are others', not stored.
     w_places = weight + expert * ((2 if GATE else 1) * N * K) + (cols % N)[:, None] * K + depth[None, :]
     x_places = x + rows.to(tl.int64)[None, :] * x_stride + depth[:, None]
+    # What a row is multiplied by is asked for before the loop: after it, everybody would wait for it.
+    if SCALE:
+        square = tl.load(squares + rows, mask=live, other=0)
+    if not GATE:
+        factor = tl.load(factors + pairs, mask=live, other=0.0)
     total = tl.zeros((COLS, ROWS), tl.float32)
     up = tl.zeros((COLS, ROWS), tl.float32)
     for start in range(0, K, DEPTH):
@@ -210,17 +153,11 @@ def block_kernel(  # type: ignore[no-untyped-def]
         if GATE:
             up = tl.dot(tl.load(w_places + N * K + start), values, up, input_precision="ieee")
     total, up = tl.trans(total), tl.trans(up)  # [ROWS, COLS]
-    if GATE:
-        if SCALE:
-            mean = tl.load(squares + rows, mask=live, other=0).to(tl.float32) / (K * SQUARE_UNIT)
-            scale = (1.0 / tl.sqrt_rn(mean + eps))[:, None]
-            total, up = total * scale, up * scale
-        total = total * tl.sigmoid(total) * up
-        targets = places
-    else:
-        total = total * tl.load(factors + pairs, mask=live, other=0.0)[:, None]
-        targets = pairs
-    out_places = targets.to(tl.int64)[:, None] * N + cols[None, :]
+    if SCALE:
+        scale = (1.0 / tl.sqrt_rn(square.to(tl.float32) / (K * SQUARE_UNIT) + eps))[:, None]
+        total, up = total * scale, up * scale
+    total = total * tl.sigmoid(total) * up if GATE else total * factor[:, None]
+    out_places = pairs.to(tl.int64)[:, None] * N + cols[None, :]
     tl.store(out + out_places, total.to(out.dtype.element_ty), mask=live[:, None] & (cols < N)[None, :])
 
 
@@ -257,21 +194,24 @@ def combine_kernel(  # type: ignore[no-untyped-def]
     READY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    enter()
     row = tl.program_id(1).to(tl.int64)
     cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = cols < H
+    # What down did not write is read early: it waited for all of that itself.
+    before = tl.load(residual + row * H + cols, mask=inside, other=0.0).to(tl.float32)
+    if READY:
+        norms = tl.load(norm + cols, mask=inside, other=0.0).to(tl.float32)
+    enter()
     total = tl.load(answers + row * CHOICES * H + cols, mask=inside, other=0.0).to(tl.float32)
     for place in tl.static_range(1, CHOICES):
         total += tl.load(answers + (row * CHOICES + place) * H + cols, mask=inside, other=0.0).to(tl.float32)
-    total += tl.load(residual + row * H + cols, mask=inside, other=0.0).to(tl.float32)
+    total += before
     result = total.to(out.dtype.element_ty)
     tl.store(out + row * H + cols, result, mask=inside)
     if READY:
         value = result.to(tl.float32)
         square = value * value
-        ready = value * tl.load(norm + cols, mask=inside, other=0.0).to(tl.float32)
-        ready = tl.where(square <= MAX_SQUARE, ready, float("nan"))
+        ready = tl.where(square <= MAX_SQUARE, value * norms, float("nan"))
         tl.store(scaled + row * H + cols, ready.to(out.dtype.element_ty), mask=inside)
         square = tl.where(square <= MAX_SQUARE, square, 0.0) * SQUARE_UNIT
         tl.atomic_add(next_squares + row, tl.sum(square.to(tl.int64)), sem="relaxed")

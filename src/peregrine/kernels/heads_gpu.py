@@ -14,6 +14,10 @@ from peregrine.kernels.gpu import launch
 
 MIN_DEPTH = 16  # of a matrix instruction: inputs must be a multiple of it
 MAX_DEPTH = 128
+FEW_ROWS, DEEP = (
+    32,
+    512,
+)  # with few rows a step may be so deep: all weights of a program are then read before it waits
 HEIGHTS = (16, 32, 64, 128)  # rows a tile may have
 WANTED_PROGRAMS = 128  # about as many as there are multiprocessors: narrower tiles until there are so many
 
@@ -35,7 +39,6 @@ def heads_kernel(  # type: ignore[no-untyped-def]
     DEPTH: tl.constexpr,
 ):
     """Grid (tiles of outputs, tiles of rows, heads)."""
-    enter()
     head = tl.program_id(2).to(tl.int64)
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -45,8 +48,11 @@ def heads_kernel(  # type: ignore[no-untyped-def]
     # past the last are computed from others and not stored.
     weights_at = weight + (head * OUTPUTS + cols % OUTPUTS)[:, None] * INPUTS + depth[None, :]
     values_at = x + head * x_head + rows.to(tl.int64)[None, :] * x_row + depth[:, None]
-    total = tl.zeros((COLS, ROWS), tl.float32)
-    for start in range(0, INPUTS, DEPTH):
+    weights = tl.load(weights_at)
+    enter()
+    values = tl.load(values_at, mask=live[None, :], other=0.0)
+    total = tl.dot(weights, values, input_precision="ieee")
+    for start in range(DEPTH, INPUTS, DEPTH):
         values = tl.load(values_at + start, mask=live[None, :], other=0.0)
         total = tl.dot(tl.load(weights_at + start), values, total, input_precision="ieee")
     places = head * out_head + rows.to(tl.int64)[:, None] * out_row + cols[None, :]
@@ -79,7 +85,7 @@ def heads_linear_gpu(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Te
             INPUTS=inputs,
             ROWS=rows,
             COLS=cols,
-            DEPTH=min(inputs & -inputs, MAX_DEPTH),
+            DEPTH=min(inputs & -inputs, DEEP if rows <= FEW_ROWS else MAX_DEPTH),
             num_warps=4,
             num_stages=3,
             early=True,

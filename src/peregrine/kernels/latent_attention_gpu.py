@@ -180,7 +180,7 @@ def latent_merge_kernel(  # type: ignore[no-untyped-def]
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     mass = tl.zeros([], tl.float32)
     sums = tl.zeros([COLUMNS], tl.float32)
-    for split in tl.range(0, end, loop_unroll_factor=16):
+    for split in tl.range(0, end, loop_unroll_factor=32):
         at = place + split * ROWS
         added = power_of_two(tl.load(held_stats + at * 2) - top)
         mass += tl.load(held_stats + at * 2 + 1) * added

@@ -1,7 +1,7 @@
 """Latent attention (MLA) for Hopper, in Gluon: the arithmetic of `latent_tiles_gpu.py`, bit for bit.
 
-As in `attention_hopper.py` one warp asks for keys ahead of those that multiply. A tile has 16 or 32 (query, head)
-pairs; 16 pairs, with both states they need, are what four warps have registers for.
+As in `attention_hopper.py` one warp asks for keys ahead of those that multiply. A tile has 16 (query, head) pairs and
+four warps, or 64 and eight: more sums than theirs would not fit into registers.
 """
 
 from triton.experimental import gluon
@@ -13,19 +13,35 @@ from peregrine.kernels.attention_tiles_gpu import LOG2_E
 from peregrine.kernels.latent_hopper_blocks import attend_keys, split_of, split_start
 
 
-@gluon.jit(do_not_specialize=["q_len", "num_pages", "max_splits"])
+@gluon.jit
+def tile_of_place(place, q_starts, num_rows, QUERIES: gl.constexpr, HEAD_TILES: gl.constexpr):  # type: ignore[no-untyped-def]
+    """As that of latent_attention_gpu."""
+    row, after = 0, num_rows
+    while after - row > 1:
+        middle = (row + after) // 2
+        starts_before = gl.load(q_starts + middle).to(gl.int32) // QUERIES + middle <= place // HEAD_TILES
+        row = gl.where(starts_before, middle, row)
+        after = gl.where(starts_before, after, middle)
+    q_start = gl.load(q_starts + row).to(gl.int32)
+    q_len = gl.load(q_starts + row + 1).to(gl.int32) - q_start
+    return row, q_start, q_len, place - (q_start // QUERIES + row) * HEAD_TILES
+
+
+@gluon.jit(do_not_specialize=["q_len", "num_rows", "num_pages", "max_splits"])
 def hopper_latent_kernel(  # type: ignore[no-untyped-def]
     q,  # [N, HEADS, RANK + ROPE], tokens q_stride apart
     out,  # [N, HEADS, RANK]
     keys,  # [slots, RANK + ROPE] in pages by columns
     positions,  # [N]
+    q_starts,  # [R + 1]
     past_lens,  # [R]
     table,  # [R, num_pages]
-    held_sums,  # [R * tiles, max_splits, ROWS, RANK] f32
+    held_sums,  # f32 if APART [R * tiles, max_splits, ROWS, RANK], else [N, HEADS, RANK]
     held_stats,  # [R * tiles, max_splits, ROWS, 2] f32: top, mass
     scale,
     q_len,
     q_stride,
+    num_rows,
     num_pages,
     max_splits,
     HEADS: gl.constexpr,
@@ -37,15 +53,23 @@ def hopper_latent_kernel(  # type: ignore[no-untyped-def]
     STAGES: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """Grid (programs, tiles, rows), as `latent_kernel` if APART; not APART: one program, which answers itself."""
+    """Grid if APART (programs, tiles, rows), else (places for tiles,), as `latent_kernel`."""
     LATENT: gl.constexpr = RANK // WIDTH
     COLUMNS: gl.constexpr = (RANK + ROPE) // WIDTH
     HEADS_EACH: gl.constexpr = HEADS if HEADS < ROWS else ROWS
     QUERIES: gl.constexpr = ROWS // HEADS_EACH
     HEAD_TILES: gl.constexpr = (HEADS + HEADS_EACH - 1) // HEADS_EACH
-    product: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, num_warps // 4], [16, 16, 16])
-    program, programs = gl.program_id(0), gl.num_programs(0)
-    tile, row = gl.program_id(1), gl.program_id(2)
+    product: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [4, num_warps // 4], [16, ROWS * 4 // num_warps, 16]
+    )
+    if APART:
+        program, programs = gl.program_id(0), gl.num_programs(0)
+        tile, row = gl.program_id(1), gl.program_id(2)
+        q_start = row * q_len
+    else:
+        program, programs = 0, 1
+        last_first = gl.num_programs(0) - 1 - gl.program_id(0)
+        row, q_start, q_len, tile = tile_of_place(last_first, q_starts, num_rows, QUERIES, HEAD_TILES)
     tiles = gl.allocate_shared_memory(keys.dtype, [STAGES * COLUMNS, BLOCK, WIDTH], keys.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -57,7 +81,7 @@ def hopper_latent_kernel(  # type: ignore[no-untyped-def]
     query = tile // HEAD_TILES * QUERIES + in_tile // HEADS_EACH
     heads = tile % HEAD_TILES * HEADS_EACH + in_tile % HEADS_EACH
     live = (in_tile < QUERIES * HEADS_EACH) & (heads < HEADS) & (query < q_len)
-    tokens = row * q_len + query
+    tokens = q_start + query
     past = gl.load(past_lens + row).to(gl.int32)
     position = gl.load(positions + tokens, mask=live, other=0).to(gl.int32)
     limit = gl.where(live, gl.minimum(position + 1, num_pages * PAGE), 0)
@@ -70,7 +94,10 @@ def hopper_latent_kernel(  # type: ignore[no-untyped-def]
     begin = split_start(run)
     stop = gl.maximum(gl.minimum(split_start(run_end), farthest), begin)
     count = (stop - begin + BLOCK - 1) // BLOCK
-    place_of = (row * gl.num_programs(1) + tile).to(gl.int64) * max_splits * ROWS + in_tile
+    if APART:
+        place_of = (row * gl.num_programs(1) + tile).to(gl.int64) * max_splits * ROWS + in_tile
+    else:
+        place_of = tokens.to(gl.int64) * HEADS + heads
     row_table = table + row.to(gl.int64) * num_pages
     factor = scale * LOG2_E
     gl.warp_specialize(
@@ -95,7 +122,6 @@ def hopper_latent_kernel(  # type: ignore[no-untyped-def]
                     tiles,
                     ready,
                     free,
-                    HEADS,
                     COLUMNS,
                     LATENT,
                     ROWS,

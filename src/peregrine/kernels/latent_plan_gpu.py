@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from peregrine.kernels.attention_borders_gpu import FLOAT32_BLOCK, queries_per_tile, tiles_per_query
-from peregrine.kernels.attention_plan_gpu import GpuPlan
+from peregrine.kernels.attention_plan_gpu import MERGE_REGISTERS, GpuPlan
 from peregrine.kernels.gpu import is_hopper, launch
 from peregrine.kernels.latent_attention_gpu import latent_kernel, latent_merge_kernel
 from peregrine.kernels.latent_tiles_gpu import latent_splits
@@ -21,8 +21,10 @@ BLOCK = 64  # key indices per product; a divisor of every split's width
 TILES = {16: 4, 32: 4, 64: 8}
 CORES_OF_THE_INTERPRETER = 4
 HOPPER_COLUMN = 64  # entries of a key that Hopper's kernel takes side by side
-HOPPER_REGISTERS = {16: 255, 32: 168}  # of a thread on average, by tile: as many as one program can have
-MERGED_COLUMNS = 128  # of an answer, for one program of the merge
+HOPPER_REGISTERS = {16: 255, 64: 168}  # of a thread on average, by tile: as many as one program can have
+MERGED_COLUMNS = (
+    32  # of an answer, for one program of the merge: one a thread, so that many loads are on their way
+)
 
 
 def latent_decode_gpu(
@@ -49,17 +51,14 @@ def latent_decode_gpu(
         if programs == 1 and not on_hopper:  # who shares with no other need not put splits aside
             return latent_context_gpu(q, keys, plan, rank, scale, tile)
     constants = _constants(q, plan, rank, tile)
-    is_apart = programs > 1 or not on_hopper
-    held = (num_rows * tiles, max_splits, tile) if is_apart else (0, 0, 0)
-    held_sums = torch.empty(*held, constants["RANK_PAD"], dtype=torch.float32, device=q.device)
-    held_stats = torch.empty(*held, 2, dtype=torch.float32, device=q.device)
-    out = q.new_empty(*q.shape[:2], rank)
-    grid, known = (programs, tiles, num_rows), constants | {"max_splits": max_splits}
-    (_launch_hopper if on_hopper else _launch)(
-        q, out, keys, plan, scale, grid, (held_sums, held_stats), known if on_hopper else constants
+    held_sums, held_stats = (
+        torch.empty(num_rows * tiles, max_splits, tile, size, dtype=torch.float32, device=q.device)
+        for size in (constants["RANK_PAD"], 2)
     )
-    if not is_apart:
-        return out
+    out = q.new_empty(*q.shape[:2], rank)
+    grid = programs, tiles, num_rows
+    launch_it = _launch_hopper if on_hopper else _launch
+    launch_it(q, out, keys, plan, scale, grid, (held_sums, held_stats), constants)
     columns = min(MERGED_COLUMNS, constants["RANK_PAD"])
     launch(
         latent_merge_kernel,
@@ -70,6 +69,7 @@ def latent_decode_gpu(
         CHUNK=64,
         enable_fp_fusion=False,
         num_warps=1,
+        maxnreg=MERGE_REGISTERS,
         early=True,
     )
     return out
@@ -80,12 +80,14 @@ def latent_context_gpu(
 ) -> Tensor:
     """The same for q [N, h, rank + rope] on rows of any lengths. -> [N, h, rank]"""
     num_rows, heads = len(plan.past_lens), q.shape[1]
-    tile = tile or tile_for(len(q) // num_rows * heads, q)
+    on_hopper = tile is None and hopper_takes(q, keys, plan, rank)
+    tile = max(HOPPER_REGISTERS) if on_hopper else tile or tile_for(len(q) // num_rows * heads, q)
     constants = _constants(q, plan, rank, tile)
     out = q.new_empty(*q.shape[:2], rank)
     held_sums = torch.empty(*q.shape[:2], constants["RANK_PAD"], dtype=torch.float32, device=q.device)
     places = (len(q) // queries_per_tile(heads, tile) + num_rows) * tiles_per_query(heads, tile)
-    _launch(q, out, keys, plan, scale, (places,), (held_sums, held_sums), constants)
+    launch_it = _launch_hopper if on_hopper else _launch
+    launch_it(q, out, keys, plan, scale, (places,), (held_sums, held_sums), constants)
     return out
 
 
@@ -102,14 +104,14 @@ def hopper_takes(q: Tensor, keys: Tensor, plan: GpuPlan, rank: int) -> bool:
     """Whether Hopper's own kernel serves: causal windows of whole columns. Bits are the same either way."""
     if not is_hopper(q):
         return False
-    whole = rank % HOPPER_COLUMN == 0 and (q.shape[2] - rank) % HOPPER_COLUMN == 0
+    whole = rank % (2 * HOPPER_COLUMN) == 0 and (q.shape[2] - rank) % HOPPER_COLUMN == 0
     same = keys.dtype == q.dtype and q.dtype in (torch.bfloat16, torch.float16)
     return plan.paths is None and plan.page_size >= 8 and whole and same
 
 
 def hopper_tile(pairs: int) -> int:
     """The height of a tile of Hopper's kernel for rows of so many pairs."""
-    return 16 if pairs <= 16 else 32
+    return 16 if pairs <= 16 else 64
 
 
 def _launch_hopper(
@@ -120,24 +122,22 @@ def _launch_hopper(
     scale: float,
     grid: tuple[int, ...],
     held: tuple[Tensor, Tensor],
-    known: dict[str, Any],
+    constants: dict[str, Any],
 ) -> None:
     # Imports Gluon, which other devices have no use for.
     from peregrine.kernels.attention_hopper import paged
     from peregrine.kernels.latent_hopper import hopper_latent_kernel
 
-    q, num_pages = _whole_heads(q), plan.page_table.shape[1]
-    where = plan.positions, plan.past_lens, plan.page_table
+    q = _whole_heads(q, plan)
     launch(
         hopper_latent_kernel,
         grid,
-        *(q, out, paged(keys, plan.page_size), *where, *held, scale),
-        *(len(q) // len(plan.past_lens), q.stride(0), num_pages, known["max_splits"]),
-        **{name: known[name] for name in ("HEADS", "RANK", "ROPE", "PAGE", "ROWS")},
-        APART=held[0].numel() > 0,
+        *(q, out, paged(keys, plan.page_size), plan.positions, plan.q_starts, plan.past_lens),
+        *(plan.page_table, *held, scale, *_sizes(q, plan, held[0])),
+        **{name: constants[name] for name in ("HEADS", "RANK", "ROPE", "PAGE", "ROWS", "num_warps")},
+        APART=len(grid) == 3,
         STAGES=2,
-        num_warps=known["ROWS"] // 4,
-        maxnreg=HOPPER_REGISTERS[known["ROWS"]],
+        maxnreg=HOPPER_REGISTERS[constants["ROWS"]],
         enable_fp_fusion=False,
         early=True,
     )
@@ -153,24 +153,27 @@ def _launch(
     held: tuple[Tensor, Tensor],
     constants: dict[str, Any],
 ) -> None:
-    if len(q) != len(plan.positions):
-        raise ValueError(f"q has {len(q)} tokens, but the window was planned for {len(plan.positions)}")
-    q = _whole_heads(q)
-    is_apart = len(grid) == 3
-    num_rows, num_pages = plan.page_table.shape
+    q = _whole_heads(q, plan)
     launch(
         latent_kernel,
         grid,
         *(q, out, keys, plan.positions, plan.q_starts, plan.past_lens, plan.page_table),
-        *(plan.limits, plan.paths, *held, scale, len(q) // num_rows, q.stride(0), num_rows, num_pages),
-        held[0].shape[1] if is_apart else 0,
+        *(plan.limits, plan.paths, *held, scale, *_sizes(q, plan, held[0])),
         **constants,
-        APART=is_apart,
+        APART=len(grid) == 3,
         early=True,
     )
 
 
-def _whole_heads(q: Tensor) -> Tensor:
+def _sizes(q: Tensor, plan: GpuPlan, held_sums: Tensor) -> tuple[int, ...]:
+    """Queries of a row, numbers from token to token, rows, pages of a row, splits that have places."""
+    num_rows, num_pages = plan.page_table.shape
+    return len(q) // num_rows, q.stride(0), num_rows, num_pages, held_sums.shape[1]
+
+
+def _whole_heads(q: Tensor, plan: GpuPlan) -> Tensor:
+    if len(q) != len(plan.positions):
+        raise ValueError(f"q has {len(q)} tokens, but the window was planned for {len(plan.positions)}")
     return q if q.stride(2) == 1 and q.stride(1) == q.shape[2] else q.contiguous()
 
 

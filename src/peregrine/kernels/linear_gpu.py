@@ -22,7 +22,15 @@ from torch import Tensor
 
 from peregrine.kernels import linear_tiles
 from peregrine.kernels.gpu import dense_rows, is_hopper, launch, shared_bytes
-from peregrine.kernels.linear_tiles import MAX_SPLIT_OUTPUTS, Room, Tile, pick_tile
+from peregrine.kernels.linear_tiles import (
+    HEIGHTS,
+    SPLIT_COLS,
+    SPLIT_DEPTH,
+    SPLIT_PROGRAMS,
+    Room,
+    Tile,
+    pick_tile,
+)
 
 MAX_ROWS = 4096  # of one launch; longer inputs are cut, and so is the memory that partial sums take
 SQUARE_UNIT, MAX_SQUARE = tl.constexpr(linear_tiles.SQUARE_UNIT), tl.constexpr(linear_tiles.MAX_SQUARE)
@@ -217,11 +225,12 @@ def run(
 def hopper_takes(weight: Tensor) -> bool:
     """Whether a weight [N, K] is multiplied by Hopper's own kernel; decided by the weight alone, never by the rows."""
     half = weight.dtype in (torch.bfloat16, torch.float16)
-    return half and is_hopper(weight) and weight.shape[1] % 128 == 0
+    return half and is_hopper(weight) and weight.shape[1] % SPLIT_DEPTH == 0
 
 
 @functools.cache
 def _workspace(device: torch.device) -> tuple[Tensor, Tensor]:
     """Where programs that share a tile leave their sums, and how many have; one place for all launches."""
-    partial = torch.empty(2 * MAX_ROWS * MAX_SPLIT_OUTPUTS, dtype=torch.float32, device=device)
-    return partial, torch.zeros(MAX_ROWS * MAX_SPLIT_OUTPUTS // 1024, dtype=torch.int32, device=device)
+    partial = torch.empty(SPLIT_PROGRAMS * SPLIT_COLS * MAX_ROWS, dtype=torch.float32, device=device)
+    most_tiles = SPLIT_PROGRAMS // 2 * MAX_ROWS // min(HEIGHTS)
+    return partial, torch.zeros(most_tiles, dtype=torch.int32, device=device)

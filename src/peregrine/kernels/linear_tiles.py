@@ -12,8 +12,10 @@ SQUARE_UNIT = 2.0**24  # sums of squares are whole numbers of 1 / this
 # Of one value. A larger one is made NaN, so that its request ends with an error: the sum of a row holds 32 of these.
 MAX_SQUARE = 2.0**34
 MIN_DEPTH = 16  # of a matrix instruction: inputs must be a multiple of it
-MAX_SPLIT_OUTPUTS = 5120  # up to here there are fewer tiles than processors, so two programs share one
-MIN_SPLIT_INPUTS = 2048
+# Where there are fewer tiles than processors, programs share the inputs of a tile: up to so many programs in all, each
+# with so many inputs or more, in whole steps of so many.
+SPLIT_PROGRAMS, SPLIT_INPUTS, SPLIT_DEPTH = 160, 512, 64
+SPLIT_COLS = 64  # outputs of a tile that is shared
 WIDE_OUTPUTS = 32768
 
 
@@ -61,8 +63,9 @@ HOPPER_TABLES = {
 
 def pick_split(num_outputs: int, num_inputs: int, gate: bool) -> int:
     """How many programs share the inputs of one tile."""
-    narrow = num_outputs <= MAX_SPLIT_OUTPUTS and num_inputs >= MIN_SPLIT_INPUTS
-    return 2 if narrow and not gate and num_inputs % (2 * MIN_DEPTH) == 0 else 1
+    tiles = -(-num_outputs // SPLIT_COLS)
+    most = 1 if gate else min(SPLIT_PROGRAMS // tiles, num_inputs // SPLIT_INPUTS)
+    return next((split for split in range(most, 1, -1) if num_inputs % (split * SPLIT_DEPTH) == 0), 1)
 
 
 def kind_of(num_outputs: int, num_inputs: int, gate: bool) -> str:

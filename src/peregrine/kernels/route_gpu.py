@@ -22,8 +22,10 @@ MAX_SPLIT = 8
 MIN_SHARE = 256  # inputs that are worth a program
 FEW_ROWS = 64
 SMALL_TILE, LARGE_TILE = (16, 16), (64, 64)  # rows and experts of a program
-LAST = tl.constexpr(0x7FFFFFFF)
-TAKEN = tl.constexpr(-0x8000000000000000)  # below every key
+MAX_DEPTH = 128  # of a step; but the smallest share worth a program is taken in one
+LAST = tl.constexpr(0x7FFFFFFF)  # above every expert's number
+# Below every score's order: what is taken already, and what lies outside the groups a row has chosen.
+TAKEN, OUTSIDE = tl.constexpr(-0x80000000), tl.constexpr(-0x7FFFFFFF)
 TINY = tl.constexpr(LEAST_SUM)
 
 
@@ -40,9 +42,6 @@ def route(
     if num_rows == 0:
         return experts, weights
     rows, cols = SMALL_TILE if num_rows <= FEW_ROWS else LARGE_TILE
-    depth = 128
-    while (size // split) % depth:
-        depth //= 2
     launch(
         logits_kernel,
         (triton.cdiv(law.num_experts, cols), triton.cdiv(num_rows, rows), split),
@@ -52,7 +51,7 @@ def route(
         SPLIT=split,
         ROWS=rows,
         COLS=cols,
-        DEPTH=depth,
+        DEPTH=pick_depth(size // split),
         num_warps=4,
         num_stages=4,
         early=True,
@@ -99,6 +98,14 @@ def pick_split(num_inputs: int) -> int:
     return split
 
 
+def pick_depth(share: int) -> int:
+    """How many of its inputs a program of a router takes at a time."""
+    depth = MIN_SHARE if share == MIN_SHARE else MAX_DEPTH
+    while share % depth:
+        depth //= 2
+    return depth
+
+
 @triton.jit(do_not_specialize=["N"])
 def logits_kernel(  # type: ignore[no-untyped-def]
     x,  # [N, H]
@@ -114,15 +121,18 @@ def logits_kernel(  # type: ignore[no-untyped-def]
     DEPTH: tl.constexpr,
 ):
     """One program's part of the logits of some rows for some experts."""
-    enter()
     part = tl.program_id(2)
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     depth = part * (H // SPLIT) + tl.arange(0, DEPTH)
     w_places = weight + (cols % E)[:, None] * H + depth[None, :]
     x_places = x + rows.to(tl.int64)[None, :] * x_stride + depth[:, None]
-    total = tl.zeros((COLS, ROWS), tl.float32)
-    for start in range(0, H // SPLIT, DEPTH):
+    # Weights depend on nobody: the first, often all of them, are on their way while the kernel before still runs.
+    first = tl.load(w_places)
+    enter()
+    values = tl.load(x_places, mask=(rows < N)[None, :], other=0.0)
+    total = tl.dot(first, values, input_precision="ieee")
+    for start in range(DEPTH, H // SPLIT, DEPTH):
         values = tl.load(x_places + start, mask=(rows < N)[None, :], other=0.0)
         total = tl.dot(tl.load(w_places + start), values, total, input_precision="ieee")
     places = (part * N + rows).to(tl.int64)[None, :] * E + cols[:, None]
@@ -178,38 +188,47 @@ def route_kernel(  # type: ignore[no-untyped-def]
     choice = score
     if BIAS:
         choice += tl.load(bias + index, mask=inside, other=0.0)
-    # Keys in the order of the choice: the larger score, and the lower number among equals.
-    key = (order_of(choice).to(tl.int64) << 32) | (index ^ LAST).to(tl.int64)
-    key = tl.where(inside, key, TAKEN)
+    expert = tl.where(inside, index, LAST)
+    # A NaN's order may be as low as the marks below all orders.
+    order = tl.where(inside, tl.maximum(order_of(choice), OUTSIDE + 1), TAKEN)
     if TOP_GROUPS < NUM_GROUPS:
-        first = tl.max(key, axis=1)  # [GROUPS]
         of_group = tl.max(tl.where(inside, choice, float("-inf")), axis=1)
         if BEST_TWO:
-            second = tl.where(inside & (key != first[:, None]), choice, float("-inf"))
-            of_group += tl.max(second, axis=1)
-        group_key = (order_of(of_group).to(tl.int64) << 32) | (group ^ LAST).to(tl.int64)
-        group_key = tl.where(group < NUM_GROUPS, group_key, TAKEN)
+            first = best_of(order, expert, 1)[:, None]  # [GROUPS, 1]
+            of_group += tl.max(tl.where(inside & (expert != first), choice, float("-inf")), axis=1)
+        group_order = tl.maximum(order_of(of_group), OUTSIDE + 1)
+        group_order = tl.where(group < NUM_GROUPS, group_order, TAKEN)
         kept = group < 0
         for _ in tl.static_range(TOP_GROUPS):
-            best = tl.max(group_key)
-            kept = kept | (group_key == best)
-            group_key = tl.where(group_key == best, TAKEN, group_key)
-        # What lies outside the groups comes after all that lies inside, but before what is taken.
-        key = tl.where(kept[:, None] | (key == TAKEN), key, (index ^ LAST).to(tl.int64) + (TAKEN + 1))
+            taken = group == best_of(group_order, group, None)
+            kept = kept | taken
+            group_order = tl.where(taken, TAKEN, group_order)
+        order = tl.where(kept[:, None] | (order == TAKEN), order, OUTSIDE)
     slot = tl.arange(0, SLOTS)
     chosen = E + slot - TOP_K  # shared experts have the last places
     weight = tl.full((SLOTS,), 1.0, tl.float32)
+    bits = score.to(tl.int32, bitcast=True)
     total = 0.0
     for place in tl.static_range(TOP_K):
-        taken = key == tl.max(key)
-        number = tl.max(tl.where(taken, index, 0))
-        own = tl.sum(tl.where(taken, score, 0.0))
+        number = best_of(order, expert, None)
+        taken = expert == number
+        own = tl.sum(tl.where(taken, bits, 0)).to(tl.float32, bitcast=True)
         total += own
         chosen = tl.where(slot == place, number, chosen)
         weight = tl.where(slot == place, own, weight)
-        key = tl.where(taken, TAKEN, key)
+        order = tl.where(taken, TAKEN, order)
     if NORMALISE:
         weight = tl.where(slot < TOP_K, weight / (total + TINY), weight)
     weight = tl.where(slot < TOP_K, tl.where(broken, float("nan"), weight * scale), weight)
     tl.store(experts + row * CHOICES + slot, chosen, mask=slot < CHOICES)
     tl.store(weights + row * CHOICES + slot, weight, mask=slot < CHOICES)
+
+
+@triton.jit
+def best_of(order, number, AXIS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The number with the largest order, the lowest of them among equals; LAST is nobody's.
+
+    All in i32, which a warp reduces by one instruction; a key of both in i64 would take ten shuffles.
+    """
+    most = tl.max(order, axis=AXIS, keep_dims=True)
+    return tl.min(tl.where(order == most, number, LAST), axis=AXIS)
