@@ -48,14 +48,14 @@ def context(rows: list[Row], tile: int | None = None) -> Tensor:
 
 
 def test_every_key_lies_in_one_split_of_whole_blocks() -> None:
-    for index in [*range(0, 20000, 7), 4095, 4096, 16383, 16384, 16385, 131071, 131072]:
+    for index in [*range(0, 20000, 7), 4095, 4096, 45055, 45056, 45057, 131071, 131072]:
         split = latent_split_of_index(index)
         assert latent_start_of_split(split) <= index < latent_start_of_split(split + 1)
     borders = [latent_start_of_split(split) for split in range(300)]
     assert all(border % gpu.BLOCK == 0 for border in borders)
-    widths = [borders[s + 1] - borders[s] for s in (0, 31, 32, 79, 80, 143, 144)]
-    assert widths == [128, 128, 256, 256, 384, 384, 768]
-    assert [latent_splits(keys) for keys in (1, 128, 129, 4096, 16384, 16385)] == [1, 1, 2, 32, 80, 81]
+    widths = [borders[s + 1] - borders[s] for s in (0, 31, 32, 159, 160)]
+    assert widths == [128, 128, 320, 320, 640]
+    assert [latent_splits(keys) for keys in (1, 128, 129, 4096, 45056, 45057)] == [1, 1, 2, 32, 160, 161]
 
 
 @pytest.mark.parametrize("programs", [1, 2, 3, 7])

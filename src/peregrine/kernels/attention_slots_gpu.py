@@ -56,8 +56,9 @@ def write_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def all_finite(x):  # type: ignore[no-untyped-def]
-    """Whether none of these is NaN or infinite."""
-    return tl.min((tl.abs(x.to(tl.float32)) < float("inf")).to(tl.int32), axis=0) == 1
+    """Whether none of these, along the last axis, is NaN or infinite; the axis stays, with one entry."""
+    finite = (tl.abs(x.to(tl.float32)) < float("inf")).to(tl.int32)
+    return tl.min(finite, axis=len(x.shape) - 1, keep_dims=True) == 1
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """Latent attention (MLA) for Hopper, in Gluon: the arithmetic of `latent_tiles_gpu.py`, bit for bit.
 
-As in `attention_hopper.py` one warp asks for keys ahead of those that multiply. A tile has 16 (query, head) pairs and
-four warps, or 64 and eight: more sums than theirs would not fit into registers.
+A program has three kinds of warps (latent_hopper_blocks.py): one asks for keys as in `attention_hopper.py`, four weigh
+them, four or eight add them up. A tile has 16 (query, head) pairs or 64: more sums would not fit into registers.
 """
 
 from triton.experimental import gluon
@@ -10,7 +10,14 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from peregrine.kernels.attention_hopper_blocks import BLOCK, WIDTH, ask_for_blocks
 from peregrine.kernels.attention_tiles_gpu import LOG2_E
-from peregrine.kernels.latent_hopper_blocks import attend_keys, split_of, split_start
+from peregrine.kernels.latent_hopper_blocks import (
+    add_values,
+    key_limits,
+    rows_of_tile,
+    split_of,
+    split_start,
+    weigh_keys,
+)
 
 
 @gluon.jit
@@ -59,9 +66,6 @@ def hopper_latent_kernel(  # type: ignore[no-untyped-def]
     HEADS_EACH: gl.constexpr = HEADS if HEADS < ROWS else ROWS
     QUERIES: gl.constexpr = ROWS // HEADS_EACH
     HEAD_TILES: gl.constexpr = (HEADS + HEADS_EACH - 1) // HEADS_EACH
-    product: gl.constexpr = gl.NVMMADistributedLayout(
-        [3, 0], [4, num_warps // 4], [16, ROWS * 4 // num_warps, 16]
-    )
     if APART:
         program, programs = gl.program_id(0), gl.num_programs(0)
         tile, row = gl.program_id(1), gl.program_id(2)
@@ -70,22 +74,28 @@ def hopper_latent_kernel(  # type: ignore[no-untyped-def]
         program, programs = 0, 1
         last_first = gl.num_programs(0) - 1 - gl.program_id(0)
         row, q_start, q_len, tile = tile_of_place(last_first, q_starts, num_rows, QUERIES, HEAD_TILES)
+    p_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=2 * ROWS, element_bitwidth=16, rank=2)
+    line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     tiles = gl.allocate_shared_memory(keys.dtype, [STAGES * COLUMNS, BLOCK, WIDTH], keys.layout)
+    q_tiles = gl.allocate_shared_memory(keys.dtype, [COLUMNS, ROWS, WIDTH], keys.layout)
+    p_tile = gl.allocate_shared_memory(keys.dtype, [BLOCK, ROWS], p_layout)
+    lines = gl.allocate_shared_memory(gl.float32, [6, ROWS], line)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    p_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    p_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for place in gl.static_range(STAGES):
         mbarrier.init(ready.index(place), count=1)
         mbarrier.init(free.index(place), count=1)
+    mbarrier.init(p_ready, count=1)
+    mbarrier.init(p_free, count=1)
     fence_async_shared()
-    in_tile = gl.arange(0, ROWS, gl.SliceLayout(0, product))
-    query = tile // HEAD_TILES * QUERIES + in_tile // HEADS_EACH
-    heads = tile % HEAD_TILES * HEADS_EACH + in_tile % HEADS_EACH
-    live = (in_tile < QUERIES * HEADS_EACH) & (heads < HEADS) & (query < q_len)
-    tokens = q_start + query
     past = gl.load(past_lens + row).to(gl.int32)
-    position = gl.load(positions + tokens, mask=live, other=0).to(gl.int32)
-    limit = gl.where(live, gl.minimum(position + 1, num_pages * PAGE), 0)
+    spread: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
+    tokens, _, live = rows_of_tile(tile, q_start, q_len, HEADS, ROWS, spread)
+    limit = key_limits(positions, tokens, live, num_pages * PAGE)
     farthest = gl.max(limit, axis=0)
+    nearest = gl.min(gl.where(live, limit, farthest), axis=0)
     # Programs take runs of whole splits with about as many keys each, as those of `latent_kernel` do.
     end = split_of(farthest - 1) + 1
     run = split_of(farthest * program // programs)
@@ -94,40 +104,69 @@ def hopper_latent_kernel(  # type: ignore[no-untyped-def]
     begin = split_start(run)
     stop = gl.maximum(gl.minimum(split_start(run_end), farthest), begin)
     count = (stop - begin + BLOCK - 1) // BLOCK
+    # The rows of a tile are held side by side, the live ones first.
+    num_live = gl.sum(live.to(gl.int32), axis=0)
     if APART:
-        place_of = (row * gl.num_programs(1) + tile).to(gl.int64) * max_splits * ROWS + in_tile
+        first_place = (row * gl.num_programs(1) + tile).to(gl.int64) * max_splits * ROWS
     else:
-        place_of = tokens.to(gl.int64) * HEADS + heads
+        first_token = q_start + tile // HEAD_TILES * QUERIES
+        first_place = first_token.to(gl.int64) * HEADS + tile % HEAD_TILES * HEADS_EACH
     row_table = table + row.to(gl.int64) * num_pages
     factor = scale * LOG2_E
     gl.warp_specialize(
         [
             (
-                attend_keys,
+                add_values,
                 (
-                    q,
                     out,
                     held_sums,
+                    first_place,
+                    num_live,
+                    farthest,
+                    run,
+                    run_end,
+                    tiles,
+                    p_tile,
+                    lines,
+                    ready,
+                    free,
+                    p_ready,
+                    p_free,
+                    COLUMNS,
+                    LATENT,
+                    APART,
+                    STAGES,
+                    num_warps,
+                ),
+            ),
+            (
+                weigh_keys,
+                (
+                    q,
                     held_stats,
-                    limit,
-                    live,
-                    tokens,
-                    heads,
-                    place_of,
+                    positions,
+                    num_pages * PAGE,
+                    tile,
+                    q_start,
+                    q_len,
+                    first_place,
+                    nearest,
                     farthest,
                     run,
                     run_end,
                     factor,
                     q_stride,
                     tiles,
+                    q_tiles,
+                    p_tile,
+                    lines,
                     ready,
-                    free,
+                    p_ready,
+                    p_free,
+                    HEADS,
                     COLUMNS,
-                    LATENT,
-                    ROWS,
                     APART,
                     STAGES,
-                    num_warps,
                 ),
             ),
             (
@@ -152,6 +191,6 @@ def hopper_latent_kernel(  # type: ignore[no-untyped-def]
                 ),
             ),
         ],
-        [1],
-        [40],
+        [4, 1],
+        [160, 24],  # registers of a thread; those that add have the rest
     )

@@ -1,7 +1,8 @@
-"""What the multiplying warps of Hopper's latent attention do; another asks for keys, as in attention_hopper_blocks.py.
+"""What the warps of Hopper's latent attention do: some weigh keys, others add values; a third part asks for both.
 
 A block of keys lies in columns of 64 entries: those of the latent serve twice, for scores and for sums, the turned part
-once. The arithmetic is that of `latent_tiles_gpu.py`, bit for bit; matrices lie on their side, keys by query rows.
+once. While the values of one block are added up, the next is weighed. The arithmetic is that of `latent_tiles_gpu.py`,
+bit for bit; matrices lie on their side, keys by query rows.
 """
 
 from triton.experimental import gluon
@@ -29,165 +30,209 @@ def power_of_two(exponent):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def empty_sums(COLUMNS: gl.constexpr, ROWS: gl.constexpr, layout: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Sums of nothing, a tuple of columns that are as wide as all warps together multiply."""
-    sums = ()
-    for _ in gl.static_range(COLUMNS):
-        sums = sums + (gl.zeros([16 * layout.warps_per_cta[0], ROWS], gl.float32, layout),)  # type: ignore[assignment]  # noqa: RUF005
-    return sums
-
-
-@gluon.jit
-def add_block(  # type: ignore[no-untyped-def]
-    tiles,
-    place,
-    q_tiles,
-    p_tile,
-    ones,
-    limit,
-    farthest,
-    start,
-    factor,
-    top,
-    mass,
-    sums,
-    COLUMNS: gl.constexpr,
-    LATENT: gl.constexpr,
-    product: gl.constexpr,
-    summing: gl.constexpr,
-    flat: gl.constexpr,
+def rows_of_tile(  # type: ignore[no-untyped-def]
+    tile, q_start, q_len, HEADS: gl.constexpr, ROWS: gl.constexpr, layout: gl.constexpr
 ):
-    """A split's state after one more block."""
-    ROWS: gl.constexpr = p_tile.shape[1]
-    TALL: gl.constexpr = sums[0].shape[0]
-    scores = gl.zeros([BLOCK, ROWS], gl.float32, product)
-    for c in gl.static_range(COLUMNS):
-        q_tile = q_tiles.index(c).permute((1, 0))
-        scores = warpgroup_mma(tiles.index(place * COLUMNS + c), q_tile, scores, is_async=True)
-    scores = warpgroup_mma_wait(0, deps=(scores,)) * factor  # [BLOCK, ROWS], as powers of 2
-    index = start + gl.arange(0, BLOCK, gl.SliceLayout(1, product))
-    scores = gl.where(index[:, None] < limit[None, :], scores, float("-inf"))
-    new_top = gl.maximum(top, gl.ceil(gl.max(scores, axis=0)))
-    p_tile.store(gl.exp2(scores - new_top[None, :]).to(p_tile.dtype))
-    kept = power_of_two(top - new_top)
-    kept_sums = gl.convert_layout(kept, gl.SliceLayout(0, summing))[None, :]
-    if start + BLOCK > farthest:  # what lies behind the last key may be anything, and 0 * NaN is NaN
-        inside = start + gl.arange(0, BLOCK, gl.SliceLayout(1, flat)) < farthest
-        for c in gl.static_range(LATENT):
-            tile = tiles.index(place * COLUMNS + c)
-            tile.store(gl.where(inside[:, None], tile.load(flat), 0.0))
-    fence_async_shared()
-    mass = warpgroup_mma(ones, p_tile, mass * kept[None, :], is_async=True)
-    added = ()
-    for c in gl.static_range(len(sums)):
-        # Columns lie one after the other, so that two of them are a wider one.
-        tile = tiles.index(place * COLUMNS + c * (TALL // WIDTH))
-        tile = tile._reinterpret(tile.dtype, [BLOCK, TALL], tile.layout).permute((1, 0))
-        added = added + (warpgroup_mma(tile, p_tile, sums[c] * kept_sums, is_async=True),)  # type: ignore[assignment]  # noqa: RUF005
-    done = warpgroup_mma_wait(0, deps=(mass,) + added)  # noqa: RUF005
-    return new_top, done[0], done[1:]
+    """(token, head, whether there is such a pair) of each row of a tile."""
+    HEADS_EACH: gl.constexpr = HEADS if HEADS < ROWS else ROWS
+    QUERIES: gl.constexpr = ROWS // HEADS_EACH
+    HEAD_TILES: gl.constexpr = (HEADS + HEADS_EACH - 1) // HEADS_EACH
+    in_tile = gl.arange(0, ROWS, layout)
+    query = tile // HEAD_TILES * QUERIES + in_tile // HEADS_EACH
+    head = tile % HEAD_TILES * HEADS_EACH + in_tile % HEADS_EACH
+    return q_start + query, head, (in_tile < QUERIES * HEADS_EACH) & (head < HEADS) & (query < q_len)
 
 
 @gluon.jit
-def attend_keys(  # type: ignore[no-untyped-def]
+def key_limits(positions, tokens, live, num_keys):  # type: ignore[no-untyped-def]
+    """How many keys each row sees; none if it is not live."""
+    position = gl.load(positions + tokens, mask=live, other=0).to(gl.int32)
+    return gl.where(live, gl.minimum(position + 1, num_keys), 0)
+
+
+@gluon.jit
+def weigh_keys(  # type: ignore[no-untyped-def]
     q,
-    out,
-    held_sums,
     held_stats,
-    limit,
-    live,
-    tokens,
-    heads,
-    place_of,
+    positions,
+    num_keys,
+    tile,
+    q_start,
+    q_len,
+    first_place,
+    nearest,
     farthest,
     run,
     run_end,
     factor,
     q_stride,
     tiles,
+    q_tiles,
+    p_tile,
+    lines,
     ready,
-    free,
+    p_ready,
+    p_free,
+    HEADS: gl.constexpr,
     COLUMNS: gl.constexpr,
-    LATENT: gl.constexpr,
-    ROWS: gl.constexpr,
     APART: gl.constexpr,
     STAGES: gl.constexpr,
-    WARPS: gl.constexpr,
 ):
-    """The multiplying warps: split by split, each put aside if APART, else added to the whole, which is held there."""
-    RANK: gl.constexpr = LATENT * WIDTH
-    NUMBER: gl.constexpr = q.dtype.element_ty
-    TALL: gl.constexpr = 16 * WARPS
-    # Four warps are as high as a block. If there are eight, the others take half of the rows; of sums, half the height.
-    product: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WARPS // 4], [16, ROWS * 4 // WARPS, 16])
-    summing: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, ROWS, 16])
+    """Four warps: the scores of a block become weights in `p_tile`.
+
+    `lines` have a number for each row: what is kept of the split's sums, and in the very end what the whole is divided
+    by; at the end of a split what is kept of the whole, and what the split is scaled by; how many keys the row sees;
+    the whole's top and mass.
+    """
+    ROWS: gl.constexpr = p_tile.shape[1]
+    NUMBER: gl.constexpr = p_tile.dtype
+    product: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     in_rows: gl.constexpr = gl.SliceLayout(0, product)
-    flat: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
-    p_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=2 * ROWS, element_bitwidth=16, rank=2)
-    q_tiles = gl.allocate_shared_memory(NUMBER, [COLUMNS, ROWS, WIDTH], tiles.layout)
-    p_tile = gl.allocate_shared_memory(NUMBER, [BLOCK, ROWS], p_layout)
-    ones = gl.full([64, BLOCK], 1.0, NUMBER, gl.DotOperandLayout(operand_index=0, parent=product, k_width=2))
+    flat: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    tokens, heads, live = rows_of_tile(tile, q_start, q_len, HEADS, ROWS, gl.SliceLayout(1, flat))
+    lines.index(3).store(key_limits(positions, tokens, live, num_keys).to(gl.float32, bitcast=True))
+    ones = gl.full([64, 16], 1.0, NUMBER, gl.DotOperandLayout(operand_index=0, parent=product, k_width=2))
     gdc_wait()
     gdc_launch_dependents()
     put_queries(q, q_tiles, tokens, heads, live, q_stride, COLUMNS, flat)
-    dims = gl.arange(0, TALL, gl.SliceLayout(1, summing))
-    sums_place = gl.convert_layout(place_of, gl.SliceLayout(0, summing))
-    sums_live = gl.convert_layout(live.to(gl.int32), gl.SliceLayout(0, summing)) != 0
-    whole_top = gl.full([ROWS], LOWEST, gl.float32, in_rows)
-    whole_mass = gl.zeros([ROWS], gl.float32, in_rows)
+    gl.thread_barrier()
+    lines.index(4).store(gl.full([ROWS], LOWEST, gl.float32, in_rows))
+    lines.index(5).store(gl.zeros([ROWS], gl.float32, in_rows))
     i = 0
     for split in range(run, run_end):
         top = gl.full([ROWS], LOWEST, gl.float32, in_rows)
         mass = gl.zeros([64, ROWS], gl.float32, product)
-        sums = empty_sums(RANK // TALL, ROWS, summing)
         stop = gl.minimum(split_start(split + 1), farthest)
         for start in range(split_start(split), stop, BLOCK):
             place = i % STAGES
             mbarrier.wait(ready.index(place), (i // STAGES) & 1)
-            top, mass, sums = add_block(
-                tiles,
-                place,
-                q_tiles,
-                p_tile,
-                ones,
-                limit,
-                farthest,
-                start,
-                factor,
-                top,
-                mass,
-                sums,
-                COLUMNS,
-                LATENT,
-                product,
-                summing,
-                flat,
-            )
+            scores = gl.zeros([BLOCK, ROWS], gl.float32, product)
+            for c in gl.static_range(COLUMNS):
+                q_tile = q_tiles.index(c).permute((1, 0))
+                scores = warpgroup_mma(tiles.index(place * COLUMNS + c), q_tile, scores, is_async=True)
+            scores = warpgroup_mma_wait(0, deps=(scores,)) * factor  # [BLOCK, ROWS], as powers of 2
+            if start + BLOCK > nearest:  # not all rows see all keys
+                index = start + gl.arange(0, BLOCK, gl.SliceLayout(1, product))
+                limit = lines.index(3).load(in_rows).to(gl.int32, bitcast=True)
+                scores = gl.where(index[:, None] < limit[None, :], scores, float("-inf"))
+            new_top = gl.maximum(top, gl.ceil(gl.max(scores, axis=0)))
+            weights = gl.exp2(scores - new_top[None, :]).to(NUMBER)
+            kept = power_of_two(top - new_top)
+            top = new_top
+            mbarrier.wait(p_free, (i & 1) ^ 1)
+            p_tile.store(weights)
+            lines.index(0).store(kept)
+            if not APART:  # noqa: SIM102
+                if start + BLOCK >= stop:
+                    whole_top = lines.index(4).load(in_rows)
+                    new_whole = gl.maximum(whole_top, top)
+                    lines.index(1).store(power_of_two(whole_top - new_whole))
+                    lines.index(2).store(power_of_two(top - new_whole))
+            fence_async_shared()
             gl.thread_barrier()
-            mbarrier.arrive(free.index(place), count=1)
+            mbarrier.arrive(p_ready, count=1)
+            mass = mass * kept[None, :]
+            for k in gl.static_range(BLOCK // 16):
+                mass = warpgroup_mma(ones, p_tile.slice(k * 16, 16), mass, is_async=True)
+            mass = warpgroup_mma_wait(0, deps=(mass,))
             i += 1
         row_mass = gl.max(mass, axis=0)
         if APART:
-            stats_to = held_stats + (place_of + split * ROWS) * 2
-            gl.store(stats_to, top, mask=live)
-            gl.store(stats_to + 1, row_mass, mask=live)
-            sums_to = held_sums + (sums_place + split * ROWS)[None, :] * RANK + dims[:, None]
-            for c in gl.static_range(RANK // TALL):
-                gl.store(sums_to + c * TALL, sums[c], mask=sums_live[None, :])
+            stats_to = held_stats + (first_place + split * ROWS + gl.arange(0, ROWS, in_rows)) * 2
+            gl.store(stats_to, top)
+            gl.store(stats_to + 1, row_mass)
         else:
-            new_top = gl.maximum(whole_top, top)
-            kept, added = power_of_two(whole_top - new_top), power_of_two(top - new_top)
-            whole_mass = whole_mass * kept + row_mass * added
-            whole_top = new_top
-            kept = gl.convert_layout(kept, gl.SliceLayout(0, summing))[None, :]
-            added = gl.convert_layout(added, gl.SliceLayout(0, summing))[None, :]
-            held = held_sums + sums_place[None, :] * RANK + dims[:, None]
-            for c in gl.static_range(RANK // TALL):  # a thread reads what it wrote itself
-                before = gl.load(held + c * TALL, mask=(sums_live & (split > run))[None, :], other=0.0)
-                gl.store(held + c * TALL, before * kept + sums[c] * added, mask=sums_live[None, :])
+            whole_top = lines.index(4).load(in_rows)
+            new_whole = gl.maximum(whole_top, top)
+            kept, added = power_of_two(whole_top - new_whole), power_of_two(top - new_whole)
+            lines.index(5).store(lines.index(5).load(in_rows) * kept + row_mass * added)
+            lines.index(4).store(new_whole)
     if not APART:
-        divisor = gl.convert_layout(gl.where(live, whole_mass, 1.0), gl.SliceLayout(0, summing))[None, :]
-        at = sums_place[None, :] * RANK + dims[:, None]
+        mbarrier.wait(p_free, (i & 1) ^ 1)
+        lines.index(0).store(lines.index(5).load(in_rows))
+        gl.thread_barrier()
+        mbarrier.arrive(p_ready, count=1)
+
+
+@gluon.jit
+def add_values(  # type: ignore[no-untyped-def]
+    out,
+    held_sums,
+    first_place,
+    num_live,
+    farthest,
+    run,
+    run_end,
+    tiles,
+    p_tile,
+    lines,
+    ready,
+    free,
+    p_ready,
+    p_free,
+    COLUMNS: gl.constexpr,
+    LATENT: gl.constexpr,
+    APART: gl.constexpr,
+    STAGES: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """The other warps: weighted latents are added up, split by split.
+
+    A split's sums are put aside if APART, else added to the whole, which is held in memory: registers are full.
+    """
+    ROWS: gl.constexpr = p_tile.shape[1]
+    RANK: gl.constexpr = LATENT * WIDTH
+    TALL: gl.constexpr = 16 * WARPS  # entries of a latent that all warps together multiply
+    summing: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, ROWS, 16])
+    in_rows: gl.constexpr = gl.SliceLayout(0, summing)
+    flat: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+    rows = gl.arange(0, ROWS, in_rows)[None, :]
+    entries = gl.arange(0, TALL, gl.SliceLayout(1, summing))[:, None]
+    held_sums += first_place * RANK
+    out += first_place * RANK
+    i = 0
+    for split in range(run, run_end):
+        sums = ()
+        for _ in gl.static_range(RANK // TALL):
+            sums = sums + (gl.zeros([TALL, ROWS], gl.float32, summing),)  # type: ignore[assignment]  # noqa: RUF005
+        stop = gl.minimum(split_start(split + 1), farthest)
+        for start in range(split_start(split), stop, BLOCK):
+            place = i % STAGES
+            mbarrier.wait(ready.index(place), (i // STAGES) & 1)
+            mbarrier.wait(p_ready, i & 1)
+            if start + BLOCK > farthest:  # what lies behind the last key may be anything, and 0 * NaN is NaN
+                inside = start + gl.arange(0, BLOCK, gl.SliceLayout(1, flat)) < farthest
+                for c in gl.static_range(LATENT):
+                    column = tiles.index(place * COLUMNS + c)
+                    column.store(gl.where(inside[:, None], column.load(flat), 0.0))
+                fence_async_shared()
+            kept = lines.index(0).load(in_rows)[None, :]
+            added = ()
+            for c in gl.static_range(len(sums)):
+                # Columns lie one after the other, so that two of them are a wider one.
+                column = tiles.index(place * COLUMNS + c * (TALL // WIDTH))
+                column = column._reinterpret(column.dtype, [BLOCK, TALL], column.layout).permute((1, 0))
+                added = added + (warpgroup_mma(column, p_tile, sums[c] * kept, is_async=True),)  # type: ignore[assignment]  # noqa: RUF005
+            sums = warpgroup_mma_wait(0, deps=added)
+            if not APART:  # noqa: SIM102
+                if start + BLOCK >= stop:
+                    for c in gl.static_range(len(sums)):  # a thread reads what it wrote itself
+                        held = held_sums + rows * RANK + entries + c * TALL
+                        before = gl.load(held, mask=(rows < num_live) & (split > run), other=0.0)
+                        before = before * lines.index(1).load(in_rows)[None, :]
+                        whole = before + sums[c] * lines.index(2).load(in_rows)[None, :]
+                        gl.store(held, whole, mask=rows < num_live)
+            gl.thread_barrier()
+            mbarrier.arrive(free.index(place), count=1)
+            mbarrier.arrive(p_free, count=1)
+            i += 1
+        if APART:
+            for c in gl.static_range(len(sums)):
+                gl.store(held_sums + split * (ROWS * RANK) + rows * RANK + entries + c * TALL, sums[c])
+    if not APART:
+        mbarrier.wait(p_ready, i & 1)
+        divisor = lines.index(0).load(in_rows)[None, :]
         for c in gl.static_range(RANK // TALL):
-            whole = gl.load(held_sums + at + c * TALL, mask=sums_live[None, :], other=0.0)
-            gl.store(out + at + c * TALL, (whole / divisor).to(NUMBER), mask=sums_live[None, :])
+            at = rows * RANK + entries + c * TALL
+            whole = gl.load(held_sums + at, mask=rows < num_live, other=0.0)
+            gl.store(out + at, (whole / divisor).to(out.dtype.element_ty), mask=rows < num_live)

@@ -21,7 +21,7 @@ BLOCK = 64  # key indices per product; a divisor of every split's width
 TILES = {16: 4, 32: 4, 64: 8}
 CORES_OF_THE_INTERPRETER = 4
 HOPPER_COLUMN = 64  # entries of a key that Hopper's kernel takes side by side
-HOPPER_REGISTERS = {16: 255, 64: 168}  # of a thread on average, by tile: as many as one program can have
+HOPPER_REGISTERS = {16: 168, 64: 128}  # of a thread on average, by tile: as many as one program can have
 MERGED_COLUMNS = (
     32  # of an answer, for one program of the merge: one a thread, so that many loads are on their way
 )

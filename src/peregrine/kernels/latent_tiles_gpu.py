@@ -22,18 +22,16 @@ def latent_splits(num_keys: int) -> int:
     return latent_split_of_index(num_keys - 1) + 1
 
 
-# 128 keys each up to 4k, 256 up to 16k, 384 up to 40k, 768 beyond. There is one KV head only, so that splits have to be
-# narrow for all multiprocessors to find work in one row; a split's state is as large as the latents of a hundred keys.
+# 128 keys each up to 4k, 320 up to 44k, 640 beyond. There is one KV head only, so that splits have to be narrow for all
+# multiprocessors to find work in one row; but a split's state is as large as the latents of a hundred keys.
 def latent_split_of_index(index: int) -> int:
     """The split that a key index lies in; works on the host and on the device."""
-    near = min(index, 4096) // 128 + max(min(index, 16384) - 4096, 0) // 256
-    return near + max(min(index, 40960) - 16384, 0) // 384 + max(index - 40960, 0) // 768
+    return min(index, 4096) // 128 + max(min(index, 45056) - 4096, 0) // 320 + max(index - 45056, 0) // 640
 
 
 def latent_start_of_split(split: int) -> int:
     """The first key index of a split; works on the host and on the device."""
-    near = min(split, 32) * 128 + max(min(split, 80) - 32, 0) * 256
-    return near + max(min(split, 144) - 80, 0) * 384 + max(split - 144, 0) * 768
+    return min(split, 32) * 128 + max(min(split, 160) - 32, 0) * 320 + max(split - 160, 0) * 640
 
 
 split_of = triton.jit(latent_split_of_index)

@@ -16,6 +16,7 @@ MIN_DEPTH = 16  # of a matrix instruction: inputs must be a multiple of it
 # with so many inputs or more, in whole steps of so many.
 SPLIT_PROGRAMS, SPLIT_INPUTS, SPLIT_DEPTH = 160, 512, 64
 SPLIT_COLS = 64  # outputs of a tile that is shared
+PROCESSORS = 132  # of an H200
 WIDE_OUTPUTS = 32768
 
 
@@ -42,6 +43,10 @@ class Room:
         """As many stages of so many numbers as are wanted, or as fit; they change no bit."""
         return max(1, min(wanted, self.shared_bytes // (numbers * self.number_bytes)))
 
+    def half(self) -> "Room":
+        """For each of two programs beside each other."""
+        return Room(self.shared_bytes // 2, self.number_bytes)
+
 
 ON_H200 = Room(227 * 1024, 2)
 HEIGHTS = (16, 32, 64, 128)  # rows a tile may have
@@ -54,8 +59,8 @@ TABLES = {
 }
 # The same for Hopper's own kernel.
 HOPPER_TABLES = {
-    "plain": {16: (64, 128, 4, 8), 32: (64, 128, 4, 6), 64: (64, 128, 4, 5), 128: (64, 64, 4, 8)},
-    "split": {16: (64, 128, 4, 8), 32: (64, 128, 4, 6), 64: (64, 128, 4, 5), 128: (64, 64, 4, 8)},
+    "plain": {16: (64, 128, 4, 8), 32: (64, 128, 4, 8), 64: (64, 128, 4, 5), 128: (64, 64, 4, 8)},
+    "split": {16: (64, 128, 4, 8), 32: (64, 128, 4, 8), 64: (64, 128, 4, 5), 128: (64, 64, 4, 8)},
     "gated": {16: (64, 128, 4, 4), 32: (64, 128, 4, 4), 64: (64, 128, 4, 4), 128: (64, 64, 4, 3)},
     "wide": {16: (128, 128, 8, 4), 32: (128, 128, 8, 4), 64: (128, 128, 8, 4), 128: (256, 64, 8, 4)},
 }
@@ -96,5 +101,9 @@ def pick_tile(
     cols, depth, warps, stages = table[kind_of(num_outputs, num_inputs, gate)][rows]
     while (num_inputs // split) % depth:
         depth //= 2
+    if (
+        split > 1 and split * -(-num_outputs // cols) > PROCESSORS
+    ):  # short programs: all at once, or some would start too late
+        room = room.half()
     stages = room.stages(stages, (rows + cols * (2 if gate else 1)) * depth)
     return Tile(rows, cols, depth, warps, stages, split)

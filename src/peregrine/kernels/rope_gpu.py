@@ -10,19 +10,22 @@ from peregrine.kernels.early_gpu import enter
 from peregrine.kernels.gpu import launch
 from peregrine.kernels.rope import Turn
 
+HEADS_EACH = 8  # of one program
+
 
 @triton.jit
 def _turned(  # type: ignore[no-untyped-def]
-    x, head_norm, table, position, eps, D: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr
+    x, head_norm, table, position, live, eps, D: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr
 ):
-    """Both halves of one head, normed and turned. f32"""
-    pairs = tl.arange(0, HALF)
+    """Both halves [heads, HALF] of a token's live heads x [heads, 1], normed and turned. f32"""
+    pairs = tl.arange(0, HALF)[None, :]
     inside = pairs < D // 2
-    first = tl.load(x + pairs, mask=inside, other=0.0)
-    second = tl.load(x + D // 2 + pairs, mask=inside, other=0.0)
+    first = tl.load(x + pairs, mask=live & inside, other=0.0)
+    second = tl.load(x + D // 2 + pairs, mask=live & inside, other=0.0)
     if NORM:
         a, b = first.to(tl.float32), second.to(tl.float32)
-        scale = 1.0 / tl.sqrt_rn((tl.sum(a * a, axis=0) + tl.sum(b * b, axis=0)) / D + eps)
+        square = tl.sum(a * a, axis=1, keep_dims=True) + tl.sum(b * b, axis=1, keep_dims=True)
+        scale = 1.0 / tl.sqrt_rn(square / D + eps)
         w_first = tl.load(head_norm + pairs, mask=inside, other=0.0)
         w_second = tl.load(head_norm + D // 2 + pairs, mask=inside, other=0.0)
         first = w_first * (a * scale).to(first.dtype)
@@ -61,39 +64,45 @@ def turn_kernel(  # type: ignore[no-untyped-def]
     NORM: tl.constexpr,
     SCALED: tl.constexpr,
     LARGEST: tl.constexpr,
+    EACH: tl.constexpr,
 ):
+    """Grid (tokens, groups of heads): some heads of a token's query, or of its key and value."""
     enter()
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    pairs = tl.arange(0, HALF)
+    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    Q_GROUPS: tl.constexpr = (HQ + EACH - 1) // EACH
+    pairs = tl.arange(0, HALF)[None, :]
     inside = pairs < D // 2
-    if head < HQ:
+    if group < Q_GROUPS:
         if row < num_queries:
+            head = group * EACH + tl.arange(0, EACH)[:, None]
+            live = head < HQ
             position = tl.load(q_positions + row)
             first, second = _turned(
-                q + row * q_stride + head * D, q_norm, table, position, eps, D, HALF, NORM
+                q + row * q_stride + head * D, q_norm, table, position, live, eps, D, HALF, NORM
             )
             place = q_out + (row * HQ + head) * D + pairs
-            tl.store(place, first.to(q_out.dtype.element_ty), mask=inside)
-            tl.store(place + D // 2, second.to(q_out.dtype.element_ty), mask=inside)
+            tl.store(place, first.to(q_out.dtype.element_ty), mask=live & inside)
+            tl.store(place + D // 2, second.to(q_out.dtype.element_ty), mask=live & inside)
     elif row < num_tokens:
-        kv_head = head - HQ
-        key = k + row * kv_stride + kv_head * D
-        first, second = _turned(key, k_norm, table, tl.load(positions + row), eps, D, HALF, NORM)
+        head = (group - Q_GROUPS) * EACH + tl.arange(0, EACH)[:, None]
+        live = head < HKV
+        key = k + row * kv_stride + head * D
+        first, second = _turned(key, k_norm, table, tl.load(positions + row), live, eps, D, HALF, NORM)
         # Rounded as a key first, so that a scaled store holds what it would from a key made elsewhere.
         first = first.to(k.dtype.element_ty).to(tl.float32)
         second = second.to(k.dtype.element_ty).to(tl.float32)
-        value = v + row * kv_stride + kv_head * D + pairs
-        v_first = tl.load(value, mask=inside, other=0.0).to(tl.float32)
-        v_second = tl.load(value + D // 2, mask=inside, other=0.0).to(tl.float32)
+        value, mask = v + row * kv_stride + head * D + pairs, live & inside
+        v_first = tl.load(value, mask=mask, other=0.0).to(tl.float32)
+        v_second = tl.load(value + D // 2, mask=mask, other=0.0).to(tl.float32)
         is_finite = all_finite(v_first) & all_finite(v_second)
         first, v_first = storable(first, v_first, is_finite)
         second, v_second = storable(second, v_second, is_finite)
-        place = (tl.load(slots + row) * HKV + kv_head) * D + pairs
+        place = (tl.load(slots + row) * HKV + head) * D + pairs
         NUMBER: tl.constexpr = keys.dtype.element_ty
-        tl.store(keys + place, stored(first, k_scale, NUMBER, SCALED, LARGEST), mask=inside)
-        tl.store(keys + place + D // 2, stored(second, k_scale, NUMBER, SCALED, LARGEST), mask=inside)
-        tl.store(values + place, stored(v_first, v_scale, NUMBER, SCALED, LARGEST), mask=inside)
-        tl.store(values + place + D // 2, stored(v_second, v_scale, NUMBER, SCALED, LARGEST), mask=inside)
+        tl.store(keys + place, stored(first, k_scale, NUMBER, SCALED, LARGEST), mask=mask)
+        tl.store(keys + place + D // 2, stored(second, k_scale, NUMBER, SCALED, LARGEST), mask=mask)
+        tl.store(values + place, stored(v_first, v_scale, NUMBER, SCALED, LARGEST), mask=mask)
+        tl.store(values + place + D // 2, stored(v_second, v_scale, NUMBER, SCALED, LARGEST), mask=mask)
 
 
 def turn_and_store(
@@ -115,7 +124,7 @@ def turn_and_store(
     has_norms = turn.q_norm is not None and turn.k_norm is not None
     launch(
         turn_kernel,
-        (max(num_queries, num_tokens), q_heads + kv_heads),
+        (max(num_queries, num_tokens), triton.cdiv(q_heads, HEADS_EACH) + triton.cdiv(kv_heads, HEADS_EACH)),
         q,
         k,
         v,
@@ -142,7 +151,8 @@ def turn_and_store(
         NORM=has_norms,
         SCALED=k_scale is not None,
         LARGEST=torch.finfo(keys.dtype).max,
-        num_warps=1,
+        EACH=HEADS_EACH,
+        num_warps=4,
         early=True,
     )
     return out
