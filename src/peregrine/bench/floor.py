@@ -1,7 +1,7 @@
 """What a round must read from memory: weights, keys and values, on every pass that reads them.
 
-Of experts, as many count as the pass's tokens hit if they choose at random, or as they hit when one more round is
-counted. Norms and embeddings' rows are small.
+Of experts, as many count as the pass's tokens hit if they choose at random, or as they hit in some more rounds, which
+are counted. Norms and embeddings' rows are small.
 """
 
 import torch
@@ -45,8 +45,8 @@ def round_bytes(engine: Engine, rows: int, context: float) -> int:
     return int(total)
 
 
-def experts_read(engine: Engine) -> tuple[float, float]:
-    """(bytes, experts of a layer) that one more round of the engine really reads of experts.
+def experts_read(engine: Engine, rounds: int) -> tuple[float, float]:
+    """(bytes, experts of a layer) that a round of the engine really reads of experts: the mean of so many more.
 
     Bytes are told as how many there are beyond those that `round_bytes` expects, experts as the mean of the target's
     layers. Random weights may send all tokens to the same few.
@@ -69,12 +69,13 @@ def experts_read(engine: Engine) -> tuple[float, float]:
     Router.choose = counted  # type: ignore[method-assign, assignment]
     engine.runner.graphs = None
     try:
-        engine.step()
+        for _ in range(rounds):
+            engine.step()
     finally:
         Router.choose, engine.runner.graphs = choose, graphs  # type: ignore[method-assign]
     beyond = sum((hits - part.expected_hits(count)) * part.expert_bytes() for part, count, hits in read)
     of_target = [hits for part, _, hits in read if id(part.router) in mine]
-    return beyond, sum(of_target) / max(1, len(of_target))
+    return beyond / rounds, sum(of_target) / max(1, len(of_target))
 
 
 def networks_of(drafter: Drafter) -> list[nn.Module]:

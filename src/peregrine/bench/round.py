@@ -24,6 +24,8 @@ from peregrine.sampling import SamplingParams
 COPY_BYTES, COPY_REPEATS = 2**31, 10
 WARMUP_ROUNDS = 20
 HOST_ROUNDS = 40  # in which the host is timed
+COUNTED_ROUNDS = 16  # in which the experts that are read are counted
+REST = WARMUP_ROUNDS + HOST_ROUNDS + COUNTED_ROUNDS + 4  # rounds that are not measured
 Facts = dict[str, object]
 
 
@@ -82,7 +84,7 @@ def engine_config(options: dict[str, object], cases: Sequence[Case], rounds: int
     named = {name: value for name, value in options.items() if name != "model"}
     asked = parse_options(model, named)
     depth = asked.num_drafts if asked.tree is None else asked.tree.depth
-    growth = (rounds + WARMUP_ROUNDS + HOST_ROUNDS + 4) * (depth + 1) + 128
+    growth = (rounds + REST) * (depth + 1) + 128
     pages = 1 + max(case.rows * (-(-(case.context + growth) // asked.page_size) + 8) for case in cases)
     wanted: dict[str, object] = {
         "max_rows": max(case.rows for case in cases),
@@ -169,7 +171,7 @@ def measure(engine: Engine, case: Case, rounds: int, bandwidth: float) -> Figure
     params = SamplingParams(
         temperature=0.0,
         seed=1,
-        max_tokens=(rounds + WARMUP_ROUNDS + HOST_ROUNDS + 4) * (depth + 1),
+        max_tokens=(rounds + REST) * (depth + 1),
         ignore_eos=True,
         detokenize=False,
     )
@@ -189,7 +191,7 @@ def measure(engine: Engine, case: Case, rounds: int, bandwidth: float) -> Figure
     watch.remove()
     context = sum(request.num_tokens for request in requests) / len(requests)
     host_s = time_host(engine)
-    beyond, hits = experts_read(engine)
+    beyond, hits = experts_read(engine, COUNTED_ROUNDS)
     num_bytes = round_bytes(engine, case.rows, context) + beyond
     for request in requests:
         engine.abort(request)

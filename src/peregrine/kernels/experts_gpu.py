@@ -64,8 +64,8 @@ def answer(
     (num_rows, choices), (num_experts, size, inner_size) = choice.experts.shape, down.shape
     num_pairs = num_rows * choices
     room = Room(shared_bytes(x.device), x.element_size())
-    wide, narrow = tiles or pick_expert_tiles(num_pairs, num_experts, size, inner_size, room, num_rows)
-    direct = num_rows <= min(DIRECT_ROWS, wide.rows)
+    wide, narrow = tiles or pick_expert_tiles(num_pairs, num_experts, size, inner_size, room)
+    direct = num_rows <= DIRECT_ROWS
     if direct:
         order, blocks, most = choice.experts, choice.experts, num_pairs  # nobody reads the first two
     else:

@@ -1,4 +1,4 @@
-"""Which tiles the linears of experts use on a GPU, by how many rows an expert can expect, or can have.
+"""Which tiles the linears of experts use on a GPU, by how many rows an expert can expect.
 
 They change no bit, as in linear_tiles.py: every output is one chain over its inputs.
 """
@@ -20,11 +20,11 @@ class ExpertTile:
     stages: int
 
 
-DIRECT_ROWS = 32  # up to here a block holds all rows of a pass, and nobody has to plan blocks
-# rows of a block: (cols, depth, warps, stages). With few rows two programs fit on a processor, and hold in flight what
-# it takes to read weights at the speed of memory.
-GATED = {16: (64, 128, 4, 3), 32: (64, 64, 4, 5), 64: (64, 64, 4, 4), 128: (128, 64, 8, 4)}
-PLAIN = {16: (64, 128, 4, 5), 32: (64, 128, 4, 4), 64: (64, 128, 4, 3), 128: (128, 64, 8, 4)}
+# rows of a block: (cols, depth, warps, stages). With few rows three programs fit on a processor, and hold in flight
+# what it takes to read weights at the speed of memory.
+GATED = {16: (64, 128, 4, 2), 32: (64, 64, 4, 5), 64: (64, 64, 4, 4), 128: (128, 64, 8, 4)}
+PLAIN = {16: (64, 128, 4, 3), 32: (64, 128, 4, 4), 64: (64, 128, 4, 3), 128: (128, 64, 8, 4)}
+DIRECT_ROWS = min(GATED)  # up to here every block holds all rows of a pass, and nobody has to plan blocks
 
 
 def pick_expert_tiles(
@@ -33,7 +33,6 @@ def pick_expert_tiles(
     size: int,
     inner_size: int,
     room: Room = ON_H200,
-    num_rows: int | None = None,  # of the pass, where they may be few
 ) -> tuple[ExpertTile, ExpertTile]:
     """The tiles of gate_up and of down; both have blocks of the same height."""
     if size % MIN_DEPTH or inner_size % MIN_DEPTH:
@@ -41,10 +40,8 @@ def pick_expert_tiles(
             f"experts of {size} inputs and inner size {inner_size}: GPU kernels take multiples of {MIN_DEPTH}; "
             "use device='cpu'"
         )
-    needed = 2 * num_pairs / num_experts  # few experts get more than twice what they can expect
-    if num_rows is not None and num_rows <= DIRECT_ROWS:
-        needed = num_rows
-    rows = next((height for height in GATED if needed <= height), max(GATED))
+    expected = num_pairs / num_experts
+    rows = next((height for height in GATED if expected <= height / 2), max(GATED))
     return _tile(rows, GATED[rows], size, 2, room), _tile(rows, PLAIN[rows], inner_size, 1, room)
 
 

@@ -21,7 +21,7 @@ from peregrine.kernels.route_law import LEAST_SUM, RouteLaw
 MAX_SPLIT = 8
 MIN_SHARE = 256  # inputs that are worth a program
 FEW_ROWS = 64
-SMALL_TILE, LARGE_TILE = (16, 16), (64, 64)  # rows and experts of a program
+SMALL_TILE, LARGE_TILE = (16, 16, 1), (64, 64, 4)  # rows and experts of a program, and its warps
 MAX_DEPTH = 128  # of a step; but the smallest share worth a program is taken in one
 LAST = tl.constexpr(0x7FFFFFFF)  # above every expert's number
 # Below every score's order: what is taken already, and what lies outside the groups a row has chosen.
@@ -41,7 +41,7 @@ def route(
     weights = torch.empty(num_rows, law.num_choices, dtype=torch.float32, device=x.device)
     if num_rows == 0:
         return experts, weights
-    rows, cols = SMALL_TILE if num_rows <= FEW_ROWS else LARGE_TILE
+    rows, cols, warps = SMALL_TILE if num_rows <= FEW_ROWS else LARGE_TILE
     launch(
         logits_kernel,
         (triton.cdiv(law.num_experts, cols), triton.cdiv(num_rows, rows), split),
@@ -52,7 +52,7 @@ def route(
         ROWS=rows,
         COLS=cols,
         DEPTH=pick_depth(size // split),
-        num_warps=4,
+        num_warps=warps,
         num_stages=4,
         early=True,
     )
