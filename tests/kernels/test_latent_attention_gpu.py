@@ -3,10 +3,13 @@
 Answers are held against float64 by the conformance kit; here is what it does not see from outside.
 """
 
+import itertools
 from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from peregrine.attention import LayerAttention
@@ -21,7 +24,13 @@ if not (TRITON_PRESENT and triton_interprets()):
 
 from peregrine.kernels import latent_plan_gpu as gpu
 from peregrine.kernels.attention_plan_gpu import GpuPlan, plan_gpu
-from peregrine.kernels.latent_tiles_gpu import latent_split_of_index, latent_splits, latent_start_of_split
+from peregrine.kernels.latent_tiles_gpu import (
+    latent_split_of_index,
+    latent_split_of_work,
+    latent_splits,
+    latent_start_of_split,
+    latent_work_before,
+)
 
 RANK = 32
 HEADS = (4, 1, RANK + 16, RANK)
@@ -53,9 +62,25 @@ def test_every_key_lies_in_one_split_of_whole_blocks() -> None:
         assert latent_start_of_split(split) <= index < latent_start_of_split(split + 1)
     borders = [latent_start_of_split(split) for split in range(300)]
     assert all(border % gpu.BLOCK == 0 for border in borders)
+    assert [latent_work_before(split) for split in range(300)] == [b + 64 * s for s, b in enumerate(borders)]
     widths = [borders[s + 1] - borders[s] for s in (0, 31, 32, 159, 160)]
-    assert widths == [128, 128, 320, 320, 640]
+    assert widths == [128, 128, 320, 320, 768]
     assert [latent_splits(keys) for keys in (1, 128, 129, 4096, 45056, 45057)] == [1, 1, 2, 32, 160, 161]
+
+
+@given(st.integers(1, 200_000), st.integers(1, 300))
+def test_programs_share_all_splits_and_as_much_work(num_keys: int, programs: int) -> None:
+    """Runs of whole splits, one after the other; none is longer than an equal share and the split it ends in."""
+    end = latent_splits(num_keys)
+    work = latent_work_before(end)
+    borders = [latent_split_of_work(work * program // programs) for program in range(programs + 1)]
+    assert borders[0] == 0
+    assert borders[-1] == end
+    for first, after in itertools.pairwise(borders):
+        assert first <= after
+        if first < after:
+            last = latent_work_before(after) - latent_work_before(after - 1)
+            assert latent_work_before(after) - latent_work_before(first) < work / programs + 1 + last
 
 
 @pytest.mark.parametrize("programs", [1, 2, 3, 7])

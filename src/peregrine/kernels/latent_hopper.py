@@ -15,8 +15,10 @@ from peregrine.kernels.latent_hopper_blocks import (
     key_limits,
     rows_of_tile,
     split_of,
+    split_of_work,
     split_start,
     weigh_keys,
+    work_before,
 )
 
 
@@ -96,11 +98,11 @@ def hopper_latent_kernel(  # type: ignore[no-untyped-def]
     limit = key_limits(positions, tokens, live, num_pages * PAGE)
     farthest = gl.max(limit, axis=0)
     nearest = gl.min(gl.where(live, limit, farthest), axis=0)
-    # Programs take runs of whole splits with about as many keys each, as those of `latent_kernel` do.
+    # Programs take runs of whole splits with about as much work each.
     end = split_of(farthest - 1) + 1
-    run = split_of(farthest * program // programs)
-    run_end = gl.minimum(split_of(farthest * (program + 1) // programs), end)
-    run_end = gl.where(program == programs - 1, end, run_end)
+    work = work_before(end)
+    run = split_of_work(work * program // programs)
+    run_end = split_of_work(work * (program + 1) // programs)
     begin = split_start(run)
     stop = gl.maximum(gl.minimum(split_start(run_end), farthest), begin)
     count = (stop - begin + BLOCK - 1) // BLOCK

@@ -17,10 +17,17 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from peregrine.kernels.attention_hopper_blocks import BLOCK, WIDTH, put_queries
 from peregrine.kernels.attention_tiles_gpu import LOWEST
-from peregrine.kernels.latent_tiles_gpu import latent_split_of_index, latent_start_of_split
+from peregrine.kernels.latent_tiles_gpu import (
+    latent_split_of_index,
+    latent_split_of_work,
+    latent_start_of_split,
+    latent_work_before,
+)
 
 split_of = gluon.jit(latent_split_of_index)
 split_start = gluon.jit(latent_start_of_split)
+work_before = gluon.jit(latent_work_before)
+split_of_work = gluon.jit(latent_split_of_work)
 
 
 @gluon.jit
