@@ -84,8 +84,13 @@ if __name__ == "__main__":
         known = ROUND | {"ROWS": rows, "D": head_dim, "PAGE": page, "num_warps": 4}
         options = {"maxnreg": HOPPER_REGISTERS, "enable_fp_fusion": False}
         compile_kernel(hopper_decode_kernel, {"keys": pages, "values": pages}, known, **options)
-    for heads, rows, is_apart in ((16, 16, True), (16, 64, False), (128, 64, True)):
-        known = {"HEADS": heads, "RANK": 512, "ROPE": 64, "PAGE": 16, "ROWS": rows, "STAGES": 2}
+    for heads, rank, rows, is_apart in (
+        (16, 512, 16, True),
+        (16, 512, 64, False),
+        (128, 512, 64, True),
+        (4, 128, 64, True),
+    ):
+        known = {"HEADS": heads, "RANK": rank, "ROPE": 64, "PAGE": 16, "ROWS": rows, "STAGES": 2}
         known |= {"APART": is_apart, "num_warps": TILES[rows]}
         options = {"maxnreg": LATENT_REGISTERS[rows], "enable_fp_fusion": False}
         pages = {"keys": tiles(16, 64, height=64)}

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.skipif(not TRITON_PRESENT, reason="needs triton")
 
 
 def test_all_fit_a_processor(compiled: list[dict[str, int | str]]) -> None:
-    assert len(compiled) == 14
+    assert len(compiled) == 15
     assert all(0 < int(facts["shared"]) <= MOST_SHARED for facts in compiled)
 
 

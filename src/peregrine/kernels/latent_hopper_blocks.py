@@ -220,7 +220,8 @@ def add_values(  # type: ignore[no-untyped-def]
                 column = tiles.index(place * COLUMNS + c * (TALL // WIDTH))
                 column = column._reinterpret(column.dtype, [BLOCK, TALL], column.layout).permute((1, 0))
                 added = added + (warpgroup_mma(column, p_tile, sums[c] * kept, is_async=True),)  # type: ignore[assignment]  # noqa: RUF005
-            sums = warpgroup_mma_wait(0, deps=added)
+            done = warpgroup_mma_wait(0, deps=added)
+            sums = (done,) if len(added) == 1 else done  # one comes back as itself
             if not APART:  # noqa: SIM102
                 if start + BLOCK >= stop:
                     for c in gl.static_range(len(sums)):  # a thread reads what it wrote itself
