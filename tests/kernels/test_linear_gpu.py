@@ -20,6 +20,8 @@ from peregrine.kernels.linear import PackedWeight, linear_torch
 from peregrine.kernels.linear_tiles import (
     HEIGHTS,
     MIN_DEPTH,
+    ON_H200,
+    PROCESSORS,
     SPLIT_DEPTH,
     TABLES,
     Tile,
@@ -272,6 +274,16 @@ def test_few_tiles_are_shared_by_as_many_programs_as_there_are_processors(
 ) -> None:
     assert pick_split(outputs, inputs, gate=False) == split
     assert pick_split(outputs, inputs, gate=True) == 1
+
+
+@given(st.integers(1, 10240), st.integers(8, 256), st.integers(1, 128))
+def test_programs_that_share_tiles_all_start_at_once(outputs: int, blocks: int, rows: int) -> None:
+    """For up to a tile of rows: a program that came after another would read its weights while others are done."""
+    tile = pick_tile(rows, outputs, SPLIT_DEPTH * blocks, gate=False, on_hopper=True)
+    assume(tile.split > 1)
+    programs = tile.split * -(-outputs // tile.cols)
+    shared_bytes = 2 * tile.stages * tile.depth * (tile.rows + tile.cols)
+    assert programs <= PROCESSORS * (ON_H200.shared_bytes // shared_bytes)
 
 
 @given(st.integers(1, 5120), st.integers(1, gpu.MAX_ROWS), st.integers(16, 256))
