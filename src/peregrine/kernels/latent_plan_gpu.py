@@ -22,9 +22,7 @@ TILES = {16: 4, 32: 4, 64: 8}
 CORES_OF_THE_INTERPRETER = 4
 HOPPER_COLUMN = 64  # entries of a key that Hopper's kernel takes side by side
 HOPPER_REGISTERS = {16: 168, 64: 128}  # of a thread on average, by tile: as many as one program can have
-MERGED_COLUMNS = (
-    32  # of an answer, for one program of the merge: one a thread, so that many loads are on their way
-)
+MERGED_COLUMNS = 32  # of an answer, for one program of the merge: one a thread, and many loads on their way
 
 
 def latent_decode_gpu(
@@ -42,14 +40,14 @@ def latent_decode_gpu(
     """
     num_rows, num_pages = plan.page_table.shape
     q_len, heads = len(q) // num_rows, q.shape[1]
-    on_hopper = tile is None and hopper_takes(q, keys, plan, rank)
+    asked, on_hopper = tile, tile is None and hopper_takes(q, keys, plan, rank)
     tile = hopper_tile(q_len * heads) if on_hopper else tile or tile_for(q_len * heads, q)
     tiles = -(-q_len // queries_per_tile(heads, tile)) * tiles_per_query(heads, tile)  # of one row
     max_splits = latent_splits(num_pages * plan.page_size)
     if programs is None:
         programs = max(1, min(max_splits, _cores(q.device) // (num_rows * tiles)))
-        if programs == 1 and not on_hopper:  # who shares with no other need not put splits aside
-            return latent_context_gpu(q, keys, plan, rank, scale, tile)
+        if programs == 1:  # who shares with no other need not put splits aside
+            return latent_context_gpu(q, keys, plan, rank, scale, asked)
     constants = _constants(q, plan, rank, tile)
     held_sums, held_stats = (
         torch.empty(num_rows * tiles, max_splits, tile, size, dtype=torch.float32, device=q.device)
