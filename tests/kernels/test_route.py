@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.compile_experts import LITE
 from kernels.interpreted import needs_interpreter
 from peregrine.kernels.route import pack_router, route, route_torch
 from peregrine.kernels.route_law import LEAST_SUM, Choice, RouteLaw
@@ -14,17 +15,7 @@ from peregrine.kernels.stream import Stream
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, of nan
 
-SOFTMAX = RouteLaw(
-    num_experts=12,
-    top_k=3,
-    num_shared=0,
-    sigmoid=False,
-    num_groups=1,
-    top_groups=1,
-    best_two=False,
-    normalise=False,
-    scale=1.0,
-)
+SOFTMAX = replace(LITE, num_experts=12, top_k=3, num_shared=0)
 LAWS = {
     "mixtral": replace(SOFTMAX, num_experts=8, top_k=2, normalise=True),
     "qwen3": replace(SOFTMAX, num_experts=128, top_k=8, normalise=True),

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from models.latent_fields import LATENT
 from peregrine.errors import CheckpointError
 from peregrine.models.config import ModelConfig
 from peregrine.models.folder import Fields
@@ -23,21 +24,6 @@ FP8 = {
     "fmt": "e4m3",
     "activation_scheme": "dynamic",
     "weight_block_size": list(BLOCKS),
-}
-LATENT: dict[str, Any] = {
-    "num_key_value_heads": 6,
-    "kv_lora_rank": 32,
-    "q_lora_rank": 20,
-    "qk_nope_head_dim": 12,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 10,
-    "first_k_dense_replace": 1,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 24,
-    "n_shared_experts": 1,
-    "n_group": 4,
-    "topk_group": 2,
 }
 
 

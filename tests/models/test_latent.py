@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from models.latent_fields import LATENT
 from peregrine.errors import CheckpointError
 from peregrine.kernels.stream import Stream
 from peregrine.models.config import ModelConfig
@@ -19,21 +20,6 @@ from peregrine.models.loading import decoder_plan, load_decoder
 from peregrine.models.rope_table import rope_table
 from peregrine.models.weights import Weights
 
-LATENT: dict[str, Any] = {
-    "num_key_value_heads": 6,
-    "kv_lora_rank": 32,
-    "q_lora_rank": 20,
-    "qk_nope_head_dim": 12,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 10,
-    "first_k_dense_replace": 1,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 24,
-    "n_shared_experts": 1,
-    "n_group": 4,
-    "topk_group": 2,
-}
 FIELDS: dict[str, Any] = LATENT | {
     "routed_scaling_factor": 1.0,
     "architectures": ["DeepseekV3ForCausalLM"],

@@ -23,7 +23,7 @@ from peregrine.kernels.attention_gpu import context_kernel, decode_kernel
 from peregrine.kernels.attention_merge_gpu import merge_kernel
 from peregrine.kernels.attention_slots_gpu import paths_kernel, write_kernel
 from peregrine.kernels.attention_tiles_gpu import SAME_BITS
-from peregrine.kernels.gpu import is_hopper, launch
+from peregrine.kernels.gpu import is_hopper, launch, processors
 
 TALL_TILE = 64  # query rows of a tile of long windows
 PROGRAMS_PER_CORE = 2  # decode programs per multiprocessor: more do not fit beside each other
@@ -89,7 +89,7 @@ def write_gpu(kv: StoredKV, slots: Tensor, k: Tensor, v: Tensor) -> None:
         *(k, v, slots, kv.keys, kv.values, kv.k_scale, kv.v_scale, k.stride(0), v.stride(0)),
         KV_HEADS=num_heads,
         D=head_dim,
-        D_PAD=_padded(head_dim),
+        D_PAD=padded(head_dim),
         SCALED=kv.k_scale is not None,
         LARGEST=torch.finfo(kv.keys.dtype).max,
         num_warps=1,
@@ -106,7 +106,7 @@ def decode_gpu(
     programs: int | None = None,
 ) -> Tensor:
     """Attention of q [R * T, Hq, D], T queries on every row, by `programs` per tile (None: as fills the device)."""
-    q = _checked(q, plan)
+    q = checked_queries(q, plan)
     num_rows, num_pages = plan.page_table.shape
     if programs is None and hopper_takes(q, kv, plan, window, sinks):
         return hopper_gpu(q, kv, plan, scale)
@@ -218,7 +218,7 @@ def hopper_tile(q_len: int, group: int) -> int:
 
 def _programs_each(tiles: int, device: torch.device) -> int:
     """Programs that may share the keys of each of so many tiles: as many as run beside each other, or one."""
-    return max(1, PROGRAMS_PER_CORE * _cores(device) // tiles)
+    return max(1, PROGRAMS_PER_CORE * processors(device, CORES_OF_THE_INTERPRETER) // tiles)
 
 
 def context_gpu(
@@ -231,7 +231,7 @@ def context_gpu(
     tile: int | None = None,
 ) -> Tensor:
     """Attention of q [N, Hq, D] on rows of any lengths, in tiles of so many query rows (None: as the windows fill)."""
-    q = _checked(q, plan)
+    q = checked_queries(q, plan)
     if tile is None:
         rows_each = len(q) // len(plan.past_lens) * (q.shape[1] // kv.keys.shape[1])
         # Low tiles multiply float8 in an order of their own, and bits must not depend on the height: they do it alone.
@@ -263,7 +263,7 @@ def _constants(
         "KV_HEADS": num_kv_heads,
         "GROUP": q.shape[1] // num_kv_heads,
         "D": head_dim,
-        "D_PAD": _padded(head_dim),
+        "D_PAD": padded(head_dim),
         "PAGE": plan.page_size,
         "ROWS": tile,
         "BLOCK": FLOAT32_BLOCK if q.is_cuda and q.dtype == torch.float32 else BLOCK,
@@ -277,12 +277,13 @@ def _constants(
     }
 
 
-def _padded(head_dim: int) -> int:
+def padded(head_dim: int) -> int:
     """The next power of two, as the kernels count."""
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def _checked(q: Tensor, plan: GpuPlan) -> Tensor:
+def checked_queries(q: Tensor, plan: GpuPlan) -> Tensor:
+    """Queries that the window was planned for, with the heads of a token side by side."""
     if len(q) != len(plan.positions):
         raise ValueError(f"q has {len(q)} tokens, but the window was planned for {len(plan.positions)}")
     return _whole_heads(q)
@@ -291,9 +292,3 @@ def _checked(q: Tensor, plan: GpuPlan) -> Tensor:
 def _whole_heads(x: Tensor) -> Tensor:
     """x [N, heads, D] with the heads of a token side by side; a view of a fused projection has them so."""
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
-
-
-def _cores(device: torch.device) -> int:
-    if device.type != "cuda":
-        return CORES_OF_THE_INTERPRETER
-    return torch.cuda.get_device_properties(device).multi_processor_count

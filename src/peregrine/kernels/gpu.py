@@ -62,6 +62,13 @@ def generation() -> int:
     return torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else HOPPER
 
 
+def processors(device: torch.device, elsewhere: int) -> int:
+    """How many multiprocessors a device has; where kernels are interpreted, as many as the caller says."""
+    if device.type != "cuda":
+        return elsewhere
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def dense_rows(x: Tensor) -> Tensor:
     """x [N, H] with the values of a row side by side, as the kernels read them; rows may lie apart."""
     return x if x.stride(1) == 1 else x.contiguous()

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from peregrine.kernels.attention_borders_gpu import FLOAT32_BLOCK, queries_per_tile, tiles_per_query
-from peregrine.kernels.attention_plan_gpu import MERGE_REGISTERS, GpuPlan
-from peregrine.kernels.gpu import is_hopper, launch
+from peregrine.kernels.attention_plan_gpu import MERGE_REGISTERS, GpuPlan, checked_queries, padded
+from peregrine.kernels.gpu import is_hopper, launch, processors
 from peregrine.kernels.latent_attention_gpu import latent_kernel, latent_merge_kernel
 from peregrine.kernels.latent_tiles_gpu import latent_splits
 
@@ -45,7 +45,8 @@ def latent_decode_gpu(
     tiles = -(-q_len // queries_per_tile(heads, tile)) * tiles_per_query(heads, tile)  # of one row
     max_splits = latent_splits(num_pages * plan.page_size)
     if programs is None:
-        programs = max(1, min(max_splits, _cores(q.device) // (num_rows * tiles)))
+        cores = processors(q.device, CORES_OF_THE_INTERPRETER)
+        programs = max(1, min(max_splits, cores // (num_rows * tiles)))
         if programs == 1:  # who shares with no other need not put splits aside
             return latent_context_gpu(q, keys, plan, rank, scale, asked)
     constants = _constants(q, plan, rank, tile)
@@ -126,7 +127,7 @@ def _launch_hopper(
     from peregrine.kernels.attention_hopper import paged
     from peregrine.kernels.latent_hopper import hopper_latent_kernel
 
-    q = _whole_heads(q, plan)
+    q = checked_queries(q, plan)
     launch(
         hopper_latent_kernel,
         grid,
@@ -151,7 +152,7 @@ def _launch(
     held: tuple[Tensor, Tensor],
     constants: dict[str, Any],
 ) -> None:
-    q = _whole_heads(q, plan)
+    q = checked_queries(q, plan)
     launch(
         latent_kernel,
         grid,
@@ -169,21 +170,15 @@ def _sizes(q: Tensor, plan: GpuPlan, held_sums: Tensor) -> tuple[int, ...]:
     return len(q) // num_rows, q.stride(0), num_rows, num_pages, held_sums.shape[1]
 
 
-def _whole_heads(q: Tensor, plan: GpuPlan) -> Tensor:
-    if len(q) != len(plan.positions):
-        raise ValueError(f"q has {len(q)} tokens, but the window was planned for {len(plan.positions)}")
-    return q if q.stride(2) == 1 and q.stride(1) == q.shape[2] else q.contiguous()
-
-
 def _constants(q: Tensor, plan: GpuPlan, rank: int, tile: int) -> dict[str, Any]:
     """What the kernel is compiled for, and how."""
     rope = q.shape[2] - rank
     return {
         "HEADS": q.shape[1],
         "RANK": rank,
-        "RANK_PAD": _padded(rank),
+        "RANK_PAD": padded(rank),
         "ROPE": rope,
-        "ROPE_PAD": _padded(rope),
+        "ROPE_PAD": padded(rope),
         "PAGE": plan.page_size,
         "ROWS": tile,
         "BLOCK": FLOAT32_BLOCK if q.is_cuda and q.dtype == torch.float32 else BLOCK,
@@ -192,13 +187,3 @@ def _constants(q: Tensor, plan: GpuPlan, rank: int, tile: int) -> dict[str, Any]
         "num_warps": TILES[tile],
         "enable_fp_fusion": False,
     }
-
-
-def _padded(size: int) -> int:
-    return max(16, 1 << (size - 1).bit_length())
-
-
-def _cores(device: torch.device) -> int:
-    if device.type != "cuda":
-        return CORES_OF_THE_INTERPRETER
-    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -25,23 +25,23 @@ _PROJECTIONS = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
 _MIXTRAL = ExpertNames("block_sparse_moe", "w1", "w3", "w2")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsConfig:
-    """Shapes and switches of the layers that have experts in place of an MLP."""
+    """Shapes and switches of the layers that have experts in place of an MLP; at first, those of the plainest kind."""
 
     num_experts: int
     top_k: int  # experts a token chooses
     inner_size: int
-    shared_size: int  # inner size of what every token passes through beside its choice; 0: nothing
-    scoring: str  # "softmax" or "sigmoid"
-    has_bias: (
-        bool  # a stored bias is added to the scores where experts are chosen, not where they are weighted
+    shared_size: int = 0  # inner size of what every token passes through beside its choice; 0: nothing
+    scoring: str = "softmax"  # or "sigmoid"
+    has_bias: bool = (
+        False  # a stored one is added to scores where experts are chosen, not where they are weighted
     )
-    num_groups: int  # a token chooses among the experts of its best groups
-    top_groups: int
-    group_score: str  # what makes a group good: its "max", or the sum of its "top2"
+    num_groups: int = 1  # a token chooses among the experts of its best groups
+    top_groups: int = 1
+    group_score: str = "max"  # what makes a group good: its "max", or the sum of its "top2"
     normalise: bool  # the weights of a token's experts are made to add up to one
-    scale: float  # what weights are multiplied by in the end
+    scale: float = 1.0  # what weights are multiplied by in the end
     layers: tuple[bool, ...]  # which layers have experts
     names: ExpertNames
 
@@ -135,14 +135,7 @@ def _qwen3(fields: Fields, num_layers: int) -> ExpertsConfig:
         num_experts=fields.whole(_qwen3_count(fields)),
         top_k=fields.whole("num_experts_per_tok"),
         inner_size=fields.whole("moe_intermediate_size"),
-        shared_size=0,
-        scoring="softmax",
-        has_bias=False,
-        num_groups=1,
-        top_groups=1,
-        group_score="max",
         normalise=fields.flag("norm_topk_prob", False),
-        scale=1.0,
         layers=tuple(i not in dense and (i + 1) % step == 0 for i in range(num_layers)),
         names=_PROJECTIONS,
     )
@@ -153,14 +146,7 @@ def _mixtral(fields: Fields, num_layers: int) -> ExpertsConfig:
         num_experts=fields.whole("num_local_experts"),
         top_k=fields.whole("num_experts_per_tok"),
         inner_size=fields.whole("intermediate_size"),
-        shared_size=0,
-        scoring="softmax",
-        has_bias=False,
-        num_groups=1,
-        top_groups=1,
-        group_score="max",
         normalise=True,
-        scale=1.0,
         layers=(True,) * num_layers,
         names=_MIXTRAL,
     )
