@@ -132,6 +132,12 @@ def test_build_is_what_llm_runs() -> None:
     assert build().engine.limits.num_drafts == 0
 
 
+def test_no_drafts_is_plain_decoding() -> None:
+    built = build(drafter=str(noisy_model()), num_drafts=0)
+    assert built.engine.limits.num_drafts == 0
+    assert ("none", "num_drafts=0") in [(d.value, d.because) for d in built.decisions if d.field == "drafter"]
+
+
 def test_leaving_without_closing_is_quiet() -> None:
     """The process ends cleanly while a request is in flight."""
     code = f"""

@@ -39,7 +39,7 @@ class EngineConfig:
 
     model: str = "merlin"  # folder, or the name of an embedded model
     drafter: str = "auto"  # auto, none, ngram, eagle3, mtp, a folder with a draft head or a small model
-    num_drafts: int = 3
+    num_drafts: int = 3  # 0: plain decoding, whatever the drafter
     tree: TreeShape | None = None
     device: str = "auto"
     dtype: str = "auto"
@@ -58,7 +58,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for name, value, low, high in (
-            ("num_drafts", self.num_drafts, 1, MAX_DRAFTS),
+            ("num_drafts", self.num_drafts, 0, MAX_DRAFTS),
             ("page_size", self.page_size, 1, 1024),
             ("max_rows", self.max_rows, 1, 4096),
             ("max_len", self.max_len, 2, None),

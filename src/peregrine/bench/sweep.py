@@ -43,12 +43,10 @@ class Plan:
 
     def shapes(self) -> dict[str, dict[str, object]]:
         """The engine options of every shape, by its name."""
-        chains = {f"chain {k}" if k else "plain": chain_options(k) for k in self.drafts}
+        chains: dict[str, dict[str, object]] = {
+            f"chain {k}" if k else "plain": {"num_drafts": k} for k in self.drafts
+        }
         return chains | {"tree " + ",".join(map(str, tree)): {"tree": tree} for tree in self.trees}
-
-
-def chain_options(num_drafts: int) -> dict[str, object]:
-    return {"num_drafts": num_drafts} if num_drafts else {"drafter": "none"}
 
 
 def run(plan: Plan, options: dict[str, object]) -> dict[str, Any]:

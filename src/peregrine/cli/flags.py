@@ -62,7 +62,7 @@ ENGINE_FLAGS = (
         "DRAFTER",
         str,
     ),
-    Flag("num_drafts", "tokens guessed per round", "K", int),
+    Flag("num_drafts", "tokens guessed per round; 0: plain decoding", "K", int),
     Flag("tree", "guess a tree: levels, children per node, nodes with the root", "D,W,N", tree_shape),
     Flag("device", "auto, cpu, cuda or cuda:INDEX", "DEVICE", str),
     Flag("dtype", "auto, float32, bfloat16 or float16", "DTYPE", str),

@@ -24,7 +24,7 @@ from peregrine.engine.memory import (
     store_shape_of,
 )
 from peregrine.engine.runner import VARIANTS, Runner
-from peregrine.engine.sources import open_source
+from peregrine.engine.sources import ModelSource, open_source
 from peregrine.errors import ConfigError
 from peregrine.hardware import resolve_device, resolve_dtype, resolve_kv_dtype
 from peregrine.kernels.cpu import COMPILED, load_kernels
@@ -68,7 +68,7 @@ def build_engine(asked: EngineConfig) -> Built:
     with explain_memory(device, "the model's weights", "choose a smaller model or another device"):
         target = source.target(device, dtype)
     check_tokenizer(tokenizer, target.config)
-    name, why = (asked.drafter, "asked for") if asked.drafter != "auto" else source.automatic_drafter()
+    name, why = pick_drafter(asked, source)
     with explain_memory(device, "the drafter's weights", "choose a smaller drafter, ngram or none"):
         draft = source.drafter(name, target)
     decisions.append(Decision("drafter", name, why))
@@ -187,6 +187,13 @@ def check_kv_dtype(name: str, needs: Needs) -> None:
     """No backend reads latents in another dtype than the model's: said in one line, not once for each of them."""
     if needs.shared_kv and needs.kv_dtype != needs.dtype:
         raise ConfigError(f"kv_dtype={name!r}: latents (MLA) are held in the model's own dtype; use auto")
+
+
+def pick_drafter(asked: EngineConfig, source: ModelSource) -> tuple[str, str]:
+    """Which drafter, and why."""
+    if asked.num_drafts == 0 and asked.tree is None:
+        return "none", "num_drafts=0"
+    return (asked.drafter, "asked for") if asked.drafter != "auto" else source.automatic_drafter()
 
 
 def pick_max_len(asked: EngineConfig, config: ModelConfig) -> int:
