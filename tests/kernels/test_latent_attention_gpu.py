@@ -24,7 +24,7 @@ if not (TRITON_PRESENT and triton_interprets()):
 
 from peregrine.kernels import latent_plan_gpu as gpu
 from peregrine.kernels.attention_plan_gpu import GpuPlan, plan_gpu
-from peregrine.kernels.latent_borders import (
+from peregrine.kernels.latent_tiles_gpu import (
     latent_split_of_index,
     latent_split_of_work,
     latent_splits,

@@ -9,7 +9,6 @@ from peregrine.cache.store import KVStore
 from peregrine.config import EngineConfig
 from peregrine.errors import ConfigError
 from peregrine.hardware import read_gpu, read_memory
-from peregrine.kernels.latent_borders import latent_splits
 from peregrine.models.config import ModelConfig
 from peregrine.models.decoder import Decoder
 from peregrine.spec.registry import StoreShape
@@ -80,7 +79,7 @@ def scratch_bytes(asked: EngineConfig, config: ModelConfig, max_len: int, dtype:
         attention = config.num_heads * (entries * size + 4 * latent.kv_rank)
         nodes = asked.num_drafts + 1 if asked.tree is None else asked.tree.nodes
         tiles = min(SHARED_TILES, asked.max_rows * -(-nodes * config.num_heads // LATENT_TILE))
-        splits = latent_splits(max_len + SPARE_PAGES * asked.page_size)
+        splits = max_len // 512 + 49  # or fewer; see kernels/latent_tiles_gpu.py
         round_bytes = tiles * splits * LATENT_TILE * 4 * latent.kv_rank
     if experts is not None:
         answers = experts.law.num_choices * (experts.inner_size + config.hidden_size)

@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from peregrine.kernels.attention_hopper_blocks import BLOCK, WIDTH, put_queries
 from peregrine.kernels.attention_tiles_gpu import LOWEST
-from peregrine.kernels.latent_borders import (
+from peregrine.kernels.latent_tiles_gpu import (
     latent_split_of_index,
     latent_split_of_work,
     latent_start_of_split,
