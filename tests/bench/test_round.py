@@ -207,6 +207,10 @@ def test_experts_are_counted_as_more_rounds_read_them(guess: dict[str, object]) 
     few, alone = experts_read(engine, 2)
     assert 3 <= alone <= hits
     assert abs(few) < 5 * 9 * EXPERT  # of one round, not of both
+    before = len(engine.running[0].generated)
+    some, _ = experts_read(engine, 3, every=2)
+    assert abs(some) < 5 * 9 * EXPERT  # the second of the three is not counted
+    assert len(engine.running[0].generated) >= before + 3
 
 
 def test_a_dense_round_reads_no_experts() -> None:

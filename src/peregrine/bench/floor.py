@@ -1,7 +1,6 @@
 """What a round must read from memory: weights, keys and values, on every pass that reads them.
 
-Of experts, as many count as the pass's tokens hit if they choose at random, or as they hit in some more rounds, which
-are counted. Norms and embeddings' rows are small.
+Of experts, as many count as the pass's tokens hit if they choose at random, or as they hit in rounds that are counted. Norms and embeddings' rows are small.
 """
 
 import torch
@@ -45,8 +44,8 @@ def round_bytes(engine: Engine, rows: int, context: float) -> int:
     return int(total)
 
 
-def experts_read(engine: Engine, rounds: int) -> tuple[float, float]:
-    """(bytes, experts of a layer) that a round of the engine really reads of experts: the mean of so many more.
+def experts_read(engine: Engine, rounds: int, every: int = 1) -> tuple[float, float]:
+    """(bytes, experts of a layer) that a round really reads of experts: the mean of every n-th of the next rounds.
 
     Bytes are told as how many there are beyond those that `round_bytes` expects, experts as the mean of the target's
     layers. Random weights may send all tokens to the same few.
@@ -66,16 +65,17 @@ def experts_read(engine: Engine, rounds: int) -> tuple[float, float]:
         read.append((mixtures[id(router)], len(choice.experts), len(torch.unique(choice.experts))))
         return choice
 
-    Router.choose = counted  # type: ignore[method-assign, assignment]
-    engine.runner.graphs = None
-    try:
-        for _ in range(rounds):
+    for at in range(rounds if mixtures else 0):
+        if at % every == 0:  # not recorded: the host has to see the choices
+            Router.choose = counted  # type: ignore[method-assign, assignment]
+            engine.runner.graphs = None
+        try:
             engine.step()
-    finally:
-        Router.choose, engine.runner.graphs = choose, graphs  # type: ignore[method-assign]
+        finally:
+            Router.choose, engine.runner.graphs = choose, graphs  # type: ignore[method-assign]
     beyond = sum((hits - part.expected_hits(count)) * part.expert_bytes() for part, count, hits in read)
     of_target = [hits for part, _, hits in read if id(part.router) in mine]
-    return beyond / rounds, sum(of_target) / max(1, len(of_target))
+    return beyond / len(range(0, rounds, every)), sum(of_target) / max(1, len(of_target))
 
 
 def networks_of(drafter: Drafter) -> list[nn.Module]:

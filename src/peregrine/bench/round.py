@@ -16,6 +16,7 @@ from peregrine.bench.machine import machine_facts
 from peregrine.config import EngineConfig
 from peregrine.engine.build import build_engine
 from peregrine.engine.engine import Engine
+from peregrine.engine.request import Request
 from peregrine.engine.runner import RowResult
 from peregrine.errors import ConfigError
 from peregrine.llm import engine_config as parse_options
@@ -24,8 +25,8 @@ from peregrine.sampling import SamplingParams
 COPY_BYTES, COPY_REPEATS = 2**31, 10
 WARMUP_ROUNDS = 20
 HOST_ROUNDS = 40  # in which the host is timed
-COUNTED_ROUNDS = 8  # in which the experts that are read are counted, before those that are measured and after
-REST = WARMUP_ROUNDS + HOST_ROUNDS + 2 * COUNTED_ROUNDS + 4  # rounds that are not measured
+COUNTED_EVERY = 4  # rounds until the experts that one reads are counted again
+REST = WARMUP_ROUNDS + HOST_ROUNDS + 4  # rounds that are not measured
 Facts = dict[str, object]
 
 
@@ -164,42 +165,62 @@ def fill_stores(engine: Engine) -> None:
 
 
 def measure(engine: Engine, case: Case, rounds: int, bandwidth: float) -> Figures:
-    """Fill the rows, let the rounds settle, then time them."""
+    """Fill the rows, let the rounds settle, then time them; and once more, to count what the timed ones read."""
+    requests = seat(engine, case, rounds)
+    watch = Watch(engine, events=True)
+    step(engine, WARMUP_ROUNDS)
+    watch.restart()
+    shorter = mean_tokens(requests)
+    step(engine, rounds)
+    context = (shorter + mean_tokens(requests)) / 2
+    watch.remove()
+    host_s = time_host(engine)
+    unseat(engine, requests)
+    requests = seat(engine, case, rounds)
+    step(engine, WARMUP_ROUNDS)
+    beyond, hits = experts_read(engine, rounds, COUNTED_EVERY)
+    unseat(engine, requests)
+    num_bytes = round_bytes(engine, case.rows, context) + beyond
+    return figures(case, watch, host_s, num_bytes, hits, bandwidth)
+
+
+def seat(engine: Engine, case: Case, rounds: int) -> list[Request]:
+    """The case's requests on their seats; their prompts count as read."""
     generator = torch.Generator().manual_seed(case.context)
-    vocab = engine.limits.vocab_size
-    depth = engine.runner.drafter.shape.depth
+    shape = case.rows, case.context
+    prompts = torch.randint(0, engine.limits.vocab_size, shape, generator=generator).tolist()
     params = SamplingParams(
         temperature=0.0,
         seed=1,
-        max_tokens=(rounds + REST) * (depth + 1),
+        max_tokens=(rounds + REST) * (engine.runner.drafter.shape.depth + 1),
         ignore_eos=True,
         detokenize=False,
     )
-    prompts = torch.randint(0, vocab, (case.rows, case.context), generator=generator).tolist()
     requests = [engine.prepare(prompt, params) for prompt in prompts]
     for request in requests:
         engine.enqueue(request)
     engine.seat_unread()
-    counted = [experts_read(engine, COUNTED_ROUNDS)]
-    watch = Watch(engine, events=True)
-    for _ in range(WARMUP_ROUNDS):
-        engine.step()
-    torch.cuda.synchronize()
-    watch.restart()
-    for _ in range(rounds):
-        engine.step()
-    torch.cuda.synchronize()
-    watch.remove()
-    context = sum(request.num_tokens for request in requests) / len(requests)
-    host_s = time_host(engine)
-    counted.append(experts_read(engine, COUNTED_ROUNDS))
-    beyond, hits = (sum(both) / 2 for both in zip(*counted, strict=True))
-    num_bytes = round_bytes(engine, case.rows, context) + beyond
+    return requests
+
+
+def unseat(engine: Engine, requests: list[Request]) -> None:
+    """Send them away."""
     for request in requests:
         engine.abort(request)
     while engine.has_work:
         engine.step()
-    return figures(case, watch, host_s, num_bytes, hits, bandwidth)
+
+
+def step(engine: Engine, rounds: int) -> None:
+    """So many rounds, to the end of the last one."""
+    for _ in range(rounds):
+        engine.step()
+    torch.cuda.synchronize()
+
+
+def mean_tokens(requests: list[Request]) -> float:
+    """How long they are by now."""
+    return sum(request.num_tokens for request in requests) / len(requests)
 
 
 def time_host(engine: Engine) -> float:
