@@ -114,7 +114,7 @@ def test_scratch_follows_latents_and_experts() -> None:
     config, bf16 = shape_config("shape:deepseek-v3"), torch.bfloat16
     asked = EngineConfig(prefill_chunk=4096, max_rows=1, num_drafts=3)
     attention = 128 * (2 * (192 + 576 + 512 + 128) + 4 * 512)  # of one token
-    splits = 8 * (4096 // 320 + 22) * 64 * 2048  # 4 queries of 128 heads are 8 tiles
+    splits = 8 * (4096 // 128) * 64 * 2048  # 4 queries of 128 heads are 8 tiles
     assert scratch_bytes(asked, config, 4096, bf16) == 4096 * (4 * 7168 * 2 + attention) + splits
     qwen = shape_config("shape:qwen3-30b-a3b")
     answers = 8 * (768 + 2048) * 2 + 128 * 4

@@ -66,7 +66,7 @@ def test_real_shapes_answer_within_the_bound(dtype: torch.dtype, heads: tuple[in
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("past", [100, 2040, 33000])
+@pytest.mark.parametrize("past", [100, 2040, 16894, 33000])  # at 16896 splits become wider
 def test_neither_tiles_nor_programs_change_a_bit(past: int, dtype: torch.dtype) -> None:
     forward = opened(on_gpu([chain(past, 4, LITE), chain(past // 2, 4, LITE)], dtype))
     name, first = next(answers(forward))
@@ -74,7 +74,7 @@ def test_neither_tiles_nor_programs_change_a_bit(past: int, dtype: torch.dtype) 
         assert torch.equal(out, first), f"{other} differs from {name}"
 
 
-@pytest.mark.parametrize("past", [0, 120, 2045])
+@pytest.mark.parametrize("past", [0, 120, 2045, 16893])
 def test_every_node_of_a_tree_gives_what_its_path_gives(past: int) -> None:
     row = tree(past, BRANCHED, LITE)
     paths = [attend(DECODE, on_gpu([row.path_to(node)]), OWN)[0] for node in range(len(BRANCHED))]
@@ -105,12 +105,17 @@ def test_company_changes_no_bit() -> None:
         assert torch.equal(outs[-1], alone), count
 
 
-def test_verify_reads_what_plain_decoding_reads() -> None:
-    """The promise that speculation stands on: a window's queries one by one, and the prompt in chunks."""
-    row = chain(2040, 8, LITE)
+@pytest.mark.parametrize("past", [2040, 16892, 84477])  # the last two cross to wider splits
+def test_verify_reads_what_plain_decoding_reads(past: int) -> None:
+    """The promise that speculation stands on: a window's queries one by one."""
+    row = chain(past, 8, LITE)
     whole = attend(DECODE, on_gpu([row]), OWN)[0]
+    assert torch.equal(attend(CONTEXT, on_gpu([row]), OWN)[0], whole)
     for i in range(8):
         assert torch.equal(attend(DECODE, on_gpu([row.at(i)]), OWN)[0], whole[i : i + 1])
+
+
+def test_a_prompt_may_be_read_in_chunks() -> None:
     prompt = chain(0, 700, LITE)
     read = attend(CONTEXT, on_gpu([prompt]), OWN)[0]
     for a, b in itertools.pairwise((0, 1, 63, 64, 130, 400, 700)):

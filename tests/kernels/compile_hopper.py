@@ -51,6 +51,7 @@ def compile_kernel(kernel: Any, tiled: dict[str, str], known: dict[str, Any], **
         "fused": len(re.findall(r"\bfma\.", ptx)),
         "matrix": len(re.findall(r"wgmma\.mma_async", ptx)),
         "copies": len(re.findall(r"cp\.async\.bulk\.tensor", ptx)),
+        "held_up": code.asm["sass"].count("WARPGROUP.DEPBAR"),
         "waits": len(re.findall(r"griddepcontrol\.wait", ptx)),
     }
     print(json.dumps(facts))

@@ -46,6 +46,13 @@ def test_tiles_are_copied_and_multiplied_by_hopper(compiled: list[dict[str, int 
     assert all(int(facts["matrix"]) > 0 and int(facts["copies"]) > 0 for facts in compiled)
 
 
+def test_products_of_attention_wait_for_each_other_only_where_they_must(
+    compiled: list[dict[str, int | str]],
+) -> None:
+    """The compiler makes all of them wait, each for the one before, if it cannot see through one."""
+    assert all(int(f["held_up"]) <= 3 for f in compiled if f["kernel"] in ATTENTION)
+
+
 def test_every_warp_waits_for_the_kernel_before(compiled: list[dict[str, int | str]]) -> None:
     """Attention has two kinds of warps, and each must wait: one reads new keys, the other queries."""
     assert {f["waits"] for f in compiled if f["kernel"] in ATTENTION} == {2}

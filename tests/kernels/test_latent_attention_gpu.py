@@ -3,13 +3,10 @@
 Answers are held against float64 by the conformance kit; here is what it does not see from outside.
 """
 
-import itertools
 from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from peregrine.attention import LayerAttention
@@ -24,13 +21,7 @@ if not (TRITON_PRESENT and triton_interprets()):
 
 from peregrine.kernels import latent_plan_gpu as gpu
 from peregrine.kernels.attention_plan_gpu import GpuPlan, plan_gpu
-from peregrine.kernels.latent_tiles_gpu import (
-    latent_split_of_index,
-    latent_split_of_work,
-    latent_splits,
-    latent_start_of_split,
-    latent_work_before,
-)
+from peregrine.kernels.latent_tiles_gpu import latent_reach, latent_splits, latent_width
 
 RANK = 32
 HEADS = (4, 1, RANK + 16, RANK)
@@ -56,31 +47,15 @@ def context(rows: list[Row], tile: int | None = None) -> Tensor:
     return gpu.latent_context_gpu(forward.q, keys, plan, rows[0].v.shape[2], LAYER.scale, tile)
 
 
-def test_every_key_lies_in_one_split_of_whole_blocks() -> None:
-    for index in [*range(0, 20000, 7), 4095, 4096, 45055, 45056, 45057, 131071, 131072]:
-        split = latent_split_of_index(index)
-        assert latent_start_of_split(split) <= index < latent_start_of_split(split + 1)
-    borders = [latent_start_of_split(split) for split in range(300)]
-    assert all(border % gpu.BLOCK == 0 for border in borders)
-    assert [latent_work_before(split) for split in range(300)] == [b + 64 * s for s, b in enumerate(borders)]
-    widths = [borders[s + 1] - borders[s] for s in (0, 31, 32, 159, 160)]
-    assert widths == [128, 128, 320, 320, 768]
-    assert [latent_splits(keys) for keys in (1, 128, 129, 4096, 45056, 45057)] == [1, 1, 2, 32, 160, 161]
-
-
-@given(st.integers(1, 200_000), st.integers(1, 300))
-def test_programs_share_all_splits_and_as_much_work(num_keys: int, programs: int) -> None:
-    """Runs of whole splits, one after the other; none is longer than an equal share and the split it ends in."""
-    end = latent_splits(num_keys)
-    work = latent_work_before(end)
-    borders = [latent_split_of_work(work * program // programs) for program in range(programs + 1)]
-    assert borders[0] == 0
-    assert borders[-1] == end
-    for first, after in itertools.pairwise(borders):
-        assert first <= after
-        if first < after:
-            last = latent_work_before(after) - latent_work_before(after - 1)
-            assert latent_work_before(after) - latent_work_before(first) < work / programs + 1 + last
+def test_splits_are_whole_blocks_and_no_more_than_there_is_room_for() -> None:
+    for keys in [*range(1, 40000, 7), 16896, 16897, 25344, 25345, 81920, 131072, 1_000_000]:
+        width = latent_width(keys)
+        assert width % gpu.BLOCK == 0
+        assert -(-keys // width) <= latent_splits(keys) <= 132
+        assert keys <= latent_reach(width)
+        assert width == latent_width(latent_reach(width)) < latent_width(latent_reach(width) + 1)
+    widths = [latent_width(keys) for keys in (0, 1, 16896, 16897, 25344, 25345, 82700)]
+    assert widths == [64, 128, 128, 192, 192, 256, 640]  # and who sees nothing has a width of its own
 
 
 @pytest.mark.parametrize("programs", [1, 2, 3, 7])
@@ -118,12 +93,33 @@ def test_trees_are_shared_out_node_by_node(programs: int) -> None:
         assert torch.equal(context([row.path_to(6)]), out[7 * r + 6 : 7 * r + 7])
 
 
-def test_splits_of_every_width_are_added_in_order() -> None:
-    row = chain(17000, 2, HEADS)
+BORDER = latent_reach(128)
+
+
+def test_wide_splits_are_added_in_order() -> None:
+    row = chain(BORDER + 100, 2, HEADS)
     out = decode([row], 5)
     assert torch.equal(out, context([row]))
     forward, _, _ = opened([row])
     assert torch.allclose(out, forward.run(TorchBackend(), LAYER)[0], atol=2e-6)
+
+
+def test_a_window_on_both_sides_of_a_change_of_widths() -> None:
+    """Each query gets what it gets alone, though its neighbours' splits are wider."""
+    row = chain(BORDER - 2, 4, HEADS)
+    whole = decode([row, chain(7, 4, HEADS)], 5)[:4]
+    assert torch.equal(whole, context([row]))
+    for i in (1, 2):
+        assert torch.equal(decode([row.at(i)], 3), whole[i : i + 1])
+
+
+def test_a_tree_on_both_sides_of_a_change_of_widths() -> None:
+    parents = [-1, 0, 0, 1, 1, 2, 3]
+    row = tree(BORDER - 2, parents, HEADS)
+    whole = decode([row], 4)
+    assert torch.equal(whole, context([row], 16))
+    for node in (1, 6):
+        assert torch.equal(context([row.path_to(node)]), whole[node : node + 1])
 
 
 @pytest.mark.parametrize("past", [0, 62, 63, 64, 127, 128, 191])

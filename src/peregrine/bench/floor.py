@@ -1,6 +1,7 @@
 """What a round must read from memory: weights, keys and values, on every pass that reads them.
 
-Of experts, as many count as the pass's tokens hit if they choose at random, or as they hit in rounds that are counted. Norms and embeddings' rows are small.
+Of experts, as many count as the pass's tokens hit if they choose at random, or as they hit in rounds that are counted.
+Norms and embeddings' rows are small.
 """
 
 import torch

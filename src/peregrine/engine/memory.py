@@ -79,9 +79,7 @@ def scratch_bytes(asked: EngineConfig, config: ModelConfig, max_len: int, dtype:
         attention = config.num_heads * (entries * size + 4 * latent.kv_rank)
         nodes = asked.num_drafts + 1 if asked.tree is None else asked.tree.nodes
         tiles = min(SHARED_TILES, asked.max_rows * -(-nodes * config.num_heads // LATENT_TILE))
-        splits = (
-            min(max_len, 45056) // 320 + max(max_len - 45056, 0) // 768 + 22
-        )  # or fewer; see latent_tiles_gpu.py
+        splits = min(132, -(-max_len // 128))  # as latent_tiles_gpu.py has it
         round_bytes = tiles * splits * LATENT_TILE * 4 * latent.kv_rank
     if experts is not None:
         answers = experts.law.num_choices * (experts.inner_size + config.hidden_size)

@@ -119,7 +119,6 @@ def hopper_decode_kernel(  # type: ignore[no-untyped-def]
                     PAGE,
                     COLUMNS,
                     STAGES,
-                    False,
                 ),
             ),
         ],

@@ -43,9 +43,8 @@ def ask_for_blocks(  # type: ignore[no-untyped-def]
     PAGE: gl.constexpr,
     COLUMNS: gl.constexpr,
     STAGES: gl.constexpr,
-    SHARED: gl.constexpr,
 ):
-    """The asking warp: block by block, as places become free. SHARED: keys hold their values, and come alone."""
+    """The asking warp: block by block, as places become free."""
     PIECE: gl.constexpr = PAGE if PAGE < BLOCK else BLOCK
     slots = slots_of(table, begin, farthest, PAGE, PIECE)
     for i in range(count):
@@ -55,15 +54,14 @@ def ask_for_blocks(  # type: ignore[no-untyped-def]
         mbarrier.wait(free.index(place), ((i // STAGES) & 1) ^ 1)
         if start + BLOCK > past:  # holds keys of this forward
             gdc_wait()
-        mbarrier.expect(ready.index(place), (2 if SHARED else 4) * BLOCK * COLUMNS * WIDTH)
+        mbarrier.expect(ready.index(place), 4 * BLOCK * COLUMNS * WIDTH)
         for piece in gl.static_range(BLOCK // PIECE):
             for c in gl.static_range(COLUMNS):
                 at = [slots[piece], column + c * WIDTH]
                 k_tile = k_tiles.index(place * COLUMNS + c).slice(piece * PIECE, PIECE)
+                v_tile = v_tiles.index(place * COLUMNS + c).slice(piece * PIECE, PIECE)
                 tma.async_copy_global_to_shared(keys, at, ready.index(place), k_tile)
-                if not SHARED:
-                    v_tile = v_tiles.index(place * COLUMNS + c).slice(piece * PIECE, PIECE)
-                    tma.async_copy_global_to_shared(values, at, ready.index(place), v_tile)
+                tma.async_copy_global_to_shared(values, at, ready.index(place), v_tile)
         slots = next_slots
 
 

@@ -15,9 +15,9 @@ from peregrine.kernels.early_gpu import enter
 from peregrine.kernels.latent_tiles_gpu import (
     load_latent_queries,
     power_of_two,
+    reach_of,
     read_splits,
-    split_of,
-    split_start,
+    width_of,
 )
 
 NODES = tl.constexpr(MAX_NODES)
@@ -91,12 +91,6 @@ def latent_kernel(  # type: ignore[no-untyped-def]
         tokens = q_start + query
         past = tl.load(past_lens + row).to(tl.int32)
         _, limit = sight(positions, limits, tokens, live, past, num_pages * PAGE, 0, TREE, False)
-        farthest = tl.max(limit)
-        end = split_of(farthest - 1) + 1
-        # In a tree, splits that reach past the root hold other keys for each query: each is work for one query alone.
-        shared_end = end
-        if TREE:
-            shared_end = tl.minimum(split_of(past), end)
         table += tl.cast(row, tl.int64) * num_pages
         at = tokens.to(tl.int64) * q_stride + head * (RANK + ROPE)
         q_latent = load_latent_queries(q, at, live, 0, RANK, RANK_PAD)
@@ -108,27 +102,34 @@ def latent_kernel(  # type: ignore[no-untyped-def]
             place = tokens.to(tl.int64) * HEADS + head
         top = tl.full([ROWS], LOWEST, tl.float32)
         mass = tl.zeros([ROWS], tl.float32)
-        # Programs take runs of whole splits with about as many keys each.
-        share = tl.minimum(split_start(shared_end), farthest)
-        run = split_of(share * program // programs)
-        run_end = split_of(share * (program + 1) // programs)
-        run_end = tl.where(program == programs - 1, shared_end, tl.minimum(run_end, shared_end))
-        top, mass = read_splits(
-            *(q_latent, q_rope, keys, table, paths, past, limit, live, run, run_end, factor),
-            *(top, mass, held_sums, held_stats, place),
-            *(RANK, ROPE, PAGE, BLOCK, False, APART, STAGES),
-        )
-        if TREE:
-            count = tl.minimum(q_len - lead, QUERIES)
-            for item in range(programs - 1 - program, (end - shared_end) * count, programs):
-                split, node = shared_end + item // count, lead + item % count
-                own = live & (query == node)
-                own_limit = tl.where(own, limit, 0)
-                top, mass = read_splits(
-                    *(q_latent, q_rope, keys, table, paths + (q_start + node) * NODES, past),
-                    *(own_limit, own, split, split + 1, factor, top, mass, held_sums, held_stats, place),
-                    *(RANK, ROPE, PAGE, BLOCK, True, APART, STAGES),
-                )
+        farthest, nearest = tl.max(limit), tl.min(tl.where(live, limit, tl.max(limit)))
+        reach = reach_of(width_of(nearest))  # rows that see more are on another side, with wider splits
+        for side in range(0, 1 + (farthest > reach).to(tl.int32)):
+            here = live & ((limit > reach) == (side == 1))
+            sees = tl.where(here, limit, 0)
+            width = width_of(tl.max(sees))
+            end = tl.cdiv(tl.max(sees), width)
+            # In a tree, splits that reach past the root hold other keys for each query: each is work for one query.
+            shared_end = end
+            if TREE:
+                shared_end = tl.minimum(past // width, end)
+            run, run_end = shared_end * program // programs, shared_end * (program + 1) // programs
+            top, mass = read_splits(
+                *(q_latent, q_rope, keys, table, paths, past, sees, here, run, run_end, width, factor),
+                *(top, mass, held_sums, held_stats, place),
+                *(RANK, ROPE, PAGE, BLOCK, False, APART, STAGES),
+            )
+            if TREE:
+                count = tl.minimum(q_len - lead, QUERIES)
+                for item in range(programs - 1 - program, (end - shared_end) * count, programs):
+                    split, node = shared_end + item // count, lead + item % count
+                    own = here & (query == node)
+                    own_sees = tl.where(own, limit, 0)
+                    top, mass = read_splits(
+                        *(q_latent, q_rope, keys, table, paths + (q_start + node) * NODES, past),
+                        *(own_sees, own, split, split + 1, width, factor, top, mass, held_sums, held_stats),
+                        *(place, RANK, ROPE, PAGE, BLOCK, True, APART, STAGES),
+                    )
         if not APART:
             dim = tl.arange(0, RANK_PAD)
             tl.debug_barrier()  # other threads wrote what this one reads
@@ -158,6 +159,7 @@ def latent_merge_kernel(  # type: ignore[no-untyped-def]
     TREE: tl.constexpr,
     COLUMNS: tl.constexpr,
     CHUNK: tl.constexpr,
+    BATCH: tl.constexpr,
 ):
     """Grid (RANK_PAD / COLUMNS, HEADS, tokens): some columns of one head's answer, from its splits in order."""
     HEADS_EACH: tl.constexpr = HEADS if HEADS < ROWS else ROWS
@@ -167,7 +169,8 @@ def latent_merge_kernel(  # type: ignore[no-untyped-def]
     head, token = tl.program_id(1), tl.program_id(2)
     row, query = token // q_len, token % q_len
     limit = tl.load(limits + token) if TREE else tl.load(positions + token).to(tl.int32) + 1
-    end = split_of(tl.minimum(limit, num_pages * PAGE) - 1) + 1
+    limit = tl.minimum(limit, num_pages * PAGE)
+    end = tl.cdiv(limit, width_of(limit))
     tile = query // QUERIES * HEAD_TILES + head // HEADS_EACH
     place = (row * tiles + tile).to(tl.int64) * max_splits * ROWS
     place += query % QUERIES * HEADS_EACH + head % HEADS_EACH
@@ -180,10 +183,11 @@ def latent_merge_kernel(  # type: ignore[no-untyped-def]
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     mass = tl.zeros([], tl.float32)
     sums = tl.zeros([COLUMNS], tl.float32)
-    for split in tl.range(0, end, loop_unroll_factor=32):
-        at = place + split * ROWS
-        added = power_of_two(tl.load(held_stats + at * 2) - top)
-        mass += tl.load(held_stats + at * 2 + 1) * added
-        sums += tl.load(held_sums + at * RANK_PAD + column) * added
+    for first in range(0, end, BATCH):
+        for i in tl.static_range(BATCH):  # all are on their way before the first is there
+            at = place + (first + i) * ROWS
+            added = power_of_two(tl.load(held_stats + at * 2, mask=first + i < end, other=LOWEST) - top)
+            mass += tl.load(held_stats + at * 2 + 1, mask=first + i < end, other=0.0) * added
+            sums += tl.load(held_sums + at * RANK_PAD + column, mask=first + i < end, other=0.0) * added
     outputs = (sums / mass).to(out.dtype.element_ty)
     tl.store(out + (token.to(tl.int64) * HEADS + head) * RANK + column, outputs, mask=column < RANK)

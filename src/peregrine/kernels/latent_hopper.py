@@ -1,25 +1,18 @@
 """Latent attention (MLA) for Hopper, in Gluon: the arithmetic of `latent_tiles_gpu.py`, bit for bit.
 
-A program has three kinds of warps (latent_hopper_blocks.py): one asks for keys as in `attention_hopper.py`, four weigh
-them, four or eight add them up. A tile has 16 (query, head) pairs or 64: more sums would not fit into registers.
+A program has three kinds of warps: one asks for its share of the keys (latent_hopper_shares.py), four weigh them, four
+or eight add them up (latent_hopper_blocks.py). A tile has 16 (query, head) pairs or 64: more sums would not fit into
+registers.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from peregrine.kernels.attention_hopper_blocks import BLOCK, WIDTH, ask_for_blocks
+from peregrine.kernels.attention_hopper_blocks import BLOCK, WIDTH
 from peregrine.kernels.attention_tiles_gpu import LOG2_E
-from peregrine.kernels.latent_hopper_blocks import (
-    add_values,
-    key_limits,
-    rows_of_tile,
-    split_of,
-    split_of_work,
-    split_start,
-    weigh_keys,
-    work_before,
-)
+from peregrine.kernels.latent_hopper_blocks import add_values, weigh_keys
+from peregrine.kernels.latent_hopper_shares import ask_for_latents, key_limits, rows_of_tile
 
 
 @gluon.jit
@@ -98,16 +91,7 @@ def hopper_latent_kernel(  # type: ignore[no-untyped-def]
     limit = key_limits(positions, tokens, live, num_pages * PAGE)
     farthest = gl.max(limit, axis=0)
     nearest = gl.min(gl.where(live, limit, farthest), axis=0)
-    # Programs take runs of whole splits with about as much work each.
-    end = split_of(farthest - 1) + 1
-    work = work_before(end)
-    run = split_of_work(work * program // programs)
-    run_end = split_of_work(work * (program + 1) // programs)
-    begin = split_start(run)
-    stop = gl.maximum(gl.minimum(split_start(run_end), farthest), begin)
-    count = (stop - begin + BLOCK - 1) // BLOCK
     # The rows of a tile are held side by side, the live ones first.
-    num_live = gl.sum(live.to(gl.int32), axis=0)
     if APART:
         first_place = (row * gl.num_programs(1) + tile).to(gl.int64) * max_splits * ROWS
     else:
@@ -123,10 +107,10 @@ def hopper_latent_kernel(  # type: ignore[no-untyped-def]
                     out,
                     held_sums,
                     first_place,
-                    num_live,
+                    nearest,
                     farthest,
-                    run,
-                    run_end,
+                    program,
+                    programs,
                     tiles,
                     p_tile,
                     lines,
@@ -154,8 +138,8 @@ def hopper_latent_kernel(  # type: ignore[no-untyped-def]
                     first_place,
                     nearest,
                     farthest,
-                    run,
-                    run_end,
+                    program,
+                    programs,
                     factor,
                     q_stride,
                     tiles,
@@ -172,24 +156,21 @@ def hopper_latent_kernel(  # type: ignore[no-untyped-def]
                 ),
             ),
             (
-                ask_for_blocks,
+                ask_for_latents,
                 (
-                    keys,
                     keys,
                     row_table,
                     past,
+                    nearest,
                     farthest,
-                    begin,
-                    count,
-                    0,
-                    tiles,
+                    program,
+                    programs,
                     tiles,
                     ready,
                     free,
                     PAGE,
                     COLUMNS,
                     STAGES,
-                    True,
                 ),
             ),
         ],

@@ -22,7 +22,8 @@ TILES = {16: 4, 32: 4, 64: 8}
 CORES_OF_THE_INTERPRETER = 4
 HOPPER_COLUMN = 64  # entries of a key that Hopper's kernel takes side by side
 HOPPER_REGISTERS = {16: 168, 64: 128}  # of a thread on average, by tile: as many as one program can have
-MERGED_COLUMNS = 32  # of an answer, for one program of the merge: one a thread, and many loads on their way
+MERGED_COLUMNS = 64  # of an answer, for one program of the merge: two a thread
+MERGED_SPLITS = 32  # that such a program asks for at once
 
 
 def latent_decode_gpu(
@@ -58,14 +59,15 @@ def latent_decode_gpu(
     grid = programs, tiles, num_rows
     launch_it = _launch_hopper if on_hopper else _launch
     launch_it(q, out, keys, plan, scale, grid, (held_sums, held_stats), constants)
-    columns = min(MERGED_COLUMNS, constants["RANK_PAD"])
+    columns, batch = min(MERGED_COLUMNS, constants["RANK_PAD"]), 1 << (max_splits - 1).bit_length()
     launch(
         latent_merge_kernel,
         (constants["RANK_PAD"] // columns, heads, len(q)),
         *(out, plan.positions, plan.limits, held_sums, held_stats, q_len, num_pages, max_splits, tiles),
         **{name: constants[name] for name in ("HEADS", "RANK", "RANK_PAD", "PAGE", "ROWS", "TREE")},
         COLUMNS=columns,
-        CHUNK=64,
+        CHUNK=batch,
+        BATCH=min(MERGED_SPLITS, batch),
         enable_fp_fusion=False,
         num_warps=1,
         maxnreg=MERGE_REGISTERS,

@@ -1,10 +1,11 @@
 """The arithmetic of latent attention (MLA) on a GPU: one key for all heads, whose first RANK entries are its value.
 
 A block of latents is read once and serves twice, for scores and for sums. Key indices are cut into splits, splits into
-blocks, at borders that are a function of the index alone; blocks are added to a split's state in order, and splits to
-the whole in order. Every maximum is rounded up to a whole power of 2, so that bringing two states to one maximum is
-exact: whoever adds the splits up, whether it knows the greatest maximum beforehand or not, gets the same bits. Values
-are finite: who stores a key sees to that (`latent_gpu`).
+blocks; blocks are added to a split's state in order, and splits to the whole in order. How wide splits are follows from
+how many keys a query sees, and from nothing else; where queries of one tile fall on both sides of a change of widths,
+keys are read once for either side. Every maximum is rounded up to a whole power of 2, so that bringing two states to
+one maximum is exact: whoever adds the splits up, whether it knows the greatest maximum beforehand or not, gets the same
+bits. Values are finite: who stores a key sees to that (`latent_gpu`).
 
 Kernels must be launched without `enable_fp_fusion`: a fused multiply-add in one of them would round apart.
 """
@@ -17,42 +18,33 @@ from peregrine.kernels.attention_tiles_gpu import LOWEST, slots_of
 MASS_ROWS = tl.constexpr(64)  # of a matrix instruction
 
 
+# There is one KV head only, so that splits have to be narrow for all multiprocessors to find work in one row; but a
+# split's state is as large as the latents of a hundred keys. So a query has up to 132 of them, of 128 keys or more.
+def latent_width(num_keys: int) -> int:
+    """How many keys a split has for a query that sees so many; 64 for none. Works on the host and on the device."""
+    blocks = (num_keys + 8447) // 8448
+    return (blocks + (blocks < 2)) * 64
+
+
+def latent_reach(width: int) -> int:
+    """The most keys that are cut into splits of this width; works on the host and on the device."""
+    return width * 132
+
+
 def latent_splits(num_keys: int) -> int:
-    """How many splits so many keys touch: the host's bound, from the width of the page table."""
-    return latent_split_of_index(num_keys - 1) + 1
+    """How many splits a query may have that sees so many keys or fewer: the host's bound."""
+    return min(132, -(-num_keys // 128))
 
 
-# 128 keys each up to 4k, 320 up to 44k, 768 beyond. There is one KV head only, so that splits have to be narrow for all
-# multiprocessors to find work in one row; but a split's state is as large as the latents of a hundred keys.
-def latent_split_of_index(index: int) -> int:
-    """The split that a key index lies in; works on the host and on the device."""
-    return min(index, 4096) // 128 + max(min(index, 45056) - 4096, 0) // 320 + max(index - 45056, 0) // 768
-
-
-def latent_start_of_split(split: int) -> int:
-    """The first key index of a split; works on the host and on the device."""
-    return min(split, 32) * 128 + max(min(split, 160) - 32, 0) * 320 + max(split - 160, 0) * 768
-
-
-# To put a split aside takes as long as to read another 64 keys: by this measure programs get equal shares.
-def latent_work_before(split: int) -> int:
-    """What all splits before this one cost; works on the host and on the device."""
-    return min(split, 32) * 192 + max(min(split, 160) - 32, 0) * 384 + max(split - 160, 0) * 832
-
-
-def latent_split_of_work(work: int) -> int:
-    """The split that is reached after so much work; works on the host and on the device."""
-    return min(work, 6144) // 192 + max(min(work, 55296) - 6144, 0) // 384 + max(work - 55296, 0) // 832
-
-
-split_of = triton.jit(latent_split_of_index)
-split_start = triton.jit(latent_start_of_split)
+width_of = triton.jit(latent_width)
+reach_of = triton.jit(latent_reach)
 
 
 @triton.jit
 def power_of_two(exponent):  # type: ignore[no-untyped-def]
     """2 to a whole number that is not above 0, exactly; 0 where that is too small for a normal float32."""
-    return ((tl.maximum(exponent, -127.0).to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+    biased = tl.maximum(exponent, -127.0) + (2.0**23 + 127.0)  # its lowest bits are the biased exponent
+    return (biased.to(tl.int32, bitcast=True) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -145,6 +137,7 @@ def read_splits(  # type: ignore[no-untyped-def]
     live,
     first,
     end,
+    width,
     factor,
     whole_top,
     whole_mass,
@@ -171,7 +164,7 @@ def read_splits(  # type: ignore[no-untyped-def]
         top = tl.full([ROWS], LOWEST, tl.float32)
         mass = tl.zeros([MASS_ROWS, ROWS], tl.float32)
         sums = tl.zeros([RANK_PAD, ROWS], tl.float32)
-        begin, stop = split_start(split), tl.minimum(split_start(split + 1), tl.max(limit))
+        begin, stop = split * width, tl.minimum((split + 1) * width, tl.max(limit))
         clear = begin  # below this all rows see all keys
         if not ON_PATH:
             clear = tl.maximum(tl.minimum(nearest, stop) // BLOCK * BLOCK, begin)
@@ -208,9 +201,10 @@ def leave_split(  # type: ignore[no-untyped-def]
 ):
     """Put a finished split aside for the merge, or add it to the whole: there is no room for two in registers."""
     RANK_PAD: tl.constexpr = sums.shape[0]
+    ROWS: tl.constexpr = sums.shape[1]
     dim = tl.arange(0, RANK_PAD)
     if APART:
-        at = place + split * live.shape[0]
+        at = place + split * ROWS
         tl.store(held_stats + at * 2, top, mask=live)
         tl.store(held_stats + at * 2 + 1, mass, mask=live)
         tl.store(held_sums + at[None, :] * RANK_PAD + dim[:, None], sums, mask=live[None, :])
