@@ -13,7 +13,7 @@ from kernels.interpreted import needs_interpreter
 from peregrine.errors import ConfigError
 from peregrine.kernels import experts as kernels
 from peregrine.kernels.experts import PackedExperts, experts_mlp, join_experts, pack_experts, plain_experts
-from peregrine.kernels.experts_tiles import DIRECT_ROWS, GATED, PLAIN, ExpertTile, pick_expert_tiles
+from peregrine.kernels.experts_tiles import CROWDED, DIRECT_ROWS, GATED, PLAIN, ExpertTile, pick_expert_tiles
 from peregrine.kernels.route_law import Choice
 from peregrine.kernels.stream import Stream
 
@@ -125,6 +125,19 @@ def test_tiles_take_what_matrix_instructions_can() -> None:
         assert wide.rows == narrow.rows == rows
         assert 2048 % wide.depth == 1408 % narrow.depth == 0
     assert all(height >= DIRECT_ROWS for height in GATED)  # a block found directly holds all rows
+
+
+def test_blocks_that_just_fit_the_device_have_smaller_tiles() -> None:
+    """DeepSeek-V2-Lite's four tokens with its shared experts do; one token, eight rows, and Qwen3-30B-A3B do not."""
+    crowded, base = CROWDED[:2], GATED[16][:2]
+    for pairs, experts, inner_size, tile in (
+        (32, 66, 1408, crowded),
+        (8, 66, 1408, base),
+        (256, 66, 1408, base),
+        (32, 128, 768, base),
+    ):
+        wide, _ = pick_expert_tiles(pairs, experts, 2048, inner_size)
+        assert (wide.rows, wide.cols, wide.depth) == (16, *tile)
 
 
 @pytest.fixture

@@ -24,6 +24,9 @@ class ExpertTile:
 # what it takes to read weights at the speed of memory.
 GATED = {16: (64, 128, 4, 2), 32: (64, 64, 4, 5), 64: (64, 64, 4, 4), 128: (128, 64, 8, 4)}
 PLAIN = {16: (64, 128, 4, 3), 32: (64, 128, 4, 4), 64: (64, 128, 4, 3), 128: (128, 64, 8, 4)}
+# Instead of the first of them where three programs on each of an H200's multiprocessors are too few for all to run at
+# once, and four, which this leaves room for, are about enough: a few that come later would read with most of it idle.
+CROWDED, AT_ONCE = (64, 64, 4, 3), (3 * 132, 4.5 * 132)
 DIRECT_ROWS = min(GATED)  # up to here every block holds all rows of a pass, and nobody has to plan blocks
 
 
@@ -42,7 +45,11 @@ def pick_expert_tiles(
         )
     expected = num_pairs / num_experts
     rows = next((height for height in GATED if expected <= height / 2), max(GATED))
-    return _tile(rows, GATED[rows], size, 2, room), _tile(rows, PLAIN[rows], inner_size, 1, room)
+    gated = GATED[rows]
+    hits = num_experts * (1 - (1 - 1 / num_experts) ** num_pairs)  # if pairs choose at random
+    if rows == DIRECT_ROWS and AT_ONCE[0] < hits * inner_size / gated[0] < AT_ONCE[1]:
+        gated = CROWDED
+    return _tile(rows, gated, size, 2, room), _tile(rows, PLAIN[rows], inner_size, 1, room)
 
 
 def _tile(
