@@ -7,7 +7,7 @@ import torch
 
 from peregrine.bench import round as rounds
 from peregrine.bench.floor import experts_read, round_bytes, stores_of, weight_bytes
-from peregrine.bench.round import HOST_ROUNDS, REST, Case, engine_config
+from peregrine.bench.round import HOST_ROUNDS, REST, Case, check_cases, engine_config
 from peregrine.cli.main import main
 from peregrine.config import TreeShape
 from peregrine.errors import ConfigError
@@ -88,6 +88,15 @@ def test_an_engine_is_asked_for_that_holds_every_case(options: dict[str, object]
     for case in cases:
         assert (config.num_pages - 1) * config.page_size >= case.rows * (case.context + growth)
     assert (config.max_rows, config.row_sizes) == (4, (1, 4))
+
+
+def test_a_case_longer_than_the_context_is_refused_by_its_own_name() -> None:
+    cases = [Case(8, 40), Case(1, 100)]
+    config = engine_config({"model": "m"}, cases, 5)
+    growth = (5 + REST) * 4 + 128
+    check_cases(config, cases, 100 + growth)
+    with pytest.raises(ConfigError, match=f"--cases 1x100: with the {growth} tokens .* ask for at most 99,"):
+        check_cases(config, cases, 99 + growth)
 
 
 def test_what_was_asked_for_is_kept() -> None:

@@ -18,6 +18,7 @@ from peregrine.engine.build import build_engine
 from peregrine.engine.engine import Engine
 from peregrine.engine.request import Request
 from peregrine.engine.runner import RowResult
+from peregrine.engine.sources import open_source
 from peregrine.errors import ConfigError
 from peregrine.llm import engine_config as parse_options
 from peregrine.sampling import SamplingParams
@@ -59,6 +60,7 @@ def run(asked: EngineConfig, cases: Sequence[Case], rounds: int) -> Facts:
     """Measure every case on one engine."""
     if not torch.cuda.is_available():
         raise ConfigError("bench round: measures CUDA devices, and torch sees none here")
+    check_cases(asked, cases, open_source(asked.model).config.max_positions)
     bandwidth = copy_bandwidth()
     began = time.perf_counter()
     built = build_engine(asked)
@@ -95,6 +97,17 @@ def engine_config(options: dict[str, object], cases: Sequence[Case], rounds: int
         "prefill_chunk": 2048,
     }
     return parse_options(model, wanted | named)
+
+
+def check_cases(asked: EngineConfig, cases: Sequence[Case], max_positions: int) -> None:
+    """Refuse a case that is longer than the model's context, before any weights are made."""
+    longest = max(cases, key=lambda case: case.context)
+    growth = (asked.max_len or 0) - longest.context
+    if longest.context + growth > max_positions:
+        raise ConfigError(
+            f"--cases {longest.rows}x{longest.context}: with the {growth} tokens that its rounds may add, that is more "
+            f"than the model's context of {max_positions}; ask for at most {max_positions - growth}, or fewer --rounds"
+        )
 
 
 def copy_bandwidth() -> float:

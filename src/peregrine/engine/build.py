@@ -64,6 +64,7 @@ def build_engine(asked: EngineConfig) -> Built:
             "asked for" if asked.dtype != "auto" else dtype_reason(device),
         ),
     ]
+    max_len = pick_max_len(asked, source.config)  # refused before anything large is loaded
     tokenizer = source.tokenizer()
     with explain_memory(device, "the model's weights", "choose a smaller model or another device"):
         target = source.target(device, dtype)
@@ -87,7 +88,6 @@ def build_engine(asked: EngineConfig) -> Built:
     graphs, why = pick_graphs(asked, device, choice.backend.traits)
     decisions.append(Decision("graphs", graphs, why))
 
-    max_len = pick_max_len(asked, target.config)
     scratch = scratch_bytes(asked, target.config, max_len, dtype) if device.type == "cuda" else 0
     num_pages, why = pick_num_pages(asked, shapes, max_len, device, kv_dtype, scratch)
     decisions.append(Decision("num_pages", num_pages, why))

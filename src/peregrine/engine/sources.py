@@ -9,6 +9,7 @@ import torch
 from peregrine.engine.folders import ASSETS, find_model
 from peregrine.engine.memory import check_room
 from peregrine.errors import ConfigError
+from peregrine.models.config import ModelConfig
 from peregrine.models.decoder import Decoder
 from peregrine.models.head_loading import has_prediction_layer
 from peregrine.models.heads import DraftHead
@@ -35,6 +36,10 @@ class FolderSource:
     """A checkpoint in Hugging Face format."""
 
     folder: Path
+
+    @property
+    def config(self) -> ModelConfig:
+        return ModelConfig.read(self.folder)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -69,6 +74,10 @@ class ShapeSource:
     name: str
     dtype: torch.dtype = torch.bfloat16
 
+    @property
+    def config(self) -> ModelConfig:
+        return shape_config(self.name)
+
     def describe(self, asked: str) -> tuple[str, str]:
         return self.name, "random weights in this shape: for measuring only"
 
@@ -76,9 +85,8 @@ class ShapeSource:
         return Tokenizer.read(ASSETS / "merlin")
 
     def target(self, device: torch.device, dtype: torch.dtype) -> Decoder:
-        config = shape_config(self.name)
-        check_room(device, f"the weights of {self.name}", num_weights(config) * dtype.itemsize)
-        return draw_decoder(config, device, dtype)
+        check_room(device, f"the weights of {self.name}", num_weights(self.config) * dtype.itemsize)
+        return draw_decoder(self.config, device, dtype)
 
     def automatic_drafter(self) -> tuple[str, str]:
         if self._drafters[0] == "mtp":
@@ -98,7 +106,7 @@ class ShapeSource:
     @property
     def _drafters(self) -> list[str]:
         """Those the shape can have, the usual one first."""
-        return ["mtp", "eagle3"] if shape_config(self.name).num_extra_layers else ["eagle3"]
+        return ["mtp", "eagle3"] if self.config.num_extra_layers else ["eagle3"]
 
 
 ModelSource = FolderSource | ShapeSource
