@@ -21,7 +21,7 @@ TRAITS = Traits(
     tree_masks=False,
     windows=False,
     sinks=False,
-    shared_kv=False,
+    latent_dims=frozenset(),
     reads_host_lens=False,
     graphs=GraphSupport.UNIFORM,
     automatic=True,
@@ -83,7 +83,15 @@ def test_keys_that_hold_their_values_are_of_the_models_dtype() -> None:
     assert refusals(needs, TorchBackend().traits) == [
         "reads keys that hold their values (MLA) in float32 alone"
     ]
-    assert choose_backend("auto", replace(needs, kv_dtype=torch.float32)).backend.name == "torch"
+    assert choose_backend("torch", replace(needs, kv_dtype=torch.float32)).backend.name == "torch"
+
+
+def test_keys_that_hold_their_values_have_sizes_of_their_own() -> None:
+    needs = replace(CPU_NEEDS, shared_kv=True, head_dim=576)
+    assert refusals(needs, NumbaBackend().traits) == []
+    assert refusals(replace(needs, head_dim=572), NumbaBackend().traits) == [
+        "has head dims 8, 16 .. 1024, not 572"
+    ]
 
 
 def test_a_captured_round_never_reads_lengths_on_the_host() -> None:

@@ -37,7 +37,7 @@ def test_latents_need_a_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_backend, "triton_interprets", lambda: False)
     for generation, fits in ((8, False), (9, True), (10, True)):
         monkeypatch.setattr(triton_backend, "generation", lambda generation=generation: generation)
-        assert TritonBackend().traits == replace(ON_CUDA, shared_kv=fits)
+        assert TritonBackend().traits == replace(ON_CUDA, latent_dims=None if fits else frozenset())
 
 
 @needs_interpreter

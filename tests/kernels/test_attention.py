@@ -1,11 +1,17 @@
 """The torch law of attention at its edges, and the compiled kernel against it."""
 
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
+from torch import Tensor
 
 from peregrine.kernels import attention
 from peregrine.kernels.attention import BLOCK, paged_attention_torch, plan_causal, plan_tree, slots_of_rows
 from peregrine.kernels.cpu import NUMBA_PRESENT
+
+if TYPE_CHECKING:
+    from peregrine.kernels.attention_plan_cpu import StoredKV
 
 needs_numba = pytest.mark.skipif(not NUMBA_PRESENT, reason="needs numba")
 
@@ -62,6 +68,13 @@ def test_half_precision_computes_in_float32(dtype: torch.dtype) -> None:
     assert torch.equal(out, wide.to(dtype))
 
 
+def stored(keys: Tensor, values: Tensor) -> "StoredKV":
+    """One layer's keys and values [slots, Hkv, D], as compiled kernels know them."""
+    from peregrine.kernels.attention_plan_cpu import StoredKV
+
+    return StoredKV(keys.data_ptr(), values.data_ptr(), *values.shape[1:], values.stride(0))
+
+
 @needs_numba
 @pytest.mark.parametrize("is_tree", [False, True])
 @pytest.mark.parametrize("window", [None, 7])
@@ -83,8 +96,37 @@ def test_kernel_agrees_with_its_twin(is_tree: bool, window: int | None) -> None:
         else plan_tree(positions, past_lens, words, slots)
     )
     plan = plan_cpu(positions, q_starts, past_lens, 5, table, 16, words)
-    out = paged_attention_cpu(q, keys.data_ptr(), values.data_ptr(), 2, plan, 0.3, window, sinks)
+    out = paged_attention_cpu(q, stored(keys, values), plan, 0.3, window, sinks)
     expected = paged_attention_torch(q, keys, values, twin, 0.3, window, sinks)
+    torch.testing.assert_close(out, expected, atol=2e-6, rtol=1e-5)
+
+
+@needs_numba
+@pytest.mark.parametrize("value_dim", [32, 20, 48])
+@pytest.mark.parametrize("is_tree", [False, True])
+def test_values_may_be_the_first_part_of_their_keys(is_tree: bool, value_dim: int) -> None:
+    """Whole vectors of them, or an end within one, or all of the key."""
+    from peregrine.kernels.attention_cpu import paged_attention_cpu
+    from peregrine.kernels.attention_plan_cpu import plan_cpu
+
+    torch.manual_seed(0)
+    keys, q = torch.randn(160, 1, 48), torch.randn(2 * 3, 7, 48)
+    keys[0] = torch.nan  # the scratch slot, which no query sees
+    table, past_lens = torch.tensor([[1, 5, 3, 9], [2, 4, 0, 0]]), torch.tensor([50, 17])
+    positions, q_starts = (past_lens[:, None] + torch.tensor([0, 1, 1])).flatten(), torch.tensor([0, 3, 6])
+    words = torch.tensor([[1, 3, 5]]).expand(2, 3) if is_tree else None
+    slots = slots_of_rows(table, 16)
+    twin = (
+        plan_causal(positions, q_starts, 3, slots)
+        if words is None
+        else plan_tree(positions, past_lens, words, slots)
+    )
+    plan = plan_cpu(positions, q_starts, past_lens, 3, table, 16, words)
+    values = keys[..., :value_dim]
+    out = paged_attention_cpu(q, stored(keys, values), plan, 0.2, None, None)
+    keys = keys.nan_to_num()
+    expected = paged_attention_torch(q, keys, keys[..., :value_dim], twin, 0.2, None, None)
+    assert out.shape == (6, 7, value_dim)
     torch.testing.assert_close(out, expected, atol=2e-6, rtol=1e-5)
 
 
@@ -103,9 +145,7 @@ def test_threads_do_not_change_bits() -> None:
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            results.append(
-                paged_attention_cpu(q, keys.data_ptr(), values.data_ptr(), 1, plan, 0.1, None, None)
-            )
+            results.append(paged_attention_cpu(q, stored(keys, values), plan, 0.1, None, None))
     finally:
         torch.set_num_threads(before)
     assert torch.equal(results[0], results[1])
@@ -121,7 +161,7 @@ def test_a_position_past_the_table_reads_the_table_and_no_further() -> None:
     q = torch.randn(2, 1, 16)
     table, q_starts, past_lens = torch.tensor([[1]]), torch.tensor([0, 2]), torch.tensor([15])
     plan = plan_cpu(torch.tensor([15, 900]), q_starts, past_lens, 2, table, 16, None)
-    out = paged_attention_cpu(q[[0, 0]], keys.data_ptr(), values.data_ptr(), 1, plan, 0.25, None, None)
+    out = paged_attention_cpu(q[[0, 0]], stored(keys, values), plan, 0.25, None, None)
     assert torch.equal(out[0], out[1])
 
 
@@ -135,8 +175,6 @@ def test_sizes_that_do_not_fit_the_plan_are_refused() -> None:
         torch.tensor([3]), torch.tensor([0, 1]), torch.tensor([3]), 1, torch.tensor([[1]]), 16, None
     )
     with pytest.raises(ValueError, match="2 tokens, but the window was planned for 1"):
-        paged_attention_cpu(
-            torch.zeros(2, 1, 16), keys.data_ptr(), values.data_ptr(), 1, plan, 1.0, None, None
-        )
+        paged_attention_cpu(torch.zeros(2, 1, 16), stored(keys, values), plan, 1.0, None, None)
     with pytest.raises(ValueError, match="k has 2 tokens, but slots has 1"):
         write_cpu(keys.data_ptr(), values.data_ptr(), torch.tensor([3]), *torch.zeros(2, 2, 1, 16))

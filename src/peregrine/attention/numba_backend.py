@@ -27,7 +27,7 @@ class NumbaBackend:
         tree_masks=True,
         windows=True,
         sinks=True,
-        shared_kv=False,
+        latent_dims=frozenset(range(8, 1025, 8)),
         reads_host_lens=False,  # on the CPU nothing has to be waited for
         graphs=GraphSupport.NEVER,
         automatic=True,
@@ -45,7 +45,7 @@ class NumbaBackend:
         """Plan once for all layers; the returned callable writes keys and values, then attends."""
         # Imports numba, which is slow and may be absent.
         from peregrine.kernels.attention_cpu import paged_attention_cpu
-        from peregrine.kernels.attention_plan_cpu import plan_cpu, write_cpu
+        from peregrine.kernels.attention_plan_cpu import StoredKV, plan_cpu, write_cpu
 
         plan = plan_cpu(
             metadata.positions,
@@ -59,25 +59,16 @@ class NumbaBackend:
 
         slots = metadata.slots.contiguous()
         keys, values = store.keys.data_ptr(), store.values.data_ptr()
-        layer_bytes = store.keys.stride(0) * store.keys.element_size()
+        key_bytes, value_bytes = (4 * part.stride(0) for part in (store.keys, store.values))
+        sizes = store.shape.num_heads, store.shape.value_dim, store.values.stride(1)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, turn: AnyTurn | None = None) -> Tensor:
             assert turn is None, "compiled CPU kernels turn before they attend"
-            own, offset = layers[layer], layer * layer_bytes
-            write_cpu(keys + offset, values + offset, slots, k, v)
+            own = layers[layer]
+            kv = StoredKV(keys + layer * key_bytes, values + layer * value_bytes, *sizes)
+            write_cpu(kv.keys, kv.values, slots, k, k if store.shape.shared else v)
             if not len(q):
-                return q
-            return paged_attention_cpu(
-                *(
-                    q,
-                    keys + offset,
-                    values + offset,
-                    store.shape.num_heads,
-                    plan,
-                    own.scale,
-                    own.window,
-                    own.sinks,
-                )
-            )
+                return q[..., : kv.value_dim]
+            return paged_attention_cpu(q, kv, plan, own.scale, own.window, own.sinks)
 
         return attend

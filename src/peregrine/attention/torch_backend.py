@@ -35,7 +35,7 @@ class TorchBackend:
         tree_masks=True,
         windows=True,
         sinks=True,
-        shared_kv=True,
+        latent_dims=None,
         reads_host_lens=False,
         graphs=GraphSupport.ANY,
         automatic=True,

@@ -23,11 +23,11 @@ class Traits:
     kv_dtypes: frozenset[torch.dtype]  # what a store may hold
     page_sizes: frozenset[int] | None  # None: any
     head_dims: frozenset[int] | None  # None: any
+    latent_dims: frozenset[int] | None  # of keys that begin with their values (MLA); empty: none such
     max_decode_q_len: int  # longest uniform window the decode kernel takes; 0: it has none
     tree_masks: bool
     windows: bool
     sinks: bool
-    shared_kv: bool  # values may be the first part of their keys, of one KV head for all queries
     reads_host_lens: bool  # costs one device-to-host wait per forward
     graphs: GraphSupport
     automatic: bool  # whether "auto" may take it; False: only who asks for it by name gets it
@@ -62,16 +62,17 @@ def refusals(needs: Needs, traits: Traits) -> list[str]:
         )
     if traits.page_sizes is not None and needs.page_size not in traits.page_sizes:
         reasons.append(f"has page sizes {sorted(traits.page_sizes)}, not {needs.page_size}")
-    if not needs.shared_kv and traits.head_dims is not None and needs.head_dim not in traits.head_dims:
-        reasons.append(f"has head dims {_span(traits.head_dims)}, not {needs.head_dim}")
+    dims = traits.latent_dims if needs.shared_kv else traits.head_dims
+    if needs.shared_kv and dims == frozenset():
+        reasons.append("reads values apart from keys, and the model's values are a part of its keys (MLA)")
+    elif dims is not None and needs.head_dim not in dims:
+        reasons.append(f"has head dims {_span(dims)}, not {needs.head_dim}")
     if needs.tree_masks and not traits.tree_masks:
         reasons.append("has no tree masks; choose a chain drafter")
     if needs.windows and not traits.windows:
         reasons.append("has no sliding windows, and the model has layers with one")
     if needs.sinks and not traits.sinks:
         reasons.append("has no attention sinks, and the model has them")
-    if needs.shared_kv and not traits.shared_kv:
-        reasons.append("reads values apart from keys, and the model's values are a part of its keys (MLA)")
     if needs.shared_kv and needs.kv_dtype != needs.dtype:
         reasons.append(f"reads keys that hold their values (MLA) in {_dtype_names({needs.dtype})} alone")
     if needs.graphs > traits.graphs:

@@ -33,7 +33,7 @@ ON_CUDA = Traits(
     tree_masks=True,
     windows=True,
     sinks=True,
-    shared_kv=True,
+    latent_dims=None,
     reads_host_lens=False,
     graphs=GraphSupport.ANY,
     automatic=True,
@@ -50,7 +50,7 @@ INTERPRETED = replace(
 
 
 # A tile of latents takes more shared memory than devices before Hopper have.
-BEFORE_HOPPER = replace(ON_CUDA, shared_kv=False)
+BEFORE_HOPPER = replace(ON_CUDA, latent_dims=frozenset())
 
 
 class TritonBackend:

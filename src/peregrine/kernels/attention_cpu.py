@@ -13,7 +13,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from peregrine.kernels.attention_plan_cpu import WORD_BITS, CpuPlan, dense_heads
+from peregrine.kernels.attention_plan_cpu import WORD_BITS, CpuPlan, StoredKV, dense_heads
 from peregrine.kernels.attention_tiles_cpu import LANES, highest, score_tile, value_tile, weigh
 from peregrine.kernels.cpu_jit import claim, cpu_kernel, floats_at, longs_at, reals_of, words_of
 
@@ -31,23 +31,16 @@ _edge1, _edge2, _edge3 = value_tile(1, LANES), value_tile(2, LANES), value_tile(
 
 
 def paged_attention_cpu(
-    q: Tensor,
-    keys: int,
-    values: int,
-    num_kv_heads: int,
-    plan: CpuPlan,
-    scale: float,
-    window: int | None,
-    sinks: Tensor | None,
+    q: Tensor, kv: StoredKV, plan: CpuPlan, scale: float, window: int | None, sinks: Tensor | None
 ) -> Tensor:
-    """Attention of q [N, Hq, D] over keys and values [slots, Hkv, D], given by address. -> [N, Hq, D]"""
+    """Attention of q [N, Hq, D] over stored keys and values. -> [N, Hq, Dv]"""
     q = dense_heads(q)
     num_tokens, num_heads, head_dim = q.shape
     if num_tokens != plan.num_tokens:
         raise ValueError(f"q has {num_tokens} tokens, but the window was planned for {plan.num_tokens}")
-    group = num_heads // num_kv_heads
-    out = torch.empty((num_tokens, num_heads, head_dim))
-    rows, jobs = plan.max_q_len * group, plan.num_rows * num_kv_heads
+    group = num_heads // kv.num_heads
+    out = torch.empty((num_tokens, num_heads, kv.value_dim))
+    rows, jobs = plan.max_q_len * group, plan.num_rows * kv.num_heads
     chunks = -(-rows // MAX_PIECE_ROWS)
     if rows * jobs * plan.width * head_dim > SERIAL_WORK:
         threads = torch.get_num_threads()
@@ -58,10 +51,10 @@ def paged_attention_cpu(
     sinks = None if sinks is None else sinks.float().contiguous()
     _attend(
         jobs * chunks,
-        *(q.data_ptr(), out.data_ptr(), keys, values, 0 if sinks is None else sinks.data_ptr()),
+        *(q.data_ptr(), out.data_ptr(), kv.keys, kv.values, 0 if sinks is None else sinks.data_ptr()),
         *(plan.key_slots, plan.q_starts, plan.positions, plan.shared, plan.limits, plan.own_slots),
-        *(q.stride(0), num_kv_heads, group, head_dim, plan.width, piece_rows, chunks),
-        *(0 if window is None else window, scale),
+        *(q.stride(0), kv.num_heads, group, head_dim, kv.value_dim, kv.value_stride, plan.width),
+        *(piece_rows, chunks, 0 if window is None else window, scale),
     )
     return out
 
@@ -138,8 +131,10 @@ def _add_seen_values(tile, marks, begin, end, weights, weights_pitch, slots, bas
 
 
 @njit
-def _attend_rows(q, rows, marks, sinks, slots, keys, values, pitch, dim, out):  # type: ignore[no-untyped-def]
-    """Attention of query rows [rows, dim] over one KV head: out [rows, dim] gets sums, sinks 1 / total."""
+def _attend_rows(  # type: ignore[no-untyped-def]
+    q, rows, marks, sinks, slots, keys, pitch, dim, values, value_pitch, value_dim, out
+):
+    """Attention of query rows [rows, dim] over one KV head: out [rows, value_dim] gets sums, sinks 1 / total."""
     begin, end, longest = marks[LOW, :rows].min(), marks[SHARED, :rows].max(), marks[LIMIT, :rows].max()
     begin -= begin % LANES
     row = dim * 4
@@ -168,28 +163,33 @@ def _attend_rows(q, rows, marks, sinks, slots, keys, values, pitch, dim, out):  
         while first < rows:
             tile = (first, first + _tile_height(rows - first))
             stop = min(end, block + BLOCK)
-            _add_seen_values(tile, marks, block, stop, scores, scores_pitch, slots, values, pitch, out, dim)
+            _add_seen_values(
+                *(tile, marks, block, stop, scores, scores_pitch, slots, values, value_pitch, out, value_dim)
+            )
             first = tile[1]
     for i in range(rows):
         shared, limit = marks[SHARED, i], marks[LIMIT, i]
         if limit > shared:
             own = scores + i * scores_pitch + shared * 4
-            _add_values(1, own, 0, marks[OWN, i], values, pitch, limit - shared, out + i * row, dim)
+            target = out + i * value_dim * 4
+            _add_values(1, own, 0, marks[OWN, i], values, value_pitch, limit - shared, target, value_dim)
 
 
-@cpu_kernel("qqqqqqqqqqqqqqqqqqqd")
+@cpu_kernel("qqqqqqqqqqqqqqqqqqqqqd")
 def _attend(block):  # type: ignore[no-untyped-def]
-    words, scale = words_of(block), np.float32(reals_of(block)[21])
+    words, scale = words_of(block), np.float32(reals_of(block)[23])
     q, out, keys, values, sinks, key_slots = words[2], words[3], words[4], words[5], words[6], words[7]
     q_stride, num_kv_heads, group, dim = words[13], words[14], words[15], words[16]
-    width, piece_rows, chunks, window = words[17], words[18], words[19], words[20]
+    value_dim, value_stride, width = words[17], words[18], words[19]
+    piece_rows, chunks, window = words[20], words[21], words[22]
+    padded = value_dim + -value_dim % LANES  # values that end within a vector are keys that go on
     num_rows = words[1] // (chunks * num_kv_heads)
     q_starts = longs_at(words[8], num_rows + 1)
     num_tokens = q_starts[num_rows]
     positions, shared = longs_at(words[9], num_tokens), longs_at(words[10], num_tokens)
     limits = longs_at(words[11], num_tokens)
     marks, row_sinks = np.empty((4, piece_rows), np.int64), np.empty(piece_rows, np.float32)
-    packed, sums = np.empty((piece_rows, dim), np.float32), np.empty((piece_rows, dim), np.float32)
+    packed, sums = np.empty((piece_rows, dim), np.float32), np.empty((piece_rows, padded), np.float32)
     piece = claim(words)
     while piece < words[1]:
         # Later queries see more keys: they go first, so that no thread ends with the longest piece.
@@ -205,16 +205,17 @@ def _attend(block):  # type: ignore[no-untyped-def]
             source = floats_at(q + (n * q_stride + head * dim) * 4, dim)
             for d in range(dim):
                 packed[i, d] = source[d] * scale
-                sums[i, d] = 0.0
+            sums[i] = 0.0
         if rows > 0:
-            slots, offset, pitch = key_slots + r * width * 8, kv_head * dim * 4, num_kv_heads * dim * 4
-            source, target = packed.ctypes.data, sums.ctypes.data
+            slots, target = key_slots + r * width * 8, sums.ctypes.data
+            own_keys, own_values = keys + kv_head * dim * 4, values + kv_head * value_dim * 4
             _attend_rows(
-                source, rows, marks, row_sinks, slots, keys + offset, values + offset, pitch, dim, target
+                *(packed.ctypes.data, rows, marks, row_sinks, slots, own_keys, num_kv_heads * dim * 4, dim),
+                *(own_values, value_stride * 4, padded, target),
             )
         for i in range(rows):
             n, head = q_starts[r] + (first + i) // group, kv_head * group + (first + i) % group
-            result = floats_at(out + (n * num_kv_heads * group + head) * dim * 4, dim)
-            for d in range(dim):
+            result = floats_at(out + (n * num_kv_heads * group + head) * value_dim * 4, value_dim)
+            for d in range(value_dim):
                 result[d] = sums[i, d] * row_sinks[i]
         piece = claim(words)

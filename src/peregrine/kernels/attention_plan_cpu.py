@@ -28,6 +28,17 @@ class CpuPlan:
     held: tuple[Tensor, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class StoredKV:
+    """One layer's keys and values [slots, Hkv, D], by address; keys may hold their values, and then both are one."""
+
+    keys: int
+    values: int
+    num_heads: int
+    value_dim: int
+    value_stride: int  # numbers from the values of one slot to those of the next
+
+
 def plan_cpu(
     positions: Tensor,
     q_starts: Tensor,

@@ -112,13 +112,17 @@ def conformance_cases(traits: Traits, dtypes: Sequence[torch.dtype], quick: bool
     ]
     choices = _firsts(_pairs(settings)) if quick else _pairs(settings)
     cases = [_case(choice, QUICK if quick else FULL) for choice in choices]
-    return cases + _latent_cases(traits, dtypes, quick) if traits.shared_kv else cases
+    return cases + _latent_cases(traits, dtypes, quick)
 
 
 def _latent_cases(traits: Traits, dtypes: Sequence[torch.dtype], quick: bool) -> list[Case]:
     """The same for keys that hold their values; small ones alone if quick."""
+    shapes = SMALL_LATENTS if quick else (*LATENTS, *SMALL_LATENTS)
+    latents = [shape for shape in shapes if traits.latent_dims is None or shape[1] in traits.latent_dims]
+    if not latents:
+        return []
     settings: list[Sequence[object]] = [
-        SMALL_LATENTS if quick else (*LATENTS, *SMALL_LATENTS),
+        latents,
         dtypes,
         [size for size in PAGE_SIZES if traits.page_sizes is None or size in traits.page_sizes],
         [False, True] if traits.tree_masks else [False],
