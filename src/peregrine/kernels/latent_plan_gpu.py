@@ -59,15 +59,15 @@ def latent_decode_gpu(
     grid = programs, tiles, num_rows
     launch_it = _launch_hopper if on_hopper else _launch
     launch_it(q, out, keys, plan, scale, grid, (held_sums, held_stats), constants)
-    columns, batch = min(MERGED_COLUMNS, constants["RANK_PAD"]), 1 << (max_splits - 1).bit_length()
+    columns, most = min(MERGED_COLUMNS, constants["RANK_PAD"]), 1 << (max_splits - 1).bit_length()
     launch(
         latent_merge_kernel,
         (constants["RANK_PAD"] // columns, heads, len(q)),
         *(out, plan.positions, plan.limits, held_sums, held_stats, q_len, num_pages, max_splits, tiles),
         **{name: constants[name] for name in ("HEADS", "RANK", "RANK_PAD", "PAGE", "ROWS", "TREE")},
         COLUMNS=columns,
-        CHUNK=batch,
-        BATCH=min(MERGED_SPLITS, batch),
+        CHUNK=most,
+        BATCH=min(MERGED_SPLITS, most),
         enable_fp_fusion=False,
         num_warps=1,
         maxnreg=MERGE_REGISTERS,
