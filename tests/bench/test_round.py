@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from peregrine.bench import round as rounds
-from peregrine.bench.floor import experts_read, round_bytes, stores_of, weight_bytes
+from peregrine.bench.floor import experts_read, has_experts, round_bytes, stores_of, weight_bytes
 from peregrine.bench.round import HOST_ROUNDS, REST, Case, check_cases, engine_config
+from peregrine.bench.seating import fill_stores, seat, unseat
 from peregrine.cli.main import main
 from peregrine.config import TreeShape
 from peregrine.errors import ConfigError
@@ -97,6 +98,8 @@ def test_a_case_longer_than_the_context_is_refused_by_its_own_name() -> None:
     check_cases(config, cases, 100 + growth)
     with pytest.raises(ConfigError, match=f"--cases 1x100: with the {growth} tokens .* ask for at most 99,"):
         check_cases(config, cases, 99 + growth)
+    with pytest.raises(ConfigError, match=f"context of {growth}; ask for fewer --rounds"):
+        check_cases(config, cases, growth)
 
 
 def test_what_was_asked_for_is_kept() -> None:
@@ -222,8 +225,33 @@ def test_experts_are_counted_as_more_rounds_read_them(guess: dict[str, object]) 
     assert len(engine.running[0].generated) >= before + 3
 
 
+def test_rounds_that_are_counted_are_those_that_were_timed() -> None:
+    """Token for token, though the requests get other pages, and others' keys lay there in between."""
+    count = 6
+    engine = build(
+        latent_mtp_model(), drafter="mtp", num_drafts=3, max_rows=4, num_pages=400, max_len=400
+    ).engine
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False)
+    seen, pages = [], []
+    for every in (1, count, 2):
+        requests = seat(engine, 2, 20, 100)
+        pages.append([list(request.pages) for request in requests])
+        experts_read(engine, count, every)
+        seen.append([list(request.generated) for request in requests])
+        unseat(engine, requests)
+        between = engine.prepare([7, 8, 9], params)
+        engine.enqueue(between)
+        while engine.has_work:
+            engine.step()
+    assert seen[0] == seen[1] == seen[2]
+    assert all(len(tokens) >= count for tokens in seen[0])
+    assert pages[0] != pages[1]
+
+
 def test_a_dense_round_reads_no_experts() -> None:
     engine = build().engine
+    assert not has_experts(engine)
+    assert has_experts(build(latent_mtp_model(), drafter="mtp").engine)
     engine.enqueue(engine.prepare([3, 4], SamplingParams(max_tokens=4, detokenize=False)))
     engine.seat_unread()
     assert experts_read(engine, 1) == (0.0, 0.0)
@@ -231,7 +259,7 @@ def test_a_dense_round_reads_no_experts() -> None:
 
 def test_noise_goes_to_every_store() -> None:
     engine = build(drafter=str(eagle3_head()), num_drafts=2).engine
-    rounds.fill_stores(engine)
+    fill_stores(engine)
     assert len(stores_of(engine)) == 2
     assert all(bool(part.any(dim=-1).all()) for store in stores_of(engine) for part in store.parts)
 

@@ -11,7 +11,7 @@ from peregrine.kernels.attention import BLOCK, paged_attention_torch, plan_causa
 from peregrine.kernels.cpu import NUMBA_PRESENT
 
 if TYPE_CHECKING:
-    from peregrine.kernels.attention_plan_cpu import StoredKV
+    from peregrine.kernels.attention_plan_cpu import CpuPlan, StoredKV
 
 needs_numba = pytest.mark.skipif(not NUMBA_PRESENT, reason="needs numba")
 
@@ -75,27 +75,30 @@ def stored(keys: Tensor, values: Tensor) -> "StoredKV":
     return StoredKV(keys.data_ptr(), values.data_ptr(), *values.shape[1:], values.stride(0))
 
 
+def plans(depths: list[int], words: list[int] | None) -> tuple["CpuPlan", attention.QueryPlan]:
+    """Two rows whose queries lie so deep behind their past, for the kernel and for its twin; with words, trees."""
+    from peregrine.kernels.attention_plan_cpu import plan_cpu
+
+    table, past_lens = torch.tensor([[1, 5, 3, 9], [2, 4, 0, 0]], dtype=torch.int32), torch.tensor([50, 17])
+    positions, count = (past_lens[:, None] + torch.tensor(depths)).flatten(), len(depths)
+    q_starts, slots = torch.arange(3) * count, slots_of_rows(table, 16)
+    trees = None if words is None else torch.tensor([words]).expand(2, count)
+    plan = plan_cpu(positions, q_starts, past_lens, count, table, 16, trees)
+    if trees is None:
+        return plan, plan_causal(positions, q_starts, count, slots)
+    return plan, plan_tree(positions, past_lens, trees, slots)
+
+
 @needs_numba
 @pytest.mark.parametrize("is_tree", [False, True])
 @pytest.mark.parametrize("window", [None, 7])
 def test_kernel_agrees_with_its_twin(is_tree: bool, window: int | None) -> None:
     from peregrine.kernels.attention_cpu import paged_attention_cpu
-    from peregrine.kernels.attention_plan_cpu import plan_cpu
 
     torch.manual_seed(0)
     keys, values = torch.randn(2, 160, 2, 24)
     q, sinks = torch.randn(2 * 5, 6, 24), torch.randn(6)
-    table, past_lens = torch.tensor([[1, 5, 3, 9], [2, 4, 0, 0]], dtype=torch.int32), torch.tensor([50, 17])
-    positions = (past_lens[:, None] + torch.tensor([0, 1, 1, 2, 2])).flatten()
-    words = torch.tensor([[1, 3, 5, 11, 21]]).expand(2, 5) if is_tree else None
-    q_starts = torch.tensor([0, 5, 10])
-    slots = slots_of_rows(table, 16)
-    twin = (
-        plan_causal(positions, q_starts, 5, slots)
-        if words is None
-        else plan_tree(positions, past_lens, words, slots)
-    )
-    plan = plan_cpu(positions, q_starts, past_lens, 5, table, 16, words)
+    plan, twin = plans([0, 1, 1, 2, 2], [1, 3, 5, 11, 21] if is_tree else None)
     out = paged_attention_cpu(q, stored(keys, values), plan, 0.3, window, sinks)
     expected = paged_attention_torch(q, keys, values, twin, 0.3, window, sinks)
     torch.testing.assert_close(out, expected, atol=2e-6, rtol=1e-5)
@@ -107,27 +110,26 @@ def test_kernel_agrees_with_its_twin(is_tree: bool, window: int | None) -> None:
 def test_values_may_be_the_first_part_of_their_keys(is_tree: bool, value_dim: int) -> None:
     """Whole vectors of them, or an end within one, or all of the key."""
     from peregrine.kernels.attention_cpu import paged_attention_cpu
-    from peregrine.kernels.attention_plan_cpu import plan_cpu
 
     torch.manual_seed(0)
     keys, q = torch.randn(160, 1, 48), torch.randn(2 * 3, 7, 48)
-    keys[0] = torch.nan  # the scratch slot, which no query sees
-    table, past_lens = torch.tensor([[1, 5, 3, 9], [2, 4, 0, 0]]), torch.tensor([50, 17])
-    positions, q_starts = (past_lens[:, None] + torch.tensor([0, 1, 1])).flatten(), torch.tensor([0, 3, 6])
-    words = torch.tensor([[1, 3, 5]]).expand(2, 3) if is_tree else None
-    slots = slots_of_rows(table, 16)
-    twin = (
-        plan_causal(positions, q_starts, 3, slots)
-        if words is None
-        else plan_tree(positions, past_lens, words, slots)
-    )
-    plan = plan_cpu(positions, q_starts, past_lens, 3, table, 16, words)
-    values = keys[..., :value_dim]
-    out = paged_attention_cpu(q, stored(keys, values), plan, 0.2, None, None)
-    keys = keys.nan_to_num()
+    plan, twin = plans([0, 1, 1], [1, 3, 5] if is_tree else None)
+    poisoned = keys.clone()
+    poisoned[0] = torch.nan  # the scratch slot, which no query sees
+    out = paged_attention_cpu(q, stored(poisoned, poisoned[..., :value_dim]), plan, 0.2, None, None)
     expected = paged_attention_torch(q, keys, keys[..., :value_dim], twin, 0.2, None, None)
     assert out.shape == (6, 7, value_dim)
     torch.testing.assert_close(out, expected, atol=2e-6, rtol=1e-5)
+
+
+@needs_numba
+def test_keys_that_hold_their_values_are_written_once() -> None:
+    from peregrine.kernels.attention_plan_cpu import write_cpu
+
+    keys, k = torch.zeros(32, 1, 24), torch.randn(2, 1, 24)
+    write_cpu(stored(keys, keys[..., :16]), torch.tensor([3, 30]), k, torch.full((2, 1, 16), torch.nan))
+    assert torch.equal(keys[[3, 30]], k)
+    assert int(keys.any(dim=2).sum()) == 2
 
 
 @needs_numba
@@ -177,4 +179,4 @@ def test_sizes_that_do_not_fit_the_plan_are_refused() -> None:
     with pytest.raises(ValueError, match="2 tokens, but the window was planned for 1"):
         paged_attention_cpu(torch.zeros(2, 1, 16), stored(keys, values), plan, 1.0, None, None)
     with pytest.raises(ValueError, match="k has 2 tokens, but slots has 1"):
-        write_cpu(keys.data_ptr(), values.data_ptr(), torch.tensor([3]), *torch.zeros(2, 2, 1, 16))
+        write_cpu(stored(keys, values), torch.tensor([3]), *torch.zeros(2, 2, 1, 16))

@@ -21,7 +21,8 @@ if not (TRITON_PRESENT and triton_interprets()):
 
 from peregrine.kernels import latent_plan_gpu as gpu
 from peregrine.kernels.attention_plan_gpu import GpuPlan, plan_gpu
-from peregrine.kernels.latent_tiles_gpu import latent_reach, latent_splits, latent_width
+from peregrine.kernels.latent import latent_splits
+from peregrine.kernels.latent_tiles_gpu import latent_reach, latent_width
 
 RANK = 32
 HEADS = (4, 1, RANK + 16, RANK)

@@ -66,7 +66,7 @@ class NumbaBackend:
             assert turn is None, "compiled CPU kernels turn before they attend"
             own = layers[layer]
             kv = StoredKV(keys + layer * key_bytes, values + layer * value_bytes, *sizes)
-            write_cpu(kv.keys, kv.values, slots, k, k if store.shape.shared else v)
+            write_cpu(kv, slots, k, v)
             if not len(q):
                 return q[..., : kv.value_dim]
             return paged_attention_cpu(q, kv, plan, own.scale, own.window, own.sinks)

@@ -45,6 +45,12 @@ def round_bytes(engine: Engine, rows: int, context: float) -> int:
     return int(total)
 
 
+def has_experts(engine: Engine) -> bool:
+    """Whether the target or the drafter has some."""
+    networks = [engine.runner.target.decoder, *networks_of(engine.runner.drafter)]
+    return any(mixtures_of(network) for network in networks)
+
+
 def experts_read(engine: Engine, rounds: int, every: int = 1) -> tuple[float, float]:
     """(bytes, experts of a layer) that a round really reads of experts: the mean of every n-th of the next rounds.
 
@@ -66,7 +72,7 @@ def experts_read(engine: Engine, rounds: int, every: int = 1) -> tuple[float, fl
         read.append((mixtures[id(router)], len(choice.experts), len(torch.unique(choice.experts))))
         return choice
 
-    for at in range(rounds if mixtures else 0):
+    for at in range(rounds):
         if at % every == 0:  # not recorded: the host has to see the choices
             Router.choose = counted  # type: ignore[method-assign, assignment]
             engine.runner.graphs = None

@@ -11,17 +11,16 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from peregrine.bench.floor import experts_read, round_bytes, stores_of
+from peregrine.bench.floor import experts_read, has_experts, round_bytes
 from peregrine.bench.machine import machine_facts
+from peregrine.bench.seating import mean_tokens, seat, step, unseat
 from peregrine.config import EngineConfig
 from peregrine.engine.build import build_engine
 from peregrine.engine.engine import Engine
-from peregrine.engine.request import Request
 from peregrine.engine.runner import RowResult
 from peregrine.engine.sources import open_source
 from peregrine.errors import ConfigError
 from peregrine.llm import engine_config as parse_options
-from peregrine.sampling import SamplingParams
 
 COPY_BYTES, COPY_REPEATS = 2**31, 10
 WARMUP_ROUNDS = 20
@@ -66,7 +65,6 @@ def run(asked: EngineConfig, cases: Sequence[Case], rounds: int) -> Facts:
     built = build_engine(asked)
     ready_s = time.perf_counter() - began
     with torch.inference_mode():
-        fill_stores(built.engine)
         figures = [measure(built.engine, case, rounds, bandwidth) for case in cases]
     return {
         "benchmark": "round",
@@ -103,10 +101,12 @@ def check_cases(asked: EngineConfig, cases: Sequence[Case], max_positions: int) 
     """Refuse a case that is longer than the model's context, before any weights are made."""
     longest = max(cases, key=lambda case: case.context)
     growth = (asked.max_len or 0) - longest.context
-    if longest.context + growth > max_positions:
+    most = max_positions - growth
+    if longest.context > most:
+        remedy = f"ask for at most {most}, or fewer --rounds" if most > 0 else "ask for fewer --rounds"
         raise ConfigError(
             f"--cases {longest.rows}x{longest.context}: with the {growth} tokens that its rounds may add, that is more "
-            f"than the model's context of {max_positions}; ask for at most {max_positions - growth}, or fewer --rounds"
+            f"than the model's context of {max_positions}; {remedy}"
         )
 
 
@@ -167,19 +167,9 @@ class Watch:
         return results
 
 
-def fill_stores(engine: Engine) -> None:
-    """Noise for keys and values: prompts are not read, and a round takes as long whatever pages hold, but not zeros.
-
-    A device draws less power for zeros, and then runs faster.
-    """
-    for part in (part for store in stores_of(engine) for part in store.parts):
-        for layer in part:
-            layer.copy_(torch.randn(layer.shape, device=layer.device, dtype=torch.bfloat16))
-
-
 def measure(engine: Engine, case: Case, rounds: int, bandwidth: float) -> Figures:
-    """Fill the rows, let the rounds settle, then time them; and once more, to count what the timed ones read."""
-    requests = seat(engine, case, rounds)
+    """Fill the rows, let the rounds settle, then time them; with experts once more, to count those they read."""
+    requests = seat(engine, case.rows, case.context, most_tokens(engine, rounds))
     watch = Watch(engine, events=True)
     step(engine, WARMUP_ROUNDS)
     watch.restart()
@@ -189,51 +179,23 @@ def measure(engine: Engine, case: Case, rounds: int, bandwidth: float) -> Figure
     watch.remove()
     host_s = time_host(engine)
     unseat(engine, requests)
-    requests = seat(engine, case, rounds)
-    step(engine, WARMUP_ROUNDS)
-    beyond, hits = experts_read(engine, rounds, COUNTED_EVERY)
-    unseat(engine, requests)
+    beyond, hits = count_experts(engine, case, rounds) if has_experts(engine) else (0.0, 0.0)
     num_bytes = round_bytes(engine, case.rows, context) + beyond
     return figures(case, watch, host_s, num_bytes, hits, bandwidth)
 
 
-def seat(engine: Engine, case: Case, rounds: int) -> list[Request]:
-    """The case's requests on their seats; their prompts count as read."""
-    generator = torch.Generator().manual_seed(case.context)
-    shape = case.rows, case.context
-    prompts = torch.randint(0, engine.limits.vocab_size, shape, generator=generator).tolist()
-    params = SamplingParams(
-        temperature=0.0,
-        seed=1,
-        max_tokens=(rounds + REST) * (engine.runner.drafter.shape.depth + 1),
-        ignore_eos=True,
-        detokenize=False,
-    )
-    requests = [engine.prepare(prompt, params) for prompt in prompts]
-    for request in requests:
-        engine.enqueue(request)
-    engine.seat_unread()
-    return requests
+def count_experts(engine: Engine, case: Case, rounds: int) -> tuple[float, float]:
+    """What `experts_read` says of the rounds that were timed, token for token the same, run once more."""
+    requests = seat(engine, case.rows, case.context, most_tokens(engine, rounds))
+    step(engine, WARMUP_ROUNDS)
+    read = experts_read(engine, rounds, COUNTED_EVERY)
+    unseat(engine, requests)
+    return read
 
 
-def unseat(engine: Engine, requests: list[Request]) -> None:
-    """Send them away."""
-    for request in requests:
-        engine.abort(request)
-    while engine.has_work:
-        engine.step()
-
-
-def step(engine: Engine, rounds: int) -> None:
-    """So many rounds, to the end of the last one."""
-    for _ in range(rounds):
-        engine.step()
-    torch.cuda.synchronize()
-
-
-def mean_tokens(requests: list[Request]) -> float:
-    """How long they are by now."""
-    return sum(request.num_tokens for request in requests) / len(requests)
+def most_tokens(engine: Engine, rounds: int) -> int:
+    """What a request may grow by in all its rounds, if every draft is right."""
+    return (rounds + REST) * (engine.runner.drafter.shape.depth + 1)
 
 
 def time_host(engine: Engine) -> float:

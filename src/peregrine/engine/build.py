@@ -95,7 +95,7 @@ def build_engine(asked: EngineConfig) -> Built:
     pace, why = pick_pace(asked, device, graphs)
     decisions.append(Decision("lag", pace.lag, why))
     backend, layers = choice.backend, target.layer_attention()
-    if device.type == "cuda" and backend.traits.max_decode_q_len:
+    if graphs and backend.traits.max_decode_q_len:  # kernels are timed by recording them
         windows = window_shapes(asked, name != "none", pace.row_sizes or (1, pace.max_rows))
         backend, made = choose_kernels(backend, stores[0], layers, target.config.num_heads, dtype, windows)
         decisions.append(made)

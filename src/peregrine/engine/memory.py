@@ -9,6 +9,7 @@ from peregrine.cache.store import KVStore
 from peregrine.config import EngineConfig
 from peregrine.errors import ConfigError
 from peregrine.hardware import read_gpu, read_memory
+from peregrine.kernels.latent import latent_splits
 from peregrine.models.config import ModelConfig
 from peregrine.models.decoder import Decoder
 from peregrine.spec.registry import StoreShape
@@ -79,8 +80,7 @@ def scratch_bytes(asked: EngineConfig, config: ModelConfig, max_len: int, dtype:
         attention = config.num_heads * (entries * size + 4 * latent.kv_rank)
         nodes = asked.num_drafts + 1 if asked.tree is None else asked.tree.nodes
         tiles = min(SHARED_TILES, asked.max_rows * -(-nodes * config.num_heads // LATENT_TILE))
-        splits = min(132, -(-max_len // 128))  # as latent_tiles_gpu.py has it
-        round_bytes = tiles * splits * LATENT_TILE * 4 * latent.kv_rank
+        round_bytes = tiles * latent_splits(max_len) * LATENT_TILE * 4 * latent.kv_rank
     if experts is not None:
         answers = experts.law.num_choices * (experts.inner_size + config.hidden_size)
         mlp = max(mlp, answers * size + 4 * experts.num_experts)

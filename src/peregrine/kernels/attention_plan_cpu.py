@@ -38,6 +38,10 @@ class StoredKV:
     value_dim: int
     value_stride: int  # numbers from the values of one slot to those of the next
 
+    @property
+    def is_shared(self) -> bool:
+        return self.keys == self.values
+
 
 def plan_cpu(
     positions: Tensor,
@@ -79,13 +83,13 @@ def plan_cpu(
     return plan
 
 
-def write_cpu(keys: int, values: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-    """Put k and v [M, Hkv, D] at slots [M] of one layer's keys and values, given by address."""
-    k, v = dense_heads(k), dense_heads(v)
+def write_cpu(kv: StoredKV, slots: Tensor, k: Tensor, v: Tensor) -> None:
+    """Put k and v [M, Hkv, D] at slots [M] of one layer. Where keys hold the values, v is not looked at."""
+    k, v = dense_heads(k), k if kv.is_shared else dense_heads(v)
     count, heads, head_dim = k.shape
     if count != slots.shape[0]:
         raise ValueError(f"k has {count} tokens, but slots has {slots.shape[0]}")
-    pointers = keys, values, slots.data_ptr(), k.data_ptr(), v.data_ptr()
+    pointers = kv.keys, 0 if kv.is_shared else kv.values, slots.data_ptr(), k.data_ptr(), v.data_ptr()
     _write(1, *pointers, count, heads * head_dim, k.stride(0), v.stride(0))
 
 
@@ -133,9 +137,10 @@ def _write(block):  # type: ignore[no-untyped-def]
     slots = longs_at(words[4], count)
     for i in range(count):
         offset = slots[i] * width * 4
-        k, v = floats_at(words[5] + i * k_stride * 4, width), floats_at(words[6] + i * v_stride * 4, width)
-        key, value = floats_at(words[2] + offset, width), floats_at(words[3] + offset, width)
+        k, key = floats_at(words[5] + i * k_stride * 4, width), floats_at(words[2] + offset, width)
         for d in range(width):
             key[d] = k[d]
-        for d in range(width):
-            value[d] = v[d]
+        if words[3] != 0:
+            v, value = floats_at(words[6] + i * v_stride * 4, width), floats_at(words[3] + offset, width)
+            for d in range(width):
+                value[d] = v[d]

@@ -25,6 +25,11 @@ class LatentTurn:
     eps: float
 
 
+def latent_splits(num_keys: int) -> int:
+    """How many splits a query has at most on a GPU that sees so many keys or fewer (latent_tiles_gpu.py)."""
+    return min(132, -(-num_keys // 128))
+
+
 def turn_latent(q: Tensor, k: Tensor, turn: LatentTurn) -> tuple[Tensor, Tensor]:
     """Queries [R, h, kv_rank + rope_dim] and keys [N, 1, kv_rank + rope_dim] as attention reads them.
 

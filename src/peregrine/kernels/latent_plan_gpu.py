@@ -13,8 +13,8 @@ from torch import Tensor
 from peregrine.kernels.attention_borders_gpu import FLOAT32_BLOCK, queries_per_tile, tiles_per_query
 from peregrine.kernels.attention_plan_gpu import MERGE_REGISTERS, GpuPlan, checked_queries, padded
 from peregrine.kernels.gpu import is_hopper, launch, processors
+from peregrine.kernels.latent import latent_splits
 from peregrine.kernels.latent_attention_gpu import latent_kernel, latent_merge_kernel
-from peregrine.kernels.latent_tiles_gpu import latent_splits
 
 BLOCK = 64  # key indices per product; a divisor of every split's width
 # (query, head) pairs that a tile may have, and the warps that share it; more pairs would not fit into registers.

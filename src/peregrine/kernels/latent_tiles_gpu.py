@@ -31,11 +31,6 @@ def latent_reach(width: int) -> int:
     return width * 132
 
 
-def latent_splits(num_keys: int) -> int:
-    """How many splits a query may have that sees so many keys or fewer: the host's bound."""
-    return min(132, -(-num_keys // 128))
-
-
 width_of = triton.jit(latent_width)
 reach_of = triton.jit(latent_reach)
 

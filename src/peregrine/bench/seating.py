@@ -1,0 +1,61 @@
+"""Requests that are seated to be measured: prompts nobody reads, on pages of noise, the same each time."""
+
+import torch
+
+from peregrine.bench.floor import stores_of
+from peregrine.engine.engine import Engine
+from peregrine.engine.request import Request
+from peregrine.sampling import SamplingParams
+
+
+def seat(engine: Engine, rows: int, context: int, max_tokens: int) -> list[Request]:
+    """So many requests of such a length on their seats; their prompts count as read, and are noise."""
+    fill_stores(engine)
+    generator = torch.Generator().manual_seed(context)
+    prompts = torch.randint(0, engine.limits.vocab_size, (rows, context), generator=generator).tolist()
+    params = SamplingParams(
+        temperature=0.0,
+        seed=1,
+        max_tokens=max_tokens,
+        ignore_eos=True,
+        detokenize=False,
+    )
+    requests = [engine.prepare(prompt, params) for prompt in prompts]
+    for request in requests:
+        engine.enqueue(request)
+    engine.seat_unread()
+    return requests
+
+
+def unseat(engine: Engine, requests: list[Request]) -> None:
+    """Send them away."""
+    for request in requests:
+        engine.abort(request)
+    while engine.has_work:
+        engine.step()
+
+
+def step(engine: Engine, rounds: int) -> None:
+    """So many rounds, to the end of the last one."""
+    for _ in range(rounds):
+        engine.step()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def mean_tokens(requests: list[Request]) -> float:
+    """How long they are by now."""
+    return sum(request.num_tokens for request in requests) / len(requests)
+
+
+def fill_stores(engine: Engine) -> None:
+    """Noise for keys and values: prompts are not read, and a round takes as long whatever pages hold, but not zeros.
+
+    A device draws less power for zeros, and then runs faster. All pages hold the same, each time: what a request reads
+    does not depend on the pages it gets, nor on who had them before.
+    """
+    generator = torch.Generator().manual_seed(0)
+    for store in stores_of(engine):
+        for layer in (layer for part in store.parts for layer in part):  # [slots, Hkv, D]
+            page = torch.randn(store.page_size, *layer.shape[1:], generator=generator).bfloat16()
+            layer.view(store.num_pages, *page.shape).copy_(page.to(layer.device))
