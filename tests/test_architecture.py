@@ -26,9 +26,7 @@ FLOORS = (
 )
 FLOOR = {unit: height for height, units in enumerate(FLOORS) for unit in units}
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_ARGUMENTS = 300, 60, 8
-COMPILED = re.compile(
-    r"jit|cfunc|cpu_kernel|intrinsic"
-)  # decorators of kernels: the hardware sets their size
+COMPILED = re.compile(r"jit|cfunc|cpu_kernel|intrinsic")  # decorators of kernels: the hardware sets their size
 VAGUE_NAMES = {"utils", "util", "common", "base", "manager", "misc", "helpers", "v2"}
 READS_RESULTS = {"engine", "llm", "train", "bench", "serve", "cli"}
 # call -> the only units that may make it
@@ -63,9 +61,7 @@ def imports_of(tree: ast.AST) -> Iterator[str]:
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             names = [f"{'.' * node.level}{node.module or ''}.{alias.name}" for alias in node.names]
-        elif (
-            isinstance(node, ast.Call) and called_name(node) in ("import_module", "__import__") and node.args
-        ):
+        elif isinstance(node, ast.Call) and called_name(node) in ("import_module", "__import__") and node.args:
             names = [str(node.args[0].value)] if isinstance(node.args[0], ast.Constant) else []
         yield from (name for name in names if name.startswith(("peregrine", ".")))
 
@@ -142,9 +138,7 @@ def test_file(path: Path, check: Callable[[ast.Module, str], Complaints]) -> Non
 @each_file
 def test_file_is_short_and_plainly_named(path: Path) -> None:
     lines = path.read_text().count("\n")
-    assert lines <= MAX_FILE_LINES, (
-        f"{lines} lines, more than {MAX_FILE_LINES}: cut it where the subject changes"
-    )
+    assert lines <= MAX_FILE_LINES, f"{lines} lines, more than {MAX_FILE_LINES}: cut it where the subject changes"
     words = {word for part in path.relative_to(SRC).with_suffix("").parts for word in part.split("_")}
     assert not words & VAGUE_NAMES, "name the file after what is in it"
 

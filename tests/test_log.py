@@ -43,9 +43,7 @@ def test_dumb_terminal_and_empty_text_get_no_codes(monkeypatch: pytest.MonkeyPat
     assert style("x", "red", stream=Terminal()) == "x"
 
 
-def test_level_comes_from_the_environment(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_level_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     start_logging()
     logger.info("quiet")
     monkeypatch.setenv("PEREGRINE_LOG", "Info")

@@ -70,9 +70,7 @@ class EngineConfig:
         if self.page_size & (self.page_size - 1):
             raise ConfigError(f"page_size={self.page_size}: must be a power of two, such as 16, 32 or 64")
         if self.row_sizes is not None and (not self.row_sizes or max(self.row_sizes) < self.max_rows):
-            raise ConfigError(
-                f"row_sizes={self.row_sizes}: the largest must be at least max_rows={self.max_rows}"
-            )
+            raise ConfigError(f"row_sizes={self.row_sizes}: the largest must be at least max_rows={self.max_rows}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,9 +64,7 @@ class LLM:
                 if len(many) == 1:
                     raise
                 outputs[index] = refused(error)
-        bar = tqdm(
-            total=len(many), initial=len(outputs), unit="prompt", disable=not progress or len(many) == 1
-        )
+        bar = tqdm(total=len(many), initial=len(outputs), unit="prompt", disable=not progress or len(many) == 1)
         with bar, self._abort_on_exit(requests, outputs):
             while len(outputs) < len(many):
                 index, delta = results.get()

@@ -53,9 +53,7 @@ class SamplingParams:
         self._check_number("frequency_penalty", -2.0, 2.0, "use a value in [-2, 2]")
         self._check_integer("top_k", 0, None, "use 0 for no limit")
         self._check_integer("seed", 0, 2**SEED_BITS - 1, "use a non-negative 63-bit integer", optional=True)
-        self._check_integer(
-            "max_tokens", 1, None, "use at least 1, or None for the rest of the context", optional=True
-        )
+        self._check_integer("max_tokens", 1, None, "use at least 1, or None for the rest of the context", optional=True)
         self._check_integer("min_tokens", 0, None, "use 0 or more")
         for name in ("logprobs", "prompt_logprobs"):
             self._check_integer(name, 0, MAX_LOGPROBS, f"use 0 to {MAX_LOGPROBS}, or None", optional=True)
@@ -64,9 +62,7 @@ class SamplingParams:
             if not isinstance(self._value(name), bool):
                 raise RequestError(name, self._value(name), "is not true or false", "pass a bool")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise RequestError(
-                "min_tokens", self.min_tokens, f"exceeds max_tokens={self.max_tokens}", "lower it"
-            )
+            raise RequestError("min_tokens", self.min_tokens, f"exceeds max_tokens={self.max_tokens}", "lower it")
         self._check_stops()
         self._check_bias()
 
@@ -84,13 +80,9 @@ class SamplingParams:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise RequestError(name, value, "is not a number", remedy)
         if not math.isfinite(value) or not low <= value <= high or (open_low and value == low):
-            raise RequestError(
-                name, value, f"is outside {'(' if open_low else '['}{low:g}, {high:g}]", remedy
-            )
+            raise RequestError(name, value, f"is outside {'(' if open_low else '['}{low:g}, {high:g}]", remedy)
 
-    def _check_integer(
-        self, name: str, low: int, high: int | None, remedy: str, optional: bool = False
-    ) -> None:
+    def _check_integer(self, name: str, low: int, high: int | None, remedy: str, optional: bool = False) -> None:
         value = self._value(name)
         if value is None and optional:
             return
@@ -105,43 +97,27 @@ class SamplingParams:
             raise RequestError("stop", self.stop, "is not a string or a list of strings", "pass strings")
         for text in self.stops:
             if not isinstance(text, str) or not text:
-                raise RequestError(
-                    "stop", text, "is not a non-empty string", "pass strings of one or more characters"
-                )
+                raise RequestError("stop", text, "is not a non-empty string", "pass strings of one or more characters")
         if len(self.stops) > MAX_STOPS:
-            raise RequestError(
-                "stop", f"{len(self.stops)} strings", "are too many", f"pass at most {MAX_STOPS}"
-            )
+            raise RequestError("stop", f"{len(self.stops)} strings", "are too many", f"pass at most {MAX_STOPS}")
         if self.stops and not self.detokenize:
-            raise RequestError(
-                "detokenize", False, "stop strings are found in text", "leave stop out, or set it"
-            )
+            raise RequestError("detokenize", False, "stop strings are found in text", "leave stop out, or set it")
         ids = self.stop_token_ids
-        if not isinstance(ids, list | tuple) or any(
-            isinstance(i, bool) or not isinstance(i, int) for i in ids
-        ):
+        if not isinstance(ids, list | tuple) or any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
             raise RequestError("stop_token_ids", ids, "is not a list of token ids", "pass integers")
         if len(ids) > MAX_STOP_IDS // 2:
-            raise RequestError(
-                "stop_token_ids", ids, f"holds {len(ids)} ids", f"pass at most {MAX_STOP_IDS // 2}"
-            )
+            raise RequestError("stop_token_ids", ids, f"holds {len(ids)} ids", f"pass at most {MAX_STOP_IDS // 2}")
 
     def _check_bias(self) -> None:
         if not isinstance(self.logit_bias, Mapping):
             raise RequestError("logit_bias", self.logit_bias, "is not a mapping", "pass {token id: bias}")
         if len(self.logit_bias) > MAX_BIAS:
-            raise RequestError(
-                "logit_bias", len(self.logit_bias), "holds too many entries", f"pass at most {MAX_BIAS}"
-            )
+            raise RequestError("logit_bias", len(self.logit_bias), "holds too many entries", f"pass at most {MAX_BIAS}")
         for token, bias in self.logit_bias.items():
             if isinstance(token, bool) or not isinstance(token, int):
-                raise RequestError(
-                    "logit_bias", token, "has a key that is not a token id", "use integer keys"
-                )
+                raise RequestError("logit_bias", token, "has a key that is not a token id", "use integer keys")
             if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
-                raise RequestError(
-                    "logit_bias", {token: bias}, "is outside [-100, 100]", "use a value in that range"
-                )
+                raise RequestError("logit_bias", {token: bias}, "is outside [-100, 100]", "use a value in that range")
 
 
 def sampling_params(**values: object) -> SamplingParams:

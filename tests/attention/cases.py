@@ -11,9 +11,7 @@ from peregrine.attention.torch_backend import TorchBackend
 BACKENDS: list[AttentionBackend] = [b for b in (TorchBackend(), NumbaBackend()) if not b.missing()]
 
 
-def check(
-    backend: AttentionBackend, rows: Sequence[Row], layer: LayerAttention, layout: Layout = PLAIN
-) -> None:
+def check(backend: AttentionBackend, rows: Sequence[Row], layer: LayerAttention, layout: Layout = PLAIN) -> None:
     """Every output lies within its bound around the float64 answer."""
     for out, row in zip(attend(backend, rows, layer, layout), rows, strict=True):
         right = answer(row, layer, out.dtype)

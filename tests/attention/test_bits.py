@@ -29,9 +29,7 @@ def alone(backend: AttentionBackend, row: Row, layer: LayerAttention) -> Tensor:
 @every_backend
 @every_shape
 @pytest.mark.parametrize("past", [0, 13, 60, 64, 200])
-def test_a_window_is_its_queries_one_by_one(
-    backend: AttentionBackend, heads: tuple[int, int, int], past: int
-) -> None:
+def test_a_window_is_its_queries_one_by_one(backend: AttentionBackend, heads: tuple[int, int, int], past: int) -> None:
     row = chain(past, 9, heads)
     for layer in layers(heads):
         single = alone(backend, row, layer)
@@ -41,9 +39,7 @@ def test_a_window_is_its_queries_one_by_one(
 
 @every_backend
 @every_shape
-def test_a_prompt_in_one_piece_is_the_prompt_in_chunks(
-    backend: AttentionBackend, heads: tuple[int, int, int]
-) -> None:
+def test_a_prompt_in_one_piece_is_the_prompt_in_chunks(backend: AttentionBackend, heads: tuple[int, int, int]) -> None:
     row = chain(0, 150, heads)
     for layer in layers(heads):
         whole = attend(backend, [row], layer)[0]
@@ -113,18 +109,14 @@ def test_poison_in_foreign_and_later_slots(backend: AttentionBackend, heads: tup
         for batch in (rows, trees, ragged):
             for layout in (Layout(16, spare_pages=5), Layout(64)):
                 clean = attend(backend, batch, layer, layout)
-                poisoned = attend(
-                    backend, batch, layer, Layout(layout.page_size, layout.spare_pages, poison=True)
-                )
+                poisoned = attend(backend, batch, layer, Layout(layout.page_size, layout.spare_pages, poison=True))
                 assert all(map(torch.equal, poisoned, clean))
 
 
 @every_backend
 @pytest.mark.parametrize("bad", [float("nan")])
 @pytest.mark.parametrize("part", ["k", "v"])
-def test_poison_in_a_window_reaches_only_queries_that_see_it(
-    backend: AttentionBackend, bad: float, part: str
-) -> None:
+def test_poison_in_a_window_reaches_only_queries_that_see_it(backend: AttentionBackend, bad: float, part: str) -> None:
     row, layer = chain(61, 6, (5, 1, 64)), LayerAttention(0.2, None, None)
     clean = attend(backend, [row], layer)[0]
     (row.k if part == "k" else row.v)[61 + 3, 0, 2] = bad

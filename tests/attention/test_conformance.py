@@ -9,15 +9,7 @@ from torch import Tensor
 
 from peregrine.attention import Attend, AttentionBackend, AttentionMetadata, LayerAttention
 from peregrine.attention.conformance import Case, conformance_cases, run_conformance
-from peregrine.attention.conformance.cases import (
-    HEAD_DIMS,
-    HEADS,
-    LATENTS,
-    PAGE_SIZES,
-    QUICK,
-    SMALL_LATENTS,
-    WINDOW,
-)
+from peregrine.attention.conformance.cases import HEAD_DIMS, HEADS, LATENTS, PAGE_SIZES, QUICK, SMALL_LATENTS, WINDOW
 from peregrine.attention.conformance.problem import answer, chain
 from peregrine.attention.torch_backend import TorchBackend
 from peregrine.attention.triton_backend import ON_CUDA
@@ -60,9 +52,7 @@ def nudged(out: Tensor, by: Tensor | float) -> Tensor:
     return out * (1 + 2e-7 * torch.as_tensor(by))
 
 
-@pytest.mark.parametrize(
-    "case", [PLAIN, TREE, LATENT, LATENT_TREE], ids=["plain", "tree", "latent", "latent-tree"]
-)
+@pytest.mark.parametrize("case", [PLAIN, TREE, LATENT, LATENT_TREE], ids=["plain", "tree", "latent", "latent-tree"])
 def test_a_right_backend_breaks_nothing(case: Case) -> None:
     assert broken(TorchBackend(), case) == set()
 
@@ -118,11 +108,7 @@ FAULTS: dict[str, tuple[Case, Spoil, str]] = {
         lambda store, m, q, out: out.nan_to_num(),
         "poison in a draft stays with those who see it",
     ),
-    "a value that is no part of its key": (
-        LATENT,
-        lambda store, m, q, out: out.roll(1, 2),
-        "near the float64 answer",
-    ),
+    "a value that is no part of its key": (LATENT, lambda store, m, q, out: out.roll(1, 2), "near the float64 answer"),
     "poison in a latent that is hidden": (
         LATENT,
         lambda store, m, q, out: out.nan_to_num(),

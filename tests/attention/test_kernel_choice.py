@@ -49,9 +49,7 @@ def test_both_kernels_are_timed_for_each_shape() -> None:
 
 
 lengths = st.lists(st.integers(1, 80), min_size=1, max_size=6)
-windows = st.one_of(
-    lengths.map(Window.ragged), st.builds(Window.uniform, st.integers(1, 40), st.integers(1, 200))
-)
+windows = st.one_of(lengths.map(Window.ragged), st.builds(Window.uniform, st.integers(1, 40), st.integers(1, 200)))
 times = st.floats(0, 10)
 
 
@@ -61,11 +59,7 @@ def test_whatever_the_window_the_chosen_kernel_admits_it(
 ) -> None:
     traits = replace(ON_CUDA, max_decode_q_len=max_q_len)
     shape = (window.num_rows, window.q_len or 0)
-    for costs in (
-        KernelCosts({}),
-        KernelCosts({shape: (decode_ms, context_ms)}),
-        *(only(k, [shape]) for k in Kernel),
-    ):
+    for costs in (KernelCosts({}), KernelCosts({shape: (decode_ms, context_ms)}), *(only(k, [shape]) for k in Kernel)):
         kernel = kernel_for(window, traits, costs)
         assert admits(kernel, window, traits)
         assert f": {kernel.value}, " in kernel_reason(window, traits, costs)

@@ -39,12 +39,7 @@ NEEDS = Needs(
     graphs=GraphSupport.UNIFORM,
 )
 CPU_NEEDS = replace(
-    NEEDS,
-    device="cpu",
-    dtype=torch.float32,
-    kv_dtype=torch.float32,
-    head_dim=64,
-    graphs=GraphSupport.NEVER,
+    NEEDS, device="cpu", dtype=torch.float32, kv_dtype=torch.float32, head_dim=64, graphs=GraphSupport.NEVER
 )
 
 
@@ -58,10 +53,7 @@ def test_what_fits_has_no_refusals() -> None:
     [
         (replace(NEEDS, device="cpu"), "runs on cuda, not on cpu"),
         (replace(NEEDS, dtype=torch.float32), "computes in bfloat16, float16, not in float32"),
-        (
-            replace(NEEDS, kv_dtype=torch.float8_e4m3fn),
-            "reads keys and values in bfloat16, float16, not float8_e4m3fn",
-        ),
+        (replace(NEEDS, kv_dtype=torch.float8_e4m3fn), "reads keys and values in bfloat16, float16, not float8_e4m3fn"),
         (replace(NEEDS, page_size=32), "has page sizes [16, 64], not 32"),
         (replace(NEEDS, head_dim=80), "has head dims [64, 128], not 80"),
         (replace(NEEDS, tree_masks=True), "has no tree masks; choose a chain drafter"),
@@ -80,9 +72,7 @@ def test_each_need_has_its_refusal(needs: Needs, reason: str) -> None:
 
 def test_keys_that_hold_their_values_are_of_the_models_dtype() -> None:
     needs = replace(CPU_NEEDS, shared_kv=True, head_dim=576, kv_dtype=torch.float8_e4m3fn)
-    assert refusals(needs, TorchBackend().traits) == [
-        "reads keys that hold their values (MLA) in float32 alone"
-    ]
+    assert refusals(needs, TorchBackend().traits) == ["reads keys that hold their values (MLA) in float32 alone"]
     fastest = "torch" if NumbaBackend().missing() else "numba"
     assert choose_backend("auto", replace(needs, kv_dtype=torch.float32)).backend.name == fastest
 
@@ -90,9 +80,7 @@ def test_keys_that_hold_their_values_are_of_the_models_dtype() -> None:
 def test_keys_that_hold_their_values_have_sizes_of_their_own() -> None:
     needs = replace(CPU_NEEDS, shared_kv=True, head_dim=576)
     assert refusals(needs, NumbaBackend().traits) == []
-    assert refusals(replace(needs, head_dim=572), NumbaBackend().traits) == [
-        "has head dims 8, 16 .. 1024, not 572"
-    ]
+    assert refusals(replace(needs, head_dim=572), NumbaBackend().traits) == ["has head dims 8, 16 .. 1024, not 572"]
 
 
 def test_a_captured_round_never_reads_lengths_on_the_host() -> None:
@@ -160,9 +148,7 @@ def test_a_named_backend_is_taken_or_refused_but_never_replaced() -> None:
 
 
 def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
-    with pytest.raises(
-        ConfigError, match="attention='flash': no such backend; choose auto, triton, numba or torch"
-    ):
+    with pytest.raises(ConfigError, match="attention='flash': no such backend; choose auto, triton, numba or torch"):
         choose_backend("flash", CPU_NEEDS)
 
 

@@ -128,11 +128,7 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def page() -> str:
-    results = [
-        Result("there", "serve", SERVE),
-        Result("here", "sweep", SWEEP),
-        Result("o", "offline", OFFLINE),
-    ]
+    results = [Result("there", "serve", SERVE), Result("here", "sweep", SWEEP), Result("o", "offline", OFFLINE)]
     return render(results, "A & B")
 
 
@@ -196,11 +192,7 @@ def test_failures_and_what_others_wrote_are_shown_escaped() -> None:
 def test_tokens_that_differ_are_not_passed_over() -> None:
     rows = [*OFFLINE["rows"], OFFLINE["rows"][0] | {"identical": False}]
     page = render(
-        [
-            Result("o", "offline", OFFLINE | {"rows": rows}),
-            Result("s", "sweep", SWEEP | {"identical": False}),
-        ],
-        "t",
+        [Result("o", "offline", OFFLINE | {"rows": rows}), Result("s", "sweep", SWEEP | {"identical": False})], "t"
     )
     assert "<b>NO</b><span>identical with and without speculation (o)</span>" in page
     assert "THE SHAPES GAVE DIFFERENT TOKENS." in page
@@ -231,8 +223,7 @@ def test_a_waterfall_steps_down_without_gaps() -> None:
 
 
 @pytest.mark.parametrize(
-    ("most", "ticks"),
-    [(0, [0, 0.25, 0.5, 0.75, 1]), (95, [0, 25, 50, 75, 100]), (321, [0, 100, 200, 300, 400])],
+    ("most", "ticks"), [(0, [0, 0.25, 0.5, 0.75, 1]), (95, [0, 25, 50, 75, 100]), (321, [0, 100, 200, 300, 400])]
 )
 def test_axes_end_at_round_numbers(most: float, ticks: list[float]) -> None:
     assert plots.Scale(most, 0, 1).ticks == pytest.approx(ticks)

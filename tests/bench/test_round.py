@@ -76,8 +76,7 @@ def test_a_draft_model_is_read_on_every_pass() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "depth"),
-    [({}, 3), ({"num_drafts": 5}, 5), ({"tree": (2, 2, 6)}, 2), ({"drafter": "none"}, 3)],
+    ("options", "depth"), [({}, 3), ({"num_drafts": 5}, 5), ({"tree": (2, 2, 6)}, 2), ({"drafter": "none"}, 3)]
 )
 def test_an_engine_is_asked_for_that_holds_every_case(options: dict[str, object], depth: int) -> None:
     cases, measured = [Case(1, 1000), Case(4, 100)], 50
@@ -115,18 +114,7 @@ def test_a_table_has_a_line_for_each_case(experts: float) -> None:
     lines = rounds.show(facts | {"cases": [rounds.asdict(figures)]}).splitlines()
     assert len(lines) == 3
     counted = ["12.3"] if experts else []
-    assert lines[-1].split() == [
-        "8",
-        "2048",
-        "5.000",
-        "4.000",
-        "1.250",
-        "3.00",
-        "4800",
-        "80",
-        "0.4%",
-        *counted,
-    ]
+    assert lines[-1].split() == ["8", "2048", "5.000", "4.000", "1.250", "3.00", "4800", "80", "0.4%", *counted]
     assert ("experts" in lines[1]) == bool(experts)
 
 
@@ -179,9 +167,7 @@ EXPERT = linear(2 * 32, 48) + linear(48, 32)
 
 
 @pytest.mark.parametrize(("guess", "step"), [({"num_drafts": 3}, 1), ({"tree": (3, 2, 8)}, 2)])
-def test_a_prediction_layers_experts_count_by_the_tokens_of_each_pass(
-    guess: dict[str, object], step: int
-) -> None:
+def test_a_prediction_layers_experts_count_by_the_tokens_of_each_pass(guess: dict[str, object], step: int) -> None:
     """The first pass has one live token a row, the others as many as a level of the tree is wide."""
     engine = build(latent_mtp_model(), drafter="mtp", **guess).engine  # type: ignore[arg-type]
     head, target = engine.runner.drafter.reader.head, engine.runner.target.decoder
@@ -228,9 +214,7 @@ def test_experts_are_counted_as_more_rounds_read_them(guess: dict[str, object]) 
 def test_rounds_that_are_counted_are_those_that_were_timed() -> None:
     """Token for token, though the requests get other pages, and others' keys lay there in between."""
     count = 6
-    engine = build(
-        latent_mtp_model(), drafter="mtp", num_drafts=3, max_rows=4, num_pages=400, max_len=400
-    ).engine
+    engine = build(latent_mtp_model(), drafter="mtp", num_drafts=3, max_rows=4, num_pages=400, max_len=400).engine
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False)
     seen, pages = [], []
     for every in (1, count, 2):

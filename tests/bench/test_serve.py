@@ -61,11 +61,7 @@ def test_percentiles_lie_between_neighbours() -> None:
 
 
 def test_a_case_counts_rates_over_its_whole_time_and_failures_apart() -> None:
-    done = [
-        exchange(0.0, 0.1, 0.5, tokens=5),
-        exchange(0.0, 0.3, 1.1, tokens=9),
-        exchange(0.0, 0.2, tokens=1),
-    ]
+    done = [exchange(0.0, 0.1, 0.5, tokens=5), exchange(0.0, 0.3, 1.1, tokens=9), exchange(0.0, 0.2, tokens=1)]
     lost = [Exchange.failed(0.0, "HTTP 429: full")] * 2 + [Exchange.failed(0.0, "TimeoutError")]
     told = summarise([*done, *lost], 4.0, Limits())
     assert (told["completed"], told["failed"]) == (3, 3)
@@ -89,11 +85,7 @@ def test_a_case_counts_rates_over_its_whole_time_and_failures_apart() -> None:
     ],
 )
 def test_goodput_counts_requests_that_keep_every_limit(limits: Limits, good: int) -> None:
-    done = [
-        exchange(0.0, 0.1, 0.5, tokens=5),
-        exchange(0.0, 0.3, 1.1, tokens=9),
-        exchange(0.0, 0.2, tokens=1),
-    ]
+    done = [exchange(0.0, 0.1, 0.5, tokens=5), exchange(0.0, 0.3, 1.1, tokens=9), exchange(0.0, 0.2, tokens=1)]
     told = summarise([*done, Exchange.failed(0.0, "no")], 2.0, limits)
     assert told["good_requests_per_s"] == good / 2.0
     assert told["good_share"] == good / 4  # who failed was not good
@@ -195,12 +187,7 @@ def test_without_usage_chunks_are_counted() -> None:
 
 def test_comments_and_split_events_are_read() -> None:
     halves = b": ping\n\ndata: " + json.dumps(text_chunk("a")).encode()
-    events = [
-        (0.5, halves[:20]),
-        (0.0, halves[20:] + b"\r\n\r\n"),
-        (0.5, text_chunk("b", "stop")),
-        (0.0, DONE),
-    ]
+    events = [(0.5, halves[:20]), (0.0, halves[20:] + b"\r\n\r\n"), (0.5, text_chunk("b", "stop")), (0.0, DONE)]
     assert stream(Script(events)).output_tokens == 2
 
 
@@ -209,10 +196,7 @@ def test_comments_and_split_events_are_read() -> None:
     [
         (Script([(0.0, b'{"error": {"message": "queue full"}}')], status=429), "HTTP 429: queue full"),
         (Script([(0.0, b"<html>")], status=502), "HTTP 502: <html>"),
-        (
-            Script([(0.0, text_chunk("a")), (0.0, {"error": {"message": "went wrong"}})]),
-            "HTTP 200: went wrong",
-        ),
+        (Script([(0.0, text_chunk("a")), (0.0, {"error": {"message": "went wrong"}})]), "HTTP 200: went wrong"),
         (Script([(0.0, text_chunk("a"))]), "the stream broke off"),
         (Script([(0.0, usage_chunk(1, 0)), (0.0, DONE)]), "the stream held no token"),
         (Script([(0.0, b"data: {nonsense\n\n")]), "JSONDecodeError: Expecting property name"),
@@ -297,9 +281,7 @@ def test_a_run_flushes_before_each_case_and_reads_counters_around_it() -> None:
     after = OURS.replace("10.0", "14.0").replace("12.0", "18.0")
     routes = {**FLUSHES, "/metrics": [(200, OURS), (200, after)]}
     server = FakeServer(Clock(), [STORY], routes)
-    plan = serve.Plan(
-        cases=(serve.Case(1), serve.Case(1)), prompts=[CHAT, "Once"], model="m", requests=3, seed=5
-    )
+    plan = serve.Plan(cases=(serve.Case(1), serve.Case(1)), prompts=[CHAT, "Once"], model="m", requests=3, seed=5)
     result = measured(server, plan)
     paths = server.paths()
     chat, text = "/v1/chat/completions", "/v1/completions"
@@ -320,9 +302,7 @@ def test_a_run_flushes_before_each_case_and_reads_counters_around_it() -> None:
     assert first["ttft_ms"] == {"mean": 500.0, "p50": 500.0, "p90": 500.0, "p99": 500.0}
     assert first["itl_ms"]["mean"] == pytest.approx(187.5)
     assert first["e2e_ms"]["p99"] == 875.0
-    assert first["seconds"] == pytest.approx(
-        3 * 4.875
-    )  # the usage chunk came four seconds after the last token
+    assert first["seconds"] == pytest.approx(3 * 4.875)  # the usage chunk came four seconds after the last token
     assert first["output_tokens_per_s"] == pytest.approx(15 / (3 * 4.875))
     assert first["acceptance"]["accept_length"] == 2.5
     assert (result["flushed"], result["server"]) == (True, None)
@@ -335,9 +315,7 @@ def test_a_server_that_cannot_flush_is_named_once(monkeypatch: pytest.MonkeyPatc
     plan = serve.Plan(cases=(serve.Case(1),) * 3, prompts=[CHAT], model="m", requests=1)
     result = measured(server, plan)
     [said] = warnings
-    assert said.startswith(
-        "the server cannot empty its prefix cache (no /flush_cache or /reset_prefix_cache)"
-    )
+    assert said.startswith("the server cannot empty its prefix cache (no /flush_cache or /reset_prefix_cache)")
     assert server.paths().count("/flush_cache") == 1
     assert result["flushed"] is False
     assert result["cases"][0]["acceptance"] is None
@@ -352,9 +330,7 @@ def test_no_flush_leaves_the_server_alone() -> None:
 def test_failed_requests_are_counted_and_shown() -> None:
     full = Script([(0.0, b'{"error": {"message": "queue full"}}')], status=429)
     server = FakeServer(Clock(), [STORY, STORY, full, STORY, full, STORY], FLUSHES)
-    plan = serve.Plan(
-        cases=(serve.Case(1),), prompts=[CHAT], model="m", requests=4, limits=Limits(ttft_ms=600)
-    )
+    plan = serve.Plan(cases=(serve.Case(1),), prompts=[CHAT], model="m", requests=4, limits=Limits(ttft_ms=600))
     result = measured(server, plan)
     [case] = result["cases"]
     assert (case["completed"], case["failed"], case["errors"]) == (2, 2, {"HTTP 429: queue full": 2})
@@ -500,19 +476,7 @@ def test_against_our_own_server(merlin: Served, tmp_path: Path, capsys: pytest.C
     out = tmp_path / "result.json"
     flags = ["--requests", "4", "--max-tokens", "12", "--ignore-eos", "--slo-ttft", "1e9", "--json"]
     code = main(
-        [
-            "bench",
-            "serve",
-            "--url",
-            merlin.url,
-            "--concurrency",
-            "2",
-            "--rate",
-            "50",
-            *flags,
-            "--out",
-            str(out),
-        ]
+        ["bench", "serve", "--url", merlin.url, "--concurrency", "2", "--rate", "50", *flags, "--out", str(out)]
     )
     assert code == 0
     printed = capsys.readouterr().out

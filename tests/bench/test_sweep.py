@@ -61,8 +61,7 @@ def test_shapes_become_options() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
-    [({"rows": 0}, "rows=0"), ({"repeats": 0}, "repeats=0"), ({"drafts": ()}, "both are empty")],
+    ("fields", "said"), [({"rows": 0}, "rows=0"), ({"repeats": 0}, "repeats=0"), ({"drafts": ()}, "both are empty")]
 )
 def test_a_plan_that_cannot_be_is_refused(fields: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):

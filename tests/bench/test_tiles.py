@@ -11,16 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peregrine.bench import tiles
-from peregrine.bench.tiles import (
-    Line,
-    WeightShape,
-    best_entries,
-    candidates,
-    entry_of,
-    measure,
-    shapes_of,
-    show,
-)
+from peregrine.bench.tiles import Line, WeightShape, best_entries, candidates, entry_of, measure, shapes_of, show
 from peregrine.cli.main import main
 from peregrine.errors import ConfigError
 from peregrine.kernels.linear_tiles import HEIGHTS, MIN_DEPTH, TABLES, Tile, kind_of, pick_tile

@@ -80,9 +80,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
             assert [message["role"] for message in messages] == ["user"]
             return [len(messages[0]["content"]), 99]
 
-        def generate(
-            self, prompts: list[object], params: SamplingParams, progress: bool = True
-        ) -> list[Output]:
+        def generate(self, prompts: list[object], params: SamplingParams, progress: bool = True) -> list[Output]:
             assert progress is False
             return [delta.output for delta in self.stream(prompts[0], params) if delta.output]
 

@@ -23,10 +23,7 @@ def test_every_shape_has_a_line(peregrine: Run) -> None:
     result = json.loads(out)
     assert code == 0
     assert result["copy_tb_per_s"] is None
-    assert [(line["rows"], line["q_len"], line["context"]) for line in result["lines"]] == [
-        (1, 3, 150),
-        (2, 3, 150),
-    ]
+    assert [(line["rows"], line["q_len"], line["context"]) for line in result["lines"]] == [(1, 3, 150), (2, 3, 150)]
     for line in result["lines"]:
         faster = "decode" if line["decode_ms"] <= line["context_ms"] else "context"
         assert line["choice"].startswith(f"{line['rows']} x 3: {faster}, ")

@@ -57,9 +57,7 @@ class Speaker:
                 output: Any = SimpleNamespace(finish_reason="stop", error=None, seed=params.seed or 77)
                 last = start == 2
                 text = "".join(WORDS[i] for i in ids)
-                yield Delta(
-                    0, text, ids, [True, False], "stop" if last else None, output if last else None, offered=3
-                )
+                yield Delta(0, text, ids, [True, False], "stop" if last else None, output if last else None, offered=3)
         finally:
             self.closed += 1
 
@@ -98,24 +96,12 @@ def test_speed_is_tokens_over_the_turns_own_time() -> None:
     turn = chats.Turn()
     list(turn.watch(Speaker().stream([1], SamplingParams(seed=5))))
     assert (
-        turn.line(0.5)
-        == "4 tokens, 8.0 tokens/s; 2.00 tokens per round (bonus included); 2 of 6 drafts right; seed 5"
+        turn.line(0.5) == "4 tokens, 8.0 tokens/s; 2.00 tokens per round (bonus included); 2 of 6 drafts right; seed 5"
     )
 
 
 def test_commands_change_what_comes_after_them(speaker: Speaker, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = (
-        "a",
-        "/seed 9",
-        "/temperature 0.5",
-        "/drafts 0",
-        "b",
-        "/seed none",
-        "/drafts 3",
-        "c",
-        "/quit",
-        "never",
-    )
+    lines = ("a", "/seed 9", "/temperature 0.5", "/drafts 0", "b", "/seed none", "/drafts 3", "c", "/quit", "never")
     talk(monkeypatch, *lines, flags=("--top-k", "5"))
     seen = [(p.seed, p.temperature, p.num_drafts, p.top_k, p.max_tokens) for p in speaker.params]
     assert seen == [(None, 1.0, None, 5, None), (9, 0.5, 0, 5, None), (None, 0.5, 3, 5, None)]
@@ -137,11 +123,7 @@ def test_commands_change_what_comes_after_them(speaker: Speaker, monkeypatch: py
     ],
 )
 def test_what_cannot_be_done_is_said_and_the_chat_goes_on(
-    speaker: Speaker,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    line: str,
-    said: str,
+    speaker: Speaker, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: str, said: str
 ) -> None:
     assert talk(monkeypatch, line, "Hello") == 0
     assert said in capsys.readouterr().err
@@ -186,9 +168,7 @@ def test_ctrl_c_at_the_prompt_explains_how_to_end(
     assert "/quit or Ctrl-D" in capsys.readouterr().err
 
 
-def test_drafted_tokens_are_underlined_on_a_terminal(
-    speaker: Speaker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_drafted_tokens_are_underlined_on_a_terminal(speaker: Speaker, monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
     monkeypatch.setenv("TERM", "xterm")

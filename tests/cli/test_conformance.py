@@ -13,9 +13,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 
 def test_a_right_backend_passes(peregrine: Run) -> None:
-    code, out, _ = peregrine(
-        "conformance", "--attention", "torch", "--device", "cpu", "--quick", "--part", "1/3"
-    )
+    code, out, _ = peregrine("conformance", "--attention", "torch", "--device", "cpu", "--quick", "--part", "1/3")
     assert code == 0
     assert "near the float64 answer" in out
     assert "FAIL" not in out
@@ -26,18 +24,7 @@ def test_a_wrong_one_fails(peregrine: Run, monkeypatch: pytest.MonkeyPatch) -> N
 
     right = torch_backend.paged_attention_torch
     monkeypatch.setattr(torch_backend, "paged_attention_torch", lambda *args: right(*args) * 1.01)
-    argv = (
-        "--attention",
-        "torch",
-        "--device",
-        "cpu",
-        "--dtype",
-        "float32",
-        "--quick",
-        "--part",
-        "1/5",
-        "--json",
-    )
+    argv = ("--attention", "torch", "--device", "cpu", "--dtype", "float32", "--quick", "--part", "1/5", "--json")
     code, out, _ = peregrine("conformance", *argv)
     assert code == 1
     report = json.loads(out)
@@ -68,10 +55,7 @@ def test_triton_passes_in_the_interpreter(peregrine: Run) -> None:
     ("argv", "message"),
     [
         (("--attention", "flash"), "attention='flash': no such backend; choose one of triton, numba, torch"),
-        (
-            ("--attention", "torch", "--dtype", "int8"),
-            "dtype='int8': torch computes in float32, bfloat16, float16",
-        ),
+        (("--attention", "torch", "--dtype", "int8"), "dtype='int8': torch computes in float32, bfloat16, float16"),
         (("--attention", "torch", "--device", "tpu"), "device='tpu'"),
     ],
 )

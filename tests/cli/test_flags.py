@@ -25,9 +25,7 @@ def parser() -> argparse.ArgumentParser:
         (EngineConfig, flags.ENGINE_FLAGS, flags.WITHOUT_ENGINE_FLAG),
     ],
 )
-def test_each_field_has_a_flag_or_a_reason(
-    owner: type, table: tuple[flags.Flag, ...], without: set[str]
-) -> None:
+def test_each_field_has_a_flag_or_a_reason(owner: type, table: tuple[flags.Flag, ...], without: set[str]) -> None:
     names = [flag.field for flag in table]
     assert len(names) == len(set(names))
     assert set(names) | without == {entry.name for entry in fields(owner)}
@@ -41,9 +39,7 @@ def test_what_is_not_given_is_not_passed_on(parser: argparse.ArgumentParser) -> 
 
 
 def test_sampling_values_arrive_as_their_types(parser: argparse.ArgumentParser) -> None:
-    argv = (
-        "--temperature 0 --top-k 5 --logit-bias 3=-1.5 --logit-bias 4=2 --stop a --stop b --stop-token-id 9"
-    )
+    argv = "--temperature 0 --top-k 5 --logit-bias 3=-1.5 --logit-bias 4=2 --stop a --stop b --stop-token-id 9"
     more = "--max-tokens none --ignore-eos --no-skip-special-tokens --seed 7"
     options = flags.sampling_options(parser.parse_args([*argv.split(), *more.split()]))
     assert options == {
@@ -71,9 +67,7 @@ def test_engine_values_arrive_as_their_types(parser: argparse.ArgumentParser) ->
     }
 
 
-@pytest.mark.parametrize(
-    "argv", ["--tree 3,2", "--tree a,b,c", "--logit-bias 3", "--logit-bias x=1", "--top-k no"]
-)
+@pytest.mark.parametrize("argv", ["--tree 3,2", "--tree a,b,c", "--logit-bias 3", "--logit-bias x=1", "--top-k no"])
 def test_malformed_values_are_refused_by_flag(
     argv: str, parser: argparse.ArgumentParser, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -23,9 +23,7 @@ finally:
 """
 
 
-@pytest.mark.parametrize(
-    "argv", [["--help"], ["generate", "--help"], ["demo", "--help"], ["doctor", "--help"]]
-)
+@pytest.mark.parametrize("argv", [["--help"], ["generate", "--help"], ["demo", "--help"], ["doctor", "--help"]])
 def test_help_imports_nothing_heavy(argv: list[str]) -> None:
     environment = {**os.environ, "PYTHONPATH": str(SRC)}
     command = [sys.executable, "-c", IMPORTED, *argv]
@@ -77,9 +75,7 @@ def test_bench_passes_its_plan_and_the_engine_options_on(
     monkeypatch: pytest.MonkeyPatch, peregrine: Run, tmp_path: Path
 ) -> None:
     seen: list[object] = []
-    monkeypatch.setattr(
-        "peregrine.bench.offline.run", lambda plan, options: seen.append((plan, options)) or {"a": 1}
-    )
+    monkeypatch.setattr("peregrine.bench.offline.run", lambda plan, options: seen.append((plan, options)) or {"a": 1})
     file = tmp_path / "new" / "result.json"
     argv = ["--rows", "1", "4", "--tokens", "9", "--drafter", "ngram", "--json", "--out", str(file)]
     code, out, _ = peregrine("bench", "offline", *argv)

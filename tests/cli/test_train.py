@@ -28,38 +28,11 @@ def test_help_imports_nothing_heavy(kind: str) -> None:
     assert f"peregrine train {kind}" in done.stdout
 
 
-def test_flags_become_an_order(
-    monkeypatch: pytest.MonkeyPatch, peregrine: Callable[..., tuple[int, str, str]]
-) -> None:
+def test_flags_become_an_order(monkeypatch: pytest.MonkeyPatch, peregrine: Callable[..., tuple[int, str, str]]) -> None:
     orders = []
     monkeypatch.setattr("peregrine.train.make_head.make_head", orders.append)
-    flags = [
-        "--target",
-        "m",
-        "--data",
-        "a.txt",
-        "b.jsonl",
-        "--out",
-        "o",
-        "--device",
-        "cpu",
-        "--taps",
-        "1",
-        "2",
-    ]
-    flags += [
-        "--shares",
-        "2",
-        "1",
-        "--tokens",
-        "900",
-        "--minutes",
-        "1.5",
-        "--unroll",
-        "3",
-        "--draft-vocab",
-        "full",
-    ]
+    flags = ["--target", "m", "--data", "a.txt", "b.jsonl", "--out", "o", "--device", "cpu", "--taps", "1", "2"]
+    flags += ["--shares", "2", "1", "--tokens", "900", "--minutes", "1.5", "--unroll", "3", "--draft-vocab", "full"]
     code, out, _ = peregrine("train", "head", *flags)
     [order] = orders
     assert (code, out) == (0, "the head and its report are in o\n")

@@ -51,15 +51,11 @@ def test_a_request_without_a_seed_gets_one_and_reports_it() -> None:
     free = Case((3, 4), SamplingParams(temperature=1.0, max_tokens=30))
     first, second = (run(build().engine, [free])[0] for _ in range(2))
     assert first.seed != second.seed
-    again = run(
-        build().engine, [Case((3, 4), SamplingParams(temperature=1.0, max_tokens=30, seed=first.seed))]
-    )[0]
+    again = run(build().engine, [Case((3, 4), SamplingParams(temperature=1.0, max_tokens=30, seed=first.seed))])[0]
     assert again.token_ids == first.token_ids
 
 
-@pytest.mark.parametrize(
-    "options", [{}, TREE, {"drafter": "ngram", "lag": 1}], ids=["plain", "tree", "ngram"]
-)
+@pytest.mark.parametrize("options", [{}, TREE, {"drafter": "ngram", "lag": 1}], ids=["plain", "tree", "ngram"])
 def test_logits_that_are_not_finite_end_one_request_alone(options: dict[str, object]) -> None:
     """Reading token 77 gives NaN; a request that meets it ends with an error, its neighbours go on."""
     embedding = load_file(tiny_model() / "model.safetensors")["model.embed_tokens.weight"].clone()

@@ -33,9 +33,7 @@ def test_the_windows_of_a_round(options: dict[str, object], drafts: bool, expect
     assert window_shapes(engine_config("merlin", options), drafts, (8, 1)) == expected
 
 
-def test_the_faster_kernel_serves_and_both_times_are_told(
-    store: KVStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_faster_kernel_serves_and_both_times_are_told(store: KVStore, monkeypatch: pytest.MonkeyPatch) -> None:
     def time_forward(backend: TritonBackend, *others: object) -> float:
         shape = others[-1]
         taken = kernel_for(Window.uniform(*shape), ON_CUDA, backend.costs)  # type: ignore[misc]
@@ -56,9 +54,7 @@ def test_a_backend_with_one_kernel_stays_itself() -> None:
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 4)])
-def test_what_is_measured_reads_real_pages_and_writes_to_the_scratch_page(
-    store: KVStore, shape: Shape
-) -> None:
+def test_what_is_measured_reads_real_pages_and_writes_to_the_scratch_page(store: KVStore, shape: Shape) -> None:
     window = full_window(store, shape)
     assert window.window == Window.uniform(*shape)
     assert set(window.page_table.flatten().tolist()) <= set(range(1, store.num_pages))

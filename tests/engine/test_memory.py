@@ -47,9 +47,7 @@ def test_stores_that_find_no_room_name_the_pages(monkeypatch: pytest.MonkeyPatch
         raise torch.OutOfMemoryError("no")
 
     monkeypatch.setattr(memory, "KVStore", full)
-    with pytest.raises(
-        ConfigError, match=r"num_pages=1000000, 18\.1 GiB of keys and values.*lower num_pages"
-    ):
+    with pytest.raises(ConfigError, match=r"num_pages=1000000, 18\.1 GiB of keys and values.*lower num_pages"):
         make_stores(SHAPES, 1_000_000, 32, torch.bfloat16, CUDA)
 
 
@@ -64,9 +62,7 @@ def test_stores_hold_what_a_page_counts() -> None:
     assert [store.num_pages for store in stores] == [7, 7]
 
 
-def pick(
-    free: int | None, device: torch.device, patch: pytest.MonkeyPatch, **asked: object
-) -> tuple[int, str]:
+def pick(free: int | None, device: torch.device, patch: pytest.MonkeyPatch, **asked: object) -> tuple[int, str]:
     """Pages where so many bytes are free, for 4 requests of 100 tokens on pages of 16."""
     patch.setattr(memory, "read_memory", lambda: (None, free))
     patch.setattr(memory, "read_gpu", lambda index: Gpu(index, "a GPU", (9, 0), 0, free or 0))
@@ -75,10 +71,7 @@ def pick(
 
 
 def test_pages_suffice_for_every_request_and_the_scratch_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    enough = (
-        1 + 4 * (7 + 8),
-        "4 requests of 100 tokens",
-    )  # 100 tokens are 7 pages; 8 are for rounds in flight
+    enough = (1 + 4 * (7 + 8), "4 requests of 100 tokens")  # 100 tokens are 7 pages; 8 are for rounds in flight
     for device in (CPU, CUDA):
         assert pick(100 * GIB, device, monkeypatch) == enough
     assert pick(None, CPU, monkeypatch) == enough  # nobody knows what is free
@@ -124,9 +117,7 @@ def test_scratch_follows_latents_and_experts() -> None:
 def test_what_cannot_fit_is_refused_with_both_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "read_memory", lambda: (None, 3 * GIB))
     memory.check_room(CPU, "the weights", 2 * GIB)
-    with pytest.raises(
-        ConfigError, match=r"cpu has no room for the weights: 5\.0 GiB are needed and 3\.0 GiB"
-    ):
+    with pytest.raises(ConfigError, match=r"cpu has no room for the weights: 5\.0 GiB are needed and 3\.0 GiB"):
         memory.check_room(CPU, "the weights", 5 * GIB)
     monkeypatch.setattr(memory, "read_memory", lambda: (None, None))
     memory.check_room(CPU, "the weights", 5 * GIB)  # nobody knows

@@ -46,9 +46,7 @@ def test_neither_the_cache_nor_being_put_back_changes_them() -> None:
     assert plain.prompt_logprobs is None
     # So few pages that a prompt must wait for others, and running requests are put back.
     tight = build(num_pages=14, prefill_chunk=16).engine
-    crowd = [
-        Case(PROMPT, SamplingParams(temperature=0, max_tokens=80, ignore_eos=True, prompt_logprobs=3))
-    ] * 3
+    crowd = [Case(PROMPT, SamplingParams(temperature=0, max_tokens=80, ignore_eos=True, prompt_logprobs=3))] * 3
     outputs = run(tight, crowd)
     assert sum(output.stats.preemptions for output in outputs) > 0
     assert all(scores(output) == scores(first) for output in outputs)

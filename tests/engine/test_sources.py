@@ -49,16 +49,12 @@ def test_a_prediction_layer_drafts_unless_something_else_is_asked_for() -> None:
 
 
 def test_a_prediction_layer_that_is_not_there_is_refused_by_name() -> None:
-    with pytest.raises(
-        ConfigError, match=r"drafter='mtp'.*num_nextn_predict_layers=0.*choose ngram, none or"
-    ):
+    with pytest.raises(ConfigError, match=r"drafter='mtp'.*num_nextn_predict_layers=0.*choose ngram, none or"):
         build(tiny_model(), drafter="mtp")
 
 
 def test_a_shape_too_large_for_the_machine_is_refused_before_it_is_drawn() -> None:
-    with pytest.raises(
-        ConfigError, match=r"no room for the weights of shape:kimi-k2: 3823\.\d GiB are needed"
-    ):
+    with pytest.raises(ConfigError, match=r"no room for the weights of shape:kimi-k2: 3823\.\d GiB are needed"):
         ShapeSource("shape:kimi-k2").target(torch.device("cpu"), torch.float32)
 
 

@@ -42,9 +42,7 @@ def qwen3() -> Path:
 def deepseek() -> Path:
     """Latents of 512 and 64 for 16 heads, as V2-Lite has them; 16 experts behind a dense layer; a prediction layer."""
     return with_prediction_layer(
-        _checkpoint(
-            num_heads=16, head_dim=128, kv_rank=512, q_rank=0, rope_dim=64, num_experts=16, expert_size=128
-        )
+        _checkpoint(num_heads=16, head_dim=128, kv_rank=512, q_rank=0, rope_dim=64, num_experts=16, expert_size=128)
     )
 
 
@@ -64,9 +62,7 @@ def qwen3_moe() -> Path:
         weights[f"{mlp}.gate.weight"] = matrix(experts, HIDDEN)
         for expert in (f"{mlp}.experts.{number}" for number in range(experts)):
             weights |= {f"{expert}.{name}_proj.weight": matrix(inner, HIDDEN) for name in ("gate", "up")}
-            weights[f"{expert}.down_proj.weight"] = matrix(
-                HIDDEN, inner, 2 * OUTPUT_GAIN
-            )  # four are averaged
+            weights[f"{expert}.down_proj.weight"] = matrix(HIDDEN, inner, 2 * OUTPUT_GAIN)  # four are averaged
     save_file(weights, folder / "model.safetensors")
     fields = json.loads((folder / "config.json").read_text())
     fields |= {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "norm_topk_prob": True}

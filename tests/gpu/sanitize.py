@@ -31,11 +31,7 @@ from spec.expert_models import with_prediction_layer
 ROUNDS, VOCAB = 24, 384
 Options = dict[str, object]
 GUESSES: dict[str, tuple[Options, ...]] = {
-    "dense": (
-        {"num_drafts": 3},
-        {"tree": (3, 2, 8)},
-        {"drafter": "ngram", "num_drafts": 3, "kv_dtype": "float8"},
-    ),
+    "dense": ({"num_drafts": 3}, {"tree": (3, 2, 8)}, {"drafter": "ngram", "num_drafts": 3, "kv_dtype": "float8"}),
     "moe": (
         {"num_drafts": 3},
         {"drafter": "mtp", "num_drafts": 2},

@@ -239,9 +239,7 @@ def test_taller_tiles_of_the_context_kernel(capsys: pytest.CaptureFixture[str]) 
         reference = out if reference is None else reference
         off = (out != reference).float().mean()
         assert bool(((out[some].double() - right.out).abs() <= right.bound).all()), tile
-        lines.append(
-            f"tile {tile:>3}: {milliseconds(call):.3f} ms, {float(off):.2%} of outputs differ from tile 16"
-        )
+        lines.append(f"tile {tile:>3}: {milliseconds(call):.3f} ms, {float(off):.2%} of outputs differ from tile 16")
     with capsys.disabled():
         print("\ncontext kernel, 1024 queries after 1000 keys, 32/8 heads of 128:", *lines, sep="\n  ")
 

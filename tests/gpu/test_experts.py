@@ -138,12 +138,7 @@ def test_tiles_change_no_bit(problem: Problem) -> None:
         assert stream.squares is not None
         scale = stream.squares, EPS
         first = experts_gpu.answer(stream.ready, scale, choice, *weights)
-        for rows, cols, depth, warps in (
-            (16, 32, 64, 4),
-            (32, 64, 128, 4),
-            (64, 128, 64, 8),
-            (128, 64, 32, 4),
-        ):
+        for rows, cols, depth, warps in ((16, 32, 64, 4), (32, 64, 128, 4), (64, 128, 64, 8), (128, 64, 32, 4)):
             tile = ExpertTile(rows, cols, depth, warps, 3)
             again = experts_gpu.answer(stream.ready, scale, choice, *weights, (tile, tile))
             assert torch.equal(again, first), tile
@@ -168,9 +163,7 @@ def test_blocks_are_alike_planned_and_direct(problem: Problem, monkeypatch: pyte
 def test_one_expert_may_get_everything(problem: Problem) -> None:
     """As many blocks of one expert as there are rows for, and none of the others."""
     stream = problem.stream(slice(0, 300))
-    crowd = Choice(
-        torch.full((300, 1), 7, dtype=torch.int32, device="cuda"), torch.ones(300, 1, device="cuda")
-    )
+    crowd = Choice(torch.full((300, 1), 7, dtype=torch.int32, device="cuda"), torch.ones(300, 1, device="cuda"))
     alone = Choice(crowd.experts[:1], crowd.weights[:1])
     whole = join_experts(stream, crowd, problem.gate_up, problem.down, problem.norm, EPS)
     first = join_experts(problem.stream(slice(0, 1)), alone, problem.gate_up, problem.down, problem.norm, EPS)

@@ -222,9 +222,7 @@ def test_how_fast_tiles_read(rows: int, q_len: int, capsys: pytest.CaptureFixtur
             assert torch.equal(call(), first)
             took = milliseconds(call)
             speed = keys.numel() * 2 / took / 1e9
-            lines.append(
-                f"tile {tile or 'of Hopper'}, programs {programs or 'auto'}: {took:.4f} ms, {speed:.2f} TB/s"
-            )
+            lines.append(f"tile {tile or 'of Hopper'}, programs {programs or 'auto'}: {took:.4f} ms, {speed:.2f} TB/s")
     assert torch.equal(latent_context_gpu(q, keys, plan, RANK, OWN.scale), first)
     with capsys.disabled():
         print(f"\nlatent decode, {rows} rows x {q_len} queries x 16 heads at 80k:", *lines, sep="\n  ")

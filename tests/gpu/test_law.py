@@ -209,18 +209,11 @@ def window_of(rows: int, nodes: int, depth: int, seed: int) -> tuple[Tensor, Nod
         parents[:, node : node + 1] = parent
         depths[:, node : node + 1] = depths.gather(1, parent) + 1
         words[:, node : node + 1] = words.gather(1, parent) | (1 << node if node < 63 else -(1 << 63))
-    tokens = (
-        torch.arange(nodes, device="cuda").expand(rows, -1) % 4
-    )  # siblings may agree: both kernels see it
+    tokens = torch.arange(nodes, device="cuda").expand(rows, -1) % 4  # siblings may agree: both kernels see it
     past, choices = whole(400, rows), whole(4, rows, nodes) - (whole(20, rows, nodes) == 0).long() * 9
     ends = Ends(past, past + 2 + whole(8, rows), whole(30, rows, 32) - 10, whole(9, rows) == 0)
     history = whole(99, rows, 512).scatter_(1, past[:, None], tokens[:, :1])
-    return (
-        choices.clamp(min=-1),
-        Nodes(tokens.clone(), parents, depths, words, whole(depth + 1, rows)),
-        ends,
-        history,
-    )
+    return (choices.clamp(min=-1), Nodes(tokens.clone(), parents, depths, words, whole(depth + 1, rows)), ends, history)
 
 
 def chain_links(nodes: Nodes) -> Nodes:
@@ -278,9 +271,7 @@ def test_look_up_is_the_twins() -> None:
     for rows, places in ((1, 2112), (32, 2112), (4, 32_832)):
         history = torch.randint(0, 12, (rows, places), device="cuda", generator=generator(rows))
         newest = torch.randint(places // 2, places, (rows,), device="cuda", generator=generator(rows))
-        for got, expected in zip(
-            find_repeats(history, newest, 5), find_repeats_torch(history, newest, 5), strict=True
-        ):
+        for got, expected in zip(find_repeats(history, newest, 5), find_repeats_torch(history, newest, 5), strict=True):
             assert torch.equal(got, expected)
 
 
@@ -310,18 +301,13 @@ def test_paths_move_like_the_twins(dtype: torch.dtype) -> None:
 def test_trees_grow_like_the_twins(depth: int, width: int, nodes: int, sampled: bool) -> None:
     rows, vocab_size = 3, 32_000
     ids = torch.randperm(128_256, device="cuda", generator=generator(4))[:vocab_size].sort().values
-    trees = [
-        Growth.begin(rows, depth, width, ids, gpu_law(rows), Features(sampled=sampled)) for _ in range(2)
-    ]
+    trees = [Growth.begin(rows, depth, width, ids, gpu_law(rows), Features(sampled=sampled)) for _ in range(2)]
     fronts: list[Frontier | None] = [None, None]
     for level in range(depth):
         count = width if level else 1
         logits = logits_of(rows, count, vocab_size, torch.float32, seed=level)  # 32 bits: no ties
         at = positions_of(rows, 1).expand(-1, count) + level
-        fronts = [
-            f(t, logits, at, front, level)
-            for f, t, front in zip((grow, grow_torch), trees, fronts, strict=True)
-        ]
+        fronts = [f(t, logits, at, front, level) for f, t, front in zip((grow, grow_torch), trees, fronts, strict=True)]
         got, expected = fronts
         assert got is not None
         assert expected is not None
@@ -402,9 +388,7 @@ def test_a_captured_round_of_bookkeeping_is_the_eager_one() -> None:
         for got, expected in zip(graph(), eager(), strict=True):
             assert torch.equal(got, expected)
     for got, expected in zip(
-        (one[0].tokens, one[1].past_lens, one[2]),
-        (other[0].tokens, other[1].past_lens, other[2]),
-        strict=True,
+        (one[0].tokens, one[1].past_lens, one[2]), (other[0].tokens, other[1].past_lens, other[2]), strict=True
     ):
         assert torch.equal(got, expected)
 

@@ -59,12 +59,6 @@ if __name__ == "__main__":
         compile_kernel(kernel, SHAPE | PLAIN, "*bf16", num_stages=3, **SAME_BITS)
         compile_kernel(kernel, SHAPE | EVERYTHING, "*fp8e4nv", num_stages=3, **SAME_BITS)
     for features in (PLAIN, EVERYTHING):
-        compile_kernel(
-            merge_kernel,
-            SHAPE | features | {"MERGED": 1},
-            "*bf16",
-            enable_fp_fusion=False,
-            num_warps=1,
-        )
+        compile_kernel(merge_kernel, SHAPE | features | {"MERGED": 1}, "*bf16", enable_fp_fusion=False, num_warps=1)
     compile_kernel(slots.write_kernel, COPY, "*fp8e4nv", num_warps=1)
     compile_kernel(slots.paths_kernel, {"PAGE": 16}, "*bf16", num_warps=1)

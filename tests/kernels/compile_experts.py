@@ -30,11 +30,7 @@ V3 = RouteLaw(
     scale=2.5,
 )
 # law, hidden size, inner size
-MODELS = {
-    "DeepSeek-V2-Lite": (LITE, 2048, 1408),
-    "Qwen3-30B-A3B": (QWEN3, 2048, 768),
-    "DeepSeek-V3": (V3, 7168, 2048),
-}
+MODELS = {"DeepSeek-V2-Lite": (LITE, 2048, 1408), "Qwen3-30B-A3B": (QWEN3, 2048, 768), "DeepSeek-V3": (V3, 7168, 2048)}
 
 
 def compile_experts() -> None:

@@ -60,15 +60,7 @@ def compile_kernel(kernel: Any, tiled: dict[str, str], known: dict[str, Any], **
 def compile_linear(kind: str, rows: int, outputs: int, inputs: int, split: int) -> None:
     """One line of the tables, as a layer uses it."""
     cols, depth, warps, stages = HOPPER_TABLES[kind][rows]
-    known = {
-        "N": outputs,
-        "K": inputs,
-        "SPLIT": split,
-        "ROWS": rows,
-        "COLS": cols,
-        "DEPTH": depth,
-        "STAGES": stages,
-    }
+    known = {"N": outputs, "K": inputs, "SPLIT": split, "ROWS": rows, "COLS": cols, "DEPTH": depth, "STAGES": stages}
     known |= {"SCALE": kind != "split", "BIAS": False, "GATE": kind == "gated", "ADD": kind == "split"}
     tiled = {"x_desc": tiles(rows, depth), "w_desc": tiles(cols, depth)}
     compile_kernel(hopper_kernel, tiled, known | {"num_warps": warps})

@@ -110,9 +110,7 @@ def compile_models() -> None:
     tokens, squares = torch.zeros(2, rows, dtype=torch.int64)
     x, norm, bias = half(rows, hidden), half(hidden), half(hidden)
     linear_gpu.linear(x, half(WIDE_OUTPUTS, hidden), None)
-    linear_gpu.linear_scaled(
-        half(100, hidden), squares.repeat(40)[:100], 1e-5, half(inner, hidden), None, True
-    )
+    linear_gpu.linear_scaled(half(100, hidden), squares.repeat(40)[:100], 1e-5, half(inner, hidden), None, True)
     linear_gpu.linear_add(half(rows, inner), half(hidden, inner), bias, x, norm, squares, tokens)
     stream_gpu.embed(tokens, half(99, hidden), norm)
     stream_gpu.finish_norm(x, squares, 1e-5)
@@ -125,9 +123,7 @@ def compile_models() -> None:
         turn = Turn(tokens, tokens, table, head_norm, head_norm, 1e-5)
         store = torch.zeros(16, 2, head_dim, dtype=kind)
         scale = None if head_norm is None else torch.ones(())
-        rope_gpu.turn_and_store(
-            heads[:, :2], heads[:, 2:4], heads[:, 4:], turn, tokens, (store, store, scale, scale)
-        )
+        rope_gpu.turn_and_store(heads[:, :2], heads[:, 2:4], heads[:, 4:], turn, tokens, (store, store, scale, scale))
 
 
 if __name__ == "__main__":

@@ -25,9 +25,7 @@ def test_agrees_with_float64(function, width):
     gate_up = _rows(width)
     exact = F.silu(gate_up[:, :width].double()) * gate_up[:, width:].double()
     for num_rows in ROWS:
-        y = function(
-            gate_up[:num_rows],
-        )
+        y = function(gate_up[:num_rows])
         assert y.shape == (num_rows, width)
         torch.testing.assert_close(y.double(), exact[:num_rows], rtol=2e-6, atol=0)
 
@@ -52,9 +50,7 @@ def test_an_element_has_the_same_bits_in_any_column():
 
 @pytest.mark.parametrize("function", BOTH)
 def test_extremes(function):
-    gate = torch.tensor(
-        [-1e30, -200.0, -88.0, -0.0, 0.0, 1e-40, 88.0, 200.0, 1e30, float("inf"), float("nan")]
-    )
+    gate = torch.tensor([-1e30, -200.0, -88.0, -0.0, 0.0, 1e-40, 88.0, 200.0, 1e30, float("inf"), float("nan")])
     y = function(torch.cat((gate, torch.ones_like(gate)))[None])[0]
     assert torch.equal(y[-3:-1], gate[-3:-1])
     assert y[-1].isnan()

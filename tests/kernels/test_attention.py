@@ -173,9 +173,7 @@ def test_sizes_that_do_not_fit_the_plan_are_refused() -> None:
     from peregrine.kernels.attention_plan_cpu import plan_cpu, write_cpu
 
     keys, values = torch.zeros(2, 32, 1, 16)
-    plan = plan_cpu(
-        torch.tensor([3]), torch.tensor([0, 1]), torch.tensor([3]), 1, torch.tensor([[1]]), 16, None
-    )
+    plan = plan_cpu(torch.tensor([3]), torch.tensor([0, 1]), torch.tensor([3]), 1, torch.tensor([[1]]), 16, None)
     with pytest.raises(ValueError, match="2 tokens, but the window was planned for 1"):
         paged_attention_cpu(torch.zeros(2, 1, 16), stored(keys, values), plan, 1.0, None, None)
     with pytest.raises(ValueError, match="k has 2 tokens, but slots has 1"):

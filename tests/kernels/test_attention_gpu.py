@@ -61,15 +61,7 @@ def test_every_key_lies_in_one_split_of_whole_blocks() -> None:
     assert [start_of_split(s) for s in (0, 1, 32, 33, 48, 49, 64, 65, 80, 81)] == [
         *(0, 128, 4096, 4352, 8192, 8704, 16384, 17408, 32768, 34816)
     ]
-    assert [num_splits(keys) for keys in (1, 128, 129, 4096, 4097, 32768, 131072)] == [
-        1,
-        1,
-        2,
-        32,
-        33,
-        80,
-        128,
-    ]
+    assert [num_splits(keys) for keys in (1, 128, 129, 4096, 4097, 32768, 131072)] == [1, 1, 2, 32, 33, 80, 128]
 
 
 @pytest.mark.parametrize("programs", [1, 2, 3, 7])
@@ -138,8 +130,7 @@ def test_a_position_past_the_table_reads_the_table_and_no_further() -> None:
         assert out.isfinite().all()
         assert torch.equal(gpu.decode_gpu(forward.q, kv, far, 0.2, window, None, 2), out)
     assert torch.equal(
-        gpu.context_gpu(forward.q, kv, far, 0.2, None, None),
-        gpu.context_gpu(forward.q, kv, plan, 0.2, None, None),
+        gpu.context_gpu(forward.q, kv, far, 0.2, None, None), gpu.context_gpu(forward.q, kv, plan, 0.2, None, None)
     )
 
 

@@ -50,9 +50,7 @@ def window(num_rows, num_nodes, vocab_size, seed=0):
 def mixed_rows():
     """One row per law, greedy ones among them, each with a seed of its own."""
     rows = [*LAWS.values(), Params(temperature=0.0), Params(temperature=0.0, repetition=1.4, bias={2: 3.0})]
-    return [
-        replace(params, seed=11 * index, floor=min(params.floor, 30)) for index, params in enumerate(rows)
-    ]
+    return [replace(params, seed=11 * index, floor=min(params.floor, 30)) for index, params in enumerate(rows)]
 
 
 def draws(params, num_rows=400, num_nodes=50):
@@ -192,11 +190,7 @@ def test_the_lowest_temperatures_take_the_largest():
     logits, positions, _ = window(1, 6, 50)
     rows = [Params(temperature=temperature) for temperature in (1e-6, 1e-38, 1e-44)]
     tokens = choose(
-        logits.expand(3, -1, -1),
-        positions.expand(3, -1),
-        law_of(rows),
-        Features(sampled=True, filtered=True),
-        None,
+        logits.expand(3, -1, -1), positions.expand(3, -1), law_of(rows), Features(sampled=True, filtered=True), None
     )
     assert torch.equal(tokens, logits.argmax(dim=2).expand(3, -1))
 

@@ -5,15 +5,7 @@ import pytest
 import torch
 
 from kernels.exact_law import Params, law_of
-from peregrine.kernels.choose import (
-    COLDEST,
-    Features,
-    choose,
-    choose_torch,
-    pick,
-    pick_scores,
-    pick_scores_torch,
-)
+from peregrine.kernels.choose import COLDEST, Features, choose, choose_torch, pick, pick_scores, pick_scores_torch
 from peregrine.kernels.cpu import NUMBA_PRESENT
 from peregrine.kernels.filters import MASS, lowest_kept, lowest_kept_torch, masses, masses_torch
 from peregrine.kernels.noise import gumbel

@@ -61,9 +61,7 @@ def test_choices_are_the_twins(dtype, features, vocab_size):
 @settings(max_examples=25)
 def test_the_lowest_id_wins_among_equals(values):
     logits = torch.tensor(values)[None, None]
-    assert choose(logits, torch.zeros(1, 1).long(), law_of(ROWS[:1]), GREEDY, None).item() == values.index(
-        max(values)
-    )
+    assert choose(logits, torch.zeros(1, 1).long(), law_of(ROWS[:1]), GREEDY, None).item() == values.index(max(values))
 
 
 @pytest.mark.parametrize("features", [GREEDY, SAMPLED, Features(sampled=True, filtered=True)])

@@ -25,17 +25,11 @@ def test_every_kernel_compiles() -> None:
     paths = os.pathsep.join([str(KERNELS.parents[1]), str(tests)])
     outside = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, str(script)],
-        env={**outside, "PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-        check=False,
+        [sys.executable, str(script)], env={**outside, "PYTHONPATH": paths}, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     compiled = set(done.stdout.split("\n"))
     for unit in OURS:
         source = (KERNELS / f"{unit}_gpu.py").read_text()
-        for name in set(re.findall(r"launch\(\s*(\w+),", source)) - {
-            "hopper_kernel"
-        }:  # which has its own test
+        for name in set(re.findall(r"launch\(\s*(\w+),", source)) - {"hopper_kernel"}:  # which has its own test
             assert f"{unit}_gpu {name}" in compiled

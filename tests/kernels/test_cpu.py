@@ -66,6 +66,4 @@ def test_importing_the_kernels_leaves_numba_alone():
     imports = "from peregrine.kernels import activation, linear, norm, rope"
     code = f"import sys; {imports}; sys.exit('numba' in sys.modules)"
     path = os.pathsep.join(sys.path)
-    subprocess.run(
-        [sys.executable, "-c", code], check=True, timeout=120, env={**os.environ, "PYTHONPATH": path}
-    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, env={**os.environ, "PYTHONPATH": path})

@@ -52,21 +52,14 @@ def test_tiles_lose_stages_where_they_do_not_fit(device: str, kind: str) -> None
             numbers = (rows + tile.cols * (2 if gate else 1)) * tile.depth
             assert 1 <= tile.stages <= full.stages
             assert tile.stages == 1 or tile.stages * numbers * number_bytes <= room.shared_bytes
-            assert (tile.rows, tile.cols, tile.depth, tile.split) == (
-                full.rows,
-                full.cols,
-                full.depth,
-                full.split,
-            )
+            assert (tile.rows, tile.cols, tile.depth, tile.split) == (full.rows, full.cols, full.depth, full.split)
 
 
 def test_experts_tiles_fit_too() -> None:
     room = Room(SMALLER["rtx-4090"], 2)
     for pairs in (8, 512, 4096, 32768):
         for tile, each in zip(pick_expert_tiles(pairs, 64, 2048, 1408, room), (2, 1), strict=True):
-            assert (
-                tile.stages == 1 or 2 * tile.stages * tile.depth * (tile.rows + each * tile.cols) <= 99 * 1024
-            )
+            assert tile.stages == 1 or 2 * tile.stages * tile.depth * (tile.rows + each * tile.cols) <= 99 * 1024
     assert pick_expert_tiles(8, 64, 2048, 1408) == pick_expert_tiles(8, 64, 2048, 1408, ON_H200)
 
 

@@ -41,9 +41,7 @@ def test_drafts_are_kept(by, nodes, linked, same_depth):
     by[0](window, offered, caps, tokens, depths, list(zip(sources, targets, strict=True)))
     assert window[:, 0].tolist() == roots
     assert torch.equal(window[:, 1:], tokens)
-    assert offered.tolist() == [
-        min(int(caps[r]), depths if same_depth else int(depths[r])) for r in range(rows)
-    ]
+    assert offered.tolist() == [min(int(caps[r]), depths if same_depth else int(depths[r])) for r in range(rows)]
     for source, target in zip(sources, targets, strict=True):
         assert torch.equal(source, target)
 

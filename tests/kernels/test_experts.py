@@ -54,8 +54,7 @@ each_choice = pytest.mark.parametrize("choice", CHOICES.values(), ids=CHOICES)
 def by_hand(x: Tensor, choice: Choice) -> Tensor:
     """Row by row and expert by expert, in float64."""
     gate_up, down = (
-        stack.double().view(NUM_EXPERTS, -1, size)
-        for stack, size in zip(stacks(), (HIDDEN, INNER), strict=True)
+        stack.double().view(NUM_EXPERTS, -1, size) for stack, size in zip(stacks(), (HIDDEN, INNER), strict=True)
     )
     out = torch.zeros(len(x), HIDDEN, dtype=torch.float64)
     for row in range(len(x)):
@@ -68,9 +67,7 @@ def by_hand(x: Tensor, choice: Choice) -> Tensor:
 @each_choice
 def test_the_twin_is_the_loop(choice: Choice) -> None:
     x = draw(len(choice.experts), HIDDEN, seed=3)
-    torch.testing.assert_close(
-        experts_mlp(x, choice, *packed()).double(), by_hand(x, choice), rtol=1e-5, atol=1e-5
-    )
+    torch.testing.assert_close(experts_mlp(x, choice, *packed()).double(), by_hand(x, choice), rtol=1e-5, atol=1e-5)
 
 
 def test_a_row_has_the_same_bits_in_any_company() -> None:
@@ -173,17 +170,13 @@ def test_the_kernels_are_the_twin(choice: Choice, triton_experts: tuple[PackedEx
 
 
 @needs_interpreter
-def test_the_kernels_take_a_whole_norm_and_need_not_make_one(
-    triton_experts: tuple[PackedExperts, ...],
-) -> None:
+def test_the_kernels_take_a_whole_norm_and_need_not_make_one(triton_experts: tuple[PackedExperts, ...]) -> None:
     x, residual, norm = draw(9, HIDDEN, seed=3), draw(9, HIDDEN, seed=4), draw(HIDDEN, seed=5)
     expected = residual + experts_mlp(x, CHOICES["some"], *packed())
     bare = join_experts(Stream(residual, x), CHOICES["some"], triton_experts[0], triton_experts[1], None, 0.0)
     torch.testing.assert_close(bare.values, expected, rtol=1e-4, atol=1e-5)
     assert bare.squares is None
-    normed = join_experts(
-        Stream(residual, x), CHOICES["some"], triton_experts[0], triton_experts[1], norm, 1e-6
-    )
+    normed = join_experts(Stream(residual, x), CHOICES["some"], triton_experts[0], triton_experts[1], norm, 1e-6)
     assert torch.equal(normed.values, bare.values)
     assert normed.squares is not None
     assert torch.equal(normed.squares, squares_of(bare.values))
@@ -201,9 +194,7 @@ def whole_stacks() -> tuple[Tensor, Tensor]:
 
 
 def whole_twin(x: Tensor, choice: Choice) -> Tensor:
-    return experts_mlp(
-        x, choice, *(pack_experts(stack.flatten(0, 1), NUM_EXPERTS) for stack in whole_stacks())
-    )
+    return experts_mlp(x, choice, *(pack_experts(stack.flatten(0, 1), NUM_EXPERTS) for stack in whole_stacks()))
 
 
 @needs_interpreter
@@ -290,9 +281,7 @@ def test_a_plan_sorts_pairs_and_cuts_blocks(numbers: list[int], rows: int, ranke
 
 
 @needs_interpreter
-def test_long_inputs_are_cut(
-    triton_experts: tuple[PackedExperts, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_inputs_are_cut(triton_experts: tuple[PackedExperts, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     from peregrine.kernels import experts_gpu
 
     choice, x = CHOICES["many"], draw(70, HIDDEN, seed=3)

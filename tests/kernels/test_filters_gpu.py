@@ -7,10 +7,7 @@ from kernels.exact_law import Params, law_of
 from kernels.interpreted import needs_interpreter
 from peregrine.kernels.filters import lowest_kept_torch
 
-pytestmark = [
-    needs_interpreter,
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-]  # numpy, of inf and NaN
+pytestmark = [needs_interpreter, pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # numpy, of inf and NaN
 
 ROWS = [
     Params(temperature=0.7, top_k=1),

@@ -13,9 +13,7 @@ SHAPES = [(1, 1, 8, 16), (5, 3, 12, 32), (40, 4, 33, 17)]  # N, h, K, O: no size
 
 def problem(rows: int, heads: int, size: int, out: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(rows)
-    return torch.randn(rows, heads, size, generator=generator), torch.randn(
-        heads, out, size, generator=generator
-    )
+    return torch.randn(rows, heads, size, generator=generator), torch.randn(heads, out, size, generator=generator)
 
 
 @pytest.fixture(params=["compiled", "torch"])

@@ -37,9 +37,7 @@ def test_answers_go_where_they_are_asked_to() -> None:
 
 
 @pytest.mark.parametrize("tile", [(16, 16), (16, 64), (32, 32), (64, 64), (128, 16)])
-def test_neither_tile_nor_company_changes_a_bit_here(
-    tile: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_neither_tile_nor_company_changes_a_bit_here(tile: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = draw(70, 2, 64), draw(2, 72, 64)
     together = heads_linear_gpu(x, weight)
     monkeypatch.setattr(heads_gpu, "pick_tile", lambda *sizes: tile)

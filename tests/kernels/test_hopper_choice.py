@@ -65,9 +65,7 @@ def test_what_is_not_common_is_left_to_triton(other: dict[str, object]) -> None:
     assert not takes(64, **other)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("q_len", "group", "tile"), [(1, 4, 16), (4, 4, 16), (5, 4, 32), (4, 16, 64), (64, 8, 64)]
-)
+@pytest.mark.parametrize(("q_len", "group", "tile"), [(1, 4, 16), (4, 4, 16), (5, 4, 32), (4, 16, 64), (64, 8, 64)])
 def test_a_tile_holds_all_queries_of_a_row_up_to_64(q_len: int, group: int, tile: int) -> None:
     assert dense.hopper_tile(q_len, group) == tile
 

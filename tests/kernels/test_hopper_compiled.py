@@ -46,9 +46,7 @@ def test_tiles_are_copied_and_multiplied_by_hopper(compiled: list[dict[str, int 
     assert all(int(facts["matrix"]) > 0 and int(facts["copies"]) > 0 for facts in compiled)
 
 
-def test_products_of_attention_wait_for_each_other_only_where_they_must(
-    compiled: list[dict[str, int | str]],
-) -> None:
+def test_products_of_attention_wait_for_each_other_only_where_they_must(compiled: list[dict[str, int | str]]) -> None:
     """The compiler makes all of them wait, each for the one before, if it cannot see through one."""
     assert all(int(f["held_up"]) <= 3 for f in compiled if f["kernel"] in ATTENTION)
 

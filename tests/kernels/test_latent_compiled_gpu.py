@@ -12,13 +12,7 @@ from peregrine.kernels.gpu import TRITON_PRESENT
 
 SRC = Path(__file__).parents[2] / "src"
 SHARED_BYTES = 227 * 1024  # of an H200's multiprocessor, for one program
-KERNELS = {
-    "latent_kernel",
-    "latent_merge_kernel",
-    "turn_latent_kernel",
-    "write_latent_kernel",
-    "heads_kernel",
-}
+KERNELS = {"latent_kernel", "latent_merge_kernel", "turn_latent_kernel", "write_latent_kernel", "heads_kernel"}
 
 
 @pytest.mark.skipif(not TRITON_PRESENT, reason="needs triton")

@@ -31,9 +31,7 @@ def turn_of(q_rope: Tensor, rows: Tensor, tokens: int, rank: int) -> LatentTurn:
 
 @pytest.mark.parametrize(("heads", "rank", "rope"), [(4, 32, 16), (3, 48, 24), (16, 64, 8)])
 @pytest.mark.parametrize(("tokens", "live"), [(1, [0]), (5, range(5)), (7, [0, 4]), (3, [])])
-def test_one_launch_does_what_the_twins_do(
-    heads: int, rank: int, rope: int, tokens: int, live: list[int]
-) -> None:
+def test_one_launch_does_what_the_twins_do(heads: int, rank: int, rope: int, tokens: int, live: list[int]) -> None:
     rows = torch.tensor(list(live), dtype=torch.int64)
     # As the projections leave them: a query's two parts side by side, keys beside what is no key.
     projected, keys_and_more = draw(len(rows), heads, 8 + rope, seed=2), draw(tokens, 1, rank + rope + 8)

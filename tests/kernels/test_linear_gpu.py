@@ -215,9 +215,7 @@ def test_long_inputs_are_cut_into_launches(shape: tuple[int, int], monkeypatch: 
 
 @pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize("split", [1, 2])
-def test_the_tile_changes_no_bit_of_what_is_exact(
-    tile: Tile, split: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_tile_changes_no_bit_of_what_is_exact(tile: Tile, split: int, monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight, bias = whole(21, 128), whole(80, 128, seed=1), whole(80, seed=2)
     residual, norm = whole(21, 80, seed=3), whole(80, seed=4)
     monkeypatch.setattr(gpu, "pick_tile", lambda *_: replace(tile, split=split))
@@ -245,9 +243,7 @@ sizes = st.integers(1, 1 << 18)
 
 
 @given(sizes, st.integers(1, 4096), st.booleans(), st.lists(st.integers(0, 10_000), min_size=2, max_size=5))
-def test_rows_choose_the_tile_and_never_the_split(
-    outputs: int, blocks: int, gate: bool, rows: list[int]
-) -> None:
+def test_rows_choose_the_tile_and_never_the_split(outputs: int, blocks: int, gate: bool, rows: list[int]) -> None:
     inputs = blocks * MIN_DEPTH
     tiles = [pick_tile(count, outputs, inputs, gate) for count in rows]
     assert {tile.split for tile in tiles} == {pick_split(outputs, inputs, gate)}

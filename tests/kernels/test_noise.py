@@ -122,7 +122,5 @@ def test_noise_does_not_depend_on_company_or_order(vocab_size):
     assert torch.equal(gumbel(seeds, positions, ids), together[:, :, ids])
     for row in range(5):
         for node in range(6):
-            alone = gumbel(
-                seeds[row : row + 1], positions[row : row + 1, node : node + 1], torch.arange(vocab_size)
-            )
+            alone = gumbel(seeds[row : row + 1], positions[row : row + 1, node : node + 1], torch.arange(vocab_size))
             assert torch.equal(alone[0, 0], together[row, node])

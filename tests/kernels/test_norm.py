@@ -50,9 +50,7 @@ def test_a_row_has_the_same_bits_in_any_company(function, width):
 
 
 @pytest.mark.parametrize("function", BOTH)
-@pytest.mark.parametrize(
-    ("num_rows", "heads", "dim"), [(0, 2, 8), (1, 1, 48), (1, 8, 48), (5, 3, 7), (100, 8, 64)]
-)
+@pytest.mark.parametrize(("num_rows", "heads", "dim"), [(0, 2, 8), (1, 1, 48), (1, 8, 48), (5, 3, 7), (100, 8, 64)])
 def test_heads_are_rows_of_their_own(function, num_rows, heads, dim):
     x, weight = _rows(num_rows, heads, dim)
     flat = function(x.reshape(num_rows * heads, dim), weight, EPS)

@@ -71,9 +71,7 @@ def test_neutral_row_keeps_its_bits():
     logits = torch.randn(2, 4, VOCAB, generator=torch.Generator().manual_seed(0))
     logits[0, :, :3] = torch.tensor([0.0, -0.0, 1e-42])
     given = logits.clone()
-    got = penalise(
-        logits, law_of([Params(), Params(repetition=1.7)]), context_of(prompts, outputs, windows, words)
-    )
+    got = penalise(logits, law_of([Params(), Params(repetition=1.7)]), context_of(prompts, outputs, windows, words))
     assert torch.equal(got[0].view(torch.int32), given[0].view(torch.int32))
     assert not torch.equal(got[1], given[1])
     assert torch.equal(logits, given)

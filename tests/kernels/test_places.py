@@ -39,9 +39,7 @@ def draw(seed, rows):
     table = torch.randint(0, 999, (rows + 2, PAGES + 3), generator=generator)[:rows, :PAGES]
     past = torch.randint(0, MOST, (rows,), generator=generator)
     new = past + torch.randint(0, 5, (rows,), generator=generator)
-    history = torch.randint(0, 500, (rows, PAGES * page_size + 7), generator=generator)[
-        :, : PAGES * page_size
-    ]
+    history = torch.randint(0, 500, (rows, PAGES * page_size + 7), generator=generator)[:, : PAGES * page_size]
     return page_size, table, past, new, history
 
 

@@ -33,9 +33,7 @@ LAWS = {
         normalise=True,
         scale=2.5,
     ),
-    "kimi": replace(
-        SOFTMAX, num_experts=48, top_k=8, num_shared=1, sigmoid=True, normalise=True, scale=2.827
-    ),
+    "kimi": replace(SOFTMAX, num_experts=48, top_k=8, num_shared=1, sigmoid=True, normalise=True, scale=2.827),
 }
 each_law = pytest.mark.parametrize("law", LAWS.values(), ids=LAWS)
 
@@ -128,22 +126,14 @@ GATES: list[tuple[str, str, dict[str, Any], str]] = [
     (
         "DeepseekV3",
         "deepseek_v3.modeling_deepseek_v3.DeepseekV3TopkRouter",
-        {
-            "n_routed_experts": 32,
-            "num_experts_per_tok": 4,
-            "n_group": 8,
-            "topk_group": 3,
-            "routed_scaling_factor": 2.5,
-        },
+        {"n_routed_experts": 32, "num_experts_per_tok": 4, "n_group": 8, "topk_group": 3, "routed_scaling_factor": 2.5},
         "v3",
     ),
 ]
 
 
 @pytest.mark.parametrize(("family", "gate", "fields", "law"), GATES, ids=[case[0] for case in GATES])
-def test_transformers_gates_choose_and_weight_alike(
-    family: str, gate: str, fields: dict[str, Any], law: str
-) -> None:
+def test_transformers_gates_choose_and_weight_alike(family: str, gate: str, fields: dict[str, Any], law: str) -> None:
     transformers = pytest.importorskip("transformers")
     config = getattr(transformers, f"{family}Config")(hidden_size=32, num_attention_heads=4, **fields)
     module = transformers.models

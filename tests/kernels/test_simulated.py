@@ -51,9 +51,7 @@ def test_the_first_chain_is_accepted_as_far_as_drawn(bend, num_nodes, depth, acc
         choices = choices.clamp(min=0)
         seeds = torch.arange(len(choices)) + seed
         bent = bend(choices, nodes, ends.past_lens, seeds, accept, VOCAB * 20)
-        assert torch.equal(
-            bent, bend_choices_torch(choices, nodes, ends.past_lens, seeds, accept, VOCAB * 20)
-        )
+        assert torch.equal(bent, bend_choices_torch(choices, nodes, ends.past_lens, seeds, accept, VOCAB * 20))
         verdict = judge_nodes(bent, nodes, ends, depth)
         for row in range(len(choices)):
             got, most = int(verdict.accept_lens[row]), first_chain(nodes, row) + 1

@@ -9,15 +9,7 @@ from kernels.interpreted import send_models_to_triton
 from peregrine.hardware import triton_interprets
 from peregrine.kernels.gpu import TRITON_PRESENT
 from peregrine.kernels.linear import PackedWeight
-from peregrine.kernels.stream import (
-    Stream,
-    embed_stream,
-    join_stream,
-    normed,
-    start_stream,
-    stream_gate,
-    stream_linear,
-)
+from peregrine.kernels.stream import Stream, embed_stream, join_stream, normed, start_stream, stream_gate, stream_linear
 
 if not (TRITON_PRESENT and triton_interprets()):
     pytest.skip("needs Triton's interpreter", allow_module_level=True)

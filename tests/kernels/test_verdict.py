@@ -120,9 +120,7 @@ def test_verdicts_agree_with_a_walk(num_nodes: int, depth: int) -> None:
             assert int(verdict.finish[row]) == finish
 
 
-def committed(
-    commit: Commit, choices: torch.Tensor, nodes: Nodes, ends: Ends, depth: int
-) -> tuple[torch.Tensor, ...]:
+def committed(commit: Commit, choices: torch.Tensor, nodes: Nodes, ends: Ends, depth: int) -> tuple[torch.Tensor, ...]:
     """The table, and all that a commit writes: history, past lengths, ends, windows."""
     history = torch.arange(100, 100 + PLACES).repeat(len(choices), 1)
     history.scatter_(1, ends.past_lens[:, None], nodes.tokens[:, :1])  # the root is the newest token
@@ -132,9 +130,7 @@ def committed(
     return table, history, ends.past_lens, ends.done, nodes.tokens
 
 
-def by_twin(
-    choices: torch.Tensor, nodes: Nodes, ends: Ends, history: torch.Tensor, depth: int
-) -> torch.Tensor:
+def by_twin(choices: torch.Tensor, nodes: Nodes, ends: Ends, history: torch.Tensor, depth: int) -> torch.Tensor:
     return commit_torch(choices, nodes, ends, history, depth).table
 
 

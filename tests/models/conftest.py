@@ -64,11 +64,7 @@ class DenseCache:
 @pytest.fixture(scope="session")
 def target() -> Decoder:
     """A decoder of eight small layers for draft heads to read."""
-    fields = HEAD_SHAPE | {
-        "architectures": ["LlamaForCausalLM"],
-        "num_hidden_layers": LAYERS,
-        "rope_theta": 1e4,
-    }
+    fields = HEAD_SHAPE | {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": LAYERS, "rope_theta": 1e4}
     decoder = Decoder(ModelConfig.from_fields(Fields("target", fields)), num_positions=64)
     draw_weights(decoder, torch.Generator().manual_seed(3), scale=0.2)
     return decoder.pack()

@@ -109,11 +109,7 @@ def read_live(
     rows, last = metadata.window.num_rows, decoder.config.num_layers - 1
     ends = metadata.positions[live]
     narrow = replace(
-        metadata,
-        window=Window.uniform(rows, 1),
-        positions=ends,
-        q_starts=torch.arange(rows + 1),
-        past_lens=ends,
+        metadata, window=Window.uniform(rows, 1), positions=ends, q_starts=torch.arange(rows + 1), past_lens=ends
     )
     body, tail = (backend.bind(store, decoder.layer_attention(), m) for m in (metadata, narrow))
 

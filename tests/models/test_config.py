@@ -22,11 +22,7 @@ MINIMAL: dict[str, Any] = {
 }
 
 
-MIXTRAL: dict[str, Any] = {
-    "architectures": ["MixtralForCausalLM"],
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
-}
+MIXTRAL: dict[str, Any] = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8, "num_experts_per_tok": 2}
 QWEN3_MOE: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "num_experts": 8,
@@ -117,10 +113,7 @@ def test_qwen3_heads_are_128_wide_unless_said() -> None:
             },
             (8, None, 8, None),
         ),
-        (
-            {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "sliding_window": None},
-            (None,) * 4,
-        ),
+        ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "sliding_window": None}, (None,) * 4),
     ],
 )
 def test_windows(changes: dict[str, Any], windows: tuple[int | None, ...]) -> None:
@@ -131,12 +124,7 @@ def test_windows(changes: dict[str, Any], windows: tuple[int | None, ...]) -> No
     assert all(layer.scale == config.head_dim**-0.5 and layer.sinks is None for layer in layers)
 
 
-LLAMA3 = {
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 
 
 @pytest.mark.parametrize(
@@ -172,10 +160,7 @@ def test_yarn_stretches_the_context() -> None:
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
-        (
-            {"architectures": ["MambaForCausalLM"]},
-            ["MambaForCausalLM", "LlamaForCausalLM, MistralForCausalLM"],
-        ),
+        ({"architectures": ["MambaForCausalLM"]}, ["MambaForCausalLM", "LlamaForCausalLM, MistralForCausalLM"]),
         ({"architectures": []}, ["names no architecture", "Qwen3ForCausalLM"]),
         ({"hidden_act": "gelu"}, ["hidden_act='gelu'", "silu"]),
         ({"quantization_config": {"quant_method": "gptq"}}, ["quantization_config", "gptq", "bfloat16"]),
@@ -184,10 +169,7 @@ def test_yarn_stretches_the_context() -> None:
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["type='dynamic'", "linear, llama3, yarn"]),
         ({"rope_scaling": {"rope_type": "longrope"}}, ["rope_type='longrope'", "not supported"]),
         ({"rope_scaling": {"type": "mrope", "mrope_section": [1]}}, ["type='mrope'"]),
-        (
-            {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}},
-            ["full_attention", "rope type 'default'"],
-        ),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, ["full_attention", "rope type 'default'"]),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ["low_freq_factor=None", "missing"]),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, ["factor=0", "above 0"]),
         ({"rope_scaling": "yarn"}, ["rope_scaling='yarn'", "not a JSON object"]),

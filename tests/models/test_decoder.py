@@ -58,10 +58,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral-window": ("Mistral", {"sliding_window": 7, "head_dim": 10}),
     "mistral-no-window": ("Mistral", {"sliding_window": None, "num_hidden_layers": 2}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True, "num_attention_heads": 8, "num_key_value_heads": 1}),
-    "qwen2-window-last": (
-        "Qwen2",
-        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2},
-    ),
+    "qwen2-window-last": ("Qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}),
     "qwen2-layer-types": (
         "Qwen2",
         {
@@ -97,13 +94,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "n_routed_experts": 24,
             "n_shared_experts": 1,
             "q_lora_rank": 20,
-            "rope_parameters": {
-                **YARN,
-                "beta_fast": 1.0,
-                "beta_slow": 1.0,
-                "mscale": 1.0,
-                "mscale_all_dim": 1.0,
-            },
+            "rope_parameters": {**YARN, "beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
         },
     ),
     "qwen3-moe": ("Qwen3Moe", {**EXPERTS, "num_experts": 8, "norm_topk_prob": True, "head_dim": 16}),
@@ -188,11 +179,7 @@ def test_packed_and_plain_agree(write_checkpoint: Callable[..., Path], dense_cac
     folder = write_checkpoint("Llama", attention_bias=True, mlp_bias=True)
     tokens, positions = prompt(9), torch.arange(9)
     outputs = []
-    for decoder in (
-        load_decoder(folder),
-        load_decoder(folder, pack=False),
-        load_decoder(folder, pack=False).pack(),
-    ):
+    for decoder in (load_decoder(folder), load_decoder(folder, pack=False), load_decoder(folder, pack=False).pack()):
         hidden, _ = decoder(tokens, positions, dense_cache(decoder.layer_attention()).bind(positions))
         outputs.append(decoder.logits(hidden))
     torch.testing.assert_close(outputs[1], outputs[0], atol=1e-5, rtol=0)

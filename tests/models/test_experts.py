@@ -81,12 +81,7 @@ def test_deepseek_v2_lite() -> None:
     experts = read("deepseek_v2", V2_LITE)
     assert (experts.num_experts, experts.top_k, experts.inner_size) == (64, 6, 1408)
     assert (experts.shared_size, experts.num_shared) == (2816, 2)
-    assert (experts.scoring, experts.has_bias, experts.normalise, experts.scale) == (
-        "softmax",
-        False,
-        False,
-        1.0,
-    )
+    assert (experts.scoring, experts.has_bias, experts.normalise, experts.scale) == ("softmax", False, False, 1.0)
     assert experts.layers == (False, True, True, True, True)
 
 
@@ -99,12 +94,7 @@ def test_deepseek_v2_chooses_within_groups_only_if_told_to() -> None:
 
 def test_deepseek_v3_and_kimi() -> None:
     experts = read("deepseek_v3", V3)
-    assert (experts.scoring, experts.has_bias, experts.normalise, experts.scale) == (
-        "sigmoid",
-        True,
-        True,
-        2.5,
-    )
+    assert (experts.scoring, experts.has_bias, experts.normalise, experts.scale) == ("sigmoid", True, True, 2.5)
     assert (experts.num_groups, experts.top_groups, experts.group_score) == (8, 4, "top2")
     assert experts.layers == (False, False, False, True, True)
     kimi = read("deepseek_v3", KIMI)
@@ -118,9 +108,7 @@ def test_qwen3_has_experts_where_its_config_says_so() -> None:
     assert experts.layers == (True,) * 5
     some = read("qwen3_moe", QWEN3 | {"decoder_sparse_step": 2, "mlp_only_layers": [3]})
     assert some.layers == (False, True, False, False, False)
-    renamed = {name: value for name, value in QWEN3.items() if name != "num_experts"} | {
-        "num_local_experts": 16
-    }
+    renamed = {name: value for name, value in QWEN3.items() if name != "num_experts"} | {"num_local_experts": 16}
     assert read("qwen3_moe", renamed).num_experts == 16
 
 
@@ -140,12 +128,7 @@ def test_dense_families_have_none() -> None:
         ("deepseek_v3", V3 | {"n_group": 7}, "n_group", "does not divide"),
         ("deepseek_v3", V3 | {"n_group": 256}, "n_group", "two"),
         ("deepseek_v3", V3 | {"topk_group": 9}, "topk_group", "more than there are groups"),
-        (
-            "deepseek_v3",
-            V3 | {"num_experts_per_tok": 257},
-            "num_experts_per_tok",
-            "more than there are experts",
-        ),
+        ("deepseek_v3", V3 | {"num_experts_per_tok": 257}, "num_experts_per_tok", "more than there are experts"),
         ("deepseek_v3", V3 | {"num_experts_per_tok": 129}, "num_experts_per_tok", "128 experts of 4 groups"),
         ("deepseek_v3", V3 | {"scoring_func": "softmax"}, "scoring_func", "sigmoid"),
         ("deepseek_v3", V3 | {"topk_method": "greedy"}, "topk_method", "noaux_tc"),
@@ -157,18 +140,11 @@ def test_dense_families_have_none() -> None:
         ("deepseek_v2", V2 | {"n_shared_experts": None}, "n_shared_experts", "missing"),
         ("deepseek_v3", V3 | {"routed_scaling_factor": None}, "routed_scaling_factor", "missing"),
         ("deepseek_v2", V2 | {"moe_layer_freq": 3}, "moe_layer_freq", "every layer"),
-        (
-            "qwen3_moe",
-            QWEN3 | {"num_experts_per_tok": 200},
-            "num_experts_per_tok",
-            "more than there are experts",
-        ),
+        ("qwen3_moe", QWEN3 | {"num_experts_per_tok": 200}, "num_experts_per_tok", "more than there are experts"),
         ("mixtral", MIXTRAL | {"num_local_experts": 0}, "num_local_experts", "whole number"),
     ],
 )
-def test_what_cannot_be_done_is_refused_by_name(
-    family: str, values: dict[str, Any], field: str, problem: str
-) -> None:
+def test_what_cannot_be_done_is_refused_by_name(family: str, values: dict[str, Any], field: str, problem: str) -> None:
     with pytest.raises(CheckpointError, match=f"{field}=.*{problem}"):
         read(family, values)
 
@@ -193,12 +169,7 @@ TINY: dict[str, dict[str, Any]] = {
         "topk_group": 2,
         "routed_scaling_factor": 2.5,
     },
-    "Qwen3Moe": {
-        "num_experts": 6,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-        "norm_topk_prob": True,
-    },
+    "Qwen3Moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True},
     "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 16},
 }
 LATENT: dict[str, Any] = {
@@ -217,9 +188,7 @@ def fields_of(family: str) -> dict[str, Any]:
 
 
 @pytest.fixture(params=TINY)
-def checkpoint(
-    request: pytest.FixtureRequest, write_checkpoint: Callable[..., Path]
-) -> tuple[Path, ModelConfig, Any]:
+def checkpoint(request: pytest.FixtureRequest, write_checkpoint: Callable[..., Path]) -> tuple[Path, ModelConfig, Any]:
     """A folder that transformers wrote, its config, and transformers' own mixture of the last layer."""
     transformers = pytest.importorskip("transformers")
     folder = write_checkpoint(request.param, **fields_of(request.param))

@@ -19,12 +19,7 @@ from peregrine.models.loading import load_decoder, stored_dtype
 from peregrine.models.weights import Weights
 
 BLOCKS = (32, 16)  # neither divides the sizes of all weights
-FP8 = {
-    "quant_method": "fp8",
-    "fmt": "e4m3",
-    "activation_scheme": "dynamic",
-    "weight_block_size": list(BLOCKS),
-}
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(BLOCKS)}
 
 
 def in_blocks(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -71,9 +66,7 @@ def rewrite(folder: Path, **changes: Tensor | None) -> None:
     save_file(tensors, folder / "model.safetensors")
 
 
-def test_weights_are_the_numbers_they_stand_for(
-    folders: tuple[Path, Path], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_weights_are_the_numbers_they_stand_for(folders: tuple[Path, Path], caplog: pytest.LogCaptureFixture) -> None:
     folder, plain = folders
     decoder = load_decoder(folder, pack=False, dtype=torch.bfloat16)
     expected = dict(load_decoder(plain, pack=False, dtype=torch.bfloat16).named_parameters())
@@ -97,10 +90,7 @@ def test_a_block_at_the_edge_is_cut() -> None:
 @pytest.mark.parametrize(
     ("changes", "part"),
     [
-        (
-            {"o_proj__weight_scale_inv": None},
-            "not float32, float16 or bfloat16: model.layers.1.self_attn.o_proj",
-        ),
+        ({"o_proj__weight_scale_inv": None}, "not float32, float16 or bfloat16: model.layers.1.self_attn.o_proj"),
         (
             {"o_proj__weight_scale_inv": torch.ones(2, 3)},
             "1 not scaled in whole blocks: model.layers.1.self_attn.o_proj.weight_scale_inv is [2, 3] "

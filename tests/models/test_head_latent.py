@@ -182,9 +182,7 @@ def test_tensors_that_do_not_fit_are_named(write_checkpoint: Callable[..., Path]
 def test_an_eagle_head_of_latent_layers_is_refused(write_checkpoint: Callable[..., Path]) -> None:
     folder = write_checkpoint("DeepseekV3", **LATENT)
     target = load_decoder(folder)
-    config = json.loads((folder / "config.json").read_text()) | {
-        "architectures": ["EagleDeepseekForCausalLM"]
-    }
+    config = json.loads((folder / "config.json").read_text()) | {"architectures": ["EagleDeepseekForCausalLM"]}
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="model_type='deepseek_v3': EAGLE heads of deepseek_v3 layers"):
         load_head(folder, target, "cpu", torch.float32)

@@ -98,18 +98,14 @@ def test_refusals_name_field_and_numbers(
         (torch.full((VD,), -1), "maps outside the target's 61 tokens"),
     ],
 )
-def test_draft_vocabulary_that_does_not_map(
-    d2t: Tensor | None, part: str, target: Decoder, tmp_path: Path
-) -> None:
+def test_draft_vocabulary_that_does_not_map(d2t: Tensor | None, part: str, target: Decoder, tmp_path: Path) -> None:
     assert part in refusal(changed(tmp_path, {"d2t": d2t}), target)
 
 
 def test_small_targets_must_have_their_taps_named(target: Decoder, tmp_path: Path) -> None:
     config = target.config
     folder = changed(tmp_path)
-    assert (
-        load_head(folder, target, "cpu", torch.float32).taps == default_taps(config.num_layers) == (2, 4, 5)
-    )
+    assert load_head(folder, target, "cpu", torch.float32).taps == default_taps(config.num_layers) == (2, 4, 5)
     small = Decoder(replace(config, num_layers=5, windows=(None,) * 5))
     assert "too small for the default taps" in refusal(folder, small)
 

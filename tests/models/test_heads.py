@@ -46,9 +46,7 @@ def check_chain(
 
 def entries(hidden_size: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(8)
-    return torch.randint(0, V, (11,), generator=generator), torch.randn(
-        11, hidden_size, generator=generator
-    ).double()
+    return torch.randint(0, V, (11,), generator=generator), torch.randn(11, hidden_size, generator=generator).double()
 
 
 EAGLE3: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -63,10 +61,7 @@ EAGLE3: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"own_embedding": True, "taps": (1, 4, 7)},
     ),
     "whole-vocabulary": ({"architectures": ["LlamaForCausalLMEagle3"], "attention_bias": True}, {}),
-    "eagle-3.1": (
-        {"architectures": ["LlamaForCausalLMEagle3"], "fc_norm": True, "norm_output": True},
-        {},
-    ),
+    "eagle-3.1": ({"architectures": ["LlamaForCausalLMEagle3"], "fc_norm": True, "norm_output": True}, {}),
     "one-norm-before-fc": ({"architectures": ["LlamaForCausalLMEagle3"], "norm_before_fc": True}, {}),
     "narrower-than-target": (
         {"architectures": ["LlamaForCausalLMEagle3"], "hidden_size": 16, "target_hidden_size": H},
@@ -101,9 +96,7 @@ def test_eagle3(name: str, prefix: str, target: Decoder, tmp_path: Path, dense_c
         tensors, known, tensors.get("embed_tokens.weight", target.embedding), tensors["lm_head.weight"]
     )
     tapped = torch.randn(5, len(taps) * H)
-    torch.testing.assert_close(
-        head.fuse(tapped).double(), eagle3_fuse(reference, tapped), atol=1e-4, rtol=1e-4
-    )
+    torch.testing.assert_close(head.fuse(tapped).double(), eagle3_fuse(reference, tapped), atol=1e-4, rtol=1e-4)
     seen = entries(config["hidden_size"])
     forward = partial(eagle3, reference, first=more.get("first", "midlayer"))
     check_chain(head, forward, partial(eagle3_logits, reference), seen, dense_cache)
@@ -146,9 +139,7 @@ def test_eagle3_in_speculators_layout(
         ({"architectures": ["Qwen2ForCausalLMEagle"], "model_type": "qwen2"}, False),
     ],
 )
-def test_eagle(
-    changes: dict[str, Any], bias: bool, target: Decoder, tmp_path: Path, dense_cache: Any
-) -> None:
+def test_eagle(changes: dict[str, Any], bias: bool, target: Decoder, tmp_path: Path, dense_cache: Any) -> None:
     config, new = SHAPE | changes, draw()
     tensors = {"fc.weight": new(H, 2 * H)} | ({"fc.bias": new(H)} if bias else {})
     for i in range(config["num_hidden_layers"]):
@@ -161,9 +152,7 @@ def test_eagle(
     head = load_head(folder, target, "cpu", torch.float32)
     assert head.taps == (LAYERS,)
     assert head.draft_to_target is None
-    reference = Reference(
-        tensors, config, tensors.get("embed_tokens.weight", target.embedding), torch.empty(0)
-    )
+    reference = Reference(tensors, config, tensors.get("embed_tokens.weight", target.embedding), torch.empty(0))
     tapped = torch.randn(3, H)
     assert torch.equal(head.fuse(tapped), tapped)
 

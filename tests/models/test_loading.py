@@ -161,10 +161,7 @@ def test_index_naming_a_missing_shard(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("index", "part"),
     [
-        (
-            {"weight_map": {"a": "../other.safetensors"}},
-            "names files outside the folder: ../other.safetensors",
-        ),
+        ({"weight_map": {"a": "../other.safetensors"}}, "names files outside the folder: ../other.safetensors"),
         ({"weight_map": ["a"]}, "has no weight_map"),
         ({}, "has no weight_map"),
     ],

@@ -10,13 +10,7 @@ from tokenizers import Tokenizer
 from peregrine.errors import ConfigError
 from peregrine.models.random_checkpoint import END_OF_TEXT, make_random_checkpoint
 
-FILES = {
-    "config.json",
-    "generation_config.json",
-    "model.safetensors",
-    "tokenizer.json",
-    "tokenizer_config.json",
-}
+FILES = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
 
 
 def test_same_seed_same_bytes(tmp_path: Path) -> None:

@@ -20,13 +20,7 @@ import httpx
 
 from peregrine import LLM, SamplingParams
 
-PROMPTS = (
-    "Once upon a time",
-    "The little falcon",
-    "Tom and his dog",
-    "In the deep forest, é",
-    "<|user|>\nHi",
-)
+PROMPTS = ("Once upon a time", "The little falcon", "Tom and his dog", "In the deep forest, é", "<|user|>\nHi")
 BAD = (
     b"{",
     b'{"prompt": "x", "temperature": -1}',
@@ -61,12 +55,7 @@ def make_wishes(llm: LLM, count: int, seed: int) -> list[Wish]:
     for index in range(count):
         params: dict[str, Any] = {"max_tokens": draw.randint(1, 24), "seed": index, "ignore_eos": True}
         params |= draw.choice(
-            [
-                {"temperature": 0},
-                {"temperature": 0.7, "top_p": 0.9},
-                {"top_k": 20, "presence_penalty": 0.5},
-                {},
-            ]
+            [{"temperature": 0}, {"temperature": 0.7, "top_p": 0.9}, {"top_k": 20, "presence_penalty": 0.5}, {}]
         )
         params |= draw.choice([{}, {}, {"stop": [" the", "."]}, {"logprobs": 2}])
         prompt, choices = draw.choice(PROMPTS), draw.choice([1, 1, 1, 2])
@@ -86,9 +75,7 @@ def make_wishes(llm: LLM, count: int, seed: int) -> list[Wish]:
 async def storm(url: str, wishes: list[Wish], requests: int, concurrency: int, seed: int) -> Report:
     """Send the requests, `concurrency` at a time."""
     draw, report = random.Random(seed), Report()
-    kinds = draw.choices(
-        (whole, streamed, leaving, hasty, dawdling, bad), weights=(35, 30, 12, 5, 8, 10), k=requests
-    )
+    kinds = draw.choices((whole, streamed, leaving, hasty, dawdling, bad), weights=(35, 30, 12, 5, 8, 10), k=requests)
     jobs = iter([(kind, draw.choice(wishes), draw.randrange(2**32)) for kind in kinds])
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as http:
@@ -154,9 +141,7 @@ async def hasty(http: httpx.AsyncClient, wish: Wish, draw: random.Random) -> str
 
 async def bad(http: httpx.AsyncClient, wish: Wish, draw: random.Random) -> str:
     response = await http.post("/v1/completions", content=draw.choice(BAD), headers=HEADERS)
-    return (
-        "refused" if response.status_code == 400 else f"status {response.status_code}: {response.text[:200]}"
-    )
+    return "refused" if response.status_code == 400 else f"status {response.status_code}: {response.text[:200]}"
 
 
 def memory_mib(pid: int | str) -> float:

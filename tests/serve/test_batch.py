@@ -22,9 +22,7 @@ SRC = Path(__file__).parents[2] / "src"
 Run = Callable[..., tuple[int, str, str]]
 
 
-def request(
-    custom_id: str, url: str = "/v1/completions", method: str = "POST", **body: object
-) -> dict[str, Any]:
+def request(custom_id: str, url: str = "/v1/completions", method: str = "POST", **body: object) -> dict[str, Any]:
     return {"custom_id": custom_id, "method": method, "url": url, "body": body}
 
 

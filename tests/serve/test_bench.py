@@ -31,10 +31,7 @@ def test_both_ways_bring_the_same_texts(server: Served, monkeypatch: pytest.Monk
 
 
 def test_a_server_that_does_not_start_is_told() -> None:
-    with (
-        pytest.raises(ConfigError, match=r"the server ended: .*--max-rows"),
-        bench.running_server(["--max-rows"]),
-    ):
+    with pytest.raises(ConfigError, match=r"the server ended: .*--max-rows"), bench.running_server(["--max-rows"]):
         pass
 
 

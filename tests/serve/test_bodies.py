@@ -48,11 +48,7 @@ def refusal(model: type, body: object) -> ApiError:
         ({"prompt": "x", "metadata": {"a": 1}}, "metadata.a", "valid string"),
         ([1], None, "the body is not a JSON object"),
         ({"prompt": [1] * 9 + ["a"] * 9}, "prompt[9]", "valid integer"),
-        (
-            {"prompt": "x", "logit_bias": dict.fromkeys(map(str, range(600)), "a")},
-            "logit_bias",
-            "600 entries",
-        ),
+        ({"prompt": "x", "logit_bias": dict.fromkeys(map(str, range(600)), "a")}, "logit_bias", "600 entries"),
     ],
 )
 def test_wrong_completion_bodies(body: object, param: str | None, said: str) -> None:
@@ -165,8 +161,7 @@ def test_sampling_fields_arrive() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "prompts"),
-    [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2]], [[1], [2]])],
+    ("prompt", "prompts"), [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2]], [[1], [2]])]
 )
 def test_a_prompt_may_be_one_of_four_things(prompt: object, prompts: object) -> None:
     assert prompt_list(CompletionBody.model_validate({"prompt": prompt})) == prompts

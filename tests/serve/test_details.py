@@ -20,9 +20,7 @@ def test_completion_logprobs(server: Served, client: openai.OpenAI) -> None:
     told = choice.logprobs
     assert told.token_logprobs == [entry.logprob for entry in expected.logprobs]
     assert "".join(told.tokens) == choice.text
-    assert [
-        choice.text[offset:].startswith(t) for offset, t in zip(told.text_offset, told.tokens, strict=True)
-    ]
+    assert [choice.text[offset:].startswith(t) for offset, t in zip(told.text_offset, told.tokens, strict=True)]
     assert told.text_offset[0] == 0
     for entry, top in zip(expected.logprobs, told.top_logprobs, strict=True):
         likeliest = {server.llm.tokenizer.decode([i]): value for i, value in entry.top}
@@ -58,10 +56,7 @@ def test_echo_scores_the_prompt(server: Served, http: httpx.Client, stream: bool
     )[0]
     assert choice["text"] == text + (expected.text if max_tokens else "")
     assert choice["finish_reason"] == "length"
-    assert told["token_logprobs"][: len(ids)] == [
-        None,
-        *(entry.logprob for entry in expected.prompt_logprobs),
-    ]
+    assert told["token_logprobs"][: len(ids)] == [None, *(entry.logprob for entry in expected.prompt_logprobs)]
     assert told["top_logprobs"][0] is None
     assert len(told["tokens"]) == len(ids) + max_tokens
     assert told["text_offset"][1] == len(server.llm.tokenizer.decode(ids[:1]))
@@ -112,9 +107,7 @@ def test_speculation_is_told(server: Served, http: httpx.Client) -> None:
         assert correct == expected.token_ids[place : place + len(correct)]
         place += entry["num_tokens"]
     streamed = [
-        choice["speculation"]
-        for chunk in read_events(http, {**body, "stream": True})
-        for choice in chunk["choices"]
+        choice["speculation"] for chunk in read_events(http, {**body, "stream": True}) for choice in chunk["choices"]
     ]
     assert [token for piece in streamed for token in piece["tokens"]] == told["tokens"]
     assert [entry for piece in streamed for entry in piece["rounds"]] == told["rounds"]

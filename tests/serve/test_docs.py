@@ -40,9 +40,7 @@ finally:
 """
 
 
-@pytest.mark.parametrize(
-    "model", [CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, StreamOptions, Speculation]
-)
+@pytest.mark.parametrize("model", [CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, StreamOptions, Speculation])
 def test_every_field_is_named(model: type) -> None:
     missing = [name for name in model.model_fields if not re.search(rf'[`"]{name}[`"]', DOCS)]  # type: ignore[attr-defined]
     assert not missing
@@ -71,11 +69,7 @@ def test_every_setting_has_a_flag_and_is_documented() -> None:
 def test_help_imports_nothing_heavy(command: str) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run(
-        [sys.executable, "-c", IMPORTED, command, "--help"],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=True,
+        [sys.executable, "-c", IMPORTED, command, "--help"], capture_output=True, text=True, env=environment, check=True
     )
     assert done.stderr.strip() == "[]"
     assert "examples:" in done.stdout

@@ -87,10 +87,7 @@ def test_an_engine_fault_is_told_to_all_and_turns_health_red() -> None:
     served = start(lambda: LLM("merlin", num_pages=300))
     try:
         wait_ready(served)
-        with (
-            served.http() as http,
-            http.stream("POST", "/v1/completions", json={**ENDLESS, "stream": True}) as stream,
-        ):
+        with served.http() as http, http.stream("POST", "/v1/completions", json={**ENDLESS, "stream": True}) as stream:
             lines = stream.iter_lines()
             next(lines)
             whole: list[httpx.Response] = []
@@ -139,17 +136,7 @@ def process(*flags: str) -> Iterator[tuple["subprocess.Popen[str]", httpx.Client
     """`peregrine serve` as its own process, ready."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    command = [
-        sys.executable,
-        "-m",
-        "peregrine.cli",
-        "serve",
-        "--port",
-        str(port),
-        "--num-pages",
-        "600",
-        *flags,
-    ]
+    command = [sys.executable, "-m", "peregrine.cli", "serve", "--port", str(port), "--num-pages", "600", *flags]
     environment = {**os.environ, "PYTHONPATH": str(SRC)}
     running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
     try:

@@ -28,9 +28,7 @@ def test_counts_are_those_of_the_outputs(server: Served, http: httpx.Client) -> 
     server.wait_idle()
     before = scrape(http)
     prompts = [f"Once upon a time there were {i}" for i in range(4)]
-    http.post(
-        "/v1/completions", json={"prompt": prompts, "temperature": 0, "max_tokens": 30, "ignore_eos": True}
-    )
+    http.post("/v1/completions", json={"prompt": prompts, "temperature": 0, "max_tokens": 30, "ignore_eos": True})
     http.post("/v1/completions", json={"prompt": prompts, "colour": "red"})
     after = scrape(http)
 
@@ -105,9 +103,7 @@ def test_deployment_files_agree_with_each_other() -> None:
         source = mount.split(":")[0]
         if source.startswith("."):
             assert (DEPLOY / source).exists(), source
-    data = yaml.safe_load(
-        (DEPLOY / "grafana" / "provisioning" / "datasources" / "prometheus.yml").read_text()
-    )
+    data = yaml.safe_load((DEPLOY / "grafana" / "provisioning" / "datasources" / "prometheus.yml").read_text())
     dashboard = json.loads((DEPLOY / "grafana" / "dashboards" / "peregrine.json").read_text())
     uid = data["datasources"][0]["uid"]
     assert {panel["datasource"]["uid"] for panel in dashboard["panels"]} == {uid}

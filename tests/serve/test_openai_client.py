@@ -39,9 +39,7 @@ def test_completion_equals_offline(server: Served, client: openai.OpenAI) -> Non
 def test_defaults_are_openais(client: openai.OpenAI) -> None:
     response = client.completions.create(model="merlin", prompt=PROMPT, extra_body={"ignore_eos": True})
     assert response.usage.completion_tokens == 16
-    greedy = [
-        client.completions.create(model="merlin", prompt=PROMPT, temperature=0).choices[0].text for _ in "ab"
-    ]
+    greedy = [client.completions.create(model="merlin", prompt=PROMPT, temperature=0).choices[0].text for _ in "ab"]
     assert greedy[0] == greedy[1]
 
 
@@ -68,9 +66,7 @@ def test_several_prompts_and_choices(server: Served, client: openai.OpenAI) -> N
 
 def test_drawn_seed_is_told_and_gives_the_same_text(client: openai.OpenAI) -> None:
     first = client.completions.create(model="merlin", prompt=PROMPT, max_tokens=20).choices[0]
-    again = client.completions.create(model="merlin", prompt=PROMPT, max_tokens=20, seed=first.seed).choices[
-        0
-    ]
+    again = client.completions.create(model="merlin", prompt=PROMPT, max_tokens=20, seed=first.seed).choices[0]
     assert again.text == first.text
 
 
@@ -126,9 +122,7 @@ def test_stream_adds_up(server: Served, client: openai.OpenAI, chat: bool) -> No
 
 def test_async_streams_side_by_side(server: Served) -> None:
     async def text(client: openai.AsyncOpenAI, seed: int) -> str:
-        stream = await client.completions.create(
-            model="merlin", prompt=PROMPT, seed=seed, max_tokens=20, stream=True
-        )
+        stream = await client.completions.create(model="merlin", prompt=PROMPT, seed=seed, max_tokens=20, stream=True)
         return "".join([chunk.choices[0].text async for chunk in stream])
 
     async def both() -> list[str]:
@@ -167,11 +161,7 @@ def test_cached_prompt_tokens_are_told(server: Served, client: openai.OpenAI) ->
         ({"model": "gpt"}, openai.NotFoundError, "model"),
         ({"extra_body": {"tools": [{"type": "function"}]}}, openai.BadRequestError, "tools"),
         ({"extra_body": {"best": 1}}, openai.BadRequestError, "best"),
-        (
-            {"extra_body": {"speculation": {"num_drafts": 9}}},
-            openai.BadRequestError,
-            "speculation.num_drafts",
-        ),
+        ({"extra_body": {"speculation": {"num_drafts": 9}}}, openai.BadRequestError, "speculation.num_drafts"),
         ({"prompt": list(range(2100))}, openai.BadRequestError, "prompt"),
         ({"prompt": [9000]}, openai.BadRequestError, "prompt"),
         ({"logit_bias": {"9000": 1}}, openai.BadRequestError, "logit_bias"),
@@ -181,11 +171,7 @@ def test_cached_prompt_tokens_are_told(server: Served, client: openai.OpenAI) ->
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_refusals_name_the_field(
-    client: openai.OpenAI,
-    wish: dict[str, object],
-    kind: type[openai.APIStatusError],
-    param: str,
-    stream: bool,
+    client: openai.OpenAI, wish: dict[str, object], kind: type[openai.APIStatusError], param: str, stream: bool
 ) -> None:
     with pytest.raises(kind) as refusal:
         client.completions.create(**{"model": "merlin", "prompt": PROMPT, "stream": stream, **wish})  # type: ignore[call-overload]

@@ -53,9 +53,7 @@ def test_page_and_its_parts_are_served(http: httpx.Client, index: Addresses) -> 
     assert page.headers["content-type"].startswith("text/html")
     assert "default-src 'self'" in page.headers["content-security-policy"]
     parts = [address for address in index.found if not address.startswith("data:")]
-    assert {"/static/playground.css", "/static/playground.js", "/docs", "/metrics", "/server_info"} == set(
-        parts
-    )
+    assert {"/static/playground.css", "/static/playground.js", "/docs", "/metrics", "/server_info"} == set(parts)
     for address in parts:
         answer = http.get(address)
         assert answer.status_code == 200, address
@@ -76,9 +74,7 @@ def test_script_finds_what_it_looks_for(index: Addresses) -> None:
     assert len(index.ids) == len(set(index.ids))
 
 
-@pytest.mark.skipif(
-    shutil.which("node") is None, reason="no node on the path; install it: apt-get install -y nodejs"
-)
+@pytest.mark.skipif(shutil.which("node") is None, reason="no node on the path; install it: apt-get install -y nodejs")
 def test_script_parses() -> None:
     script = (STATIC / "playground.js").read_text()
     check = ["node", "--input-type=module", "--check"]
@@ -187,9 +183,7 @@ def rejections(served: Served) -> list[tuple[int, int, str, str, list[str]]]:
     for number, delta in enumerate(deltas, start=1):
         place += len(delta.token_ids)
         if delta.drafts and not delta.drafted[-1] and len(delta.drafts.correct) < len(delta.drafts.tokens):
-            wrong = [
-                served.llm.tokenizer.decode([t]) for t in delta.drafts.tokens[len(delta.drafts.correct) :]
-            ]
+            wrong = [served.llm.tokenizer.decode([t]) for t in delta.drafts.tokens[len(delta.drafts.correct) :]]
             chosen = served.llm.tokenizer.decode(delta.token_ids[-1:])
             found.append((place, number, wrong[0], chosen, wrong[1:]))
     return found
@@ -211,10 +205,7 @@ def test_a_token_shows_the_draft_that_was_rejected(page: Page, server: Served) -
     assert f"Drafted {visible(draft)}: rejected." in card
     assert f"The target chose {visible(chosen)}." in card
     assert all(visible(text) in card for text in fell)
-    assert (
-        page.value("[...document.querySelectorAll('.round')].findIndex(r => r.matches('.lane .here'))")
-        == number
-    )
+    assert page.value("[...document.querySelectorAll('.round')].findIndex(r => r.matches('.lane .here'))") == number
     page.hover("h1")
     assert page.value("document.getElementById('card').hidden")
 
@@ -269,9 +260,7 @@ def test_stop_ends_the_page_and_the_generation(page: Page, server: Served) -> No
         " document.dispatchEvent(new KeyboardEvent('keydown', {key: 'Escape'}))))"
         ".observe(document.getElementById('lanes'), {childList: true, subtree: true})"
     )
-    page.fill(
-        prompt=PROMPT, temperature=100, max_tokens=1500
-    )  # so hot that it does not come to an end by itself
+    page.fill(prompt=PROMPT, temperature=100, max_tokens=1500)  # so hot that it does not come to an end by itself
     run(page)
     assert page.text("#status").startswith("Stopped")
     assert 0 < len(shown_tokens(page)) < 1500
@@ -325,10 +314,7 @@ def test_speculation_slider(page: Page) -> None:
     assert page.value("document.querySelectorAll('.lane .cell').length") == 0
     page.fill(drafts=1)
     run(page)
-    assert (
-        page.value("Math.max(...[...document.querySelectorAll('.lane .round')].map(r => r.children.length))")
-        == 1
-    )
+    assert page.value("Math.max(...[...document.querySelectorAll('.lane .round')].map(r => r.children.length))") == 1
 
 
 def test_chat_remembers(page: Page, server: Served) -> None:
@@ -343,16 +329,12 @@ def test_chat_remembers(page: Page, server: Served) -> None:
     assert page.text(".lane .text") == answer.strip()
     page.fill(prompt="What was the name?")
     run(page)
-    both = [
-        *first,
-        {"role": "assistant", "content": answer},
-        {"role": "user", "content": "What was the name?"},
-    ]
+    both = [*first, {"role": "assistant", "content": answer}, {"role": "user", "content": "What was the name?"}]
     second = server.llm.generate([server.llm.encode_chat(both)], params)[0].text
     assert second != server.llm.generate([server.llm.encode_chat(both[-1:])], params)[0].text
     assert page.text(".lane .text").removesuffix("■").strip() == second.strip()
     assert page.value("[...document.getElementById('transcript').children].map(e => e.className)") == [
-        *("question", "text", "question"),
+        *("question", "text", "question")
     ]
     page.click("#forget")
     assert page.value("document.querySelectorAll('.lane, #transcript > *').length") == 0
@@ -386,10 +368,7 @@ def test_half_characters_wait_for_the_rest(page: Page) -> None:
         {"id": 9, "text": "under", "parent": 2, "correct": False},
         {"id": 6, "text": "deep", "parent": 3, "correct": False},
     ]
-    rounds = [
-        {"num_tokens": 1, "offered": 0, "drafts": []},
-        {"num_tokens": 2, "offered": 5, "drafts": drafts},
-    ]
+    rounds = [{"num_tokens": 1, "offered": 0, "drafts": []}, {"num_tokens": 2, "offered": 5, "drafts": drafts}]
     choice = {"text": "€<b>", "finish_reason": "length", "speculation": {"tokens": tokens, "rounds": rounds}}
     body = f"data: {json.dumps({'choices': [choice]})}\n\ndata: [DONE]\n\n"
     page.value(f"window.fetch = async () => new Response({json.dumps(body)})")
@@ -448,7 +427,4 @@ def test_key_is_asked_for_and_trees_are_shown(browser: Page, locked: Served) -> 
     page.fill(prompt=PROMPT, temperature=0, max_tokens=60)
     run(page, "#race")
     assert page.text("#verdict").startswith("Identical: all 60 tokens")
-    assert (
-        page.value("Math.max(...[...document.querySelectorAll('.lane .round')].map(r => r.children.length))")
-        == 3
-    )
+    assert page.value("Math.max(...[...document.querySelectorAll('.lane .round')].map(r => r.children.length))") == 3

@@ -52,9 +52,7 @@ def test_no_answer_is_a_fault(server: Served, operation: APIOperation, mode: Gen
 def shorten(case: schemathesis.Case) -> None:
     """A long text is no other answer, only a later one."""
     if isinstance(case.body, dict):
-        lengths = [
-            name for name in ("max_tokens", "max_completion_tokens", "n") if is_large(case.body.get(name))
-        ]
+        lengths = [name for name in ("max_tokens", "max_completion_tokens", "n") if is_large(case.body.get(name))]
         case.body = {**case.body, **dict.fromkeys(lengths, 2)}
         if "messages" in case.body and not lengths:
             case.body = {"max_tokens": 2, **case.body}

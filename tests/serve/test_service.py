@@ -41,9 +41,7 @@ def test_health_version_and_the_page(http: httpx.Client) -> None:
 def test_server_info(server: Served, http: httpx.Client) -> None:
     http.post("/v1/completions", json={"prompt": "Once upon a time", "max_tokens": 30, "temperature": 0})
     info = http.get("/server_info").json()
-    assert {d["field"]: d["because"] for d in info["decisions"]} == {
-        d.field: d.because for d in server.llm.decisions
-    }
+    assert {d["field"]: d["because"] for d in info["decisions"]} == {d.field: d.because for d in server.llm.decisions}
     assert info["limits"]["max_model_len"] == 2048
     assert info["acceptance"]["accept_length"] > 1
     assert info["internal_states"][0]["avg_spec_accept_length"] == info["acceptance"]["accept_length"]
@@ -75,9 +73,7 @@ def test_cache_is_dropped_only_when_nothing_runs(server: Served, http: httpx.Cli
         ("GET", "/v1/models/falcon", 404, "model_not_found"),
     ],
 )
-def test_wrong_routes_have_the_same_shape(
-    http: httpx.Client, method: str, path: str, status: int, code: str
-) -> None:
+def test_wrong_routes_have_the_same_shape(http: httpx.Client, method: str, path: str, status: int, code: str) -> None:
     response = http.request(method, path)
     assert (response.status_code, response.json()["error"]["code"]) == (status, code)
 

@@ -173,9 +173,7 @@ def mtp_model() -> Path:
 
 def build(model: Path | None = None, **options: object) -> Built:
     """An engine on the tiny model."""
-    return build_engine(
-        engine_config(str(model or tiny_model()), {"num_pages": 600, "drafter": "none", **options})
-    )
+    return build_engine(engine_config(str(model or tiny_model()), {"num_pages": 600, "drafter": "none", **options}))
 
 
 @dataclass(frozen=True)
@@ -188,10 +186,7 @@ class Case:
 
 @torch.inference_mode()
 def run(
-    engine: Engine,
-    cases: Sequence[Case],
-    arrivals: Sequence[int] | None = None,
-    aborts: dict[int, int] | None = None,
+    engine: Engine, cases: Sequence[Case], arrivals: Sequence[int] | None = None, aborts: dict[int, int] | None = None
 ) -> list[Output]:
     """Run every case to its end; case i arrives before step arrivals[i] and is aborted before step aborts[i]."""
     arrivals = arrivals or [0] * len(cases)
@@ -262,9 +257,6 @@ LAWS: tuple[dict[str, object], ...] = (
 def cases(count: int, max_tokens: int = 256, seed: int = 0, **more: object) -> list[Case]:
     """Requests that go through all the laws."""
     return [
-        Case(
-            prompt,
-            SamplingParams(**{**LAWS[i % len(LAWS)], "seed": seed + i, "max_tokens": max_tokens, **more}),
-        )  # type: ignore[arg-type]
+        Case(prompt, SamplingParams(**{**LAWS[i % len(LAWS)], "seed": seed + i, "max_tokens": max_tokens, **more}))  # type: ignore[arg-type]
         for i, prompt in enumerate(prompts(count, seed))
     ]

@@ -14,9 +14,7 @@ from peregrine.sampling import SamplingParams
 Logits = Callable[[list[int]], np.ndarray]  # all tokens so far -> [V] logits of the next
 
 
-def generate(
-    logits: Logits, prompt: Sequence[int], params: SamplingParams, eos: Sequence[int] = ()
-) -> list[int]:
+def generate(logits: Logits, prompt: Sequence[int], params: SamplingParams, eos: Sequence[int] = ()) -> list[int]:
     """The tokens a request must produce."""
     tokens, made = list(prompt), []
     ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos))
@@ -32,24 +30,18 @@ def generate(
     return made
 
 
-def choose(
-    x: np.ndarray, tokens: list[int], made: list[int], params: SamplingParams, banned: set[int]
-) -> int:
+def choose(x: np.ndarray, tokens: list[int], made: list[int], params: SamplingParams, banned: set[int]) -> int:
     """The law's last rule: the largest processed logit plus noise."""
     x = process(x, tokens, made, params, banned)
     return int((x + gumbel(params.seed or 0, len(tokens), len(x)) if params.temperature else x).argmax())
 
 
-def process(
-    x: np.ndarray, tokens: list[int], made: list[int], params: SamplingParams, banned: set[int]
-) -> np.ndarray:
+def process(x: np.ndarray, tokens: list[int], made: list[int], params: SamplingParams, banned: set[int]) -> np.ndarray:
     """The law's other rules, one after another."""
     for token, bias in params.logit_bias.items():
         x[token] += bias
     for token in set(tokens):
-        x[token] = (
-            x[token] / params.repetition_penalty if x[token] > 0 else x[token] * params.repetition_penalty
-        )
+        x[token] = x[token] / params.repetition_penalty if x[token] > 0 else x[token] * params.repetition_penalty
     for token in set(made):
         x[token] -= params.presence_penalty + params.frequency_penalty * made.count(token)
     x[list(banned)] = -math.inf

@@ -64,9 +64,7 @@ def test_speculation_changes_no_token(name: str) -> None:
 def test_the_text_varies(model: str) -> None:
     assert len({tuple(text) for text in plain(model)}) == len(SOME)
     assert len({token for text in plain(model) for token in text}) > 40  # of 160
-    assert min(len(set(text)) for text in plain(model)) > 2, (
-        "a row that repeats one token could hide anything"
-    )
+    assert min(len(set(text)) for text in plain(model)) > 2, "a row that repeats one token could hide anything"
 
 
 COMPANY: dict[str, dict[str, object]] = {

@@ -103,9 +103,7 @@ def hide_models(engine: Engine, patch: pytest.MonkeyPatch, launches: Launches) -
     patch.setattr(type(target.backend), "bind", launches.hiding(type(target.backend).bind))
 
 
-def launches_of_a_round(
-    options: dict[str, object], law: dict[str, object], patch: pytest.MonkeyPatch
-) -> list[str]:
+def launches_of_a_round(options: dict[str, object], law: dict[str, object], patch: pytest.MonkeyPatch) -> list[str]:
     """What the third round launches outside the models: the first that has drafts and ends none."""
     engine, launches, rounds = build(**options).engine, Launches(), []  # type: ignore[arg-type]
     send_to_triton(patch)
@@ -142,17 +140,7 @@ SAMPLED: dict[str, object] = {"temperature": 1.0, "seed": 1}
         (TREE, SAMPLED, 18),
         ({**CHAIN, "simulate_accept": 3.0}, GREEDY, 11),
     ],
-    ids=[
-        "plain",
-        "plain, sampled",
-        "chain",
-        "chain, sampled",
-        "model",
-        "ngram",
-        "tree",
-        "tree, sampled",
-        "simulated",
-    ],
+    ids=["plain", "plain, sampled", "chain", "chain, sampled", "model", "ngram", "tree", "tree, sampled", "simulated"],
 )
 def test_a_round_is_few_launches(
     options: dict[str, object], law: dict[str, object], most: int, monkeypatch: pytest.MonkeyPatch

@@ -76,12 +76,8 @@ def test_plain_decoding_equals_a_naive_recompute(index: int) -> None:
 
 def drafters() -> dict[str, dict[str, object]]:
     itself, noisy = {"drafter": str(tiny_model())}, {"drafter": str(noisy_model())}
-    options: dict[str, dict[str, object]] = {
-        f"noisy chain of {k}": {**noisy, "num_drafts": k} for k in range(1, 9)
-    }
-    options |= {
-        f"noisy tree {t}": {**noisy, "tree": t} for t in ((2, 2, 5), (3, 3, 13), (5, 4, 24), (3, 8, 64))
-    }
+    options: dict[str, dict[str, object]] = {f"noisy chain of {k}": {**noisy, "num_drafts": k} for k in range(1, 9)}
+    options |= {f"noisy tree {t}": {**noisy, "tree": t} for t in ((2, 2, 5), (3, 3, 13), (5, 4, 24), (3, 8, 64))}
     options |= {"itself, chain": {**itself, "num_drafts": 5}, "itself, tree": {**itself, "tree": (4, 2, 10)}}
     options |= {f"ngram {k}": {"drafter": "ngram", "num_drafts": k} for k in (1, 4, 8)}
     for name, folder in (
@@ -193,9 +189,7 @@ def test_stop_ids_and_strings_inside_a_window(lag: int) -> None:
     built = build(drafter=str(tiny_model()), num_drafts=5, lag=lag)
     pieces = [built.tokenizer.decode([t]) for t in text]
     for end in range(4, 14):
-        by_id = Case(
-            base.prompt, SamplingParams(temperature=1.0, seed=4, max_tokens=60, stop_token_ids=[text[end]])
-        )
+        by_id = Case(base.prompt, SamplingParams(temperature=1.0, seed=4, max_tokens=60, stop_token_ids=[text[end]]))
         first = text.index(text[end])
         output = run(build(drafter=str(tiny_model()), num_drafts=5, lag=lag).engine, [by_id])[0]
         assert output.token_ids == text[: first + 1]
@@ -215,10 +209,7 @@ def test_min_tokens_holds_stop_ids_back_inside_drafts() -> None:
     free = Case((5, 9, 200), SamplingParams(temperature=0, max_tokens=40))
     often = max(set(plain([free])[0]), key=plain([free])[0].count)
     held = [
-        Case(
-            (5, 9, 200),
-            SamplingParams(temperature=t, seed=1, max_tokens=40, min_tokens=25, stop_token_ids=[often]),
-        )
+        Case((5, 9, 200), SamplingParams(temperature=t, seed=1, max_tokens=40, min_tokens=25, stop_token_ids=[often]))
         for t in (0.0, 1.0)
     ]
     outputs = run(build(**NOISY_TREE).engine, held)
@@ -229,9 +220,7 @@ def test_min_tokens_holds_stop_ids_back_inside_drafts() -> None:
 @pytest.mark.parametrize("depth", [1, 3, 6])
 def test_a_model_that_drafts_for_itself_is_always_right(depth: int) -> None:
     some = [
-        Case(c.prompt, SamplingParams(temperature=t, seed=3, max_tokens=200))
-        for c in MATRIX[:3]
-        for t in (0.0, 1.0)
+        Case(c.prompt, SamplingParams(temperature=t, seed=3, max_tokens=200)) for c in MATRIX[:3] for t in (0.0, 1.0)
     ]
     outputs = run(build(drafter=str(tiny_model()), num_drafts=depth).engine, some)
     # Neither the first round, which has no drafts yet, nor the last, which the budget cuts, is the drafter's fault.
@@ -244,10 +233,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(depth: int) -> None:
 
 def test_num_drafts_caps_each_request_on_its_own() -> None:
     itself = {"drafter": str(tiny_model()), "num_drafts": 4}
-    some = [
-        Case((7, 8, 9), SamplingParams(temperature=0, max_tokens=60, num_drafts=cap))
-        for cap in (0, 1, 4, None)
-    ]
+    some = [Case((7, 8, 9), SamplingParams(temperature=0, max_tokens=60, num_drafts=cap)) for cap in (0, 1, 4, None)]
     outputs = run(build(**itself).engine, some)
     assert len({tuple(o.token_ids) for o in outputs}) == 1
     assert [len(o.stats.accept_histogram) - 1 for o in outputs] == [0, 1, 4, 4]
@@ -261,9 +247,7 @@ def test_drafts_resume_where_a_capped_neighbour_kept_the_cache_warm() -> None:
     prompt = tuple(range(1, 60))
     with torch.inference_mode():
         for cap in (0, None):
-            request = engine.prepare(
-                list(prompt), SamplingParams(temperature=0, max_tokens=64, num_drafts=cap)
-            )
+            request = engine.prepare(list(prompt), SamplingParams(temperature=0, max_tokens=64, num_drafts=cap))
             engine.enqueue(request)
             while engine.has_work:
                 outputs = [d.output for d in engine.step() if d.output is not None] or [None]
@@ -285,16 +269,10 @@ def test_noise_as_a_drafter_changes_only_speed() -> None:
 @pytest.mark.parametrize("attention", ["auto", "torch"])
 def test_poisoned_pages_change_nothing(options: dict[str, object], attention: str) -> None:
     """NaN in every slot that nobody has written, the scratch page and all table tails included."""
-    some = [
-        Case(c.prompt, SamplingParams(temperature=1.0, seed=i, max_tokens=30))
-        for i, c in enumerate(MATRIX[80:84])
-    ]
+    some = [Case(c.prompt, SamplingParams(temperature=1.0, seed=i, max_tokens=30)) for i, c in enumerate(MATRIX[80:84])]
     engine = build(row_sizes=(3, 8), attention=attention, **options).engine
     reader = engine.runner.drafter.reader
-    for store in (
-        engine.runner.target.store,
-        reader.model.store if "model" in vars(reader) else reader.store,
-    ):
+    for store in (engine.runner.target.store, reader.model.store if "model" in vars(reader) else reader.store):
         store.keys.fill_(float("nan"))
         store.values.fill_(float("nan"))
     assert tokens(run(engine, some)) == plain(some)
@@ -326,10 +304,7 @@ KINDS: dict[str, dict[str, object]] = {
 @given(SCHEDULES)
 def test_any_schedule_changes_no_token(plan: dict[str, object]) -> None:
     first = int(plan["first"])  # type: ignore[call-overload]
-    some = [
-        Case(c.prompt, SamplingParams(temperature=1.0, seed=9, max_tokens=24))
-        for c in MATRIX[first : first + 5]
-    ]
+    some = [Case(c.prompt, SamplingParams(temperature=1.0, seed=9, max_tokens=24)) for c in MATRIX[first : first + 5]]
     size = int(plan["page_size"])  # type: ignore[call-overload]
     pages = 2 + (190 if plan["scarce"] else 1200) // size
     engine = build(

@@ -89,8 +89,6 @@ def test_a_page_holds_keys_alone() -> None:
 
 
 def test_latents_in_float8_are_refused_in_one_line() -> None:
-    with pytest.raises(
-        ConfigError, match=r"kv_dtype='float8': latents \(MLA\) are held .*; use auto"
-    ) as raised:
+    with pytest.raises(ConfigError, match=r"kv_dtype='float8': latents \(MLA\) are held .*; use auto") as raised:
         build(latent_model(), drafter="ngram", kv_dtype="float8")
     assert "backend" not in str(raised.value)

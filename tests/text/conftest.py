@@ -6,16 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import (
-    AddedToken,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    processors,
-    trainers,
-)
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from peregrine.text.tokenizer import Tokenizer as PeregrineTokenizer
 
@@ -47,14 +38,10 @@ def write_folder(folder: Path, backend: Tokenizer, config: dict[str, Any] | None
 
 def add_tokens(backend: Tokenizer, with_bos: bool = True) -> Tokenizer:
     backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
-    backend.add_tokens(
-        [AddedToken("<tool>", special=False, normalized=False), AddedToken("鳥 bird", normalized=False)]
-    )
+    backend.add_tokens([AddedToken("<tool>", special=False, normalized=False), AddedToken("鳥 bird", normalized=False)])
     if with_bos:
         ids = [("<|bos|>", backend.token_to_id("<|bos|>"))]
-        backend.post_processor = processors.TemplateProcessing(
-            single="<|bos|> $A", pair="$A $B", special_tokens=ids
-        )
+        backend.post_processor = processors.TemplateProcessing(single="<|bos|> $A", pair="$A $B", special_tokens=ids)
     return backend
 
 

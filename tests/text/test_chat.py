@@ -43,11 +43,7 @@ MESSAGES = [
     {"role": "assistant", "content": "Hello."},
     {"role": "user", "content": "And?"},
 ]
-CALL = {
-    "role": "assistant",
-    "content": None,
-    "tool_calls": [{"function": {"name": "fly", "arguments": {"é": 1}}}],
-}
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "fly", "arguments": {"é": 1}}}]}
 TOOLS = [{"type": "function", "function": {"name": "fly", "parameters": {}}}]
 
 
@@ -68,10 +64,7 @@ def test_a_chat_agrees_with_transformers(write, template, messages, extra, add_g
     asked = {"add_generation_prompt": add_generation_prompt, **extra}
     text = oracle.apply_chat_template(messages, tokenize=False, **asked)
     assert render_chat(tokenizer, messages, **asked) == text
-    assert (
-        encode_chat(tokenizer, messages, **asked)
-        == oracle.apply_chat_template(messages, **asked)["input_ids"]
-    )
+    assert encode_chat(tokenizer, messages, **asked) == oracle.apply_chat_template(messages, **asked)["input_ids"]
 
 
 def test_encode_chat_holds_the_bos_of_the_template_and_no_other(write) -> None:
@@ -175,10 +168,7 @@ def test_a_template_that_trips_over_a_chat_answers_the_request(write) -> None:
         ([{"role": "user"}], "messages[0].content=None: is not a string"),
         ([{"role": "user", "content": None, "tool_calls": []}], "messages[0].content=None"),
         ([{"role": "user", "content": ["x"]}], "messages[0].content=['x']: is not a string"),
-        (
-            [{"role": "user", "content": "x", "images": [{"data": b"1"}]}],
-            "messages[0].images[0].data=b'1': is a bytes",
-        ),
+        ([{"role": "user", "content": "x", "images": [{"data": b"1"}]}], "messages[0].images[0].data=b'1': is a bytes"),
     ],
 )
 def test_a_wrong_chat_is_refused_by_name(write, messages, problem: str) -> None:

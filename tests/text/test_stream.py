@@ -11,20 +11,7 @@ from hypothesis import strategies as st
 from peregrine.text.stream import Detokenizer, Piece, TextStream
 from peregrine.text.tokenizer import Tokenizer
 
-ALPHABET = [
-    *"abtheng .,\n 0",
-    "é",
-    "e\u0301",
-    "ß",
-    "你",
-    "好",
-    "世",
-    "🦅",
-    "👩\u200d🚀",
-    "\ufffd",
-    "▁",
-    "\u0000",
-]
+ALPHABET = [*"abtheng .,\n 0", "é", "e\u0301", "ß", "你", "好", "世", "🦅", "👩\u200d🚀", "\ufffd", "▁", "\u0000"]
 WORDS = ["the", " the", "bird", " 你好", "🦅🦅", "<|eos|>", "<tool>", "鳥 bird", "\n\n", "  "]
 texts = st.lists(st.sampled_from(ALPHABET + WORDS), max_size=12).map("".join)
 
@@ -60,9 +47,7 @@ def draw_prompt(data: st.DataObject, tokenizer: Tokenizer) -> list[int]:
 
 @settings(max_examples=60)
 @given(data=st.data(), skip_special=st.booleans())
-def test_pushes_add_up_to_the_whole_text(
-    tokenizer: Tokenizer, data: st.DataObject, skip_special: bool
-) -> None:
+def test_pushes_add_up_to_the_whole_text(tokenizer: Tokenizer, data: st.DataObject, skip_special: bool) -> None:
     prompt, ids = draw_prompt(data, tokenizer), data.draw(generations(tokenizer))
     expected = reference(tokenizer, prompt, ids, skip_special)
     detokenizer = Detokenizer(tokenizer, prompt, skip_special)
@@ -176,9 +161,7 @@ def test_each_id_gets_the_characters_it_completes(tokenizers: dict[str, Tokenize
     tokenizer = tokenizers["byte_fallback"]
     detokenizer = Detokenizer(tokenizer, [])
     # The decoder drops the space that begins the whole text; the others keep their places.
-    assert detokenizer.settle(
-        [*byte_ids(tokenizer, " é\n".encode()), *ids_of(tokenizer, "<|eos|>", "b")]
-    ) == [
+    assert detokenizer.settle([*byte_ids(tokenizer, " é\n".encode()), *ids_of(tokenizer, "<|eos|>", "b")]) == [
         *["", "", "é", "\n"],
         *["", "b"],
     ]

@@ -54,16 +54,12 @@ def test_decode_of_any_ids_agrees_with_transformers(
     assert tokenizer.decode(ids, skip_special) == oracle.decode(ids, skip_special_tokens=skip_special)
 
 
-def test_names_and_sizes_agree_with_transformers(
-    tokenizer: Tokenizer, oracle: PreTrainedTokenizerFast
-) -> None:
+def test_names_and_sizes_agree_with_transformers(tokenizer: Tokenizer, oracle: PreTrainedTokenizerFast) -> None:
     assert (tokenizer.bos_id, tokenizer.eos_id) == (oracle.bos_token_id, oracle.eos_token_id)
     assert tokenizer.vocab_size == len(oracle)
     assert set(oracle.all_special_ids) <= tokenizer.special_ids
     assert tokenizer.special_ids == {id for id, token in oracle.added_tokens_decoder.items() if token.special}
-    assert [tokenizer.token(id) for id in range(len(oracle))] == oracle.convert_ids_to_tokens(
-        range(len(oracle))
-    )
+    assert [tokenizer.token(id) for id in range(len(oracle))] == oracle.convert_ids_to_tokens(range(len(oracle)))
     assert tokenizer.token(tokenizer.vocab_size) == ""
 
 
@@ -113,9 +109,7 @@ def test_special_tokens_of_the_config_agree_with_transformers(write, config) -> 
     tokenizer, oracle = Tokenizer.read(folder), PreTrainedTokenizerFast.from_pretrained(folder)
     prompt = "a fast bird<tool> and <new>faster<|eos|>"
     assert tokenizer.encode(prompt) == oracle.encode(prompt)
-    assert tokenizer.decode(oracle.encode(prompt)) == oracle.decode(
-        oracle.encode(prompt), skip_special_tokens=True
-    )
+    assert tokenizer.decode(oracle.encode(prompt)) == oracle.decode(oracle.encode(prompt), skip_special_tokens=True)
     assert (tokenizer.bos_id, tokenizer.eos_id) == (oracle.bos_token_id, oracle.eos_token_id)
     assert tokenizer.named_tokens == oracle.special_tokens_map
 

@@ -16,14 +16,8 @@ from peregrine.train.dense_attend import dense_attend
 
 MERLIN = Path(peregrine.__file__).parent / "assets" / "merlin"
 FILES = {  # name: (bytes, sha256)
-    "config.json": (
-        550,
-        "2f3a340d1567a3d1419920a5cfdf09cdc0180b598d60d89ac43dce71feafee84",
-    ),
-    "generation_config.json": (
-        62,
-        "865fc8373fc2feabfeedb777f50469c763c204925e902cd473de92baebe6d4cd",
-    ),
+    "config.json": (550, "2f3a340d1567a3d1419920a5cfdf09cdc0180b598d60d89ac43dce71feafee84"),
+    "generation_config.json": (62, "865fc8373fc2feabfeedb777f50469c763c204925e902cd473de92baebe6d4cd"),
     "model-00001-of-00002.safetensors": (
         14_593_800,
         "348c0c08594190a14b9e737c0645f7d8e5f802b745b28319d9a8982b159ff623",
@@ -32,18 +26,9 @@ FILES = {  # name: (bytes, sha256)
         10_333_296,
         "32a6a267b69985af5eb9cf5b950f78f9a9854f76b87d7b490834c45e8d66ff93",
     ),
-    "model.safetensors.index.json": (
-        7_543,
-        "1481314b4a97f5b8b9d1fb9fe09ab782015180b3ed874f8d0e3d4e16c8cfe1d8",
-    ),
-    "tokenizer.json": (
-        547_946,
-        "6601aa14224f51ba60c4c9947978bc1104924bdb681f22c43ed270b7b6d3c1bd",
-    ),
-    "tokenizer_config.json": (
-        701,
-        "82bd012cac7267416e33f8bf2024e53202925d835162a4002b974d136a97ebeb",
-    ),
+    "model.safetensors.index.json": (7_543, "1481314b4a97f5b8b9d1fb9fe09ab782015180b3ed874f8d0e3d4e16c8cfe1d8"),
+    "tokenizer.json": (547_946, "6601aa14224f51ba60c4c9947978bc1104924bdb681f22c43ed270b7b6d3c1bd"),
+    "tokenizer_config.json": (701, "82bd012cac7267416e33f8bf2024e53202925d835162a4002b974d136a97ebeb"),
 }
 PROMPTS = ("Once upon a time", "<|user|>\nWhat is 7 + 5?\n<|assistant|>\n", "def is_even(n):\n    return n")
 GOLDEN = {  # (prompt, is a chat, most tokens): (greedy text, how it ends)
@@ -73,14 +58,8 @@ GOLDEN = {  # (prompt, is a chat, most tokens): (greedy text, how it ends)
         '\n    """Return True if num is even."""\n   ',
         "length",
     ),
-    ("What is 12 + 30?", True, 32): (
-        "12 + 30 = 42.\n",
-        "stop",
-    ),
-    ("Hello! Who are you?", True, 32): (
-        "Hello! How can I help you today?\n",
-        "stop",
-    ),
+    ("What is 12 + 30?", True, 32): ("12 + 30 = 42.\n", "stop"),
+    ("Hello! Who are you?", True, 32): ("Hello! How can I help you today?\n", "stop"),
 }
 
 
@@ -117,9 +96,7 @@ def test_greedy_text_is_the_golden_text() -> None:
     with LLM("merlin", drafter="none", device="cpu", dtype="float32") as llm:
         prompts, params = [], []
         for prompt, chat, most in GOLDEN:
-            prompts.append(
-                llm.encode_chat([{"role": "user", "content": prompt}]) if chat else llm.encode(prompt)
-            )
+            prompts.append(llm.encode_chat([{"role": "user", "content": prompt}]) if chat else llm.encode(prompt))
             params.append(SamplingParams(temperature=0, max_tokens=most))
         outputs = llm.generate(prompts, params, progress=False)
     assert [(output.text, output.finish_reason) for output in outputs] == list(GOLDEN.values())

@@ -101,12 +101,8 @@ def test_a_sample_does_not_see_its_neighbours_in_the_row() -> None:
     lessons, states = [], []
     for rows in (all_rows(together, 40), all_rows(alone, 20)):
         lessons.append(read_target(target, head, rows))
-        states.append(
-            [h.view(*rows.tokens.shape, -1)[0, :15] for h in unroll(head, rows, lessons[-1].tapped, 3)]
-        )
-    torch.testing.assert_close(
-        lessons[0].probabilities[0, :20], lessons[1].probabilities[0], atol=1e-5, rtol=1e-4
-    )
+        states.append([h.view(*rows.tokens.shape, -1)[0, :15] for h in unroll(head, rows, lessons[-1].tapped, 3)])
+    torch.testing.assert_close(lessons[0].probabilities[0, :20], lessons[1].probabilities[0], atol=1e-5, rtol=1e-4)
     for first, second in zip(*states, strict=True):
         torch.testing.assert_close(first, second, atol=1e-5, rtol=1e-4)
 
@@ -133,14 +129,10 @@ def test_unrolled_attention_is_one_softmax_over_the_past_and_the_own_chain(
             seen += [(i, place, place + i) for i in range(1, step + 1)]
             seen = [(s, p) for s, p, lies in seen if window is None or lies > place + step - window]
             for head in range(4):
-                keys, values = (
-                    torch.stack([drawn[s][part][p, head // 2] for s, p in seen]) for part in (1, 2)
-                )
+                keys, values = (torch.stack([drawn[s][part][p, head // 2] for s, p in seen]) for part in (1, 2))
                 weights = (keys @ q[place, head] * 0.3).exp()
                 total = weights.sum() + (sinks[head].exp() if sinks is not None else 0.0)
-                torch.testing.assert_close(
-                    outputs[step][place, head], weights / total @ values, atol=1e-5, rtol=1e-4
-                )
+                torch.testing.assert_close(outputs[step][place, head], weights / total @ values, atol=1e-5, rtol=1e-4)
 
 
 def test_only_places_whose_answer_is_in_the_sample_are_learnt() -> None:

@@ -13,14 +13,8 @@ from peregrine import LLM, SamplingParams
 
 HEAD = Path(peregrine.__file__).parent / "assets" / "merlin" / "eagle3"
 FILES = {  # name: (bytes, sha256)
-    "config.json": (
-        798,
-        "c87bffa2aaffe2dab728c615f91f144ccd975d80fcc7edf92cd3e1596c0be5fb",
-    ),
-    "model.safetensors": (
-        5_533_584,
-        "e706b3db8195cb7253012af3db37bce6b28b27fe6c3e9de86ff2f66e2e4aaade",
-    ),
+    "config.json": (798, "c87bffa2aaffe2dab728c615f91f144ccd975d80fcc7edf92cd3e1596c0be5fb"),
+    "model.safetensors": (5_533_584, "e706b3db8195cb7253012af3db37bce6b28b27fe6c3e9de86ff2f66e2e4aaade"),
 }
 VOCAB, DRAFT_VOCAB, HIDDEN, INNER, HEAD_DIM, HEADS = 8192, 4096, 320, 768, 64, 5
 SHAPES = {  # what SafeAILab's EAGLE, SGLang and vLLM look for in a head of one Llama layer
@@ -75,8 +69,7 @@ def test_tensors_have_the_public_names_and_shapes() -> None:
 def test_acceptance_lies_in_its_band(temperature: float, band: tuple[float, float]) -> None:
     with LLM("merlin", drafter="eagle3", num_drafts=3, device="cpu", dtype="float32", max_rows=5) as llm:
         prompts = [
-            llm.encode_chat([{"role": "user", "content": text}]) if chat else llm.encode(text)
-            for text, chat in PROMPTS
+            llm.encode_chat([{"role": "user", "content": text}]) if chat else llm.encode(text) for text, chat in PROMPTS
         ]
         params = [SamplingParams(temperature=temperature, seed=i, max_tokens=96) for i in range(len(prompts))]
         outputs = llm.generate(prompts, params, progress=False)

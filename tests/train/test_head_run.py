@@ -31,14 +31,7 @@ SHAPE = Shape(
     max_positions=128,
 )
 TARGET = Options(
-    row_len=64,
-    batch_rows=8,
-    steps=150,
-    rate=1e-2,
-    warmup_steps=5,
-    eval_every=150,
-    save_every=150,
-    epoch_tokens=20_000,
+    row_len=64, batch_rows=8, steps=150, rate=1e-2, warmup_steps=5, eval_every=150, save_every=150, epoch_tokens=20_000
 )
 NAMES = ("Tom", "Lily", "Max", "Anna", "Ben", "Mia", "Sam", "Zoe")
 THINGS = ("red ball", "green kite", "small boat", "old hat", "big drum", "blue cup")
@@ -60,9 +53,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     texts = [story(name, thing, n) for name in NAMES for thing in THINGS for n in range(2, 18)]
     (folder / "data").mkdir()
     (folder / "data" / "stories.txt").write_text("\n<|endoftext|>\n".join(texts) + "\n<|endoftext|>\n")
-    make_target(
-        Workshop(folder / "data", folder / "model", folder / "work"), SHAPE, TARGET, torch.device("cpu")
-    )
+    make_target(Workshop(folder / "data", folder / "model", folder / "work"), SHAPE, TARGET, torch.device("cpu"))
     return folder
 
 
@@ -78,9 +69,7 @@ def train(toy: Path, tmp_path: Path) -> Callable[..., int]:
 
 
 def accept_length(entries: list[dict[str, object]], shape: str, temperature: float) -> float:
-    [found] = [
-        e for e in entries if (e["shape"], e["temperature"], e["source"]) == (shape, temperature, "all")
-    ]
+    [found] = [e for e in entries if (e["shape"], e["temperature"], e["source"]) == (shape, temperature, "all")]
     assert isinstance(found["accept_length"], float)
     return found["accept_length"]
 
@@ -103,14 +92,7 @@ def test_a_head_for_a_toy_is_accepted_far_more_often_than_an_untrained_one(
     assert len(report["training"][-1]["agreement"]) == 5
     assert report["training"][-1]["agreement"][4] > 0.6
     names = set(load_file(tmp_path / "head" / "model.safetensors"))
-    assert {
-        "fc.weight",
-        "midlayer.hidden_norm.weight",
-        "lm_head.weight",
-        "norm.weight",
-        "d2t",
-        "t2d",
-    } <= names
+    assert {"fc.weight", "midlayer.hidden_norm.weight", "lm_head.weight", "norm.weight", "d2t", "t2d"} <= names
     pytest.importorskip("matplotlib")
     for picture in ("losses.png", "acceptance.png"):
         assert (tmp_path / "head" / picture).read_bytes().startswith(b"\x89PNG")
@@ -158,14 +140,8 @@ def test_a_killed_run_ends_with_the_weights_of_an_uninterrupted_one(
         (("--tokens", "5000000"), r"tokens=5000000: needs about \d+ prompts, and \d+ documents give \d+"),
         (("--tokens", "2000", "--max-tokens", "200"), "max_tokens=200: .* the target's context is 128"),
         (("--tokens", "2000", "--draft-vocab", "9999"), "draft_vocab=9999: choose auto, full, or a number"),
-        (
-            ("--tokens", "2000", "--batch", "4000"),
-            "batch=4000: the samples fill only|training needs about .* GiB",
-        ),
-        (
-            ("--tokens", "2000", "--batch", "900000"),
-            r"training needs about .* GiB, cpu has .* free; lower batch",
-        ),
+        (("--tokens", "2000", "--batch", "4000"), "batch=4000: the samples fill only|training needs about .* GiB"),
+        (("--tokens", "2000", "--batch", "900000"), r"training needs about .* GiB, cpu has .* free; lower batch"),
         (("--tokens", "2000", "--shares", "1", "2"), "there are 1 files; give one share for each"),
         (("--tokens", "2000", "--taps", "0", "7"), r"taps=\(0, 7\): each must be one of the target's layers"),
     ],

@@ -27,9 +27,7 @@ def test_any_row_is_found_again_by_its_number():
     shards = [shard("a", 0.7, 40, 1000), shard("b", 0.3, 11, 5000)]
     whole = rows_of(RowStream(shards, 16, 3, 300), 60)
     for skip in (0, 1, 17, 18, 43):
-        np.testing.assert_array_equal(
-            rows_of(RowStream(shards, 16, 3, 300), 10, skip), whole[skip : skip + 10]
-        )
+        np.testing.assert_array_equal(rows_of(RowStream(shards, 16, 3, 300), 10, skip), whole[skip : skip + 10])
 
 
 def test_a_batch_is_rows_in_their_order():

@@ -29,14 +29,7 @@ TOY = Shape(
     max_positions=64,
 )
 OPTIONS = Options(
-    row_len=24,
-    batch_rows=4,
-    steps=30,
-    rate=1e-2,
-    warmup_steps=3,
-    eval_every=15,
-    save_every=10,
-    epoch_tokens=2000,
+    row_len=24, batch_rows=4, steps=30, rate=1e-2, warmup_steps=3, eval_every=15, save_every=10, epoch_tokens=2000
 )
 CPU = torch.device("cpu")
 
@@ -120,9 +113,7 @@ def test_transformers_gives_the_same_logits(config, tmp_path):
     with torch.no_grad():
         attend = dense_attend(ours.layer_attention(), 3)
         hidden, _ = ours(rows.flatten(), torch.arange(20).repeat(3), attend)
-        torch.testing.assert_close(
-            ours.logits(hidden).view(3, 20, -1), theirs(rows).logits, atol=1e-5, rtol=1e-4
-        )
+        torch.testing.assert_close(ours.logits(hidden).view(3, 20, -1), theirs(rows).logits, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("window", [None, 3])

@@ -66,9 +66,9 @@ def test_saved_files_hold_the_template_and_the_end(tokenizer, tmp_path):
     assert config["chat_template"] == CHAT_TEMPLATE
     assert (
         PATTERN
-        in json.loads((tmp_path / "tokenizer.json").read_text())["pre_tokenizer"]["pretokenizers"][0][
-            "pattern"
-        ]["Regex"]
+        in json.loads((tmp_path / "tokenizer.json").read_text())["pre_tokenizer"]["pretokenizers"][0]["pattern"][
+            "Regex"
+        ]
     )
 
 

@@ -25,9 +25,7 @@ def choose_backend(name: str, needs: Needs) -> Choice:
     """The named backend, or for "auto" the first that fits; ConfigError with every reason when none does."""
     known = [backend.name for backend in BACKENDS]
     if name != "auto" and name not in known:
-        raise ConfigError(
-            f"attention={name!r}: no such backend; choose auto, {', '.join(known[:-1])} or {known[-1]}"
-        )
+        raise ConfigError(f"attention={name!r}: no such backend; choose auto, {', '.join(known[:-1])} or {known[-1]}")
     reasons = []
     for backend in BACKENDS:
         if name not in ("auto", backend.name):

@@ -10,13 +10,7 @@ from peregrine.attention.kernel_choice import KernelCosts
 from peregrine.attention.metadata import AttentionMetadata
 from peregrine.attention.traits import GraphSupport, Traits
 from peregrine.cache.store import KVStore
-from peregrine.kernels.attention import (
-    QueryPlan,
-    paged_attention_torch,
-    plan_causal,
-    plan_tree,
-    slots_of_rows,
-)
+from peregrine.kernels.attention import QueryPlan, paged_attention_torch, plan_causal, plan_tree, slots_of_rows
 from peregrine.kernels.latent import LatentTurn, turn_latent
 from peregrine.kernels.rope import turn_heads
 

@@ -25,9 +25,7 @@ ON_CUDA = Traits(
     devices=frozenset({"cuda"}),
     dtypes=DTYPES,
     kv_dtypes=DTYPES | {torch.float8_e4m3fn},
-    page_sizes=frozenset(
-        1 << i for i in range(11)
-    ),  # powers of two: blocks of keys are whole pages, or the reverse
+    page_sizes=frozenset(1 << i for i in range(11)),  # powers of two: blocks of keys are whole pages, or the reverse
     head_dims=frozenset(range(8, 257, 8)),  # whole vectors of 8
     max_decode_q_len=64,
     tree_masks=True,
@@ -106,9 +104,7 @@ class TritonBackend:
                 v_scale=None if store.v_scales is None else store.v_scales[layer],
             )
             if turn is not None:
-                q = turn_and_store(
-                    q, k, v, turn, metadata.slots, (kv.keys, kv.values, kv.k_scale, kv.v_scale)
-                )
+                q = turn_and_store(q, k, v, turn, metadata.slots, (kv.keys, kv.values, kv.k_scale, kv.v_scale))
             else:
                 gpu.write_gpu(kv, metadata.slots, k, v)
             if not len(q):

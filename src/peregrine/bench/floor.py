@@ -25,9 +25,7 @@ from peregrine.spec.types import Drafter
 def round_bytes(engine: Engine, rows: int, context: float) -> int:
     """What a round must read: the target once, the drafter once per pass, and the keys and values of both."""
     target, drafter = engine.runner.target, engine.runner.drafter
-    total = weight_bytes(target.decoder, rows * drafter.shape.nodes) + store_bytes(
-        target.store, rows, context
-    )
+    total = weight_bytes(target.decoder, rows * drafter.shape.nodes) + store_bytes(target.store, rows, context)
     if isinstance(drafter, ChainDrafter | TreeDrafter):
         reader, depth = drafter.reader, drafter.shape.depth
         steps = [rows * drafter.shape.width] * (depth - 1)  # tokens of each pass after the first
@@ -59,12 +57,8 @@ def experts_read(engine: Engine, rounds: int, every: int = 1) -> tuple[float, fl
     """
     target, drafter = engine.runner.target.decoder, engine.runner.drafter
     mine = {id(part.router) for part in mixtures_of(target)}
-    mixtures = {
-        id(part.router): part for module in [target, *networks_of(drafter)] for part in mixtures_of(module)
-    }
-    read: list[
-        tuple[Experts, int, int]
-    ] = []  # who was asked, by how many tokens, and how many experts they hit
+    mixtures = {id(part.router): part for module in [target, *networks_of(drafter)] for part in mixtures_of(module)}
+    read: list[tuple[Experts, int, int]] = []  # who was asked, by how many tokens, and how many experts they hit
     choose, graphs = Router.choose, engine.runner.graphs
 
     def counted(router: Router, stream: Stream) -> Choice:

@@ -37,9 +37,7 @@ class Plan:
     q_lens: tuple[int, ...] = (1, 4, 8)
     contexts: tuple[int, ...] = (2048, 32768)
     heads: tuple[int, int, int] = (32, 8, 128)  # query heads, KV heads, head dim
-    latent: tuple[int, int, int] | None = (
-        None  # of MLA: query heads, entries of the latent and of the turned part
-    )
+    latent: tuple[int, int, int] | None = None  # of MLA: query heads, entries of the latent and of the turned part
     page_size: int = 16
     dtype: str = "bfloat16"
     kv_dtype: str = "auto"  # or float8
@@ -100,9 +98,7 @@ def run(plan: Plan) -> dict[str, object]:
     }
 
 
-def measure_context(
-    plan: Plan, context: int, device: torch.device, bandwidth: float | None
-) -> list[dict[str, object]]:
+def measure_context(plan: Plan, context: int, device: torch.device, bandwidth: float | None) -> list[dict[str, object]]:
     """Both kernels at one context length, for every number of rows and queries."""
     shapes = [(rows, q_len) for rows in plan.rows for q_len in plan.q_lens]
     costs = measure_costs(shapes, lambda kernel, shape: time_ms(plan, context, kernel, shape, device))
@@ -159,9 +155,7 @@ def time_on_cpu(call: Callable[[], list[Tensor]], device: torch.device) -> float
     return (time.perf_counter() - start) * 1e3
 
 
-def make_window(
-    plan: Plan, context: int, shape: Shape, device: torch.device
-) -> tuple[KVStore, AttentionMetadata]:
+def make_window(plan: Plan, context: int, shape: Shape, device: torch.device) -> tuple[KVStore, AttentionMetadata]:
     """Random keys and values of `context` tokens on every row, the window's own last among them."""
     rows, q_len = shape
     pages = -(-context // plan.page_size)
@@ -197,9 +191,7 @@ def show(result: dict[str, object]) -> str:
     names = {q_len: name for name, q_len in WINDOWS.items()}
     bandwidth = result["copy_tb_per_s"]
     lines = [f"pages of {result['page_size']}, {result['dtype']}"]
-    lines.append(
-        "no CUDA device: times are the interpreter's" if bandwidth is None else f"copy {bandwidth:.2f} TB/s"
-    )
+    lines.append("no CUDA device: times are the interpreter's" if bandwidth is None else f"copy {bandwidth:.2f} TB/s")
     lines.append(f"{'rows':>5} {'q_len':>5} {'context':>8} {'decode':>16} {'context':>16}  faster")
     measured: Sequence[dict[str, object]] = result["lines"]  # type: ignore[assignment]
     kind = None
@@ -210,9 +202,7 @@ def show(result: dict[str, object]) -> str:
         cells = [f"{_time(line, 'decode'):>16}", f"{_time(line, 'context'):>16}"]
         faster = "decode" if float(str(line["decode_ms"])) <= float(str(line["context_ms"])) else "context"
         shape = f"{line['rows']:>5} {line['q_len']:>5} {line['context']:>8}"
-        lines.append(
-            f"{shape} {' '.join(cells)}  {faster:<8} {names.get(int(str(line['q_len'])), '')}".rstrip()
-        )
+        lines.append(f"{shape} {' '.join(cells)}  {faster:<8} {names.get(int(str(line['q_len'])), '')}".rstrip())
     return "\n".join(lines)
 
 

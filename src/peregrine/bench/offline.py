@@ -62,9 +62,7 @@ def run(plan: Plan, options: dict[str, object]) -> dict[str, object]:
     """Measure, and return everything as plain values."""
     speculative = {"max_rows": max(plan.rows), **options}
     model = str(speculative.pop("model", "merlin"))
-    plain = {name: value for name, value in speculative.items() if name not in SPECULATION} | {
-        "drafter": "none"
-    }
+    plain = {name: value for name, value in speculative.items() if name not in SPECULATION} | {"drafter": "none"}
     start_up_s = start_up_seconds(model, speculative)
     before = peak_mib()
     with ExitStack() as opened:
@@ -119,11 +117,9 @@ def measure(llm: LLM, rows: int, plan: Plan) -> tuple[dict[str, object], list[li
     rounds = sum(o.stats.rounds for o in outputs)
     stages = stage_times(llm, prompts, plan)
     accept = sum(o.stats.accepted for o in outputs) / rounds
-    return {
-        "tokens_per_s": round(statistics.median(speeds), 1),
-        "accept_length": round(accept, 3),
-        "stages": stages,
-    }, [o.token_ids for o in outputs]
+    return {"tokens_per_s": round(statistics.median(speeds), 1), "accept_length": round(accept, 3), "stages": stages}, [
+        o.token_ids for o in outputs
+    ]
 
 
 def stage_times(llm: LLM, prompts: Sequence[str], plan: Plan) -> dict[str, float]:
@@ -134,10 +130,7 @@ def stage_times(llm: LLM, prompts: Sequence[str], plan: Plan) -> dict[str, float
         llm.generate(list(prompts), sampling(plan), progress=False)
         total = time.perf_counter() - start
     rounds = max(1, clock.calls["round"])
-    spent = {
-        name: clock.seconds[name] / rounds * 1e3
-        for name in ("round", "verify", "judge", "propose", "kernels")
-    }
+    spent = {name: clock.seconds[name] / rounds * 1e3 for name in ("round", "verify", "judge", "propose", "kernels")}
     rest = spent["round"] - spent["verify"] - spent["judge"] - spent["propose"]
     return {
         "round_ms": round(spent["round"], 3),
@@ -216,9 +209,7 @@ def show(result: dict[str, object]) -> str:
     for line in result["rows"]:  # type: ignore[attr-defined]
         plain, spec = line["plain"], line["speculative"]
         lines.append(style(f"rows {line['rows']}", "bold"))
-        lines.append(
-            f"  plain        {plain['tokens_per_s']:9.1f} tok/s   round {plain['stages']['round_ms']} ms"
-        )
+        lines.append(f"  plain        {plain['tokens_per_s']:9.1f} tok/s   round {plain['stages']['round_ms']} ms")
         if "transformers" in line:
             peer = line["transformers"]["tokens_per_s"]
             lines.append(f"  transformers {peer:9.1f} tok/s   ratio {plain['tokens_per_s'] / peer:.2f}x")

@@ -51,15 +51,11 @@ def lines(series: Sequence[Series], places: Sequence[str], x_label: str, y_label
     parts = [vertical_axis(scale, y_label), *place_names(places, x_label)]
     for index, each in enumerate(series):
         points = [
-            (place_x(i, len(places)), scale.y(value), value)
-            for i, value in enumerate(each.values)
-            if value is not None
+            (place_x(i, len(places)), scale.y(value), value) for i, value in enumerate(each.values) if value is not None
         ]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y, _ in points)
         colour = index % NUM_COLOURS
-        parts.append(
-            f'<polyline class="line s{colour}" stroke-dasharray="{DASHES[colour]}" points="{path}"/>'
-        )
+        parts.append(f'<polyline class="line s{colour}" stroke-dasharray="{DASHES[colour]}" points="{path}"/>')
         parts += [marker(colour, x, y, f"{each.label}: {short(value)}") for x, y, value in points]
     return frame(HEIGHT, parts, f"{y_label} by {x_label}") + legend([each.label for each in series])
 
@@ -161,10 +157,7 @@ def place_names(places: Sequence[str], label: str) -> list[str]:
         for i, name in enumerate(places)
     ]
     middle = (LEFT + WIDTH - RIGHT) / 2
-    return [
-        *written,
-        f'<text class="axis" x="{middle}" y="{HEIGHT - 5}" text-anchor="middle">{escape(label)}</text>',
-    ]
+    return [*written, f'<text class="axis" x="{middle}" y="{HEIGHT - 5}" text-anchor="middle">{escape(label)}</text>']
 
 
 def place_x(index: int, count: int) -> float:

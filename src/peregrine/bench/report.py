@@ -115,11 +115,7 @@ def tiles(results: Sequence[Result]) -> Iterator[tuple[str, str, str]]:
             yield best["shape"], "", f"{word}: {plots.short(best['tokens_per_s'])} tokens/s ({result.name})"
     for result in of_kind(results, "serve"):
         best = max(result.data["cases"], key=lambda case: float(case["output_tokens_per_s"]))
-        yield (
-            plots.short(best["output_tokens_per_s"]),
-            "tokens/s",
-            f"served, {title_of(best)} ({result.name})",
-        )
+        yield (plots.short(best["output_tokens_per_s"]), "tokens/s", f"served, {title_of(best)} ({result.name})")
 
 
 def throughput_figures(served: Sequence[Result]) -> Iterator[Figure]:
@@ -166,9 +162,7 @@ def acceptance_figures(results: Sequence[Result]) -> Iterator[Figure]:
             for name, told in found
         ]
         lengths = "; ".join(f"{name} {told['accept_length']:.2f}" for name, told in found)
-        picture = plots.lines(
-            series, [str(place + 1) for place in range(depth)], "draft", "share accepted", top=1
-        )
+        picture = plots.lines(series, [str(place + 1) for place in range(depth)], "draft", "share accepted", top=1)
         yield Figure("Acceptance by position", f"Tokens per round, bonus included: {lengths}.", picture)
 
 
@@ -191,15 +185,9 @@ def sweep_figures(swept: Sequence[Result]) -> Iterator[Figure]:
         ]
         tied = result.data["tied"]
         text = f"{result.data['best']} is fastest on these prompts, {requests(result.data['rows'])}, "
+        text += f"but the repeats do not tell it from {', '.join(tied)}." if tied else "beyond the spread of repeats."
         text += (
-            f"but the repeats do not tell it from {', '.join(tied)}."
-            if tied
-            else "beyond the spread of repeats."
-        )
-        text += (
-            " All shapes gave the same tokens."
-            if result.data["identical"]
-            else " THE SHAPES GAVE DIFFERENT TOKENS."
+            " All shapes gave the same tokens." if result.data["identical"] else " THE SHAPES GAVE DIFFERENT TOKENS."
         )
         yield Figure(f"Which drafts pay ({result.name})", text, plots.bars(entries, "tokens/s"))
 
@@ -225,9 +213,7 @@ def round_figures(measured: Sequence[Result]) -> Iterator[Figure]:
                 parts.append(f"<h4>{caption}</h4>{plots.waterfall(spans, most, 'ms')}")
             ratio, gained = totals["speculative"] / totals["plain"], line["speculative"]["accept_length"]
             text = f"A speculative round takes {ratio:.2f}x a plain one's time and brings {gained:.2f}x its tokens."
-            yield Figure(
-                f"Where a round's time goes, {requests(line['rows'])} ({result.name})", text, "".join(parts)
-            )
+            yield Figure(f"Where a round's time goes, {requests(line['rows'])} ({result.name})", text, "".join(parts))
 
 
 def latency_figures(served: Sequence[Result]) -> Iterator[Figure]:
@@ -238,17 +224,14 @@ def latency_figures(served: Sequence[Result]) -> Iterator[Figure]:
         parts = []
         for title, field in COLUMNS:
             series = [
-                plots.Series(f"{title} {name}", [c[field] and c[field][name] for c in cases])
-                for name in PERCENTILES
+                plots.Series(f"{title} {name}", [c[field] and c[field][name] for c in cases]) for name in PERCENTILES
             ]
             parts.append(
                 f"<div><h4>{title}</h4>{plots.ranges(series, places, 'requests at a time, or arrivals/s', 'ms')}</div>"
             )
         legend = plots.legend(PERCENTILES)
         picture = f'<div class="four">{"".join(parts)}</div>{legend}'
-        text = (
-            "TTFT: to the first token. TPOT: per further token. ITL: between chunks. E2E: the whole answer."
-        )
+        text = "TTFT: to the first token. TPOT: per further token. ITL: between chunks. E2E: the whole answer."
         yield Figure(f"Latency percentiles ({result.name})", text, picture, wide=True)
 
 

@@ -208,9 +208,7 @@ def time_host(engine: Engine) -> float:
     return worked / HOST_ROUNDS
 
 
-def figures(
-    case: Case, watch: Watch, host_s: float, num_bytes: float, hits: float, bandwidth: float
-) -> Figures:
+def figures(case: Case, watch: Watch, host_s: float, num_bytes: float, hits: float, bandwidth: float) -> Figures:
     """The case's figures from what was seen; a round must read `num_bytes`, and `hits` experts of a layer."""
     count = len(watch.spans)
     total_ms = watch.spans[0][0].elapsed_time(watch.spans[-1][1])

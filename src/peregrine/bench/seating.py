@@ -13,13 +13,7 @@ def seat(engine: Engine, rows: int, context: int, max_tokens: int) -> list[Reque
     fill_stores(engine)
     generator = torch.Generator().manual_seed(context)
     prompts = torch.randint(0, engine.limits.vocab_size, (rows, context), generator=generator).tolist()
-    params = SamplingParams(
-        temperature=0.0,
-        seed=1,
-        max_tokens=max_tokens,
-        ignore_eos=True,
-        detokenize=False,
-    )
+    params = SamplingParams(temperature=0.0, seed=1, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
     requests = [engine.prepare(prompt, params) for prompt in prompts]
     for request in requests:
         engine.enqueue(request)

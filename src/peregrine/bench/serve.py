@@ -146,9 +146,7 @@ async def closed_loop(ask: Ask, orders: Sequence[Order], concurrency: int) -> li
     return exchanges
 
 
-async def open_loop(
-    ask: Ask, orders: Sequence[Order], times: Sequence[float], client: Client
-) -> list[Exchange]:
+async def open_loop(ask: Ask, orders: Sequence[Order], times: Sequence[float], client: Client) -> list[Exchange]:
     """Each at its time, however many are still under way."""
     begun, sent = client.clock(), []
     for order, time in zip(orders, times, strict=True):
@@ -197,9 +195,7 @@ async def warm_up(plan: Plan, client: Client, model: str) -> None:
     """One request that is not counted; a server that cannot answer it cannot be measured."""
     exchange = await client.stream(*body_of(plan, model, plan.prompts[0], plan.seed))
     if exchange.error is not None:
-        raise ConfigError(
-            f"url={client.url!r}: the first request failed ({exchange.error}); nothing was measured"
-        )
+        raise ConfigError(f"url={client.url!r}: the first request failed ({exchange.error}); nothing was measured")
 
 
 async def flush(client: Client) -> bool:

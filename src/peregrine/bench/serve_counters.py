@@ -33,9 +33,7 @@ class Counters:
             "correct": correct,
             "accept_length": 1 + correct / rounds,
             "accept_rate": correct / drafted if drafted else 0.0,
-            "by_position": [
-                (now - then) / rounds for now, then in zip(self.by_position, before, strict=True)
-            ],
+            "by_position": [(now - then) / rounds for now, then in zip(self.by_position, before, strict=True)],
         }
 
 

@@ -17,9 +17,7 @@ def show(result: dict[str, Any]) -> str:
     if result["requests"] > result["prompts"]:
         lines.append("prompts repeat within a case: a server with a prefix cache reads the later ones faster")
     if any(case["tokens_from"] == "chunks" for case in result["cases"]):
-        lines.append(
-            "the server reports no usage: tokens are counted by chunks, too few where a chunk holds several"
-        )
+        lines.append("the server reports no usage: tokens are counted by chunks, too few where a chunk holds several")
     for case in result["cases"]:
         lines += ["", *show_case(case, result["limits"])]
     return "\n".join(lines)
@@ -36,9 +34,7 @@ def show_case(case: dict[str, Any], limits: dict[str, float]) -> list[str]:
         f"{case['output_tokens_per_s']:.1f} tokens/s, {case['requests_per_s']:.2f} requests/s"
     )
     if case["good_requests_per_s"] is not None:
-        kept = ", ".join(
-            f"{name.removesuffix('_ms').upper()} <= {value:g} ms" for name, value in limits.items()
-        )
+        kept = ", ".join(f"{name.removesuffix('_ms').upper()} <= {value:g} ms" for name, value in limits.items())
         lines.append(
             f"  goodput {case['good_requests_per_s']:.2f} requests/s, {case['good_share']:.0%} of all ({kept})"
         )
@@ -46,9 +42,7 @@ def show_case(case: dict[str, Any], limits: dict[str, float]) -> list[str]:
     lines.append(f"  {HEAD}")
     for title, name in COLUMNS:
         figures = case[name]
-        written = (
-            "".join(f"{figures[key]:10.2f}" for key in ("mean", "p50", "p90", "p99")) if figures else "none"
-        )
+        written = "".join(f"{figures[key]:10.2f}" for key in ("mean", "p50", "p90", "p99")) if figures else "none"
         lines.append(f"  {title:>6}{written:>10}")
     return lines
 

@@ -43,9 +43,7 @@ class Plan:
 
     def shapes(self) -> dict[str, dict[str, object]]:
         """The engine options of every shape, by its name."""
-        chains: dict[str, dict[str, object]] = {
-            f"chain {k}" if k else "plain": {"num_drafts": k} for k in self.drafts
-        }
+        chains: dict[str, dict[str, object]] = {f"chain {k}" if k else "plain": {"num_drafts": k} for k in self.drafts}
         return chains | {"tree " + ",".join(map(str, tree)): {"tree": tree} for tree in self.trees}
 
 
@@ -70,8 +68,7 @@ def run(plan: Plan, options: dict[str, object]) -> dict[str, Any]:
         except ConfigError as error:
             refused[name] = str(error)
     lines = [
-        {"shape": name, "refused": refused[name]} if name in refused else summary(name, passes[name])
-        for name in shapes
+        {"shape": name, "refused": refused[name]} if name in refused else summary(name, passes[name]) for name in shapes
     ]
     best = best_of(lines)
     texts = [each.tokens for several in passes.values() for each in several]

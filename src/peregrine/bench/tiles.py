@@ -87,9 +87,7 @@ def check_rows(rows: Iterable[int]) -> None:
     """Refuse rows that no tile is as high as."""
     for count in rows:
         if count not in HEIGHTS:
-            raise ConfigError(
-                f"rows={count}: tiles are {', '.join(map(str, HEIGHTS))} rows high; choose among those"
-            )
+            raise ConfigError(f"rows={count}: tiles are {', '.join(map(str, HEIGHTS))} rows high; choose among those")
 
 
 def shapes_of(networks: Iterable[nn.Module]) -> list[WeightShape]:
@@ -138,9 +136,7 @@ def measure(shape: WeightShape, rows: int, time_us: Callable[[WeightShape, Tile]
     times = {entry: us for entry, us in timed.items() if us is not None}
     chosen = entry_of(pick_tile(rows, shape.outputs, shape.inputs, shape.gate, shape.on_hopper))
     if chosen not in times:
-        raise ConfigError(
-            f"bench tiles: the table's tile {chosen} does not fit this device; change linear_tiles.py"
-        )
+        raise ConfigError(f"bench tiles: the table's tile {chosen} does not fit this device; change linear_tiles.py")
     fastest = min(times, key=lambda entry: times[entry])
     return Line(
         **asdict(shape),

@@ -57,9 +57,7 @@ class KVStore:
             if size < 1:
                 raise ConfigError(f"{field}={size}: a KV store needs at least 1")
         if shape.shared and shape.value_dim > shape.key_dim:
-            raise ConfigError(
-                f"value_dim={shape.value_dim}: shared values are a part of key_dim={shape.key_dim}"
-            )
+            raise ConfigError(f"value_dim={shape.value_dim}: shared values are a part of key_dim={shape.key_dim}")
         self.num_layers = num_layers
         self.num_pages = num_pages
         self.page_size = page_size

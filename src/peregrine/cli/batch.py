@@ -46,8 +46,5 @@ def run(args: argparse.Namespace) -> int:
     with Ledger(args.target) as ledger, open_llm(options) as llm:
         batch = Batch(args.source, ledger, llm, name)
         batch.run()
-    print(
-        f"{len(batch.ids)} requests answered, {batch.num_refused} of them refused in this run",
-        file=sys.stderr,
-    )
+    print(f"{len(batch.ids)} requests answered, {batch.num_refused} of them refused in this run", file=sys.stderr)
     return 1 if batch.num_refused else 0

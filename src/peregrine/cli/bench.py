@@ -26,9 +26,7 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    offline.add_argument(
-        "--rows", type=int, nargs="+", default=[1, 8], metavar="N", help="batch sizes (default: 1 8)"
-    )
+    offline.add_argument("--rows", type=int, nargs="+", default=[1, 8], metavar="N", help="batch sizes (default: 1 8)")
     offline.add_argument("--tokens", type=int, default=128, metavar="N", help="per request (default: 128)")
     offline.add_argument("--repeats", type=int, default=3, metavar="N", help="the median counts (default: 3)")
     offline.add_argument("--temperature", type=float, default=0.0, metavar="T", help="(default: 0)")
@@ -101,9 +99,7 @@ def add_round(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
         help="(default: 1x2048 1x32768 8x2048 32x2048)",
     )
     parser.add_argument("--rounds", type=int, default=200, metavar="N", help="per case (default: 200)")
-    parser.add_argument(
-        "--accept", type=float, metavar="LEN", help="simulated tokens per round, bonus counted"
-    )
+    parser.add_argument("--accept", type=float, metavar="LEN", help="simulated tokens per round, bonus counted")
     add_result_flags(parser)
     add_engine_flags(parser)
     parser.set_defaults(run=run_round)
@@ -138,16 +134,9 @@ def add_kernels(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
         epilog="examples:\n  peregrine bench kernels\n  peregrine bench kernels --rows 1 --contexts 131072",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32], metavar="N", help="(default: 1 8 32)")
     parser.add_argument(
-        "--rows", type=int, nargs="+", default=[1, 8, 32], metavar="N", help="(default: 1 8 32)"
-    )
-    parser.add_argument(
-        "--q-lens",
-        type=int,
-        nargs="+",
-        default=[1, 4, 8],
-        metavar="N",
-        help="queries on each row (default: 1 4 8)",
+        "--q-lens", type=int, nargs="+", default=[1, 4, 8], metavar="N", help="queries on each row (default: 1 4 8)"
     )
     parser.add_argument(
         "--contexts", type=int, nargs="+", default=[2048, 32768], metavar="N", help="(default: 2048 32768)"

@@ -14,9 +14,7 @@ def add_result_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="FILE", help="also write the JSON here")
 
 
-def finish(
-    result: dict[str, object], show: Callable[[dict[str, object]], str], args: argparse.Namespace
-) -> None:
+def finish(result: dict[str, object], show: Callable[[dict[str, object]], str], args: argparse.Namespace) -> None:
     """Print the result, and write it if a file was named, with the command that made it."""
     written = json.dumps({"command": command_line(sys.argv), **result}, indent=2)
     if args.out is not None:

@@ -171,9 +171,7 @@ def run_report(args: argparse.Namespace) -> int:
 def add_prompt_flags(parser: argparse.ArgumentParser) -> None:
     """Where prompts come from."""
     source = parser.add_mutually_exclusive_group()
-    source.add_argument(
-        "--prompts", type=Path, metavar="FILE", help='JSONL of {"prompt": ...} or {"messages": [...]}'
-    )
+    source.add_argument("--prompts", type=Path, metavar="FILE", help='JSONL of {"prompt": ...} or {"messages": [...]}')
     source.add_argument(
         "--set",
         default="short-chat",

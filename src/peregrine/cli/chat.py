@@ -9,13 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from peregrine.cli.demo import print_pieces
-from peregrine.cli.flags import (
-    add_engine_flags,
-    add_sampling_flags,
-    engine_options,
-    open_llm,
-    sampling_options,
-)
+from peregrine.cli.flags import add_engine_flags, add_sampling_flags, engine_options, open_llm, sampling_options
 from peregrine.errors import RequestError
 from peregrine.log import style
 from peregrine.sampling import SamplingParams, sampling_params
@@ -101,9 +95,7 @@ class Chat:
         """What the user should know first."""
         chosen = {made.field: made.value for made in self.llm.decisions}
         mark = style("underlined", "green", "underline")
-        print(
-            f"{chosen['model']}, drafter {chosen['drafter']}; {mark}: drafted and correct. /help lists commands."
-        )
+        print(f"{chosen['model']}, drafter {chosen['drafter']}; {mark}: drafted and correct. /help lists commands.")
 
     def take(self, line: str) -> bool:
         """Answer a line or obey it; False if it ends the chat. What cannot be done is said, and the chat goes on."""

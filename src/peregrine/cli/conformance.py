@@ -35,9 +35,7 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     parser.add_argument("--device", default="auto", metavar="DEVICE", help="(default: auto)")
     parser.add_argument("--dtype", metavar="DTYPE", help="one dtype (default: all that the backend has)")
     parser.add_argument("--quick", action="store_true", help="each setting once, with small shapes")
-    parser.add_argument(
-        "--part", type=part, default=(0, 1), metavar="I/N", help="the I-th of N parts of the cases"
-    )
+    parser.add_argument("--part", type=part, default=(0, 1), metavar="I/N", help="the I-th of N parts of the cases")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.set_defaults(run=run)
 
@@ -94,7 +92,5 @@ def pick_dtypes(name: str | None, backend: "AttentionBackend") -> "list[torch.dt
     if name is None:
         return list(promised.values())
     if name not in promised:
-        raise ConfigError(
-            f"dtype={name!r}: {backend.name} computes in {', '.join(promised)}; choose one of them"
-        )
+        raise ConfigError(f"dtype={name!r}: {backend.name} computes in {', '.join(promised)}; choose one of them")
     return [promised[name]]

@@ -6,13 +6,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from peregrine.cli.flags import (
-    add_engine_flags,
-    add_sampling_flags,
-    engine_options,
-    open_llm,
-    sampling_options,
-)
+from peregrine.cli.flags import add_engine_flags, add_sampling_flags, engine_options, open_llm, sampling_options
 from peregrine.config import EngineConfig
 from peregrine.errors import EngineFault
 from peregrine.log import is_terminal, style
@@ -69,18 +63,14 @@ def complete_options(options: dict[str, object], folder: str) -> dict[str, objec
     if "model" not in options and MODEL not in embedded_models():
         from peregrine.models.random_checkpoint import make_random_checkpoint
 
-        print(
-            "This build has no embedded model: a small one with random weights stands in; it writes nonsense."
-        )
+        print("This build has no embedded model: a small one with random weights stands in; it writes nonsense.")
         model = str(make_random_checkpoint(folder, **STAND_IN))
     # Without a draft head the guesses come from the text itself.
     head = (find_model(model) / "eagle3" / "config.json").exists()
     return {"model": model, "drafter": "auto" if head else "ngram"} | options
 
 
-def decode(
-    title: str, prompt: str, params: SamplingParams, options: dict[str, object], marked: bool
-) -> "Output":
+def decode(title: str, prompt: str, params: SamplingParams, options: dict[str, object], marked: bool) -> "Output":
     """Load, warm up, stream the text under a title, and return the output."""
     with open_llm(options) as llm:
         # The first steps compile kernels and touch cold memory; they are no part of the figures.

@@ -112,9 +112,7 @@ def add_flags(parser: argparse.ArgumentParser, title: str, flags: tuple[Flag, ..
         text = (flag.help + shown).replace("%", "%%")
         if flag.parse is None:
             switch = argparse.BooleanOptionalAction
-            group.add_argument(
-                flag.option, dest=flag.field, action=switch, default=argparse.SUPPRESS, help=text
-            )
+            group.add_argument(flag.option, dest=flag.field, action=switch, default=argparse.SUPPRESS, help=text)
             continue
         group.add_argument(
             flag.option,

@@ -6,13 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from peregrine.cli.flags import (
-    add_engine_flags,
-    add_sampling_flags,
-    engine_options,
-    open_llm,
-    sampling_options,
-)
+from peregrine.cli.flags import add_engine_flags, add_sampling_flags, engine_options, open_llm, sampling_options
 from peregrine.errors import ConfigError, EngineFault
 from peregrine.log import style
 from peregrine.sampling import sampling_params
@@ -41,15 +35,9 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="the text to continue")
-    parser.add_argument(
-        "--file", metavar="PATH", help="read the prompt from a file (its last line break is dropped)"
-    )
-    parser.add_argument(
-        "--chat", action="store_true", help="send the prompt as a user's message in the chat format"
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print the whole result as JSON when it is complete"
-    )
+    parser.add_argument("--file", metavar="PATH", help="read the prompt from a file (its last line break is dropped)")
+    parser.add_argument("--chat", action="store_true", help="send the prompt as a user's message in the chat format")
+    parser.add_argument("--json", action="store_true", help="print the whole result as JSON when it is complete")
     add_sampling_flags(parser)
     add_engine_flags(parser)
     parser.set_defaults(run=run)

@@ -41,10 +41,7 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     group.add_argument("--max-prompt", type=int, metavar="TOKENS", help="(default: what the context holds)")
     group.add_argument("--max-body-bytes", type=int, metavar="BYTES", help="(default: 2 MiB)")
     group.add_argument(
-        "--drain-seconds",
-        type=float,
-        metavar="S",
-        help="how long requests may go on after SIGTERM (default: 30)",
+        "--drain-seconds", type=float, metavar="S", help="how long requests may go on after SIGTERM (default: 30)"
     )
     add_engine_flags(parser)
     parser.set_defaults(run=run)
@@ -60,9 +57,7 @@ def run(args: argparse.Namespace) -> int:
     given = vars(args)
     keys = [*given.get("api_keys", ()), *read_keys(given.get("api_key_file"))]
     known = {entry.name for entry in fields(ServeConfig)} - {"api_keys"}
-    settings = ServeConfig(
-        **{name: value for name, value in given.items() if name in known}, api_keys=tuple(keys)
-    )
+    settings = ServeConfig(**{name: value for name, value in given.items() if name in known}, api_keys=tuple(keys))
     options = engine_options(args)
     serve(str(options.get("model", EngineConfig().model)), lambda: open_llm(options), settings)
     return 0

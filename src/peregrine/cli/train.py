@@ -44,14 +44,10 @@ def add_head(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
     )
     given = parser.add_argument_group("what from what")
     given.add_argument("--target", required=True, metavar="MODEL", help="the model's folder or name")
-    given.add_argument(
-        "--data", required=True, nargs="+", type=Path, metavar="FILE", help="text to take prompts from"
-    )
+    given.add_argument("--data", required=True, nargs="+", type=Path, metavar="FILE", help="text to take prompts from")
     given.add_argument("--shares", nargs="+", type=float, metavar="X", help="of each file (default: by size)")
     given.add_argument("--start", type=Path, metavar="FOLDER", help="go on from this head's weights")
-    given.add_argument(
-        "--out", required=True, type=Path, metavar="FOLDER", help="for the head and its report"
-    )
+    given.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="for the head and its report")
     add_sampling(parser.add_argument_group("sampling"))
     add_training(parser.add_argument_group("training"))
     add_measuring(parser.add_argument_group("measuring and machine"))
@@ -60,15 +56,9 @@ def add_head(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
 
 def add_sampling(group: "argparse._ArgumentGroup") -> None:
     """How much text the target writes."""
-    group.add_argument(
-        "--tokens", type=int, default=2_000_000, metavar="N", help="to sample (default: 2000000)"
-    )
-    group.add_argument(
-        "--max-tokens", type=int, default=224, metavar="N", help="of one sample (default: 224)"
-    )
-    group.add_argument(
-        "--prompt-tokens", type=int, default=192, metavar="N", help="of a prompt at most (default: 192)"
-    )
+    group.add_argument("--tokens", type=int, default=2_000_000, metavar="N", help="to sample (default: 2000000)")
+    group.add_argument("--max-tokens", type=int, default=224, metavar="N", help="of one sample (default: 224)")
+    group.add_argument("--prompt-tokens", type=int, default=192, metavar="N", help="of a prompt at most (default: 192)")
     group.add_argument(
         "--text-tokens",
         type=int,
@@ -87,9 +77,7 @@ def add_training(group: "argparse._ArgumentGroup") -> None:
     group.add_argument("--steps", type=int, metavar="N", help="updates (default: 3000)")
     group.add_argument("--minutes", type=float, metavar="M", help="train this long instead of --steps")
     group.add_argument("--batch", type=int, default=32, metavar="ROWS", help="per update (default: 32)")
-    group.add_argument(
-        "--unroll", type=int, default=5, metavar="K", help="drafts ahead to train for (default: 5)"
-    )
+    group.add_argument("--unroll", type=int, default=5, metavar="K", help="drafts ahead to train for (default: 5)")
     group.add_argument(
         "--draft-vocab",
         default="auto",
@@ -107,11 +95,7 @@ def add_training(group: "argparse._ArgumentGroup") -> None:
 def add_measuring(group: "argparse._ArgumentGroup") -> None:
     """On what and where."""
     group.add_argument(
-        "--eval-prompts",
-        type=int,
-        default=64,
-        metavar="N",
-        help="held-out prompts to measure on (default: 64)",
+        "--eval-prompts", type=int, default=64, metavar="N", help="held-out prompts to measure on (default: 64)"
     )
     group.add_argument("--eval-tokens", type=int, default=128, metavar="N", help="of each (default: 128)")
     group.add_argument("--no-eval", action="store_true", help="leave the measuring out")
@@ -132,19 +116,11 @@ def add_merlin(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     parser.add_argument(
         "--work", type=Path, metavar="FOLDER", help="for what is kept between stages (default: OUT.work)"
     )
+    parser.add_argument("--steps", type=int, metavar="N", help="updates of the target (default: its recipe's)")
     parser.add_argument(
-        "--steps", type=int, metavar="N", help="updates of the target (default: its recipe's)"
+        "--head-tokens", type=int, default=4_000_000, metavar="N", help="to sample for the head (default: 4000000)"
     )
-    parser.add_argument(
-        "--head-tokens",
-        type=int,
-        default=4_000_000,
-        metavar="N",
-        help="to sample for the head (default: 4000000)",
-    )
-    parser.add_argument(
-        "--head-steps", type=int, default=3000, metavar="N", help="updates of the head (default: 3000)"
-    )
+    parser.add_argument("--head-steps", type=int, default=3000, metavar="N", help="updates of the head (default: 3000)")
     parser.add_argument("--device", default="auto", metavar="DEVICE", help="auto, cpu, cuda or cuda:INDEX")
     parser.set_defaults(run=run_merlin)
 
@@ -162,9 +138,7 @@ def run_head(args: argparse.Namespace) -> int:
         target=args.target,
         data=tuple(args.data),
         out=args.out,
-        plan=SamplingPlan(
-            args.tokens, args.max_tokens, args.prompt_tokens, rows, args.seed, args.sample_minutes
-        ),
+        plan=SamplingPlan(args.tokens, args.max_tokens, args.prompt_tokens, rows, args.seed, args.sample_minutes),
         options=HeadOptions(
             batch_rows=args.batch,
             steps=steps,
@@ -201,9 +175,7 @@ def run_merlin(args: argparse.Namespace) -> int:
     work = args.work or args.out.with_name(args.out.name + ".work")
     options = Options() if args.steps is None else replace(Options(), steps=args.steps)
     make_merlin(
-        MerlinOrder(
-            Workshop(args.data, args.out, work), options, args.head_tokens, args.head_steps, args.device
-        )
+        MerlinOrder(Workshop(args.data, args.out, work), options, args.head_tokens, args.head_steps, args.device)
     )
     print(f"the model is in {args.out}, its head in {args.out / 'eagle3'}")
     return 0

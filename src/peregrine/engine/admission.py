@@ -36,21 +36,15 @@ def admit(request_id: int, prompt: list[int], params: SamplingParams, limits: Li
     limits.check_ids("stop_token_ids", params.stop_token_ids)
     if params.num_drafts is not None and params.num_drafts > limits.num_drafts:
         remedy = f"use 0 to {limits.num_drafts}, or start the engine with more"
-        raise RequestError(
-            "num_drafts", params.num_drafts, f"the engine drafts {limits.num_drafts} deep", remedy
-        )
+        raise RequestError("num_drafts", params.num_drafts, f"the engine drafts {limits.num_drafts} deep", remedy)
     room = limits.max_len - len(prompt)
     if params.max_tokens is not None and params.max_tokens > room:
         problem = f"the prompt's {len(prompt)} tokens and max_tokens exceed the context of {limits.max_len}"
         raise RequestError("max_tokens", params.max_tokens, problem, f"use at most {room}")
     limit = len(prompt) + (room if params.max_tokens is None else params.max_tokens)
     if limit + limits.span > limits.num_places:
-        problem = (
-            f"{limit} tokens and {limits.span} for drafts exceed the {limits.num_places} places of all pages"
-        )
-        raise RequestError(
-            "max_tokens", params.max_tokens, problem, "lower it, or start the engine with more pages"
-        )
+        problem = f"{limit} tokens and {limits.span} for drafts exceed the {limits.num_places} places of all pages"
+        raise RequestError("max_tokens", params.max_tokens, problem, "lower it, or start the engine with more pages")
     seed = secrets.randbits(SEED_BITS) if params.seed is None else params.seed
     return Request(request_id, prompt, params, seed, limit)
 
@@ -60,16 +54,10 @@ def _check_prompt(prompt: list[int], limits: Limits) -> None:
         raise RequestError("prompt", prompt, "is empty", "pass at least one token")
     if len(prompt) >= limits.max_len:
         problem = f"{len(prompt)} tokens leave no room in the context of {limits.max_len}"
-        raise RequestError(
-            "prompt", f"{len(prompt)} tokens", problem, f"shorten it to {limits.max_len - 1} or fewer"
-        )
-    bad = [
-        t for t in prompt if isinstance(t, bool) or not isinstance(t, int) or not 0 <= t < limits.vocab_size
-    ]
+        raise RequestError("prompt", f"{len(prompt)} tokens", problem, f"shorten it to {limits.max_len - 1} or fewer")
+    bad = [t for t in prompt if isinstance(t, bool) or not isinstance(t, int) or not 0 <= t < limits.vocab_size]
     if bad:
-        raise RequestError(
-            "prompt", bad[0], "is not a token id", f"ids run from 0 to {limits.vocab_size - 1}"
-        )
+        raise RequestError("prompt", bad[0], "is not a token id", f"ids run from 0 to {limits.vocab_size - 1}")
 
 
 def seat_entry(request: Request, limits: Limits) -> SeatEntry:

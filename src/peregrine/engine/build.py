@@ -16,13 +16,7 @@ from peregrine.engine.engine import Engine, Pace
 from peregrine.engine.graphs import Graphs
 from peregrine.engine.holdings import Holdings
 from peregrine.engine.kernel_costs import choose_kernels, window_shapes
-from peregrine.engine.memory import (
-    explain_memory,
-    make_stores,
-    pick_num_pages,
-    scratch_bytes,
-    store_shape_of,
-)
+from peregrine.engine.memory import explain_memory, make_stores, pick_num_pages, scratch_bytes, store_shape_of
 from peregrine.engine.runner import VARIANTS, Runner
 from peregrine.engine.sources import ModelSource, open_source
 from peregrine.errors import ConfigError
@@ -59,9 +53,7 @@ def build_engine(asked: EngineConfig) -> Built:
         Decision("model", *source.describe(asked.model)),
         Decision("device", str(device), "asked for" if asked.device != "auto" else "the fastest there is"),
         Decision(
-            "dtype",
-            str(dtype).removeprefix("torch."),
-            "asked for" if asked.dtype != "auto" else dtype_reason(device),
+            "dtype", str(dtype).removeprefix("torch."), "asked for" if asked.dtype != "auto" else dtype_reason(device)
         ),
     ]
     max_len = pick_max_len(asked, source.config)  # refused before anything large is loaded
@@ -109,22 +101,13 @@ def build_engine(asked: EngineConfig) -> Built:
 
 
 def assemble(
-    asked: EngineConfig,
-    target: BoundModel,
-    drafter: Drafter,
-    tokenizer: Tokenizer,
-    max_len: int,
-    pace: Pace,
+    asked: EngineConfig, target: BoundModel, drafter: Drafter, tokenizer: Tokenizer, max_len: int, pace: Pace
 ) -> Engine:
     """Put the parts together; nothing is decided here."""
     device, num_pages = target.store.keys.device, target.store.num_pages
     num_seats = pace.max_rows if pace.row_sizes is None else max(pace.row_sizes)
     seats = SeatState(num_seats, drafter.shape, max_len, asked.page_size, device)
-    verdicts = (
-        judge
-        if asked.simulate_accept is None
-        else simulated_judge(asked.simulate_accept, drafter.shape.depth)
-    )
+    verdicts = judge if asked.simulate_accept is None else simulated_judge(asked.simulate_accept, drafter.shape.depth)
     lookahead = int(drafter.reads_next_token)
     pool = PagePool(num_pages)
     tree = PrefixTree(pool, asked.page_size, lookahead) if asked.prefix_cache else None

@@ -50,9 +50,7 @@ class Engine:
         shape = runner.drafter.shape
         self._most_accepted, self._span = shape.depth + 1, shape.span  # of one round
         self._ended: list[Delta] = []  # of requests that ended outside a round
-        self._features: Features | None = (
-            None  # what those who run ask for; None: not known since the last change
-        )
+        self._features: Features | None = None  # what those who run ask for; None: not known since the last change
 
     @property
     def has_work(self) -> bool:
@@ -67,9 +65,7 @@ class Engine:
         """A request that can be served as asked; RequestError otherwise. Touches nothing of the engine's."""
         request = admit(next(self._ids), prompt, params, self.limits)
         if self.tokenizer is not None and params.detokenize:
-            request.stream = TextStream(
-                self.tokenizer, prompt, params.stops, skip_special=params.skip_special_tokens
-            )
+            request.stream = TextStream(self.tokenizer, prompt, params.stops, skip_special=params.skip_special_tokens)
         return request
 
     def enqueue(self, request: Request) -> None:
@@ -168,14 +164,10 @@ class Engine:
         for request, _ in before:
             while request.seat is not None and not self.holdings.reserve(request, self._reach(request)):
                 if self.runner.in_flight:
-                    deltas += (
-                        self._collect()
-                    )  # what is in flight may end a request, and is needed to put one back
+                    deltas += self._collect()  # what is in flight may end a request, and is needed to put one back
                 else:
                     self._put_back(max(self.running + self.reading, key=lambda r: r.turn))
-        grown = [
-            (r.seat, held, r.pages[held:]) for r, held in before if r.seat is not None and len(r.pages) > held
-        ]
+        grown = [(r.seat, held, r.pages[held:]) for r, held in before if r.seat is not None and len(r.pages) > held]
         self.runner.seats.set_pages(grown)
         return deltas
 

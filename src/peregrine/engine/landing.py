@@ -16,9 +16,7 @@ class Ring:
 
     def __init__(self, like: Tensor) -> None:
         pinned = like.is_cuda
-        self._buffers = deque(
-            torch.empty(like.shape, dtype=like.dtype, pin_memory=pinned) for _ in range(RING_SIZE)
-        )
+        self._buffers = deque(torch.empty(like.shape, dtype=like.dtype, pin_memory=pinned) for _ in range(RING_SIZE))
 
     def land(self, value: Tensor) -> Tensor:
         """Queue a copy into the buffer that was used longest ago."""

@@ -18,9 +18,7 @@ from peregrine.spec.registry import StoreShape
 CPU_SHARE, GPU_SHARE = 0.25, 0.85
 SPARE_PAGES = 8  # of one request, beyond its length: what rounds in flight may write
 LATENT_TILE = 64  # queries times heads that share a split of keys, at most
-SHARED_TILES = (
-    80  # tiles whose splits several programs share: with more of them each has a program of its own
-)
+SHARED_TILES = 80  # tiles whose splits several programs share: with more of them each has a program of its own
 GIB = 2**30
 
 
@@ -69,11 +67,7 @@ def page_bytes(stores: Sequence[StoreShape], page_size: int, dtype: torch.dtype)
 def scratch_bytes(asked: EngineConfig, config: ModelConfig, max_len: int, dtype: torch.dtype) -> int:
     """About what the largest chunk of prompts and the largest round work in on a GPU, besides weights and pages."""
     size, latent, experts = dtype.itemsize, config.latent, config.experts
-    attention, mlp, round_bytes = (
-        2 * config.num_heads * config.head_dim * size,
-        config.intermediate_size * size,
-        0,
-    )
+    attention, mlp, round_bytes = (2 * config.num_heads * config.head_dim * size, config.intermediate_size * size, 0)
     if latent is not None:
         # Projected and absorbed queries, sums in float32, answers before and after they are mapped back.
         entries = latent.q_dim + latent.key_dim + latent.kv_rank + latent.value_dim

@@ -52,9 +52,7 @@ def read_stretches(target: BoundModel, drafter: Drafter, stretches: list[Stretch
             _read_alike(target, drafter, alike, page_size, scored)
 
 
-def _read_alike(
-    target: BoundModel, drafter: Drafter, stretches: list[Stretch], page_size: int, scored: bool
-) -> None:
+def _read_alike(target: BoundModel, drafter: Drafter, stretches: list[Stretch], page_size: int, scored: bool) -> None:
     """One ragged forward of the target, then the drafter absorbs the same tokens."""
     device = target.store.keys.device
     metadata = stretch_metadata(stretches, page_size, device)

@@ -144,9 +144,7 @@ class Delta:
 class Request:
     """One user's generation: what was asked, what it holds, what it has produced."""
 
-    def __init__(
-        self, request_id: int, prompt: list[int], params: SamplingParams, seed: int, limit: int
-    ) -> None:
+    def __init__(self, request_id: int, prompt: list[int], params: SamplingParams, seed: int, limit: int) -> None:
         self.id, self.prompt, self.params, self.seed, self.limit = request_id, prompt, params, seed, limit
         self.stream: TextStream | None = None  # without a tokenizer there is no text
         self.generated: list[int] = []  # as the device has them

@@ -14,21 +14,12 @@ from peregrine.models.decoder import Decoder
 from peregrine.models.head_loading import has_prediction_layer
 from peregrine.models.heads import DraftHead
 from peregrine.models.loading import load_decoder, num_weights, stored_dtype
-from peregrine.models.shapes import (
-    PREFIX,
-    draw_decoder,
-    draw_head,
-    draw_prediction_layer,
-    shape_config,
-)
+from peregrine.models.shapes import PREFIX, draw_decoder, draw_head, draw_prediction_layer, shape_config
 from peregrine.spec.registry import DRAFTERS, DraftSource, find_drafter
 from peregrine.text.tokenizer import Tokenizer
 
 # How to draw the drafters that a shape can have.
-SHAPE_DRAFTERS: dict[str, Callable[[Decoder], DraftHead]] = {
-    "eagle3": draw_head,
-    "mtp": draw_prediction_layer,
-}
+SHAPE_DRAFTERS: dict[str, Callable[[Decoder], DraftHead]] = {"eagle3": draw_head, "mtp": draw_prediction_layer}
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,7 @@ from torch.nn import functional
 TILE = 16  # query rows (query tokens x heads of one KV head) per product
 BLOCK = 64  # key indices per product
 SPAN = 8 * BLOCK  # key indices that share one running maximum
-MAX_PRODUCTS = (
-    1024  # products that are worked on together, if one tile per lane and KV head allows; bounds memory
-)
+MAX_PRODUCTS = 1024  # products that are worked on together, if one tile per lane and KV head allows; bounds memory
 WORD_BITS = 64
 LOWEST = -1e30  # below any score, yet finite: the difference of two of them is 0 and not NaN
 
@@ -34,9 +32,7 @@ class QueryPlan:
     key_slots: Tensor  # [B, C] i64 slot of the lane's key at each index; C is a multiple of BLOCK
     limits: Tensor  # [B, Q] i64 the query sees key indices below this
     positions: Tensor  # [B, Q] i64 what the sliding window is measured from
-    shared: (
-        Tensor  # [B, Q] i64 a sliding window hides key indices below this only: the rest are tree ancestors
-    )
+    shared: Tensor  # [B, Q] i64 a sliding window hides key indices below this only: the rest are tree ancestors
     places: Tensor | None  # [B, Q] i64 token at each place of the lanes; None: tokens in order
     tokens: Tensor | None  # [N] i64 place of each token; None: tokens in order
 

@@ -8,9 +8,7 @@ import triton.language as tl
 
 TILE = 16  # query rows per tile, as many as the smallest matrix instruction takes
 BLOCK = 64  # key indices per product; a divisor of every split's width
-FLOAT32_BLOCK = (
-    16  # float32 has no matrix instruction: a product is written out, and large ones take long to compile
-)
+FLOAT32_BLOCK = 16  # float32 has no matrix instruction: a product is written out, and large ones take long to compile
 MAX_NODES = 64  # bits of an ancestor word
 
 

@@ -176,20 +176,7 @@ def context_kernel(  # type: ignore[no-untyped-def]
         factor = score_factor(scale, k_scale, SCALED)
         top, mass, sums = first_state(sinks, heads, live, D_PAD, SINKS)
         top, mass, sums = attend_run(
-            *(
-                queries,
-                keys,
-                values,
-                table,
-                paths,
-                past,
-                low,
-                limit,
-                live,
-                lowest // BLOCK * BLOCK,
-                stop,
-                factor,
-            ),
+            *(queries, keys, values, table, paths, past, low, limit, live, lowest // BLOCK * BLOCK, stop, factor),
             *(top, mass, sums, out, out, 0),
             *(D, STRIDE, PAGE, BLOCK, False, False, STAGES),
         )

@@ -13,13 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from peregrine.kernels.attention_hopper_blocks import (
-    BLOCK,
-    COLUMN,
-    WIDTH,
-    ask_for_blocks,
-    attend_blocks,
-)
+from peregrine.kernels.attention_hopper_blocks import BLOCK, COLUMN, WIDTH, ask_for_blocks, attend_blocks
 from peregrine.kernels.attention_tiles_gpu import LOG2_E
 
 

@@ -153,9 +153,7 @@ def attend_blocks(  # type: ignore[no-untyped-def]
         place = i % STAGES
         start = i * BLOCK
         mbarrier.wait(ready.index(place), (i // STAGES) & 1)
-        scores = warpgroup_mma(
-            k_tiles.index(place * COLUMNS), q_tiles.index(0).permute((1, 0)), zero, is_async=True
-        )
+        scores = warpgroup_mma(k_tiles.index(place * COLUMNS), q_tiles.index(0).permute((1, 0)), zero, is_async=True)
         if COLUMNS == 2:
             k_tile = k_tiles.index(place * COLUMNS + 1)
             scores = warpgroup_mma(k_tile, q_tiles.index(1).permute((1, 0)), scores, is_async=True)
@@ -177,9 +175,7 @@ def attend_blocks(  # type: ignore[no-untyped-def]
                 v_tile.store(gl.where(inside[:, None], v_tile.load(flat), 0.0))
         fence_async_shared()
         mass = warpgroup_mma(ones, p_tile, mass * kept, is_async=True)
-        first = warpgroup_mma(
-            v_tiles.index(place * COLUMNS).permute((1, 0)), p_tile, first * kept, is_async=True
-        )
+        first = warpgroup_mma(v_tiles.index(place * COLUMNS).permute((1, 0)), p_tile, first * kept, is_async=True)
         if COLUMNS == 2:
             v_tile = v_tiles.index(place * COLUMNS + 1).permute((1, 0))
             second = warpgroup_mma(v_tile, p_tile, second * kept, is_async=True)
@@ -191,9 +187,7 @@ def attend_blocks(  # type: ignore[no-untyped-def]
             old_top, old_mass = whole_top, whole_mass
             whole_top, whole_mass, whole_first = merge(old_top, old_mass, whole_first, top, row_mass, first)
             if COLUMNS == 2:
-                whole_top, whole_mass, whole_second = merge(
-                    old_top, old_mass, whole_second, top, row_mass, second
-                )
+                whole_top, whole_mass, whole_second = merge(old_top, old_mass, whole_second, top, row_mass, second)
     divisor = gl.where(live, whole_mass, 1.0)[None, :]
     to = ((tokens.to(gl.int64) * HEADS + heads) * D)[None, :] + dims[:, None]
     gl.store(out + to, (whole_first / divisor).to(NUMBER), mask=live[None, :])

@@ -42,9 +42,7 @@ def merge_kernel(  # type: ignore[no-untyped-def]
     query, member, live = tile_rows(tile, GROUP, ROWS)
     live = live & (query < q_len)
     past = tl.load(past_lens + row).to(tl.int32)
-    low, limit = sight(
-        positions, limits, row * q_len + query, live, past, num_pages * PAGE, window, TREE, WINDOWED
-    )
+    low, limit = sight(positions, limits, row * q_len + query, live, past, num_pages * PAGE, window, TREE, WINDOWED)
     first, end = split_of(tl.min(low)), split_of(tl.max(limit) - 1) + 1  # what the tile's programs have read
     mine = tl.program_id(0) * MERGED + tl.arange(0, MERGED)
     query, member, live = row_of_tile(tile, mine, GROUP, ROWS)

@@ -57,12 +57,7 @@ class GpuPlan:
 
 
 def plan_gpu(
-    positions: Tensor,
-    q_starts: Tensor,
-    past_lens: Tensor,
-    page_table: Tensor,
-    page_size: int,
-    ancestors: Tensor | None,
+    positions: Tensor, q_starts: Tensor, past_lens: Tensor, page_table: Tensor, page_size: int, ancestors: Tensor | None
 ) -> GpuPlan:
     """What all layers of a forward share; with ancestors [R, T], one launch turns words into lists of slots."""
     page_table = page_table.contiguous()

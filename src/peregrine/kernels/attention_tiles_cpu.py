@@ -33,9 +33,7 @@ def _float_at(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
     return builder.inttoptr(address, FLOAT.as_pointer())
 
 
-def _slot_addresses(
-    builder: ir.IRBuilder, slots: ir.Value, count: int, base: ir.Value, pitch: ir.Value
-) -> Any:
+def _slot_addresses(builder: ir.IRBuilder, slots: ir.Value, count: int, base: ir.Value, pitch: ir.Value) -> Any:
     """Where the keys or values of `count` consecutive entries of a slot list lie."""
     first = builder.inttoptr(slots, INT64.as_pointer())
     entries = [builder.load(builder.gep(first, [INT64(i)])) for i in range(count)]
@@ -67,21 +65,11 @@ def score_tile(rows: int, keys: int) -> Any:
 
     @intrinsic
     def tile(
-        context: Any,
-        q: Any,
-        q_pitch: Any,
-        slots: Any,
-        base: Any,
-        pitch: Any,
-        dim: Any,
-        scores: Any,
-        s_pitch: Any,
+        context: Any, q: Any, q_pitch: Any, slots: Any, base: Any, pitch: Any, dim: Any, scores: Any, s_pitch: Any
     ) -> Any:
         def build(codegen: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
             q, q_pitch, slots, base, pitch, dim, scores, s_pitch = arguments
-            queries = [
-                _float_at(builder, builder.add(q, builder.mul(q_pitch, INT64(i)))) for i in range(rows)
-            ]
+            queries = [_float_at(builder, builder.add(q, builder.mul(q_pitch, INT64(i)))) for i in range(rows)]
             sources = [_float_at(builder, x) for x in _slot_addresses(builder, slots, keys, base, pitch)]
 
             def add_lanes(sums: list[ir.Value], first: ir.Value, step: int) -> list[ir.Value]:
@@ -117,24 +105,13 @@ def value_tile(rows: int, width: int) -> Any:
 
     @intrinsic
     def tile(
-        context: Any,
-        weights: Any,
-        w_pitch: Any,
-        slots: Any,
-        base: Any,
-        pitch: Any,
-        keys: Any,
-        out: Any,
-        o_pitch: Any,
+        context: Any, weights: Any, w_pitch: Any, slots: Any, base: Any, pitch: Any, keys: Any, out: Any, o_pitch: Any
     ) -> Any:
         def build(codegen: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
             weights, w_pitch, slots, base, pitch, keys, out, o_pitch = arguments
 
             def rows_at(address: ir.Value, row_pitch: ir.Value) -> list[ir.Value]:
-                return [
-                    _float_at(builder, builder.add(address, builder.mul(row_pitch, INT64(i))))
-                    for i in range(rows)
-                ]
+                return [_float_at(builder, builder.add(address, builder.mul(row_pitch, INT64(i)))) for i in range(rows)]
 
             factors, targets = rows_at(weights, w_pitch), rows_at(out, o_pitch)
 
@@ -243,9 +220,7 @@ def _weigh(context: Any, scores: Any, low: Any, high: Any, top: Any) -> Any:
 
         halves = _halves_added(builder, _over_groups(builder, low, high, _constant(0.0), take))
         pairs = _neighbours_added(builder, halves)
-        return builder.fadd(
-            builder.extract_element(pairs, INT32(0)), builder.extract_element(pairs, INT32(1))
-        )
+        return builder.fadd(builder.extract_element(pairs, INT32(0)), builder.extract_element(pairs, INT32(1)))
 
     return types.float32(types.int64, types.int64, types.int64, types.float32), build
 

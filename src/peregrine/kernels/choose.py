@@ -30,9 +30,7 @@ __all__ = ["Context", "Features", "Law", "choose", "logprobs", "pick", "pick_sco
 FAULT = -1  # chosen where there is nothing to choose from
 
 
-def choose(
-    logits: Tensor, positions: Tensor, law: Law, features: Features, context: Context | None
-) -> Tensor:
+def choose(logits: Tensor, positions: Tensor, law: Law, features: Features, context: Context | None) -> Tensor:
     """The token at each node: logits [R, T, V], positions [R, T] -> [R, T] i64; -1 if a logit is not finite.
 
     A position is that of the token to be chosen. Without penalties no context is needed.
@@ -49,9 +47,7 @@ def choose(
     return _mark_faults(tokens, logits.amin(dim=2), logits.amax(dim=2))
 
 
-def _choose_on_gpu(
-    logits: Tensor, positions: Tensor, law: Law, features: Features, context: Context | None
-) -> Tensor:
+def _choose_on_gpu(logits: Tensor, positions: Tensor, law: Law, features: Features, context: Context | None) -> Tensor:
     """`choose` where Triton serves; bias, penalties and floor come from the twins."""
     tokens = torch.empty(positions.shape, dtype=torch.int64, device=logits.device)
     raw = not (features.biased or features.penalised or features.floored)
@@ -63,9 +59,7 @@ def _choose_on_gpu(
     return tokens if raw else _mark_faults(tokens, logits.amin(dim=2), logits.amax(dim=2))
 
 
-def choose_torch(
-    logits: Tensor, positions: Tensor, law: Law, features: Features, context: Context | None
-) -> Tensor:
+def choose_torch(logits: Tensor, positions: Tensor, law: Law, features: Features, context: Context | None) -> Tensor:
     """The twin."""
     lowest = logits.amin(dim=2)
     if features.plain:
@@ -79,9 +73,7 @@ def choose_torch(
     return _mark_faults(tokens, lowest, highest)
 
 
-def process(
-    logits: Tensor, positions: Tensor, law: Law, features: Features, context: Context | None
-) -> Tensor:
+def process(logits: Tensor, positions: Tensor, law: Law, features: Features, context: Context | None) -> Tensor:
     """Logits whose softmax is the distribution of the token: [R, T, V] f32; dropped tokens are at -inf.
 
     Without any feature in use it may be the very tensor that was given.
@@ -94,9 +86,7 @@ def process(
     return scores
 
 
-def adjust(
-    logits: Tensor, positions: Tensor, law: Law, features: Features, context: Context | None
-) -> Tensor:
+def adjust(logits: Tensor, positions: Tensor, law: Law, features: Features, context: Context | None) -> Tensor:
     """Logits after bias, penalties and token floor: [R, T, V] f32; the very tensor if none is in use."""
     scores = logits.float()
     if features.biased:
@@ -133,12 +123,7 @@ def pick_scores_torch(draft_logits: Tensor, positions: Tensor, target_ids: Tenso
 
 
 def pick(
-    draft_logits: Tensor,
-    positions: Tensor,
-    target_ids: Tensor | None,
-    law: Law,
-    features: Features,
-    out: Tensor,
+    draft_logits: Tensor, positions: Tensor, target_ids: Tensor | None, law: Law, features: Features, out: Tensor
 ) -> None:
     """The target id of the largest pick score, lowest draft id on ties: [R, n, Vd], [R, n] -> `out`, a dense [R, n]."""
     if gpu_ready(draft_logits):
@@ -156,12 +141,7 @@ def pick(
 
 
 def pick_torch(
-    draft_logits: Tensor,
-    positions: Tensor,
-    target_ids: Tensor | None,
-    law: Law,
-    features: Features,
-    out: Tensor,
+    draft_logits: Tensor, positions: Tensor, target_ids: Tensor | None, law: Law, features: Features, out: Tensor
 ) -> None:
     """The twin."""
     ids = pick_scores(draft_logits, positions, target_ids, law, features).max(dim=2).indices

@@ -25,14 +25,7 @@ from peregrine.kernels.filters_cpu import (
     scratch_for,
 )
 from peregrine.kernels.law import Features, Law
-from peregrine.kernels.noise_cpu import (
-    MOST_NOISE,
-    add_noise,
-    hash_tokens,
-    key_of,
-    noise_bound,
-    noise_of,
-)
+from peregrine.kernels.noise_cpu import MOST_NOISE, add_noise, hash_tokens, key_of, noise_bound, noise_of
 
 BLOCK = 64  # tokens that are passed over together
 SERIAL_WORK = 1 << 12  # scores below which a second thread costs more than it saves
@@ -197,9 +190,7 @@ def _choose_nodes(block):  # type: ignore[no-untyped-def]
                 divisor, lowest = max(temperature[row], coldest), LEAST
                 if filtered:
                     source, spare = floats_at(start, width), scratch + piece * width * SCRATCH
-                    lowest = lowest_of(
-                        source, divisor, best / divisor, top_k[row], top_p[row], log_min_p[row], spare
-                    )
+                    lowest = lowest_of(source, divisor, best / divisor, top_k[row], top_p[row], log_min_p[row], spare)
                 key = key_of(seeds[row], positions[place])
                 token = _draw(start, width, maxima, hashes, divisor, lowest, key, ids, token)
             tokens[place] = token

@@ -19,14 +19,7 @@ INT64 = ir.IntType(64)
 FLOAT = ir.FloatType()
 ROUND = 12582912.0  # 1.5 * 2**23: added to a float, it leaves the nearest integer in the low bits
 LN2_HIGH, LN2_LOW = 0.693145751953125, 1.428606765330187045e-06
-EXP_TERMS = (
-    1.9875691500e-4,
-    1.3981999507e-3,
-    8.3334519073e-3,
-    4.1665795894e-2,
-    1.6666665459e-1,
-    5.0000001201e-1,
-)
+EXP_TERMS = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 
 Body = Callable[[Any], None]
 

@@ -40,9 +40,7 @@ def keep_drafts_torch(
         target.copy_(source)
 
 
-def move_path(
-    stores: Sequence[Tensor], past_lens: Tensor, verdict: Verdict, table: Tensor, page_size: int
-) -> None:
+def move_path(stores: Sequence[Tensor], past_lens: Tensor, verdict: Verdict, table: Tensor, page_size: int) -> None:
     """Bring the accepted path's entries to the front of the window, where the next round expects them.
 
     stores are keys and values, or keys that hold their values, each [layers, slots, heads, D]; node i was written at

@@ -44,9 +44,7 @@ def keep_drafts(
     )
 
 
-def move_path(
-    stores: Sequence[Tensor], past_lens: Tensor, verdict: Verdict, table: Tensor, page_size: int
-) -> None:
+def move_path(stores: Sequence[Tensor], past_lens: Tensor, verdict: Verdict, table: Tensor, page_size: int) -> None:
     """A program moves one piece of every entry of a row's path in one layer of keys or values."""
     words = [store.view(WORDS[store.element_size()]).flatten(2) for store in stores]  # [L, slots, X] each
     keys, values = words[0], words[-1]

@@ -54,9 +54,7 @@ def join_experts(
     squares, stale = stream.spare, stream.squares
     if squares is None or stale is None:
         squares, stale = torch.zeros(2, len(stream.ready), dtype=torch.int64, device=stream.ready.device)
-    values, scaled = _compiled().join_experts(
-        stream, choice, gate_up.weight, down.weight, norm, squares, stale
-    )
+    values, scaled = _compiled().join_experts(stream, choice, gate_up.weight, down.weight, norm, squares, stale)
     return Stream(values, values) if norm is None else Stream(values, scaled, squares, stale, eps)
 
 

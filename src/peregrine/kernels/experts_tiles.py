@@ -31,11 +31,7 @@ DIRECT_ROWS = min(GATED)  # up to here every block holds all rows of a pass, and
 
 
 def pick_expert_tiles(
-    num_pairs: int,
-    num_experts: int,
-    size: int,
-    inner_size: int,
-    room: Room = ON_H200,
+    num_pairs: int, num_experts: int, size: int, inner_size: int, room: Room = ON_H200
 ) -> tuple[ExpertTile, ExpertTile]:
     """The tiles of gate_up and of down; both have blocks of the same height."""
     if size % MIN_DEPTH or inner_size % MIN_DEPTH:
@@ -52,9 +48,7 @@ def pick_expert_tiles(
     return _tile(rows, gated, size, 2, room), _tile(rows, PLAIN[rows], inner_size, 1, room)
 
 
-def _tile(
-    rows: int, table: tuple[int, int, int, int], num_inputs: int, weights_each: int, room: Room
-) -> ExpertTile:
+def _tile(rows: int, table: tuple[int, int, int, int], num_inputs: int, weights_each: int, room: Room) -> ExpertTile:
     cols, depth, warps, stages = table
     while num_inputs % depth:
         depth //= 2

@@ -234,9 +234,7 @@ def _lowest_kept(block):  # type: ignore[no-untyped-def]
         for place in range(piece * rows * nodes // pieces, (piece + 1) * rows * nodes // pieces):
             source, row = floats_at(scores + place * width * 4, width), place // nodes
             best = span(source, width)[1]
-            found[place] = lowest_of(
-                source, np.float32(1), best, top_k[row], top_p[row], log_min_p[row], room
-            )
+            found[place] = lowest_of(source, np.float32(1), best, top_k[row], top_p[row], log_min_p[row], room)
         piece = claim(words)
 
 

@@ -33,9 +33,7 @@ def grow(growth: Growth, logits: Tensor, positions: Tensor, before: Frontier | N
     return grow_torch(growth, logits, positions, before, level)
 
 
-def grow_torch(
-    growth: Growth, logits: Tensor, positions: Tensor, before: Frontier | None, level: int
-) -> Frontier:
+def grow_torch(growth: Growth, logits: Tensor, positions: Tensor, before: Frontier | None, level: int) -> Frontier:
     """The twin."""
     width, (rows, count, _) = growth.width, logits.shape
     scores = pick_scores(logits, positions, growth.target_ids, growth.law, growth.features)

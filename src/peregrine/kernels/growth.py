@@ -21,9 +21,7 @@ class Growth:
     parents: Tensor  # [R, C] i64 their numbers
 
     @staticmethod
-    def begin(
-        rows: int, depth: int, width: int, target_ids: Tensor | None, law: Law, features: Features
-    ) -> "Growth":
+    def begin(rows: int, depth: int, width: int, target_ids: Tensor | None, law: Law, features: Features) -> "Growth":
         """Room for all candidates of `rows` trees."""
         shape, device = (rows, width + (depth - 1) * width**2), law.seeds.device
         scores = torch.empty(shape, dtype=torch.float32, device=device)

@@ -12,13 +12,7 @@ import triton.language as tl
 from peregrine.kernels.attention_borders_gpu import MAX_NODES, tile_rows
 from peregrine.kernels.attention_tiles_gpu import LOG2_E, LOWEST, sight
 from peregrine.kernels.early_gpu import enter
-from peregrine.kernels.latent_tiles_gpu import (
-    load_latent_queries,
-    power_of_two,
-    reach_of,
-    read_splits,
-    width_of,
-)
+from peregrine.kernels.latent_tiles_gpu import load_latent_queries, power_of_two, reach_of, read_splits, width_of
 
 NODES = tl.constexpr(MAX_NODES)
 # Sizes that differ from call to call: no kernel is compiled again for a lucky value of them.
@@ -177,9 +171,7 @@ def latent_merge_kernel(  # type: ignore[no-untyped-def]
     top = tl.full([], LOWEST, tl.float32)
     for first in range(0, end, CHUNK):
         split = first + tl.arange(0, CHUNK)
-        top = tl.maximum(
-            top, tl.max(tl.load(held_stats + (place + split * ROWS) * 2, mask=split < end, other=LOWEST))
-        )
+        top = tl.maximum(top, tl.max(tl.load(held_stats + (place + split * ROWS) * 2, mask=split < end, other=LOWEST)))
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     mass = tl.zeros([], tl.float32)
     sums = tl.zeros([COLUMNS], tl.float32)

@@ -83,8 +83,6 @@ def ask_for_latents(  # type: ignore[no-untyped-def]
             for piece in gl.static_range(BLOCK // PIECE):
                 for c in gl.static_range(COLUMNS):
                     column = tiles.index(place * COLUMNS + c).slice(piece * PIECE, PIECE)
-                    tma.async_copy_global_to_shared(
-                        keys, [slots[piece], c * WIDTH], ready.index(place), column
-                    )
+                    tma.async_copy_global_to_shared(keys, [slots[piece], c * WIDTH], ready.index(place), column)
             slots, next_slots = next_slots, far_slots
             i += 1

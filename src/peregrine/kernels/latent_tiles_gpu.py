@@ -182,17 +182,7 @@ def read_splits(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def leave_split(  # type: ignore[no-untyped-def]
-    split,
-    live,
-    top,
-    mass,
-    sums,
-    whole_top,
-    whole_mass,
-    held_sums,
-    held_stats,
-    place,
-    APART: tl.constexpr,
+    split, live, top, mass, sums, whole_top, whole_mass, held_sums, held_stats, place, APART: tl.constexpr
 ):
     """Put a finished split aside for the merge, or add it to the whole: there is no room for two in registers."""
     RANK_PAD: tl.constexpr = sums.shape[0]

@@ -64,9 +64,7 @@ def _tile(rows: int) -> Any:
     """The intrinsic (x, x_stride, panel, bias, width, y, y_stride) for so many rows; strides count floats."""
 
     @intrinsic
-    def tile(
-        context: Any, x: Any, x_stride: Any, panel: Any, bias: Any, width: Any, y: Any, y_stride: Any
-    ) -> Any:
+    def tile(context: Any, x: Any, x_stride: Any, panel: Any, bias: Any, width: Any, y: Any, y_stride: Any) -> Any:
         def build(codegen: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
             _build_tile(builder, rows, arguments)
             return codegen.get_dummy_value()

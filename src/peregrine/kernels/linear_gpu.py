@@ -22,15 +22,7 @@ from torch import Tensor
 
 from peregrine.kernels import linear_tiles
 from peregrine.kernels.gpu import dense_rows, is_hopper, launch, shared_bytes
-from peregrine.kernels.linear_tiles import (
-    HEIGHTS,
-    SPLIT_COLS,
-    SPLIT_DEPTH,
-    SPLIT_PROGRAMS,
-    Room,
-    Tile,
-    pick_tile,
-)
+from peregrine.kernels.linear_tiles import HEIGHTS, SPLIT_COLS, SPLIT_DEPTH, SPLIT_PROGRAMS, Room, Tile, pick_tile
 
 MAX_ROWS = 4096  # of one launch; longer inputs are cut, and so is the memory that partial sums take
 SQUARE_UNIT, MAX_SQUARE = tl.constexpr(linear_tiles.SQUARE_UNIT), tl.constexpr(linear_tiles.MAX_SQUARE)
@@ -122,9 +114,7 @@ def linear_kernel(  # type: ignore[no-untyped-def]
             ready = tl.where(square <= MAX_SQUARE, value * norm_weights, float("nan"))
             tl.store(scaled + places, ready.to(out.dtype.element_ty), mask=inside)
             square = tl.where(square <= MAX_SQUARE, square, 0.0) * SQUARE_UNIT
-            tl.atomic_add(
-                next_squares + rows, tl.sum(square.to(tl.int64), axis=1), mask=rows < M, sem="relaxed"
-            )
+            tl.atomic_add(next_squares + rows, tl.sum(square.to(tl.int64), axis=1), mask=rows < M, sem="relaxed")
             if tl.program_id(0) == 0:
                 tl.store(stale_squares + rows, tl.zeros((ROWS,), tl.int64), mask=rows < M)
 
@@ -136,9 +126,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out
 
 
-def linear_scaled(
-    x: Tensor, squares: Tensor, eps: float, weight: Tensor, bias: Tensor | None, gate: bool
-) -> Tensor:
+def linear_scaled(x: Tensor, squares: Tensor, eps: float, weight: Tensor, bias: Tensor | None, gate: bool) -> Tensor:
     """The linear of a normed stream: x [M, K] its values times the norm's weight, squares [M] i64.
 
     With `gate`: silu of the first half of the outputs times the second half. -> [M, N] or [M, N / 2]

@@ -74,9 +74,7 @@ def hopper_kernel(  # type: ignore[no-untyped-def]
     """Arguments as those of `linear_kernel`."""
     STEPS: gl.constexpr = K // SPLIT // DEPTH
     BYTES: gl.constexpr = (COLS * (2 if GATE else 1) + ROWS) * DEPTH * 2
-    w_tiles = gl.allocate_shared_memory(
-        w_desc.dtype, [STAGES * (2 if GATE else 1), COLS, DEPTH], w_desc.layout
-    )
+    w_tiles = gl.allocate_shared_memory(w_desc.dtype, [STAGES * (2 if GATE else 1), COLS, DEPTH], w_desc.layout)
     x_tiles = gl.allocate_shared_memory(x_desc.dtype, [STAGES, ROWS, DEPTH], x_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for place in gl.static_range(STAGES):
@@ -168,10 +166,6 @@ def hopper_kernel(  # type: ignore[no-untyped-def]
             prepared = gl.where(square <= MAX_SQUARE, value * norm_weights, float("nan"))
             gl.store(scaled + places, prepared.to(out.dtype.element_ty), mask=inside)
             square = gl.where(square <= MAX_SQUARE, square, 0.0) * SQUARE_UNIT
-            gl.atomic_add(
-                next_squares + rows, gl.sum(square.to(gl.int64), axis=0), mask=rows < M, sem="relaxed"
-            )
+            gl.atomic_add(next_squares + rows, gl.sum(square.to(gl.int64), axis=0), mask=rows < M, sem="relaxed")
             if gl.program_id(0) == 0:
-                gl.store(
-                    stale_squares + rows, gl.zeros((ROWS,), gl.int64, gl.SliceLayout(0, near)), mask=rows < M
-                )
+                gl.store(stale_squares + rows, gl.zeros((ROWS,), gl.int64, gl.SliceLayout(0, near)), mask=rows < M)

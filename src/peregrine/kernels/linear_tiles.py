@@ -83,12 +83,7 @@ def kind_of(num_outputs: int, num_inputs: int, gate: bool) -> str:
 
 
 def pick_tile(
-    num_rows: int,
-    num_outputs: int,
-    num_inputs: int,
-    gate: bool,
-    on_hopper: bool = False,
-    room: Room = ON_H200,
+    num_rows: int, num_outputs: int, num_inputs: int, gate: bool, on_hopper: bool = False, room: Room = ON_H200
 ) -> Tile:
     """The tile for so many rows of a linear; with `gate` there are twice as many weights as outputs."""
     if num_inputs % MIN_DEPTH:

@@ -10,9 +10,7 @@ from peregrine.kernels.gpu import launch
 BLOCK = 4096  # places a program compares at once
 
 
-def find_repeats(
-    history: Tensor, newest: Tensor, count: int, max_gram: int, min_gram: int
-) -> tuple[Tensor, Tensor]:
+def find_repeats(history: Tensor, newest: Tensor, count: int, max_gram: int, min_gram: int) -> tuple[Tensor, Tensor]:
     """Tokens [R, count] and how many of them are text [R]; without a match the tokens are those at the start."""
     num_rows, num_places = history.shape
     tokens = torch.empty(num_rows, count, dtype=torch.int64, device=history.device)

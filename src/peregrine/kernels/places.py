@@ -52,18 +52,14 @@ def slots_of(places: Tensor, table: Tensor, page_size: int) -> Tensor:
     return pages * page_size + places % page_size
 
 
-def window_places(
-    past_lens: Tensor, depths: Tensor, table: Tensor, page_size: int, max_len: int
-) -> WindowPlaces:
+def window_places(past_lens: Tensor, depths: Tensor, table: Tensor, page_size: int, max_len: int) -> WindowPlaces:
     """For past_lens [R] and the nodes' depths [R, T]."""
     if gpu_ready(past_lens):
         return WindowPlaces(*_on_gpu().window_places(past_lens, depths, table, page_size, max_len))
     return window_places_torch(past_lens, depths, table, page_size, max_len)
 
 
-def window_places_torch(
-    past_lens: Tensor, depths: Tensor, table: Tensor, page_size: int, max_len: int
-) -> WindowPlaces:
+def window_places_torch(past_lens: Tensor, depths: Tensor, table: Tensor, page_size: int, max_len: int) -> WindowPlaces:
     """The twin."""
     places = past_lens[:, None] + torch.arange(depths.shape[1], device=depths.device)  # [R, T]
     positions = past_lens[:, None] + depths
@@ -115,13 +111,7 @@ def path_places_torch(
 
 
 def ahead_places(
-    new_past_lens: Tensor,
-    table: Tensor,
-    page_size: int,
-    first_place: int,
-    depth: int,
-    width: int,
-    max_len: int,
+    new_past_lens: Tensor, table: Tensor, page_size: int, first_place: int, depth: int, width: int, max_len: int
 ) -> AheadPlaces:
     """For `depth` tokens to guess past new_past_lens [R], `width` nodes a step, entries from `first_place` past it."""
     arguments = (new_past_lens, table, page_size, first_place, depth, width, max_len)
@@ -131,13 +121,7 @@ def ahead_places(
 
 
 def ahead_places_torch(
-    new_past_lens: Tensor,
-    table: Tensor,
-    page_size: int,
-    first_place: int,
-    depth: int,
-    width: int,
-    max_len: int,
+    new_past_lens: Tensor, table: Tensor, page_size: int, first_place: int, depth: int, width: int, max_len: int
 ) -> AheadPlaces:
     """The twin."""
     num_rows, num_steps = new_past_lens.shape[0], depth - 1

@@ -11,9 +11,7 @@ from peregrine.kernels.gpu import launch
 BLOCK = 128
 
 
-def window_places(
-    past_lens: Tensor, depths: Tensor, table: Tensor, page_size: int, max_len: int
-) -> tuple[Tensor, ...]:
+def window_places(past_lens: Tensor, depths: Tensor, table: Tensor, page_size: int, max_len: int) -> tuple[Tensor, ...]:
     """The fields of WindowPlaces."""
     num_rows, num_nodes = depths.shape
     count = num_rows * num_nodes
@@ -55,13 +53,7 @@ def path_places(
 
 
 def ahead_places(
-    new_past_lens: Tensor,
-    table: Tensor,
-    page_size: int,
-    first_place: int,
-    depth: int,
-    width: int,
-    max_len: int,
+    new_past_lens: Tensor, table: Tensor, page_size: int, first_place: int, depth: int, width: int, max_len: int
 ) -> tuple[Tensor, ...]:
     """The fields of AheadPlaces."""
     num_rows, num_steps = new_past_lens.shape[0], depth - 1

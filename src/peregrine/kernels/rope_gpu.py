@@ -77,9 +77,7 @@ def turn_kernel(  # type: ignore[no-untyped-def]
             head = group * EACH + tl.arange(0, EACH)[:, None]
             live = head < HQ
             position = tl.load(q_positions + row)
-            first, second = _turned(
-                q + row * q_stride + head * D, q_norm, table, position, live, eps, D, HALF, NORM
-            )
+            first, second = _turned(q + row * q_stride + head * D, q_norm, table, position, live, eps, D, HALF, NORM)
             place = q_out + (row * HQ + head) * D + pairs
             tl.store(place, first.to(q_out.dtype.element_ty), mask=live & inside)
             tl.store(place + D // 2, second.to(q_out.dtype.element_ty), mask=live & inside)

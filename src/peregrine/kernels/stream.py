@@ -56,9 +56,7 @@ def stream_linear(stream: Stream, packed: PackedWeight) -> Tensor:
     if stream.squares is None:
         return linear(stream.ready, packed)
     assert packed.weight is not None
-    out: Tensor = _compiled().linear_scaled(
-        stream.ready, stream.squares, stream.eps, packed.weight, packed.bias, False
-    )
+    out: Tensor = _compiled().linear_scaled(stream.ready, stream.squares, stream.eps, packed.weight, packed.bias, False)
     return out
 
 
@@ -67,9 +65,7 @@ def stream_gate(stream: Stream, packed: PackedWeight) -> Tensor:
     if stream.squares is None:
         return silu_mul(linear(stream.ready, packed))
     assert packed.weight is not None
-    out: Tensor = _compiled().linear_scaled(
-        stream.ready, stream.squares, stream.eps, packed.weight, packed.bias, True
-    )
+    out: Tensor = _compiled().linear_scaled(stream.ready, stream.squares, stream.eps, packed.weight, packed.bias, True)
     return out
 
 
@@ -81,9 +77,7 @@ def join_stream(x: Tensor, packed: PackedWeight, stream: Stream, norm: Tensor | 
     if squares is None or stream.squares is None:
         squares = torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
     stale = torch.empty_like(squares) if stream.squares is None else stream.squares
-    values, scaled = _compiled().linear_add(
-        x, packed.weight, packed.bias, stream.values, norm, squares, stale
-    )
+    values, scaled = _compiled().linear_add(x, packed.weight, packed.bias, stream.values, norm, squares, stale)
     return Stream(values, scaled, squares, stale, eps)
 
 

@@ -77,14 +77,6 @@ def finish_norm(scaled: Tensor, squares: Tensor, eps: float) -> Tensor:
     block = triton.next_power_of_2(scaled.shape[1])
     if len(scaled):
         launch(
-            finish_norm_kernel,
-            (len(scaled),),
-            scaled,
-            squares,
-            out,
-            eps,
-            H=scaled.shape[1],
-            BLOCK=block,
-            early=True,
+            finish_norm_kernel, (len(scaled),), scaled, squares, out, eps, H=scaled.shape[1], BLOCK=block, early=True
         )
     return out

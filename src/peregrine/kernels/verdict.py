@@ -13,16 +13,7 @@ from torch import Tensor
 
 from peregrine.kernels.cpu import NUMBA_PRESENT
 from peregrine.kernels.gpu import gpu_ready
-from peregrine.kernels.nodes import (
-    FINISH_FAULT,
-    FINISH_LENGTH,
-    FINISH_NONE,
-    FINISH_STOP,
-    HEADER,
-    Ends,
-    Nodes,
-    Verdict,
-)
+from peregrine.kernels.nodes import FINISH_FAULT, FINISH_LENGTH, FINISH_NONE, FINISH_STOP, HEADER, Ends, Nodes, Verdict
 
 __all__ = [
     "FINISH_FAULT",

@@ -4,15 +4,7 @@ import torch
 from torch import Tensor
 
 from peregrine.kernels.cpu_jit import bytes_at, claim, cpu_kernel, longs_at, words_of
-from peregrine.kernels.nodes import (
-    FINISH_FAULT,
-    FINISH_LENGTH,
-    FINISH_NONE,
-    FINISH_STOP,
-    HEADER,
-    Ends,
-    Nodes,
-)
+from peregrine.kernels.nodes import FINISH_FAULT, FINISH_LENGTH, FINISH_NONE, FINISH_STOP, HEADER, Ends, Nodes
 
 
 def commit(choices: Tensor, nodes: Nodes, ends: Ends, history: Tensor, depth: int) -> Tensor:

@@ -19,9 +19,7 @@ def commit(choices: Tensor, nodes: Nodes, ends: Ends, history: Tensor, depth: in
     """The verdict's table [R, HEADER + 2 W]; history, ends and the windows' roots move on in place."""
     num_rows, num_nodes = choices.shape
     width = depth + 1
-    table = torch.empty(
-        num_rows, law.HEADER + 2 * width, dtype=torch.int64, device=choices.device
-    )  # [R, HEADER + 2 W]
+    table = torch.empty(num_rows, law.HEADER + 2 * width, dtype=torch.int64, device=choices.device)  # [R, HEADER + 2 W]
     launch(
         _commit,
         (num_rows,),
@@ -82,9 +80,7 @@ def _commit(  # type: ignore[no-untyped-def]
     accepted = inside & ((word & bits) == word)
     length = tl.sum(accepted.to(tl.int64))
     spare = inside & ~accepted
-    place = tl.where(
-        accepted, tl.cumsum(accepted.to(tl.int64)) - 1, length + tl.cumsum(spare.to(tl.int64)) - 1
-    )
+    place = tl.where(accepted, tl.cumsum(accepted.to(tl.int64)) - 1, length + tl.cumsum(spare.to(tl.int64)) - 1)
     on_path = inside & (place < width)
 
     # The first token that ends the row.

@@ -81,9 +81,7 @@ class ModelConfig:
         num_kv_heads = fields.whole("num_key_value_heads", num_heads)
         if num_heads % num_kv_heads:
             raise fields.refusal(
-                "num_key_value_heads",
-                f"does not divide num_attention_heads={num_heads}",
-                "correct the config",
+                "num_key_value_heads", f"does not divide num_attention_heads={num_heads}", "correct the config"
             )
         hidden_size = fields.whole("hidden_size")
         declared = fields.whole("max_position_embeddings", 2048)
@@ -145,15 +143,11 @@ def _family(fields: Fields) -> str:
     if not architectures:
         if fields.text("model_type", "") in ARCHITECTURES.values():
             return fields.text("model_type", "")
-        raise fields.refusal(
-            "architectures", f"the config names no architecture; {supported}", "add the field"
-        )
+        raise fields.refusal("architectures", f"the config names no architecture; {supported}", "add the field")
     for architecture in architectures:
         if architecture in ARCHITECTURES:
             return ARCHITECTURES[architecture]
-    raise fields.refusal(
-        "architectures", f"not supported; {supported}", "choose a checkpoint of one of those"
-    )
+    raise fields.refusal("architectures", f"not supported; {supported}", "choose a checkpoint of one of those")
 
 
 def _refuse_foreign(fields: Fields) -> None:
@@ -165,9 +159,7 @@ def _refuse_foreign(fields: Fields) -> None:
     read_blocks(fields)
     if fields.text("hidden_act", "silu") not in ACTIVATIONS:
         raise fields.refusal(
-            "hidden_act",
-            f"not supported; supported are {', '.join(ACTIVATIONS)}",
-            "choose another checkpoint",
+            "hidden_act", f"not supported; supported are {', '.join(ACTIVATIONS)}", "choose another checkpoint"
         )
 
 
@@ -175,14 +167,10 @@ def _head_dim(fields: Fields, family: str, hidden_size: int, num_heads: int) -> 
     # Qwen3's heads are 128 wide unless it says otherwise.
     head_dim = fields.whole("head_dim", 128 if family == "qwen3" else hidden_size // num_heads)
     if head_dim % 2:
-        raise fields.refusal(
-            "head_dim", f"{head_dim} is odd; a head is rotated in pairs", "correct the config"
-        )
+        raise fields.refusal("head_dim", f"{head_dim} is odd; a head is rotated in pairs", "correct the config")
     if "head_dim" not in fields and family != "qwen3" and hidden_size % num_heads:
         raise fields.refusal(
-            "num_attention_heads",
-            f"does not divide hidden_size={hidden_size} and no head_dim is given",
-            "give it",
+            "num_attention_heads", f"does not divide hidden_size={hidden_size} and no head_dim is given", "give it"
         )
     return head_dim
 
@@ -202,26 +190,18 @@ def _windows(fields: Fields, family: str, num_layers: int) -> tuple[int | None, 
             window = _window_of_all(fields, family)
             wanted = "full_attention" if window is None else "sliding_attention"
             if any(kind != wanted for kind in kinds):
-                raise fields.refusal(
-                    "layer_types", f"{family} layers all have one window", "choose another checkpoint"
-                )
+                raise fields.refusal("layer_types", f"{family} layers all have one window", "choose another checkpoint")
             return (window,) * num_layers
         case "qwen2" | "qwen3":
             first = fields.whole("max_window_layers", 28, minimum=0)
             window = _declared_window(fields) if fields.flag("use_sliding_window", False) else None
             if "sliding_attention" in kinds and window is None:
-                raise fields.refusal(
-                    "layer_types", "sliding layers without use_sliding_window", "correct the config"
-                )
-            slides = [kind == "sliding_attention" for kind in kinds] or [
-                i >= first for i in range(num_layers)
-            ]
+                raise fields.refusal("layer_types", "sliding layers without use_sliding_window", "correct the config")
+            slides = [kind == "sliding_attention" for kind in kinds] or [i >= first for i in range(num_layers)]
             return tuple(window if slide else None for slide in slides)
         case _:
             if "sliding_attention" in kinds:
-                raise fields.refusal(
-                    "layer_types", f"{family} layers have no window", "choose another checkpoint"
-                )
+                raise fields.refusal("layer_types", f"{family} layers have no window", "choose another checkpoint")
             return (None,) * num_layers
 
 

@@ -141,9 +141,7 @@ def experts_plan(config: ModelConfig, parameter: str, stored: str) -> Plan:
         span = slice(i * experts.inner_size, (i + 1) * experts.inner_size)
         parts = [f"{stored}.shared_experts.{part}.weight" for part in (gate, up)]
         gate_up += [Piece(name, shared, _take(span)) for name in parts]
-        downs.append(
-            Piece(f"{stored}.shared_experts.{down}.weight", shared[::-1], _take((slice(None), span)))
-        )
+        downs.append(Piece(f"{stored}.shared_experts.{down}.weight", shared[::-1], _take((slice(None), span))))
     router = (experts.num_experts, config.hidden_size)
     plan: Plan = {
         f"{parameter}.router.weight": (Piece(f"{stored}.gate.weight", router),),

@@ -34,9 +34,7 @@ class ExpertsConfig:
     inner_size: int
     shared_size: int = 0  # inner size of what every token passes through beside its choice; 0: nothing
     scoring: str = "softmax"  # or "sigmoid"
-    has_bias: bool = (
-        False  # a stored one is added to scores where experts are chosen, not where they are weighted
-    )
+    has_bias: bool = False  # a stored one is added to scores where experts are chosen, not where they are weighted
     num_groups: int = 1  # a token chooses among the experts of its best groups
     top_groups: int = 1
     group_score: str = "max"  # what makes a group good: its "max", or the sum of its "top2"
@@ -164,9 +162,7 @@ def _deepseek_shared(fields: Fields) -> int:
 def _deepseek_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
     """Every layer after the first, dense ones."""
     if fields.whole("moe_layer_freq", 1) != 1:
-        raise fields.refusal(
-            "moe_layer_freq", "only experts in every layer are supported", "choose another checkpoint"
-        )
+        raise fields.refusal("moe_layer_freq", "only experts in every layer are supported", "choose another checkpoint")
     first = fields.whole("first_k_dense_replace", minimum=0)
     return tuple(i >= first for i in range(num_layers))
 
@@ -191,9 +187,7 @@ def _checked(fields: Fields, experts: ExpertsConfig) -> ExpertsConfig:
     if experts.top_groups > groups:
         raise fields.refusal("topk_group", f"more than there are groups (n_group={groups})", remedy)
     if groups > 1 and experts.group_score == "top2" and count // groups < 2:
-        raise fields.refusal(
-            "n_group", f"groups of {count} experts have no two best; they need two each", remedy
-        )
+        raise fields.refusal("n_group", f"groups of {count} experts have no two best; they need two each", remedy)
     if experts.top_k > experts.top_groups * (count // groups):
         raise fields.refusal(
             "num_experts_per_tok",

@@ -22,9 +22,7 @@ def open_folder(folder: str | Path) -> Path:
             f"model folder {str(path)!r} cannot be read ({error.strerror}); check its permissions"
         ) from error
     if not found:
-        raise CheckpointError(
-            f"model folder {str(path)!r} does not exist; check the path or download it first"
-        )
+        raise CheckpointError(f"model folder {str(path)!r} does not exist; check the path or download it first")
     if not path.is_dir():
         raise CheckpointError(
             f"model folder {str(path)!r} is a file; give the folder that holds config.json and the weights"
@@ -37,21 +35,13 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise CheckpointError(
-            f"no {path.name} in {str(path.parent)!r}; give a folder in Hugging Face format"
-        ) from None
+        raise CheckpointError(f"no {path.name} in {str(path.parent)!r}; give a folder in Hugging Face format") from None
     except OSError as error:
-        raise CheckpointError(
-            f"cannot read {str(path)!r} ({error.strerror}); check its permissions"
-        ) from error
+        raise CheckpointError(f"cannot read {str(path)!r} ({error.strerror}); check its permissions") from error
     except ValueError as error:
-        raise CheckpointError(
-            f"{str(path)!r} is not valid JSON ({error}); download the checkpoint again"
-        ) from error
+        raise CheckpointError(f"{str(path)!r} is not valid JSON ({error}); download the checkpoint again") from error
     if not isinstance(values, dict):
-        raise CheckpointError(
-            f"{str(path)!r} holds a JSON {type(values).__name__}, not an object; it is no config"
-        )
+        raise CheckpointError(f"{str(path)!r} holds a JSON {type(values).__name__}, not an object; it is no config")
     return values
 
 
@@ -125,9 +115,7 @@ class Fields:
         value = self.values.get(name)
         value = [] if value is None else value
         value = value if isinstance(value, list) else [value]
-        if not all(
-            isinstance(entry, int) and not isinstance(entry, bool) and entry >= minimum for entry in value
-        ):
+        if not all(isinstance(entry, int) and not isinstance(entry, bool) and entry >= minimum for entry in value):
             raise self.refusal(name, "not a whole number or a list of them", "correct the config")
         return tuple(value)
 

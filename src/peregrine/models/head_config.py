@@ -69,9 +69,7 @@ def head_kind(config: Fields, names: Set[str]) -> Kind | None:
     said = config.text("speculators_model_type", "")
     if said:
         if said not in ("eagle3", "mtp"):
-            raise config.refusal(
-                "speculators_model_type", "supported are eagle3 and mtp", "choose another head"
-            )
+            raise config.refusal("speculators_model_type", "supported are eagle3 and mtp", "choose another head")
         return Kind.EAGLE3 if said == "eagle3" else Kind.MTP
     words = " ".join([*config.texts("architectures"), config.text("method", "")]).lower()
     stripped = {name.removeprefix("model.") for name in names}
@@ -127,9 +125,7 @@ def layer_config(fields: Fields) -> ModelConfig:
             family = architecture
     if family is None:
         raise fields.refusal(
-            "model_type",
-            f"no supported layer family; supported are {', '.join(_FAMILIES)}",
-            "choose another head",
+            "model_type", f"no supported layer family; supported are {', '.join(_FAMILIES)}", "choose another head"
         )
     return ModelConfig.from_fields(Fields(fields.source, fields.values | {"architectures": [family]}))
 
@@ -165,17 +161,13 @@ def read_taps(fields: HeadFields, num_target_layers: int) -> tuple[int, ...]:
     taps = entered or tuple(layer + 1 for layer in left)
     if entered and left and entered != tuple(layer + 1 for layer in left):
         raise fields.outer.refusal(
-            TAP_IDS,
-            f"names other states than eagle_config's {list(left)}, which counts outputs",
-            "correct the config",
+            TAP_IDS, f"names other states than eagle_config's {list(left)}, which counts outputs", "correct the config"
         )
     if not taps:
         taps = default_taps(num_target_layers)
         if len(set(taps)) < 3 or min(taps) < 0:
             raise fields.outer.refusal(
-                TAP_IDS,
-                f"a target of {num_target_layers} layers is too small for the default taps",
-                "name them",
+                TAP_IDS, f"a target of {num_target_layers} layers is too small for the default taps", "name them"
             )
     if max(taps) >= num_target_layers:
         raise fields.outer.refusal(
@@ -205,16 +197,12 @@ def read_variant(fields: HeadFields) -> Variant:
     for place in (outer, eagle):
         if "mask_token_id" in place or place.whole("parallel_draft_step", 1) != 1:
             name = "mask_token_id" if "mask_token_id" in place else "parallel_draft_step"
-            raise place.refusal(
-                name, "parallel drafting is not supported", "choose a head that drafts in steps"
-            )
+            raise place.refusal(name, "parallel drafting is not supported", "choose a head that drafts in steps")
     if outer.number("logit_scale", 1.0) != 1.0:
         raise outer.refusal("logit_scale", "scaled logits are not supported", "choose another head")
     # Readers of the speculators layout disagree about the default.
     if fields.speculators and "norm_before_residual" not in outer:
-        raise outer.refusal(
-            "norm_before_residual", "the field is missing", "add true or false, as it was trained"
-        )
+        raise outer.refusal("norm_before_residual", "the field is missing", "add true or false, as it was trained")
     variant = Variant(
         norm_before_residual=outer.flag("norm_before_residual", False),
         norm_each_tap=outer.flag("fc_norm", outer.flag("use_aux_norm", False)),

@@ -36,12 +36,7 @@ from peregrine.models.weights import Piece, Plan, Weights, listed
 
 _IGNORABLE = re.compile(r"(^|\.)(t2d|d2t|rotary_emb\.inv_freq)$")
 _INTEGERS = ("I64", "I32")
-_NEXTN_NAMES = {
-    "fc": "eh_proj",
-    "embedding_norm": "enorm",
-    "hidden_norm": "hnorm",
-    "norm": "shared_head.norm",
-}
+_NEXTN_NAMES = {"fc": "eh_proj", "embedding_norm": "enorm", "hidden_norm": "hnorm", "norm": "shared_head.norm"}
 # The target's own, of which a layer's may be copies; a tied head is the embedding.
 _TARGET_NAMES = {
     "embedding": ("model.embed_tokens.weight",),
@@ -174,9 +169,7 @@ def _draft_to_target(source: Source, config: Eagle3Config) -> Tensor | None:
     name = source.stored["d2t"]
     if weights.shape(name) != (size,) or weights.stored_dtype(name) not in _INTEGERS:
         found = f"{weights.stored_dtype(name)} {list(weights.shape(name))}"
-        raise CheckpointError(
-            f"{place} is {found}, not whole numbers [{size}]; use the files the config belongs to"
-        )
+        raise CheckpointError(f"{place} is {found}, not whole numbers [{size}]; use the files the config belongs to")
     own = torch.arange(size)
     ids = weights.tensor(name).long() + own
     if not torch.equal(ids.clamp(0, config.layer.vocab_size - 1), ids):

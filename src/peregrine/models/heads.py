@@ -86,9 +86,7 @@ class Eagle3Head(Head):
                 self.embedding = nn.Parameter(torch.empty(layer.vocab_size, hidden_size))
             self.fc = Linear(tapped_size, hidden_size, config.fuse_bias)
             self.tap_norms = nn.ModuleList(
-                RMSNorm(config.target_hidden_size, layer.norm_eps)
-                for _ in config.taps
-                if config.norm_each_tap
+                RMSNorm(config.target_hidden_size, layer.norm_eps) for _ in config.taps if config.norm_each_tap
             )
             self.taps_norm = RMSNorm(tapped_size, layer.norm_eps) if config.norm_all_taps else None
             self.first = Eagle3Layer(layer, last == 0, config.norm_before_residual)
@@ -97,9 +95,7 @@ class Eagle3Head(Head):
             self.head = Linear(hidden_size, config.draft_vocab_size) if config.own_head else None
         self.place(device, dtype, target)
         self.register_buffer(
-            "draft_to_target",
-            None if draft_to_target is None else draft_to_target.to(device),
-            persistent=False,
+            "draft_to_target", None if draft_to_target is None else draft_to_target.to(device), persistent=False
         )
 
     def fuse(self, tapped: Tensor) -> Tensor:

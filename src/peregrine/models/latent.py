@@ -69,9 +69,7 @@ class LatentAttention(nn.Module):
         self.back = HeadsLinear(self.num_heads, latent.kv_rank, latent.value_dim)
         self.out = Linear(self.num_heads * latent.value_dim, hidden, config.out_bias)
 
-    def project(
-        self, stream: Stream, positions: Tensor, table: Tensor, asking: Asking | None = None
-    ) -> Heads:
+    def project(self, stream: Stream, positions: Tensor, table: Tensor, asking: Asking | None = None) -> Heads:
         """Queries and keys of the normed stream [N, in]; queries of the asking rows, if not all ask."""
         q, kv = self._read(stream, asking)
         nope, q_rope = torch.split_with_sizes(q, (self.latent.nope_dim, self.latent.rope_dim), 2)

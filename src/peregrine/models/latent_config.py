@@ -45,14 +45,10 @@ def read_latent(fields: Fields, family: str, rope: Rope) -> Latent | None:
         )
     nope_dim, rope_dim = fields.whole("qk_nope_head_dim", 128), fields.whole("qk_rope_head_dim", 64)
     if rope_dim % 2:
-        raise fields.refusal(
-            "qk_rope_head_dim", f"{rope_dim} is odd; a head is rotated in pairs", "correct the config"
-        )
+        raise fields.refusal("qk_rope_head_dim", f"{rope_dim} is odd; a head is rotated in pairs", "correct the config")
     q_rank = _q_rank(fields)
     if q_rank is None and fields.flag("attention_bias", False):
-        raise fields.refusal(
-            "attention_bias", "not supported where q_lora_rank is null", "choose another checkpoint"
-        )
+        raise fields.refusal("attention_bias", "not supported where q_lora_rank is null", "choose another checkpoint")
     return Latent(
         q_rank=q_rank,
         kv_rank=fields.whole("kv_lora_rank", 512),

@@ -143,9 +143,7 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
 
-    def project(
-        self, stream: Stream, positions: Tensor, table: Tensor, asking: "Asking | None" = None
-    ) -> Heads:
+    def project(self, stream: Stream, positions: Tensor, table: Tensor, asking: "Asking | None" = None) -> Heads:
         """Queries, keys and values of the normed stream [N, in]; queries of the asking rows, if not all ask."""
         q_positions = positions if asking is None else asking.positions
         if self.qkv is not None:

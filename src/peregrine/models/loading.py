@@ -86,9 +86,7 @@ def layer_plan(
     """The same for one layer whose parameters begin with `parameter` and whose tensors with `stored`."""
     plan: Plan = {
         f"{parameter}.input_norm.weight": (Piece(f"{stored}.input_layernorm.weight", (config.hidden_size,)),),
-        f"{parameter}.post_norm.weight": (
-            Piece(f"{stored}.post_attention_layernorm.weight", (config.hidden_size,)),
-        ),
+        f"{parameter}.post_norm.weight": (Piece(f"{stored}.post_attention_layernorm.weight", (config.hidden_size,)),),
     }
     attention = f"{parameter}.attention", f"{stored}.self_attn"
     if config.latent is None:
@@ -116,9 +114,7 @@ def attention_plan(config: ModelConfig, parameter: str, stored: str, in_size: in
     plan: Plan = {}
     for name, shapes in (("q", q), ("kv", kv)) if split else (("qkv", q | kv),):
         plan |= linear_plan(f"{parameter}.{name}", shapes, config.qkv_bias)
-    plan |= linear_plan(
-        f"{parameter}.out", {f"{stored}.o_proj": (config.hidden_size, q_size)}, config.out_bias
-    )
+    plan |= linear_plan(f"{parameter}.out", {f"{stored}.o_proj": (config.hidden_size, q_size)}, config.out_bias)
     if config.qk_norm:
         for name in ("q_norm", "k_norm"):
             plan[f"{parameter}.{name}.weight"] = (Piece(f"{stored}.{name}.weight", (config.head_dim,)),)
@@ -172,9 +168,7 @@ def _in_halves(heads: int, kept: int, turned: int) -> Callable[[Tensor], Tensor]
 
 def linear_plan(parameter: str, shapes: dict[str, tuple[int, int]], bias: bool) -> Plan:
     """The same for one linear, stacked from stored linears of the given shapes."""
-    plan: Plan = {
-        f"{parameter}.weight": tuple(Piece(f"{name}.weight", shape) for name, shape in shapes.items())
-    }
+    plan: Plan = {f"{parameter}.weight": tuple(Piece(f"{name}.weight", shape) for name, shape in shapes.items())}
     if bias:
         plan[f"{parameter}.bias"] = tuple(Piece(f"{name}.bias", shape[:1]) for name, shape in shapes.items())
     return plan

@@ -16,12 +16,7 @@ from torch import Tensor
 
 from peregrine.errors import ConfigError
 from peregrine.hardware import DTYPES
-from peregrine.models.random_deepseek import (
-    FEWEST_EXPERTS,
-    deepseek_attention,
-    deepseek_experts,
-    deepseek_fields,
-)
+from peregrine.models.random_deepseek import FEWEST_EXPERTS, deepseek_attention, deepseek_experts, deepseek_fields
 from peregrine.models.random_shape import OUTPUT_GAIN, QUERY_GAIN, Matrix, RandomShape
 
 END_OF_TEXT = "<|endoftext|>"

@@ -113,9 +113,7 @@ def _read_scaling(kind: str, fields: Fields, config: Fields, max_positions: int)
     if kind == "llama3":
         low, high = fields.number("low_freq_factor"), fields.number("high_freq_factor")
         if high <= low:
-            raise fields.refusal(
-                "high_freq_factor", f"not above low_freq_factor={low:g}", "correct the config"
-            )
+            raise fields.refusal("high_freq_factor", f"not above low_freq_factor={low:g}", "correct the config")
         return Llama3Scaling(factor, low, high, original)
     return YarnScaling(
         factor=factor,
@@ -149,12 +147,7 @@ def rope_fields(rope: Rope) -> dict[str, Any]:
         case LinearScaling(factor):
             fields["rope_scaling"] = {"rope_type": "linear", "factor": factor}
         case Llama3Scaling(factor, low, high, original):
-            scaling = {
-                "rope_type": "llama3",
-                "factor": factor,
-                "low_freq_factor": low,
-                "high_freq_factor": high,
-            }
+            scaling = {"rope_type": "llama3", "factor": factor, "low_freq_factor": low, "high_freq_factor": high}
             fields["rope_scaling"] = scaling | {"original_max_position_embeddings": original}
         case YarnScaling(factor, original, fast, slow, attention_factor, truncate, mscale_all_dim):
             scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}

@@ -41,13 +41,7 @@ _QWEN = {
     "max_position_embeddings": 40960,
     "head_dim": 128,
 }
-_YARN = {
-    "type": "yarn",
-    "factor": 40,
-    "original_max_position_embeddings": 4096,
-    "beta_fast": 32,
-    "beta_slow": 1,
-}
+_YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
 _DEEPSEEK = {
     "kv_lora_rank": 512,
     "qk_nope_head_dim": 128,

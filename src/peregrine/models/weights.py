@@ -177,9 +177,7 @@ def _weight_files(folder: Path) -> list[Path]:
             "never opened; convert them where you trust them: "
             'safetensors.torch.save_file(torch.load(FILE, weights_only=True), "model.safetensors")'
         )
-    raise CheckpointError(
-        f"no safetensors weights in {str(folder)!r}; download model.safetensors or its shards"
-    )
+    raise CheckpointError(f"no safetensors weights in {str(folder)!r}; download model.safetensors or its shards")
 
 
 def _indexed_files(folder: Path) -> list[Path]:
@@ -191,8 +189,7 @@ def _indexed_files(folder: Path) -> list[Path]:
     outside = [name for name in shards if Path(name).name != name]
     if outside:
         raise CheckpointError(
-            f"{INDEX} in {str(folder)!r} names files outside the folder: {listed(outside)}; "
-            "use plain file names"
+            f"{INDEX} in {str(folder)!r} names files outside the folder: {listed(outside)}; use plain file names"
         )
     absent = [name for name in shards if not (folder / name).exists()]
     if absent:
@@ -206,6 +203,4 @@ def _open(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            f"{str(path)!r} is not a whole safetensors file ({error}); download it again"
-        ) from error
+        raise CheckpointError(f"{str(path)!r} is not a whole safetensors file ({error}); download it again") from error

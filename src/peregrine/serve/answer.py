@@ -50,9 +50,7 @@ class Answer:
         return {
             **self.envelope,
             "object": "chat.completion" if isinstance(self.job.body, ChatBody) else "text_completion",
-            "choices": [
-                teller.piece(each, whole=True) for teller, each in zip(self.tellers, deltas, strict=True)
-            ],
+            "choices": [teller.piece(each, whole=True) for teller, each in zip(self.tellers, deltas, strict=True)],
             "usage": usage_fields(self.job, outputs),
         }
 

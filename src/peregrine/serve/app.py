@@ -184,9 +184,7 @@ def service_routes(service: Service) -> APIRouter:
         return Response(service.metrics.text(), media_type=METRICS_TYPE)
 
     @router.post("/flush_cache", responses=refusals(400, 409, 503))
-    async def flush_cache(
-        timeout: Annotated[float, Query(ge=0, le=3600, allow_inf_nan=False)] = 0,
-    ) -> Response:
+    async def flush_cache(timeout: Annotated[float, Query(ge=0, le=3600, allow_inf_nan=False)] = 0) -> Response:
         """Empty the prefix cache; waits up to `timeout` seconds for the engine to be idle."""
         return json_response({"pages_freed": await drop_cached(service.desk, timeout)})
 

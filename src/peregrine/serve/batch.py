@@ -65,9 +65,7 @@ class Batch:
         """Answer every request that has no line yet."""
         room = ROWS_AHEAD * self.llm.engine.pace.max_rows
         start = time.perf_counter()
-        with tqdm(
-            total=len(self.ids), initial=len(self.ledger.finished), unit="request", disable=None
-        ) as bar:
+        with tqdm(total=len(self.ids), initial=len(self.ledger.finished), unit="request", disable=None) as bar:
             for request in read_requests(self.source):
                 if request["custom_id"] not in self.ledger.finished:
                     bar.update(self._submit(request))
@@ -82,9 +80,7 @@ class Batch:
         custom_id = str(request["custom_id"])
         try:
             job = job_of(request, self.name, self.llm)
-            entry = Entry(
-                custom_id, Answer.to(job, self.name, self.llm.tokenizer), [[] for _ in range(job.size)]
-            )
+            entry = Entry(custom_id, Answer.to(job, self.name, self.llm.tokenizer), [[] for _ in range(job.size)])
             with named_as_in(job.body):
                 for index in range(job.size):
                     self.llm.loop.submit(*job.generation(index), self._sink(entry, index))
@@ -153,12 +149,7 @@ def job_of(request: Json, name: str, llm: LLM) -> Job:
 def line_of(custom_id: str, status: int, body: Json) -> Json:
     """A line of the output."""
     response = {"status_code": status, "request_id": f"req_{secrets.token_hex(12)}", "body": body}
-    return {
-        "id": f"batch_req_{secrets.token_hex(12)}",
-        "custom_id": custom_id,
-        "response": response,
-        "error": None,
-    }
+    return {"id": f"batch_req_{secrets.token_hex(12)}", "custom_id": custom_id, "response": response, "error": None}
 
 
 def read_requests(source: Path) -> Iterator[Json]:

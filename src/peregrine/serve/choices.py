@@ -101,9 +101,7 @@ def round_fields(delta: Delta, tokenizer: Tokenizer) -> Json:
                 "parent": parent,
                 "correct": node in delta.drafts.correct,
             }
-            for node, (token, parent) in enumerate(
-                zip(delta.drafts.tokens, delta.drafts.parents, strict=True), start=1
-            )
+            for node, (token, parent) in enumerate(zip(delta.drafts.tokens, delta.drafts.parents, strict=True), start=1)
         ]
     return {"num_tokens": len(delta.token_ids), "offered": delta.offered, "drafts": drafts}
 

@@ -121,9 +121,7 @@ class Desk:
 
     def _check_room(self, job: Job) -> None:
         if job.size > self.capacity:
-            problem = (
-                f"the body asks for {job.size} generations, more than the {self.capacity} this server takes"
-            )
+            problem = f"the body asks for {job.size} generations, more than the {self.capacity} this server takes"
             raise RequestError("n", job.body.n, problem, "send fewer prompts or a smaller n")
         if self.num_open + job.size > self.capacity:
             ahead = max(0, self.num_open - self.num_rows)

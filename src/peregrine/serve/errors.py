@@ -77,6 +77,5 @@ def field_path(location: Sequence[str | int]) -> list[Any]:
     return [
         part
         for index, part in enumerate(location)
-        if isinstance(part, int)
-        or not (UNION_TAG.fullmatch(part) or (index == 0 and part in ("body", "query")))
+        if isinstance(part, int) or not (UNION_TAG.fullmatch(part) or (index == 0 and part in ("body", "query")))
     ]

@@ -13,15 +13,7 @@ from peregrine.serve.protocol import ChatBody, CompletionBody, Generation, Messa
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default
 # Fields of SamplingParams that a body has under the same name.
 SAME_NAME = {
-    *(
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "presence_penalty",
-        "frequency_penalty",
-        "repetition_penalty",
-    ),
+    *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
     *("stop", "stop_token_ids", "min_tokens", "ignore_eos", "skip_special_tokens"),
 }
 
@@ -109,8 +101,7 @@ def plain_messages(messages: list[Message]) -> list[dict[str, str]]:
     """Messages as chat templates read them."""
     named = [{"name": message.name} if message.name is not None else {} for message in messages]
     return [
-        {"role": message.role, "content": message.text, **name}
-        for message, name in zip(messages, named, strict=True)
+        {"role": message.role, "content": message.text, **name} for message, name in zip(messages, named, strict=True)
     ]
 
 

@@ -35,16 +35,9 @@ class CompletionLogprobs:
         self._offset = 0
         self._echoed = echoed
 
-    def tell(
-        self, tokens: Sequence[TokenLogprob], prompt: Sequence[TokenLogprob] | None
-    ) -> dict[str, list[object]]:
+    def tell(self, tokens: Sequence[TokenLogprob], prompt: Sequence[TokenLogprob] | None) -> dict[str, list[object]]:
         """The tokens of one piece; the first piece of an echo begins with the prompt's."""
-        told: dict[str, list[object]] = {
-            "tokens": [],
-            "token_logprobs": [],
-            "top_logprobs": [],
-            "text_offset": [],
-        }
+        told: dict[str, list[object]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         if self._echoed and prompt is not None:
             self._add(told, self._prompt[0], None)  # nothing comes before it, so it has no probability
             for entry in prompt:
@@ -75,8 +68,5 @@ def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprob]) -> dict[
             "bytes": list(spelling(tokenizer, token_id)),
         }
 
-    content = [
-        {**tell(t.token_id, t.logprob), "top_logprobs": [tell(i, value) for i, value in t.top]}
-        for t in tokens
-    ]
+    content = [{**tell(t.token_id, t.logprob), "top_logprobs": [tell(i, value) for i, value in t.top]} for t in tokens]
     return {"content": content, "refusal": None}

@@ -107,9 +107,7 @@ class Metrics(Collector):
             ("correct_draft_tokens", "Drafts that became output.", self.correct),
         ):
             yield CounterMetricFamily(f"peregrine_{name}", text, value=count)
-        yield GaugeMetricFamily(
-            "peregrine_accept_length", "Tokens per round so far.", value=self.accept_length
-        )
+        yield GaugeMetricFamily("peregrine_accept_length", "Tokens per round so far.", value=self.accept_length)
         yield from self._speculation()
         yield from self._engine()
 
@@ -144,10 +142,6 @@ class Metrics(Collector):
             ("waiting", "Generations in the queue.", len(engine.waiting)),
             ("pages", "Pages of the KV cache.", pool.num_pages - 1),
             ("pages_free", "Pages nobody uses.", pool.num_free),
-            (
-                "pages_cached",
-                "Pages in the prefix cache, held ones included.",
-                tree.num_cached if tree else 0,
-            ),
+            ("pages_cached", "Pages in the prefix cache, held ones included.", tree.num_cached if tree else 0),
         ):
             yield GaugeMetricFamily(f"peregrine_{name}", text, value=count)

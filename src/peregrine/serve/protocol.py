@@ -9,16 +9,7 @@ A wrong body is refused at its first mistake: listing all mistakes of a large on
 
 from typing import Annotated, Any, TypeVar
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
-    FailFast,
-    Field,
-    Tag,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, FailFast, Field, Tag, model_validator
 
 from peregrine.errors import RequestError
 from peregrine.sampling import MAX_BIAS
@@ -37,10 +28,7 @@ REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "guided_regex": ((), "constrained output is not supported; describe the format in the prompt"),
     "modalities": ((["text"],), "only text is generated"),
     "reasoning_effort": (("none",), "the model has no such switch; ask in the messages"),
-    "response_format": (
-        ({"type": "text"},),
-        "constrained output is not supported; describe the format in the prompt",
-    ),
+    "response_format": (({"type": "text"},), "constrained output is not supported; describe the format in the prompt"),
     "suffix": (("",), "text is generated after a prompt only; put what matters before it"),
     "tool_choice": (("none",), "write the tools into the messages"),
     "tools": (([],), "write the tools into the messages"),
@@ -148,9 +136,7 @@ class StreamOptions(Body):
 class Speculation(Body):
     """How far the drafter may guess for this request."""
 
-    num_drafts: int = Field(
-        ge=0, description="Drafts per round; 0: no speculation. Changes speed, never the text."
-    )
+    num_drafts: int = Field(ge=0, description="Drafts per round; 0: no speculation. Changes speed, never the text.")
 
 
 class Generation(WithoutEffect):
@@ -160,22 +146,14 @@ class Generation(WithoutEffect):
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = Field(
         None, description="Choices per prompt; choice i has the seed `seed + i`."
     )
-    seed: int | None = Field(
-        None, ge=0, description="The same seed gives the same text; drawn and reported if absent."
-    )
+    seed: int | None = Field(None, ge=0, description="The same seed gives the same text; drawn and reported if absent.")
     temperature: float | None = Field(None, description="0 takes the likeliest token; default 1.")
-    top_p: float | None = Field(
-        None, description="Choose among the likeliest tokens that hold this share of the mass."
-    )
+    top_p: float | None = Field(None, description="Choose among the likeliest tokens that hold this share of the mass.")
     top_k: int | None = Field(None, description="Choose among the k likeliest tokens; 0: all.")
     min_p: float | None = Field(None, description="Drop tokens below this share of the largest probability.")
     presence_penalty: float | None = Field(None, description="Subtracted once from tokens generated before.")
-    frequency_penalty: float | None = Field(
-        None, description="Subtracted for each time a token was generated."
-    )
-    repetition_penalty: float | None = Field(
-        None, description="Divides the logits of tokens seen before; 1: off."
-    )
+    frequency_penalty: float | None = Field(None, description="Subtracted for each time a token was generated.")
+    repetition_penalty: float | None = Field(None, description="Divides the logits of tokens seen before; 1: off.")
     logit_bias: Annotated[dict[str, float], at_most(MAX_BIAS)] | None = Field(
         None, description="Token id (as a string) to a bias in [-100, 100]."
     )
@@ -183,12 +161,8 @@ class Generation(WithoutEffect):
     stop_token_ids: Many[int] | None = Field(None, description="The text ends at any of these tokens.")
     min_tokens: int | None = Field(None, description="Tokens before the text may end.")
     ignore_eos: bool | None = Field(None, description="Do not end at the model's end-of-text token.")
-    skip_special_tokens: bool | None = Field(
-        None, description="Leave special tokens out of the text; default true."
-    )
-    stream: bool | None = Field(
-        None, description="Send the text as server-sent events while it is generated."
-    )
+    skip_special_tokens: bool | None = Field(None, description="Leave special tokens out of the text; default true.")
+    stream: bool | None = Field(None, description="Send the text as server-sent events while it is generated.")
     stream_options: StreamOptions | None = Field(None, description="Only with `stream`.")
     speculation: Speculation | None = Field(None, description="A cap on this request's drafts.")
     return_speculation: bool | None = Field(
@@ -260,9 +234,7 @@ class TokenizeBody(Body):
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[Many[Message], Field(min_length=1)] | None = None
-    add_special_tokens: bool = Field(
-        True, description="Only with `prompt`: add what the tokenizer adds, such as bos."
-    )
+    add_special_tokens: bool = Field(True, description="Only with `prompt`: add what the tokenizer adds, such as bos.")
 
     @model_validator(mode="after")
     def check_one_source(self) -> "TokenizeBody":

@@ -36,10 +36,7 @@ class JobResponse(Response):
         tell = self._stream if streamed else self._whole
         with contextlib.suppress(ClientGone):
             try:
-                async with (
-                    self._desk.take(self._answer.job, eager=streamed) as reply,
-                    watched(receive, reply),
-                ):
+                async with self._desk.take(self._answer.job, eager=streamed) as reply, watched(receive, reply):
                     await tell(scope, receive, send, reply)
             except PeregrineError as error:
                 await error_response(api_error(error))(scope, receive, send)

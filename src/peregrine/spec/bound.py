@@ -32,9 +32,7 @@ class BoundModel:
     def bind(self, metadata: AttentionMetadata) -> Attend:
         return self.backend.bind(self.store, self.layers, metadata)
 
-    def read(
-        self, tokens: Tensor, metadata: AttentionMetadata, taps: Sequence[int]
-    ) -> tuple[Tensor, Tensor | None]:
+    def read(self, tokens: Tensor, metadata: AttentionMetadata, taps: Sequence[int]) -> tuple[Tensor, Tensor | None]:
         """Read a window: hidden [N, H] after the final norm, taps [N, len(taps) * H]."""
         return self.decoder.forward(tokens, metadata.positions, self.bind(metadata), taps)
 

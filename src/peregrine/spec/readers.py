@@ -64,9 +64,7 @@ class HeadReader:
         attend = self.backend.bind(self.store, self.layers, last)
         if self.head.num_layers > 1:
             body = pages.uniform(places.positions, seen.past_lens, places.slots)
-            attend = last_layer(
-                self.backend.bind(self.store, self.layers, body), attend, self.head.num_layers
-            )
+            attend = last_layer(self.backend.bind(self.store, self.layers, body), attend, self.head.num_layers)
         hidden = self.head.fuse(seen.taps.flatten(0, 1))
         positions = places.positions.flatten()
         return self.head.forward(places.tokens, hidden, positions, attend, places.live)
@@ -98,9 +96,7 @@ class ModelReader:
         pages, width = seen.pages, seen.next_tokens.shape[1] + 1
         places = pages.path(seen.past_lens, seen.new_past_lens, seen.history, width, behind=0)
         body = self.model.bind(pages.uniform(places.positions, seen.past_lens, places.slots))
-        last = self.model.bind(
-            pages.uniform(places.live_positions, places.live_positions[:, 0], places.slots)
-        )
+        last = self.model.bind(pages.uniform(places.live_positions, places.live_positions[:, 0], places.slots))
         attend = last_layer(body, last, self.model.decoder.config.num_layers)
         positions = places.positions.flatten()
         return self.model.decoder.forward(places.tokens, positions, attend, (), places.live)[0]

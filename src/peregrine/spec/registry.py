@@ -21,10 +21,7 @@ from peregrine.spec.tree import TreeDrafter
 from peregrine.spec.types import Drafter
 
 # Drafters without weights of their own: name -> made for a number of drafts.
-DRAFTERS: dict[str, Callable[[int], Drafter]] = {
-    "none": lambda num_drafts: NoDrafter(),
-    "ngram": NgramDrafter,
-}
+DRAFTERS: dict[str, Callable[[int], Drafter]] = {"none": lambda num_drafts: NoDrafter(), "ngram": NgramDrafter}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +62,8 @@ def find_drafter(name: str, model_folder: Path, target: Decoder) -> DraftSource:
     elif elsewhere.is_dir():
         folder = elsewhere
     else:
-        known = [
-            *DRAFTERS,
-            "mtp",
-            *(p.name for p in sorted(model_folder.iterdir()) if (p / "config.json").exists()),
-        ]
-        raise ConfigError(
-            f"drafter={name!r}: no such drafter or folder; choose {', '.join(known)} or a folder"
-        )
+        known = [*DRAFTERS, "mtp", *(p.name for p in sorted(model_folder.iterdir()) if (p / "config.json").exists())]
+        raise ConfigError(f"drafter={name!r}: no such drafter or folder; choose {', '.join(known)} or a folder")
     device, dtype = target.embedding.device, target.embedding.dtype
     if name == "mtp" or is_head(folder):
         return DraftSource(name, load_head(folder, target, device, dtype))
@@ -96,18 +87,12 @@ def check_prediction_layer(model_folder: Path, target: Decoder) -> None:
 
 
 def make_drafter(
-    source: DraftSource,
-    num_drafts: int,
-    tree: TreeShape | None,
-    store: KVStore | None,
-    backend: AttentionBackend,
+    source: DraftSource, num_drafts: int, tree: TreeShape | None, store: KVStore | None, backend: AttentionBackend
 ) -> Drafter:
     """The drafter, ready to propose."""
     if source.network is None or store is None:
         if tree is not None:
-            raise ConfigError(
-                f"drafter={source.name!r}: guesses no trees; leave tree out or choose a draft head"
-            )
+            raise ConfigError(f"drafter={source.name!r}: guesses no trees; leave tree out or choose a draft head")
         return DRAFTERS[source.name](num_drafts)
     reader: DraftReader
     if isinstance(source.network, Decoder):

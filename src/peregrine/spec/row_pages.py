@@ -41,9 +41,7 @@ class RowPages:
         """Where the target reads nodes of these depths [R, T]."""
         return window_places(past_lens, depths, self.table, self.page_size, self.max_len)
 
-    def path(
-        self, past_lens: Tensor, new_past_lens: Tensor, history: Tensor, width: int, behind: int
-    ) -> PathPlaces:
+    def path(self, past_lens: Tensor, new_past_lens: Tensor, history: Tensor, width: int, behind: int) -> PathPlaces:
         """Where a drafter reads `width` entries whose tokens stand `behind` places after them."""
         where = self.table, self.page_size, width, behind, self.max_len
         return path_places(past_lens, new_past_lens, history, *where)

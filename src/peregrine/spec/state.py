@@ -73,9 +73,7 @@ class RowState:
 
     def context(self, past_lens: Tensor) -> Context:
         """What penalties count at each node of the window."""
-        return Context(
-            self.history, self.prompt_lens, past_lens + 1, self.window_tokens, self.links.ancestors
-        )
+        return Context(self.history, self.prompt_lens, past_lens + 1, self.window_tokens, self.links.ancestors)
 
     def nodes(self) -> Nodes:
         """The windows as the judge sees them."""
@@ -92,17 +90,13 @@ class RowState:
         if self.shape.depth == 0:
             return
         links = () if drafts.links is None else zip(drafts.links.fields(), self.links.fields(), strict=True)
-        keep_drafts(
-            self.window_tokens, self.offered, self.draft_caps, drafts.tokens, drafts.depths, tuple(links)
-        )
+        keep_drafts(self.window_tokens, self.offered, self.draft_caps, drafts.tokens, drafts.depths, tuple(links))
 
 
 class SeatState:
     """The buffers of all seats; mutable, and only through the verbs below and RowState's."""
 
-    def __init__(
-        self, seats: int, shape: DraftShape, max_len: int, page_size: int, device: torch.device
-    ) -> None:
+    def __init__(self, seats: int, shape: DraftShape, max_len: int, page_size: int, device: torch.device) -> None:
         self.shape, self.max_len, self.page_size = shape, max_len, page_size
         places = -(-(max_len + 2 * shape.span + 2) // PLACES_STEP) * PLACES_STEP
         self.max_places = places
@@ -122,9 +116,7 @@ class SeatState:
         self.starts = even_starts(seats, max(shape.nodes, shape.depth + 2, shape.width), device)
         self._chain = Links.chain(shape.nodes, device)
         # A chain's links never change: one row serves all seats. A tree's are chosen anew each round.
-        self.links = (
-            self._chain if shape.is_chain else Links(*(x.repeat(seats, 1) for x in self._chain.fields()))
-        )
+        self.links = self._chain if shape.is_chain else Links(*(x.repeat(seats, 1) for x in self._chain.fields()))
         self.law = Law(
             temperature=real(),
             top_k=whole(),
@@ -144,23 +136,8 @@ class SeatState:
     def buffers(self) -> list[Tensor]:
         """Every tensor with one line per seat."""
         law = self.law
-        seated = [
-            self.history,
-            self.past_lens,
-            self.prompt_lens,
-            self.limits,
-            self.window_tokens,
-            self.offered,
-        ]
-        seated += [
-            self.draft_caps,
-            self.done,
-            self.page_table,
-            law.temperature,
-            law.top_k,
-            law.top_p,
-            law.min_p,
-        ]
+        seated = [self.history, self.past_lens, self.prompt_lens, self.limits, self.window_tokens, self.offered]
+        seated += [self.draft_caps, self.done, self.page_table, law.temperature, law.top_k, law.top_p, law.min_p]
         seated += [law.repetition, law.presence, law.frequency, law.seeds, law.bias_ids, law.bias_values]
         seated += [law.stop_ids, law.floors]
         return seated if self.shape.is_chain else seated + list(self.links.fields())

@@ -51,9 +51,7 @@ class Links:
         words = [(1 << (i + 1)) - 1 for i in range(nodes)]
         signed = [word - (1 << 64) if word >= 1 << 63 else word for word in words]
         return Links(
-            parents=(order - 1).clamp(min=0)[None],
-            depths=order[None],
-            ancestors=torch.tensor([signed], device=device),
+            parents=(order - 1).clamp(min=0)[None], depths=order[None], ancestors=torch.tensor([signed], device=device)
         )
 
     def fields(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -79,9 +77,7 @@ class Drafts:
 class Seen:
     """What the target has just read and said, for the drafter to read after it. W = K + 1."""
 
-    next_tokens: (
-        Tensor  # [R, W]  the token that follows each node of the path; past the newest valid, meaningless ids
-    )
+    next_tokens: Tensor  # [R, W]  the token that follows each node of the path; past the newest valid, meaningless ids
     taps: Tensor | None  # [R, W, taps * H]
     past_lens: Tensor  # [R]  tokens cached before the round
     new_past_lens: Tensor  # [R]  and after it; also the newest token's position

@@ -26,9 +26,7 @@ def encode_chat(
     tokenizer: Tokenizer, messages: Sequence[Message], add_generation_prompt: bool = True, **extra: object
 ) -> list[int]:
     """Token ids of a chat: rendered, then encoded without adding the bos that the template already wrote."""
-    return tokenizer.encode(
-        render_chat(tokenizer, messages, add_generation_prompt, **extra), add_special=False
-    )
+    return tokenizer.encode(render_chat(tokenizer, messages, add_generation_prompt, **extra), add_special=False)
 
 
 def render_chat(
@@ -51,9 +49,7 @@ def render_chat(
         ) from error
     except Exception as error:  # whatever a template raises answers this chat; it is no fault of the engine
         problem = f"the model's chat template refuses them: {error}"
-        raise RequestError(
-            "messages", chat, problem, "send the roles and fields the template expects"
-        ) from error
+        raise RequestError("messages", chat, problem, "send the roles and fields the template expects") from error
 
 
 def _pick(tokenizer: Tokenizer, chat: Sequence[Message], with_tools: bool) -> str:
@@ -117,9 +113,7 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """JSON as prompts want it; jinja's own filter would escape <, >, & and quotes for HTML."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise_exception(message: str) -> NoReturn:

@@ -166,9 +166,7 @@ class StopStrings:
 
     def __init__(self, stops: Sequence[str]) -> None:
         if isinstance(stops, str) or not all(isinstance(stop, str) and stop for stop in stops):
-            raise RequestError(
-                "stop", stops, "is not a list of non-empty strings", "send the strings, or none"
-            )
+            raise RequestError("stop", stops, "is not a list of non-empty strings", "send the strings, or none")
         self._stops = sorted(set(stops), key=len, reverse=True)
         self._first_characters = frozenset(stop[0] for stop in self._stops)
         self._links = [_border_lengths(stop) for stop in self._stops]

@@ -20,19 +20,10 @@ from peregrine.errors import CheckpointError, RequestError
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 # Decoders whose text for an id depends on the id before it at most: what streaming relies on.
-_LOCAL_DECODERS = frozenset(
-    {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace", "WordPiece", "BPEDecoder"}
-)
+_LOCAL_DECODERS = frozenset({"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace", "WordPiece", "BPEDecoder"})
 _BYTE_DECODERS = frozenset({"ByteLevel", "Fuse"})
 _TOKEN_FLAGS = frozenset({"content", "single_word", "lstrip", "rstrip", "normalized", "special"})
-_OTHER_VOCABULARIES = (
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-    "tekken.json",
-    "tiktoken.model",
-)
+_OTHER_VOCABULARIES = ("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "tekken.json", "tiktoken.model")
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -70,9 +61,7 @@ class Tokenizer:
         _register(backend, config, [*named_tokens.values(), *extra_tokens])
         vocabulary = backend.get_vocab(with_added_tokens=True)
         byte_ids = {
-            id: int(found[1], 16)
-            for token, id in vocabulary.items()
-            if (found := _BYTE_TOKEN.fullmatch(token))
+            id: int(found[1], 16) for token, id in vocabulary.items() if (found := _BYTE_TOKEN.fullmatch(token))
         }
         bos_id = _named_id(folder, backend, named_tokens, "bos_token")
         return cls(
@@ -80,9 +69,7 @@ class Tokenizer:
             vocab_size=max(vocabulary.values(), default=-1) + 1,
             bos_id=bos_id,
             eos_id=_named_id(folder, backend, named_tokens, "eos_token"),
-            special_ids=frozenset(
-                id for id, token in backend.get_added_tokens_decoder().items() if token.special
-            ),
+            special_ids=frozenset(id for id, token in backend.get_added_tokens_decoder().items() if token.special),
             byte_ids=byte_ids if "ByteFallback" in decoders else {},
             byte_level="ByteLevel" in decoders,
             prepends_bos=config.get("add_bos_token") is True
@@ -195,9 +182,7 @@ def _content(token: object) -> str | None:
 
 def _special_tokens(config: Mapping[str, object]) -> tuple[dict[str, str], list[str]]:
     """Special tokens that have a name (bos_token, ...), and those that have none."""
-    named = {
-        key: text for key, token in config.items() if key.endswith("_token") and (text := _content(token))
-    }
+    named = {key: text for key, token in config.items() if key.endswith("_token") and (text := _content(token))}
     unnamed: list[object] = []
     for key in ("extra_special_tokens", "additional_special_tokens"):
         tokens = config.get(key)

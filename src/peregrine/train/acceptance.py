@@ -49,9 +49,7 @@ def measure(target: Path, drafter: Path, measure: Measure, shapes: Sequence[str]
         with LLM(str(target), **options) as llm:
             for temperature in TEMPERATURES:
                 params = [
-                    SamplingParams(
-                        temperature=temperature, seed=seed, max_tokens=measure.max_tokens, detokenize=False
-                    )
+                    SamplingParams(temperature=temperature, seed=seed, max_tokens=measure.max_tokens, detokenize=False)
                     for seed in range(len(measure.prompts))
                 ]
                 outputs = llm.generate([p.tokens for p in measure.prompts], params, progress=False)
@@ -61,9 +59,7 @@ def measure(target: Path, drafter: Path, measure: Measure, shapes: Sequence[str]
     return facts
 
 
-def summarise(
-    shape: str, temperature: float, prompts: Sequence[Prompt], outputs: Sequence[Output]
-) -> list[Facts]:
+def summarise(shape: str, temperature: float, prompts: Sequence[Prompt], outputs: Sequence[Output]) -> list[Facts]:
     """One entry for each source and one for all."""
     names = list(dict.fromkeys(prompt.source for prompt in prompts))
     entries = []

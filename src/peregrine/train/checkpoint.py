@@ -32,9 +32,7 @@ def save_state(folder: Path, saved: Saved) -> None:
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)
     save_file({name: tensor.contiguous() for name, tensor in saved.model.items()}, new / "model.safetensors")
-    save_file(
-        {name: tensor.contiguous() for name, tensor in saved.optimizer.items()}, new / "optimizer.safetensors"
-    )
+    save_file({name: tensor.contiguous() for name, tensor in saved.optimizer.items()}, new / "optimizer.safetensors")
     (new / "facts.json").write_text(json.dumps(saved.facts, indent=2))
     shutil.rmtree(old, ignore_errors=True)
     if (folder / STATE).exists():
@@ -50,9 +48,7 @@ def load_state(folder: Path) -> Saved | None:
         path = folder / name
         if (path / "facts.json").exists():
             facts = json.loads((path / "facts.json").read_text())
-            return Saved(
-                facts, load_file(path / "model.safetensors"), load_file(path / "optimizer.safetensors")
-            )
+            return Saved(facts, load_file(path / "model.safetensors"), load_file(path / "optimizer.safetensors"))
     return None
 
 

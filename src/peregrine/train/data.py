@@ -40,9 +40,7 @@ def find_sources(folder: Path, shares: dict[str, float]) -> list[Source]:
     """The sources of a folder, shares normalised to 1; with no match, every shard by its size on disk."""
     shards = sorted(path for path in folder.glob("*") if path.name.endswith(SUFFIXES))
     if not shards:
-        raise ConfigError(
-            f"data={folder}: no {' or '.join(SUFFIXES)} file in it; give a folder of text shards"
-        )
+        raise ConfigError(f"data={folder}: no {' or '.join(SUFFIXES)} file in it; give a folder of text shards")
     found = {name: tuple(p for p in shards if p.name.startswith(name)) for name in shares}
     weights = {name: shares[name] for name, paths in found.items() if paths}
     if not weights:

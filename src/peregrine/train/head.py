@@ -53,9 +53,7 @@ def pick_taps(num_layers: int) -> tuple[int, ...]:
     return tuple(sorted({min(1, num_layers // 3), num_layers // 2, num_layers - 1}))
 
 
-def draft_ids(
-    samples: Samples, wish: str, vocab_size: int, always: tuple[int, ...]
-) -> NDArray[np.int64] | None:
+def draft_ids(samples: Samples, wish: str, vocab_size: int, always: tuple[int, ...]) -> NDArray[np.int64] | None:
     """Target ids of the draft vocabulary, ascending; None for all of them.
 
     The most frequent tokens of the samples: as many as asked for, or ("auto") the smallest of vocab_size / 2,
@@ -88,15 +86,11 @@ def draft_ids(
     return None if size == vocab_size else np.sort(order[:size])
 
 
-def fresh_head(
-    target: Decoder, taps: tuple[int, ...], ids: NDArray[np.int64] | None, seed: int
-) -> Eagle3Head:
+def fresh_head(target: Decoder, taps: tuple[int, ...], ids: NDArray[np.int64] | None, seed: int) -> Eagle3Head:
     """A head that has learnt nothing, its output head and norm taken from the target."""
     config = target.config
     if not taps or min(taps) < 0 or max(taps) >= config.num_layers:
-        raise ConfigError(
-            f"taps={taps}: each must be one of the target's layers, 0 to {config.num_layers - 1}"
-        )
+        raise ConfigError(f"taps={taps}: each must be one of the target's layers, 0 to {config.num_layers - 1}")
     layer = replace(
         config,
         family="llama",
@@ -120,9 +114,7 @@ def fresh_head(
     assert head.head.weight is not None
     assert target.head.weight is not None
     with torch.no_grad():
-        rows = (
-            target.head.weight if head.draft_to_target is None else target.head.weight[head.draft_to_target]
-        )
+        rows = target.head.weight if head.draft_to_target is None else target.head.weight[head.draft_to_target]
         head.head.weight.copy_(rows)
         head.norm.weight.copy_(target.norm.weight)
     return head

@@ -53,9 +53,7 @@ class HeadRun:
             same_options(saved.facts, asdict(options), folder)
             self.step, self.total_steps = saved.facts["step"], saved.facts["total_steps"]
             head.load_state_dict(saved.model)
-            self.optimizers.restore(
-                {name: tensor.to(self.device) for name, tensor in saved.optimizer.items()}
-            )
+            self.optimizers.restore({name: tensor.to(self.device) for name, tensor in saved.optimizer.items()})
             logger.info("resumed %s at step %d of %d", folder, self.step, self.total_steps)
 
     def save(self, out: Path) -> None:
@@ -77,9 +75,7 @@ def train_head(run: HeadRun, rows: SampleRows, out: Path) -> None:
     run.folder.mkdir(parents=True, exist_ok=True)
     batches = rows.batches(options.batch_rows, options.seed, skip=run.step)
     tokens_per_step = options.batch_rows * rows.row_len
-    bar = tqdm(
-        initial=run.step * tokens_per_step, desc="train", unit=" tokens", unit_scale=True, mininterval=1.0
-    )
+    bar = tqdm(initial=run.step * tokens_per_step, desc="train", unit=" tokens", unit_scale=True, mininterval=1.0)
     clock = Clock(options.minutes, began)
     with bar:
         while run.step < run.total_steps:
@@ -120,8 +116,4 @@ def score(run: HeadRun, rows: Rows) -> Outcome:
 
 def outcome_facts(outcome: Outcome) -> dict[str, object]:
     """An outcome as plain numbers."""
-    return {
-        "loss": outcome.loss.item(),
-        "losses": outcome.losses.tolist(),
-        "agreement": outcome.agreement.tolist(),
-    }
+    return {"loss": outcome.loss.item(), "losses": outcome.losses.tolist(), "agreement": outcome.agreement.tolist()}

@@ -82,9 +82,7 @@ def refuse_oversize(size: Size, device: torch.device, folder: Path) -> None:
         ("training", size.training_bytes, "lower batch, max_tokens, unroll or draft_vocab"),
     ):
         if wanted > SHARE * free:
-            raise ConfigError(
-                f"{what} needs about {shown(wanted)}, {device} has {shown(free)} free; {remedy}"
-            )
+            raise ConfigError(f"{what} needs about {shown(wanted)}, {device} has {shown(free)} free; {remedy}")
 
 
 def shown(count: int) -> str:

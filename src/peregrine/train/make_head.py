@@ -88,11 +88,7 @@ def make_head(order: HeadOrder) -> Facts:
 
     train, held_out = prepare_prompts(order, folder)
     samples = sample(
-        folder,
-        train,
-        order.plan,
-        order.work / "samples",
-        engine_options(order.plan, order.device, order.dtype),
+        folder, train, order.plan, order.work / "samples", engine_options(order.plan, order.device, order.dtype)
     )
     facts = learn(order, folder, samples, device, dtype)
     if order.evaluate:
@@ -145,9 +141,7 @@ def prepare_prompts(order: HeadOrder, folder: Path) -> tuple[list[Prompt], list[
     return first, second
 
 
-def learn(
-    order: HeadOrder, folder: Path, samples: Samples, device: torch.device, dtype: torch.dtype
-) -> Facts:
+def learn(order: HeadOrder, folder: Path, samples: Samples, device: torch.device, dtype: torch.dtype) -> Facts:
     """Trains the head on the samples; what was chosen on the way comes back."""
     target = load_decoder(folder, device, dtype, pack=False)
     target.requires_grad_(False)

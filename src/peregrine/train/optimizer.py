@@ -33,9 +33,7 @@ class Curve:
 class Optimizers:
     """Muon and AdamW over one model's parameters, stepped together."""
 
-    def __init__(
-        self, model: nn.Module, weight_decay: float, not_matrices: frozenset[str] = frozenset()
-    ) -> None:
+    def __init__(self, model: nn.Module, weight_decay: float, not_matrices: frozenset[str] = frozenset()) -> None:
         """Matrices named in `not_matrices` go to AdamW: embeddings and heads, whose rows stand for tokens."""
         named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
         missing = not_matrices - {name for name, _ in named}
@@ -46,10 +44,7 @@ class Optimizers:
         vectors = [p for _, p in named if p.dim() != 2]
         on_gpu = bool(named) and named[0][1].is_cuda
         self.muon = Muon(matrices, weight_decay)
-        groups = [
-            {"params": tables, "weight_decay": weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ]
+        groups = [{"params": tables, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         self.adamw = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-10, fused=on_gpu)
 
     def step(self, rate: float) -> None:

@@ -44,9 +44,7 @@ class TokenShard:
 def encode_source(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
     """Writes the source's training and held-out tokens into the folder, unless they are there."""
     if tokenizer.get_vocab_size() > 2**16:
-        raise ConfigError(
-            f"vocab_size={tokenizer.get_vocab_size()}: token shards hold 16 bits; at most {2**16}"
-        )
+        raise ConfigError(f"vocab_size={tokenizer.get_vocab_size()}: token shards hold 16 bits; at most {2**16}")
     if (folder / f"{source.name}.{HELD_OUT}.starts.npy").exists():
         return
     splits: dict[str, list[NDArray[np.uint16]]] = {TRAIN: [], HELD_OUT: []}

@@ -72,15 +72,11 @@ class PromptBook:
                 f"give more text, or ask for at most {tokens * MAX_USES * count // num_prompts} tokens"
             )
 
-    def prompts(
-        self, tokenizer: Tokenizer, count: int, longest: int, seed: int, *, train: bool
-    ) -> list[Prompt]:
+    def prompts(self, tokenizer: Tokenizer, count: int, longest: int, seed: int, *, train: bool) -> list[Prompt]:
         """So many prompts, sources mixed by their shares, a function of the documents and the seed."""
         generator = np.random.default_rng((seed, int(train)))
         documents = self.train if train else self.held_out
-        shares = np.array(
-            [share if found else 0.0 for share, found in zip(self.shares, documents, strict=True)]
-        )
+        shares = np.array([share if found else 0.0 for share, found in zip(self.shares, documents, strict=True)])
         orders = [generator.permutation(len(found)) for found in documents]
         taken = [0] * len(documents)
         prompts: list[Prompt] = []
@@ -96,9 +92,7 @@ class PromptBook:
             else:
                 failures += 1
         if not prompts:
-            raise ConfigError(
-                f"prompt_tokens={longest}: no document gives a prompt of at most that length; raise it"
-            )
+            raise ConfigError(f"prompt_tokens={longest}: no document gives a prompt of at most that length; raise it")
         return prompts
 
 
@@ -122,9 +116,7 @@ def prompt_tokens(
     return tokens if 0 < len(tokens) <= longest else None
 
 
-def open_sources(
-    data: Sequence[Path], shares: Sequence[float] | None, named: dict[str, float]
-) -> list[Source]:
+def open_sources(data: Sequence[Path], shares: Sequence[float] | None, named: dict[str, float]) -> list[Source]:
     """A source for each file, by size unless shares are given; a folder gives the sources found in it."""
     if len(data) == 1 and data[0].is_dir():
         if shares is not None:

@@ -94,9 +94,7 @@ class Dice:
     """Throws that follow from a text alone."""
 
     def __init__(self, text: str) -> None:
-        self.number = int.from_bytes(
-            blake2b(text.encode(), digest_size=32, person=b"request").digest(), "little"
-        )
+        self.number = int.from_bytes(blake2b(text.encode(), digest_size=32, person=b"request").digest(), "little")
 
     def pick(self, options: Sequence[T]) -> T:
         """One of the options."""
@@ -222,7 +220,5 @@ def _clause(thing: str, story: str, dice: Dice) -> str | None:
         return f"{PRESENT[verb]}{action or ''} {object_}"
     words = frozenset(re.findall(r"[a-z]+", story.lower()))
     if thing in EATEN and words & EATING and (thing in UNCOUNTED or thing + "s" in words):
-        return (
-            f"{dice.pick(('loves', 'loves', 'likes', 'eats'))} {thing if thing in UNCOUNTED else thing + 's'}"
-        )
+        return f"{dice.pick(('loves', 'loves', 'likes', 'eats'))} {thing if thing in UNCOUNTED else thing + 's'}"
     return None

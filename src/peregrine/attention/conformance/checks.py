@@ -35,9 +35,7 @@ class Trial:
         return attend(self.backend, rows, self.layer, layout or self.layout)
 
 
-def start(
-    backend: AttentionBackend, case: Case, layer: LayerAttention, rows: list[Row], device: torch.device
-) -> Trial:
+def start(backend: AttentionBackend, case: Case, layer: LayerAttention, rows: list[Row], device: torch.device) -> Trial:
     """Run the batch once; every check compares with this."""
     rows = [row.to(device, case.dtype) for row in rows]
     layout = Layout(case.page_size, kv_dtype=case.kv_dtype)

@@ -31,16 +31,12 @@ class Row:
     def at(self, *queries: int) -> "Row":
         """The same row with some of its queries alone; all its keys are written."""
         words = None if self.words is None else [self.words[i] for i in queries]
-        return replace(
-            self, positions=[self.positions[i] for i in queries], words=words, q=self.q[list(queries)]
-        )
+        return replace(self, positions=[self.positions[i] for i in queries], words=words, q=self.q[list(queries)])
 
     def path_to(self, query: int) -> "Row":
         """The chain that stands for a tree's path: the same query over its own keys, with nothing else there."""
         keys = self.keys_of(query, None)
-        return Row(
-            self.past, [self.positions[query]], None, self.q[query : query + 1], self.k[keys], self.v[keys]
-        )
+        return Row(self.past, [self.positions[query]], None, self.q[query : query + 1], self.k[keys], self.v[keys])
 
     def keys_of(self, query: int, window: int | None) -> list[int]:
         """The keys a query sees, by the definition."""
@@ -53,9 +49,7 @@ class Row:
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> "Row":
         """The same row elsewhere, in another dtype."""
-        return replace(
-            self, q=self.q.to(device, dtype), k=self.k.to(device, dtype), v=self.v.to(device, dtype)
-        )
+        return replace(self, q=self.q.to(device, dtype), k=self.k.to(device, dtype), v=self.v.to(device, dtype))
 
 
 def chain(past: int, q_len: int, heads: Heads, seed: int = 0) -> Row:
@@ -72,9 +66,7 @@ def tree(past: int, parents: Sequence[int], heads: Heads, seed: int = 0) -> Row:
     return _row(past, positions, words, past + len(parents), heads, seed)
 
 
-def _row(
-    past: int, positions: list[int], words: list[int] | None, total: int, heads: Heads, seed: int
-) -> Row:
+def _row(past: int, positions: list[int], words: list[int] | None, total: int, heads: Heads, seed: int) -> Row:
     num_heads, num_kv_heads, head_dim, *value_dim = heads
     rng = torch.Generator().manual_seed(1000 * seed + past)
     q = torch.randn(len(positions), num_heads, head_dim, generator=rng)
@@ -102,9 +94,7 @@ def answer(row: Row, layer: LayerAttention, dtype: torch.dtype) -> Answer:
     return Answer(torch.stack(outs), torch.stack(bounds))
 
 
-def _answer_query(
-    q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def _answer_query(q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """One query [Hq, D] over the keys it sees [n, Hkv, D]. -> the output and its bound, [Hq, Dv] each"""
     count, num_kv_heads, head_dim = k.shape
     q, k, v = q.double().view(num_kv_heads, -1, head_dim), k.double(), v.double()  # q [Hkv, G, D]

@@ -52,9 +52,7 @@ class Report:
             worst = f"{tally.worst:.3f}" if name == next(iter(self.tallies)) else "bit for bit"
             verdict = "pass" if not tally.failures else "FAIL"
             shown = worst if tally.trials else "-"
-            lines.append(
-                f"  {name:<46} {tally.trials:>6}  {shown:>19}  {verdict if tally.trials else 'not run'}"
-            )
+            lines.append(f"  {name:<46} {tally.trials:>6}  {shown:>19}  {verdict if tally.trials else 'not run'}")
         for name, tally in self.tallies.items():
             hidden = len(tally.failures) - SHOWN_FAILURES
             lines += [f"  FAIL {name}: {where}" for where in tally.failures[:SHOWN_FAILURES]]
@@ -71,12 +69,7 @@ class Report:
             }
             for name, tally in self.tallies.items()
         }
-        return {
-            "backend": self.backend,
-            "cases": self.cases,
-            "passed": self.passed,
-            "properties": properties,
-        }
+        return {"backend": self.backend, "cases": self.cases, "passed": self.passed, "properties": properties}
 
 
 def run_conformance(

@@ -63,9 +63,7 @@ def is_message(entry: object) -> bool:
 
 def long_prompts() -> Iterator[Prompt]:
     """Every passage of the set `summarise` after the others, then a question; no two begin alike."""
-    passages = [
-        text.partition("\n\n")[2] for text in map(last_words, read_prompts(FOLDER / "summarise.jsonl"))
-    ]
+    passages = [text.partition("\n\n")[2] for text in map(last_words, read_prompts(FOLDER / "summarise.jsonl"))]
     for first in range(len(passages)):
         order = [*passages[first:], *passages[:first]]
         notes = "\n\n".join(f"Note {number}. {text}" for number, text in enumerate(order, 1))
