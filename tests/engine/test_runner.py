@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from peregrine.config import MAX_LAG
 from peregrine.engine.graphs import Graphs
-from peregrine.engine.landing import RING_SIZE, Landing, Ring
+from peregrine.engine.host_copy import RING_SIZE, HostCopy, Ring
 from peregrine.engine.request import RoundDrafts
 from peregrine.engine.runner import VARIANTS, Runner, offered_drafts
 from peregrine.kernels.choose import Features
@@ -78,21 +78,21 @@ def test_recorded_rounds_touch_every_place_and_others_as_few_as_they_need() -> N
 
 def test_a_ring_keeps_what_rounds_in_flight_have_not_read() -> None:
     ring = Ring(torch.zeros(2, dtype=torch.int64))
-    landed = [ring.land(torch.tensor([i, i])) for i in range(RING_SIZE)]
-    assert [int(buffer[0]) for buffer in landed] == list(range(RING_SIZE))
-    again = ring.land(torch.tensor([99, 99]))
-    assert again.data_ptr() == landed[0].data_ptr()  # the one used longest ago
-    assert int(landed[1][0]) == 1
+    copied = [ring.copy(torch.tensor([i, i])) for i in range(RING_SIZE)]
+    assert [int(buffer[0]) for buffer in copied] == list(range(RING_SIZE))
+    again = ring.copy(torch.tensor([99, 99]))
+    assert again.data_ptr() == copied[0].data_ptr()  # the one used longest ago
+    assert int(copied[1][0]) == 1
     # As many as may be queued, the one that is being read, and one to spare.
     assert RING_SIZE >= MAX_LAG + 2
 
 
-def test_a_landing_holds_its_values() -> None:
+def test_a_host_copy_holds_its_values() -> None:
     values = torch.arange(3), torch.ones(2)
-    assert all(a is b for a, b in zip(Landing.of(*values).read(), values, strict=True))
+    assert all(a is b for a, b in zip(HostCopy.of(*values).read(), values, strict=True))
 
 
-def test_a_landing_is_read_after_its_copies() -> None:
+def test_a_host_copy_waits_for_its_event() -> None:
     class Event:
         waited = 0
 
@@ -100,8 +100,8 @@ def test_a_landing_is_read_after_its_copies() -> None:
             self.waited += 1
 
     event = Event()
-    landing = replace(Landing.of(torch.ones(1)), ready=event)  # type: ignore[arg-type]
-    landing.read()
+    copies = replace(HostCopy.of(torch.ones(1)), ready=event)  # type: ignore[arg-type]
+    copies.read()
     assert event.waited == 1
 
 

@@ -68,7 +68,7 @@ def run_rounds(model: Path, options: dict[str, object]) -> int:
     traffic.drain()
     torch.cuda.synchronize()
     engine.drop_cached()
-    pool = engine.holdings.pool
+    pool = engine.ledger.pool
     assert pool.num_free == pool.num_pages - 1
     assert not [output for output in traffic.finished if output.finish_reason == "error"]
     return traffic.rounds

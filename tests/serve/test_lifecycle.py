@@ -57,7 +57,7 @@ def test_a_client_that_leaves_takes_its_request_with_it(server: Served, http: ht
     with server.http() as impatient, pytest.raises(httpx.ReadTimeout):
         impatient.post("/v1/completions", json=ENDLESS, timeout=0.3)  # not streamed: the same
     server.wait_idle()
-    pool, tree = server.llm.engine.holdings.pool, server.llm.engine.holdings.tree
+    pool, tree = server.llm.engine.ledger.pool, server.llm.engine.ledger.tree
     assert pool.num_free + tree.num_cached == pool.num_pages - 1
 
 

@@ -50,7 +50,7 @@ def test_server_info(server: Served, http: httpx.Client) -> None:
 def test_cache_is_dropped_only_when_nothing_runs(server: Served, http: httpx.Client) -> None:
     http.post("/v1/completions", json={"prompt": list(range(200, 264)), "max_tokens": 1})
     server.wait_idle()
-    assert server.llm.engine.holdings.tree.num_cached > 0
+    assert server.llm.engine.ledger.tree.num_cached > 0
     with http.stream("POST", "/v1/completions", json=ENDLESS) as stream:
         lines = stream.iter_lines()  # kept: when it goes, the connection goes
         next(lines)
@@ -60,7 +60,7 @@ def test_cache_is_dropped_only_when_nothing_runs(server: Served, http: httpx.Cli
         assert http.post("/flush_cache?timeout=0.05").status_code == 409
     freed = http.post("/flush_cache?timeout=30").json()["pages_freed"]
     assert freed >= 4
-    pool = server.llm.engine.holdings.pool
+    pool = server.llm.engine.ledger.pool
     assert pool.num_free == pool.num_pages - 1
     assert http.post("/flush_cache?timeout=-1").json()["error"]["param"] == "timeout"
 

@@ -213,7 +213,7 @@ def run(
 
 def check_pages(engine: Engine) -> None:
     """Nothing is held once nothing runs: free + cached = all."""
-    pool, tree = engine.holdings.pool, engine.holdings.tree
+    pool, tree = engine.ledger.pool, engine.ledger.tree
     assert pool.num_free + (tree.num_cached if tree else 0) == pool.num_pages - 1
     if tree is not None:
         tree.clear()

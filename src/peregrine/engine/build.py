@@ -12,11 +12,11 @@ from peregrine.cache.pages import PagePool
 from peregrine.cache.prefix import PrefixTree
 from peregrine.config import Decision, EngineConfig
 from peregrine.engine.admission import Limits
-from peregrine.engine.engine import Engine, Pace
+from peregrine.engine.engine import BatchPolicy, Engine
 from peregrine.engine.graphs import Graphs
-from peregrine.engine.holdings import Holdings
 from peregrine.engine.kernel_costs import choose_kernels, window_shapes
 from peregrine.engine.memory import explain_memory, make_stores, pick_num_pages, scratch_bytes, store_shape_of
+from peregrine.engine.page_ledger import PageLedger
 from peregrine.engine.runner import VARIANTS, Runner
 from peregrine.engine.sources import ModelSource, open_source
 from peregrine.errors import ConfigError
@@ -84,28 +84,28 @@ def build_engine(asked: EngineConfig) -> Built:
     num_pages, why = pick_num_pages(asked, shapes, max_len, device, kv_dtype, scratch)
     decisions.append(Decision("num_pages", num_pages, why))
     stores = make_stores(shapes, num_pages, asked.page_size, kv_dtype, device)
-    pace, why = pick_pace(asked, device, graphs)
-    decisions.append(Decision("lag", pace.lag, why))
+    policy, why = pick_policy(asked, device, graphs)
+    decisions.append(Decision("lag", policy.lag, why))
     backend, layers = choice.backend, target.layer_attention()
     if graphs and backend.traits.max_decode_q_len:  # kernels are timed by recording them
-        windows = window_shapes(asked, name != "none", pace.row_sizes or (1, pace.max_rows))
+        windows = window_shapes(asked, name != "none", policy.row_sizes or (1, policy.max_rows))
         backend, made = choose_kernels(backend, stores[0], layers, target.config.num_heads, dtype, windows)
         decisions.append(made)
     bound = BoundModel(target, layers, stores[0], backend)
     drafter = make_drafter(draft, asked.num_drafts, asked.tree, stores[-1], backend)
     check_windows(target.config, drafter)
-    engine = assemble(asked, bound, drafter, tokenizer, max_len, pace)
+    engine = assemble(asked, bound, drafter, tokenizer, max_len, policy)
     if graphs:
         decisions.append(record_graphs(engine, device))
     return Built(engine, tokenizer, target.config, tuple(decisions))
 
 
 def assemble(
-    asked: EngineConfig, target: BoundModel, drafter: Drafter, tokenizer: Tokenizer, max_len: int, pace: Pace
+    asked: EngineConfig, target: BoundModel, drafter: Drafter, tokenizer: Tokenizer, max_len: int, policy: BatchPolicy
 ) -> Engine:
     """Put the parts together; nothing is decided here."""
     device, num_pages = target.store.keys.device, target.store.num_pages
-    num_seats = pace.max_rows if pace.row_sizes is None else max(pace.row_sizes)
+    num_seats = policy.max_rows if policy.row_sizes is None else max(policy.row_sizes)
     seats = SeatState(num_seats, drafter.shape, max_len, asked.page_size, device)
     verdicts = judge if asked.simulate_accept is None else simulated_judge(asked.simulate_accept, drafter.shape.depth)
     lookahead = int(drafter.reads_next_token)
@@ -114,7 +114,7 @@ def assemble(
     config = target.decoder.config
     return Engine(
         runner=Runner(target, drafter, verdicts, seats),
-        holdings=Holdings(pool, tree, asked.page_size, lookahead),
+        ledger=PageLedger(pool, tree, asked.page_size, lookahead),
         limits=Limits(
             vocab_size=config.vocab_size,
             max_len=max_len,
@@ -124,7 +124,7 @@ def assemble(
             eos_ids=config.eos_ids,
         ),
         tokenizer=tokenizer,
-        pace=pace,
+        policy=policy,
         simulated=asked.simulate_accept is not None,
     )
 
@@ -198,7 +198,7 @@ def pick_graphs(asked: EngineConfig, device: torch.device, traits: Traits) -> tu
     return able, "a round is one launch" if able else "rounds are recorded on CUDA devices with Triton"
 
 
-def pick_pace(asked: EngineConfig, device: torch.device, graphs: bool) -> tuple[Pace, str]:
+def pick_policy(asked: EngineConfig, device: torch.device, graphs: bool) -> tuple[BatchPolicy, str]:
     """How requests are batched, and why the host runs ahead or does not."""
     sizes = asked.row_sizes
     if sizes is None and graphs:
@@ -209,13 +209,13 @@ def pick_pace(asked: EngineConfig, device: torch.device, graphs: bool) -> tuple[
         lag, why = 0, "nothing to overlap on a CPU"
     else:
         lag, why = 1, "hides the host"
-    return Pace(asked.max_rows, asked.prefill_chunk, lag, sizes), why
+    return BatchPolicy(asked.max_rows, asked.prefill_chunk, lag, sizes), why
 
 
 def record_graphs(engine: Engine, device: torch.device) -> Decision:
     """Record every round the engine may run; a bar shows how far it is."""
     began, taken = time.perf_counter(), 0
-    sizes = engine.pace.row_sizes
+    sizes = engine.policy.row_sizes
     assert sizes is not None
     engine.runner.graphs = Graphs(device)
     bar = tqdm(total=len(sizes) * len(VARIANTS), desc="recording rounds", unit="graph", delay=1, leave=False)

@@ -5,7 +5,7 @@ from collections import deque
 from dataclasses import dataclass, replace
 
 from peregrine.engine.admission import Limits, admit, features_of, seat_entry
-from peregrine.engine.holdings import Holdings
+from peregrine.engine.page_ledger import PageLedger
 from peregrine.engine.prefill import next_stretches, read_stretches
 from peregrine.engine.request import Delta, Output, Request, TokenLogprob
 from peregrine.engine.runner import RowResult, Runner
@@ -20,7 +20,7 @@ FAULT = "the model's logits held NaN or inf after {count} tokens; check the chec
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class BatchPolicy:
     """How requests are batched."""
 
     max_rows: int
@@ -35,14 +35,14 @@ class Engine:
     def __init__(
         self,
         runner: Runner,
-        holdings: Holdings,
+        ledger: PageLedger,
         limits: Limits,
         tokenizer: Tokenizer | None,
-        pace: Pace,
+        policy: BatchPolicy,
         simulated: bool,
     ) -> None:
-        self.runner, self.holdings, self.limits, self.tokenizer = runner, holdings, limits, tokenizer
-        self.pace, self.simulated = pace, simulated
+        self.runner, self.ledger, self.limits, self.tokenizer = runner, ledger, limits, tokenizer
+        self.policy, self.simulated = policy, simulated
         self.waiting: deque[Request] = deque()
         self.reading: list[Request] = []  # prompts being read, in order of arrival
         self.running: list[Request] = []  # index = seat
@@ -79,7 +79,7 @@ class Engine:
 
     def drop_cached(self) -> int | None:
         """Empty the prefix cache: how many pages that freed, or None, and nothing done, while there is work."""
-        return None if self.has_work else self.holdings.drop_cached()
+        return None if self.has_work else self.ledger.drop_cached()
 
     def step(self) -> list[Delta]:
         """Seat who fits, read one prompt chunk, queue the next round, then read the oldest one in flight."""
@@ -88,18 +88,18 @@ class Engine:
         self._read_prompts()
         deltas += self._make_room()
         launched = self._launch()
-        while len(self.runner.in_flight) > (self.pace.lag if launched else 0):
+        while len(self.runner.in_flight) > (self.policy.lag if launched else 0):
             deltas += self._collect()
         return deltas
 
     # Prompts.
 
     def _seat_waiting(self) -> None:
-        while self.waiting and len(self.running) + len(self.reading) < self.pace.max_rows:
+        while self.waiting and len(self.running) + len(self.reading) < self.policy.max_rows:
             request = self.waiting[0]
-            self.holdings.match(request)
-            if not self.holdings.reserve(request, self._reach(request)):
-                self.holdings.release(request)
+            self.ledger.match(request)
+            if not self.ledger.reserve(request, self._reach(request)):
+                self.ledger.release(request)
                 return
             self.waiting.popleft()
             request.begin(next(self._turns))
@@ -111,12 +111,12 @@ class Engine:
             read_stretches(
                 self.runner.target,
                 self.runner.drafter,
-                next_stretches(unread, self.pace.prefill_chunk),
-                self.holdings.page_size,
+                next_stretches(unread, self.policy.prefill_chunk),
+                self.ledger.page_size,
             )
         for request in [r for r in self.reading if r.read_len == r.num_tokens - 1]:
             self.reading.remove(request)
-            self.holdings.share(request)
+            self.ledger.share(request)
             self._sit(request)
 
     def seat_unread(self) -> None:
@@ -162,16 +162,16 @@ class Engine:
         deltas: list[Delta] = []
         before = [(request, len(request.pages)) for request in self.running]
         for request, _ in before:
-            while request.seat is not None and not self.holdings.reserve(request, self._reach(request)):
+            while request.seat is not None and not self.ledger.reserve(request, self._reach(request)):
                 if self.runner.in_flight:
                     deltas += self._collect()  # what is in flight may end a request, and is needed to put one back
                 else:
-                    self._put_back(max(self.running + self.reading, key=lambda r: r.turn))
+                    self._preempt(max(self.running + self.reading, key=lambda r: r.turn))
         grown = [(r.seat, held, r.pages[held:]) for r, held in before if r.seat is not None and len(r.pages) > held]
         self.runner.seats.set_pages(grown)
         return deltas
 
-    def _put_back(self, request: Request) -> None:
+    def _preempt(self, request: Request) -> None:
         """Preempt: free the pages, wait at the front, read everything again later. Its tokens do not change."""
         request.stats.preemptions += 1
         if request.seat is not None:
@@ -179,15 +179,15 @@ class Engine:
             self._leave(request)
         else:
             self.reading.remove(request)
-        self.holdings.release(request)
+        self.ledger.release(request)
         self.waiting.appendleft(request)
 
     def _launch(self) -> bool:
         if not self.running:
             return False
         count = len(self.running)
-        if self.pace.row_sizes is not None:
-            count = min(size for size in self.pace.row_sizes if size >= count)
+        if self.policy.row_sizes is not None:
+            count = min(size for size in self.policy.row_sizes if size >= count)
         rows = self.runner.rows(count, lambda: max(map(self._reach, self.running)) + 2)
         if self._features is None:
             self._features = features_of(self.running)
@@ -253,7 +253,7 @@ class Engine:
             self.reading.remove(request)
         else:
             self.waiting.remove(request)
-        self.holdings.release(request)
+        self.ledger.release(request)
         if request.stream is not None:
             rest = request.stream.finish()
             text, request.text = text + rest, request.text + rest

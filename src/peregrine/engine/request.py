@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from peregrine.cache.prefix import Match
-from peregrine.engine.landing import Landing
+from peregrine.engine.host_copy import HostCopy
 from peregrine.sampling import SamplingParams
 from peregrine.text.stream import TextStream
 
@@ -150,7 +150,7 @@ class Request:
         self.generated: list[int] = []  # as the device has them
         self.drafted: list[bool] = []
         self.logprobs: list[TokenLogprob] = []
-        self.scores: list[Landing] = []  # of prompt tokens, in stretches as read
+        self.scores: list[HostCopy] = []  # of prompt tokens, in stretches as read
         self.num_scored = 0
         self.text = ""
         self.stats = Stats()
@@ -194,7 +194,7 @@ class Request:
 
     def add_scores(self, chosen: Tensor, top_ids: Tensor, top: Tensor) -> None:
         """Log-probabilities of the next prompt tokens, [n], [n, top], [n, top]; the host does not wait for them."""
-        self.scores.append(Landing.of(chosen, top_ids, top))
+        self.scores.append(HostCopy.of(chosen, top_ids, top))
         self.num_scored += len(chosen)
 
     def forget_scores(self) -> None:
@@ -205,7 +205,7 @@ class Request:
         """What was asked for of the prompt's tokens and has been computed; after a round has been read, no wait."""
         if self.params.prompt_logprobs is None:
             return None
-        parts = [[values.tolist() for values in landing.read()] for landing in self.scores]
+        parts = [[values.tolist() for values in copies.read()] for copies in self.scores]
         lines = [line for part in parts for line in zip(*part, strict=True)]
         return [
             TokenLogprob(token, chosen, tuple(zip(ids, top, strict=True)))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from peregrine.engine.graphs import Graphs
-from peregrine.engine.landing import Ring
+from peregrine.engine.host_copy import Ring
 from peregrine.engine.request import Request, RoundDrafts
 from peregrine.kernels.choose import Features
 from peregrine.kernels.verdict import HEADER, Verdict
@@ -69,7 +69,7 @@ class Runner:
         self.target, self.drafter, self.judge, self.seats = target, drafter, judge, seats
         self.graphs = graphs
         self.in_flight: deque[RoundInFlight] = deque()
-        self._landings: dict[tuple[tuple[int, ...], torch.dtype], Ring] = {}
+        self._rings: dict[tuple[tuple[int, ...], torch.dtype], Ring] = {}
 
     def record(self, row_sizes: Sequence[int]) -> Iterator[int]:
         """Record the graphs of every batch size and variant; yields the bytes each one took.
@@ -95,11 +95,11 @@ class Runner:
             verdict, logprobs = self._round(rows, features)
         else:
             verdict, logprobs = self._replay(rows, features)
-        packed = self._land(verdict.table)
+        packed = self._to_host(verdict.table)
         values = None
         if logprobs is not None:
-            values = self._land(logprobs.chosen), self._land(logprobs.top_ids), self._land(logprobs.top)
-        windows = None if windows is None else self._land(windows)
+            values = self._to_host(logprobs.chosen), self._to_host(logprobs.top_ids), self._to_host(logprobs.top)
+        windows = None if windows is None else self._to_host(windows)
         ready = None
         if verdict.table.is_cuda:
             ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -116,14 +116,14 @@ class Runner:
         assert self.graphs is not None
         return self.graphs.replay((rows, next(v for v in VARIANTS if v.covers(features))))
 
-    def _land(self, value: Tensor) -> Tensor:
+    def _to_host(self, value: Tensor) -> Tensor:
         """The value on its way into the host's memory: pinned, in a ring, so that no copy waits."""
         if not value.is_cuda:
             return value
         key = tuple(value.shape), value.dtype
-        if key not in self._landings:
-            self._landings[key] = Ring(value)
-        return self._landings[key].land(value)
+        if key not in self._rings:
+            self._rings[key] = Ring(value)
+        return self._rings[key].copy(value)
 
     def read(self) -> list[RowResult]:
         """Wait for the oldest round in flight and say what it did."""
@@ -153,10 +153,10 @@ class Runner:
 
 
 def path_logprobs(
-    landed: tuple[Tensor, Tensor, Tensor], row: int, accept: int
+    copied: tuple[Tensor, Tensor, Tensor], row: int, accept: int
 ) -> list[tuple[float, list[int], list[float]]]:
     """The log-probabilities of one row's accepted tokens: chosen, likeliest ids, theirs."""
-    chosen, ids, top = (values[row, :accept].tolist() for values in landed)
+    chosen, ids, top = (values[row, :accept].tolist() for values in copied)
     return list(zip(chosen, ids, top, strict=True))
 
 

@@ -63,7 +63,7 @@ class Batch:
 
     def run(self) -> None:
         """Answer every request that has no line yet."""
-        room = ROWS_AHEAD * self.llm.engine.pace.max_rows
+        room = ROWS_AHEAD * self.llm.engine.policy.max_rows
         start = time.perf_counter()
         with tqdm(total=len(self.ids), initial=len(self.ledger.finished), unit="request", disable=None) as bar:
             for request in read_requests(self.source):

@@ -73,7 +73,7 @@ class Desk:
 
     def __init__(self, llm: LLM, settings: ServeConfig, observe: Callable[[Delta], None]) -> None:
         self.llm, self.max_prompt = llm, settings.max_prompt
-        self.num_rows = llm.engine.pace.max_rows
+        self.num_rows = llm.engine.policy.max_rows
         self.capacity = self.num_rows + settings.max_queue
         self._open: dict[int, Request] = {}  # what the engine has and has not ended, by id
         self._observe = observe

@@ -12,7 +12,7 @@ def server_info(service: Service) -> dict[str, object]:
     desk, metrics = service.desk, service.metrics
     engine, settings = desk.llm.engine, service.settings
     shape = engine.runner.drafter.shape
-    pool, tree = engine.holdings.pool, engine.holdings.tree
+    pool, tree = engine.ledger.pool, engine.ledger.tree
     return {
         "version": __version__,
         "model": service.name,

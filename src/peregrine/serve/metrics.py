@@ -135,7 +135,7 @@ class Metrics(Collector):
         if self._llm is None:
             return
         engine = self._llm.engine
-        pool, tree = engine.holdings.pool, engine.holdings.tree
+        pool, tree = engine.ledger.pool, engine.ledger.tree
         for name, text, count in (
             ("running", "Generations in rounds.", len(engine.running)),
             ("reading", "Generations whose prompt is being read.", len(engine.reading)),

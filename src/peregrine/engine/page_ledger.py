@@ -9,7 +9,7 @@ from peregrine.cache.prefix import PrefixTree
 from peregrine.engine.request import Request
 
 
-class Holdings:
+class PageLedger:
     """The one place where requests take pages and give them back."""
 
     def __init__(self, pool: PagePool, tree: PrefixTree | None, page_size: int, lookahead: int) -> None:

@@ -1,4 +1,4 @@
-"""Values on their way from the device to the host: copied without a wait, read once they have landed."""
+"""Values on their way from the device to the host: copied without a wait, read once they have copied."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class Ring:
         pinned = like.is_cuda
         self._buffers = deque(torch.empty(like.shape, dtype=like.dtype, pin_memory=pinned) for _ in range(RING_SIZE))
 
-    def land(self, value: Tensor) -> Tensor:
+    def copy(self, value: Tensor) -> Tensor:
         """Queue a copy into the buffer that was used longest ago."""
         buffer = self._buffers[0]
         self._buffers.rotate(-1)
@@ -26,21 +26,21 @@ class Ring:
 
 
 @dataclass(frozen=True, slots=True)
-class Landing:
+class HostCopy:
     """Host copies of values that are kept for longer than a ring holds them."""
 
     values: tuple[Tensor, ...]
     ready: torch.cuda.Event | None  # None: there was nothing to copy
 
     @staticmethod
-    def of(*values: Tensor) -> "Landing":
+    def of(*values: Tensor) -> "HostCopy":
         """Queue the copies, into pinned memory of their own."""
         if not values[0].is_cuda:
-            return Landing(values, None)
-        landed = tuple(value.to("cpu", non_blocking=True) for value in values)
+            return HostCopy(values, None)
+        copied = tuple(value.to("cpu", non_blocking=True) for value in values)
         ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
         ready.record()
-        return Landing(landed, ready)
+        return HostCopy(copied, ready)
 
     def read(self) -> tuple[Tensor, ...]:
         """The values, once they are there."""
