@@ -3,10 +3,10 @@
 import functools
 from types import ModuleType
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from peregrine.kernels.cpu import cpu_ready
+from peregrine.kernels.elementwise import silu
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -17,7 +17,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 def silu_mul_torch(gate_up: Tensor) -> Tensor:
     """The twin."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return silu(gate) * up
 
 
 @functools.cache

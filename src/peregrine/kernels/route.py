@@ -13,6 +13,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from peregrine.kernels.elementwise import sigmoid
 from peregrine.kernels.gpu import gpu_ready
 from peregrine.kernels.linear import PackedWeight, linear, pack_weight
 from peregrine.kernels.route_law import LEAST_SUM, Choice, RouteLaw
@@ -33,7 +34,7 @@ def route(stream: Stream, packed: PackedWeight, law: RouteLaw, bias: Tensor | No
 
 def route_torch(logits: Tensor, law: RouteLaw, bias: Tensor | None) -> Choice:
     """The twin, from the router's logits on: [N, E] f32. Differentiable in them."""
-    scores = logits.sigmoid() if law.sigmoid else logits.softmax(dim=-1)
+    scores = sigmoid(logits) if law.sigmoid else logits.softmax(dim=-1)
     choice = (scores if bias is None else scores + bias).detach()
     if law.top_groups < law.num_groups:
         choice = _within_groups(choice, law)
