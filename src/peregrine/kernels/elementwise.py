@@ -1,8 +1,8 @@
 """Elementwise functions whose bits do not depend on where an element stands in its tensor.
 
-On a CPU torch computes `sigmoid` and `silu` with one exponential in the vector part of a tensor and with another one in
-the rest, so an element's bits follow from the tensor's size, and above 32,768 elements from the number of threads. `exp`
-alone uses the vector code for every element, and additions and divisions round correctly everywhere.
+On a CPU torch computes `sigmoid` and `silu` with one exponential in the vector part of a tensor and with another one
+in the rest, so an element's bits follow from the tensor's size, and above 32,768 elements from the number of threads.
+`exp` alone uses the vector code for every element, and additions and divisions round correctly everywhere.
 """
 
 import torch
