@@ -33,7 +33,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None  # None: one is drawn and reported
     max_tokens: int | None = 128  # None: as many as the context holds
-    min_tokens: int = 0
+    min_tokens: int = 0  # neither a stop token nor a stop string ends the first so many tokens
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False

@@ -1,5 +1,7 @@
 """What comes back of a request: reasons, log-probabilities, provenance, timing; faults; simulated acceptance."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -122,6 +124,26 @@ def test_simulated_acceptance_has_the_mean_it_was_asked_for(options: dict[str, o
     assert all(o.simulated for o in outputs)
     assert accept_length(outputs) == pytest.approx(2.6, abs=0.08)
     assert tokens(outputs) == tokens(run_all())
+
+
+@pytest.mark.parametrize("min_tokens", [0, 12, 40, 60])
+def test_a_stop_string_does_not_end_a_request_before_min_tokens(min_tokens: int) -> None:
+    """Speculation or not, the first stop string completed by a token after the first `min_tokens` ends the request."""
+    plain, chain = build(), {"drafter": str(tiny_model()), "num_drafts": 5}
+    often = {plain.tokenizer.encode(letter)[-1]: 6.0 for letter in "abcdefgh"}
+    free = SamplingParams(temperature=1.0, seed=4, max_tokens=60, ignore_eos=True, logit_bias=often)
+    ids = run(plain.engine, [Case((5, 9, 200), free)])[0].token_ids
+    pieces = [plain.tokenizer.decode([token]) for token in ids]
+    stops = [letter for letter in "abcdefgh" if letter in "".join(pieces[:12])]
+    assert len(stops) >= 3
+    some = [Case((5, 9, 200), replace(free, min_tokens=min_tokens, stop=stop)) for stop in stops]
+    for options in ({}, chain, {**chain, "lag": 1}, TREE):
+        for stop, output in zip(stops, run(build(**options).engine, some), strict=True):
+            count = next((n for n, piece in enumerate(pieces, 1) if n > min_tokens and stop in piece), 0)
+            assert output.finish_reason == ("stop" if count else "length")
+            assert output.token_ids == ids[: count or 60]
+            text = plain.tokenizer.decode(output.token_ids)
+            assert output.text == (text[: text.rindex(stop)] if count else text)
 
 
 def test_abort_before_the_first_token_and_after_the_last() -> None:

@@ -12,9 +12,9 @@ stop_lists = st.lists(st.lists(letters, min_size=1, max_size=5).map("".join), ma
 pushes = st.lists(st.lists(letters, max_size=5).map("".join), max_size=12)
 
 
-def search(text: str, stops: list[str]) -> tuple[str, str | None]:
+def search(text: str, stops: list[str], first_end: int = 1) -> tuple[str, str | None]:
     """Text before the stop that is complete first, and that stop; the longest of several with one end."""
-    for end in range(1, len(text) + 1):
+    for end in range(first_end, len(text) + 1):
         complete = [stop for stop in stops if text[:end].endswith(stop)]
         if complete:
             stop = max(complete, key=len)
@@ -71,6 +71,23 @@ def test_half_a_stop_at_the_end_is_text() -> None:
     assert finder.push("xab") == ("x", None)
     assert finder.finish() == "ab"
     assert finder.finish() == ""
+
+
+@given(stops=stop_lists, before=pushes, after=pushes)
+def test_a_stop_completed_while_not_armed_is_text(stops: list[str], before: list[str], after: list[str]) -> None:
+    """It may begin before the finder is armed, if it ends after."""
+    finder, emitted, stopped = StopStrings(stops), "", None
+    for part in before:
+        text, stopped = finder.push(part, armed=False)
+        assert stopped is None
+        emitted += text
+    for part in after:
+        text, stopped = finder.push(part)
+        emitted += text
+        if stopped is not None:
+            break
+    first = len("".join(before)) + 1  # the first end that counts
+    assert (emitted + finder.finish(), stopped) == search("".join(before + after), stops, first)
 
 
 @pytest.mark.parametrize("stops", ["abc", [""], ["a", 3]])

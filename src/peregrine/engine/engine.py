@@ -65,7 +65,13 @@ class Engine:
         """A request that can be served as asked; RequestError otherwise. Touches nothing of the engine's."""
         request = admit(next(self._ids), prompt, params, self.limits)
         if self.tokenizer is not None and params.detokenize:
-            request.stream = TextStream(self.tokenizer, prompt, params.stops, skip_special=params.skip_special_tokens)
+            request.stream = TextStream(
+                self.tokenizer,
+                prompt,
+                params.stops,
+                skip_special=params.skip_special_tokens,
+                min_tokens=params.min_tokens,
+            )
         return request
 
     def enqueue(self, request: Request) -> None:

@@ -49,7 +49,11 @@ class Detokenizer:
 
     def finish(self) -> str:
         """The text still held back, as it reads if nothing follows."""
-        return "".join(self._speller.finish())
+        return "".join(self.rest())
+
+    def rest(self) -> list[str]:
+        """The text still held back as one string per id, in order of arrival."""
+        return self._speller.finish()
 
 
 class _ByteSpeller:
@@ -179,14 +183,17 @@ class StopStrings:
         """The stop string that ended the text, if one did."""
         return self._stopped
 
-    def push(self, text: str) -> tuple[str, str | None]:
-        """(text that may go out now, the stop string if it is complete); after a stop, ('', stop)."""
+    def push(self, text: str, armed: bool = True) -> tuple[str, str | None]:
+        """(text that may go out now, the stop string if it is complete); after a stop, ('', stop).
+
+        While not `armed`, a stop string that is completed ends nothing and stays part of the text.
+        """
         if self._stopped is not None:
             return "", self._stopped
         if not self._held and self._first_characters.isdisjoint(text):
             return text, None
         for index, character in enumerate(text):
-            self._stopped = self._advance(character)
+            self._stopped = self._advance(character, armed)
             if self._stopped is not None:
                 seen, self._held = self._held + text[: index + 1], ""
                 return seen[: -len(self._stopped)], self._stopped
@@ -200,15 +207,17 @@ class StopStrings:
         held, self._held = self._held, ""
         return held
 
-    def _advance(self, character: str) -> str | None:
-        """Take in one character; the longest stop string it completes, if any."""
+    def _advance(self, character: str, armed: bool) -> str | None:
+        """Take in one character; the longest stop string it completes, if any, while armed."""
         for which, (stop, links) in enumerate(zip(self._stops, self._links, strict=True)):
             matched = self._matched[which]
             while matched and stop[matched] != character:
                 matched = links[matched - 1]
             matched += stop[matched] == character
             if matched == len(stop):
-                return stop
+                if armed:
+                    return stop
+                matched = links[-1]
             self._matched[which] = matched
         return None
 
@@ -243,11 +252,14 @@ class TextStream:
         stops: Sequence[str] = (),
         include_stop: bool = False,
         skip_special: bool = True,
+        min_tokens: int = 0,
     ) -> None:
         self._detokenizer = Detokenizer(tokenizer, prompt_ids, skip_special)
         self._stops = StopStrings(stops)
         self._include_stop = include_stop
-        self._num_held = 0  # ids of earlier pushes whose text was not final yet
+        self._min_tokens = min_tokens  # a stop string completed by one of the first so many ids ends nothing
+        self._num_ids = 0  # pushed
+        self._num_settled = 0  # of these, the ones whose text is final
 
     @property
     def stopped(self) -> str | None:
@@ -262,26 +274,26 @@ class TextStream:
         """
         if self.stopped is not None:
             return Piece("", 0, self.stopped)
-        settled = self._detokenizer.settle(ids)
-        text, num_settled = self._until_stop(settled)
+        earlier, self._num_ids = self._num_ids, self._num_ids + len(ids)
+        text = self._until_stop(self._detokenizer.settle(ids))
         if self.stopped is not None:
-            return Piece(text, max(0, num_settled - self._num_held), self.stopped)
-        self._num_held += len(ids) - len(settled)
+            return Piece(text, max(0, self._num_settled - earlier), self.stopped)
         return Piece(text, len(ids), None)
 
     def finish(self) -> str:
         """The rest of the text, when no more ids come; `stopped` tells if a stop string was found in it."""
         if self.stopped is not None:
             return ""
-        text, _ = self._until_stop([self._detokenizer.finish()])
-        return text + self._stops.finish()
+        return self._until_stop(self._detokenizer.rest()) + self._stops.finish()
 
-    def _until_stop(self, pieces: list[str]) -> tuple[str, int]:
-        """The text that may go out, and how many of the pieces were looked at to find it."""
-        emitted = []
-        for number, piece in enumerate(pieces, start=1):
-            text, stopped = self._stops.push(piece)
-            emitted.append(text)
+    def _until_stop(self, pieces: list[str]) -> str:
+        """The text that may go out; counts the ids that were looked at to find it, one for each piece."""
+        emitted = ""
+        for piece in pieces:
+            # The last half character is a piece of its own, but belongs to the last id.
+            self._num_settled = min(self._num_settled + 1, self._num_ids)
+            text, stopped = self._stops.push(piece, self._min_tokens == 0 or self._num_settled > self._min_tokens)
+            emitted += text
             if stopped is not None:
-                return "".join(emitted) + (stopped if self._include_stop else ""), number
-        return "".join(emitted), len(pieces)
+                return emitted + (stopped if self._include_stop else "")
+        return emitted
