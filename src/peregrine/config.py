@@ -1,12 +1,23 @@
 """What an engine is asked for, and the decisions made from it: each with its reason, none in silence."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 from peregrine.errors import ConfigError
 
 MAX_NODES = 64  # a tree node's ancestors are one 64-bit word
 MAX_DRAFTS = 16
 MAX_LAG = 8
+
+T = TypeVar("T")
+
+
+def option(default: T, text: str, metavar: str = "", flag: str = "") -> T:
+    """A dataclass field with the help text and value name (`metavar`) of its command-line flag.
+
+    The flag is named after the field unless `flag` says otherwise.
+    """
+    return field(default=default, metadata={"help": text, "metavar": metavar, "flag": flag})
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,23 +48,33 @@ class TreeShape:
 class EngineConfig:
     """What an engine is asked for; None and "auto" leave the choice to it."""
 
-    model: str = "merlin"  # folder, or the name of an embedded model
-    drafter: str = "auto"  # auto, none, ngram, eagle3, mtp, a folder with a draft head or a small model
-    num_drafts: int = 3  # 0: plain decoding, whatever the drafter
-    tree: TreeShape | None = None
-    device: str = "auto"
-    dtype: str = "auto"
-    kv_dtype: str = "auto"  # of keys and values: auto, or float8 (e4m3) for half the memory
-    page_size: int = 16
-    max_rows: int = 8
-    max_len: int | None = None  # tokens per request, prompt included; None: the model's context
-    num_pages: int | None = None
-    attention: str = "auto"
-    prefill_chunk: int = 256  # borders of prompt chunks lie at its multiples
-    prefix_cache: bool = True
+    model: str = option("merlin", "a folder in Hugging Face format, or the name of an embedded model", "MODEL")
+    drafter: str = option(
+        "auto",
+        "auto, none, ngram, eagle3, mtp (the checkpoint's own layer), or a folder with a draft head or a small model",
+        "DRAFTER",
+    )
+    num_drafts: int = option(3, "tokens guessed per round; 0: plain decoding, whatever the drafter", "K")
+    tree: TreeShape | None = option(
+        None, "guess a tree instead of a chain: its depth, children per node, and nodes with the root", "D,W,N"
+    )
+    device: str = option("auto", "auto, cpu, cuda or cuda:INDEX", "DEVICE")
+    dtype: str = option("auto", "auto (CPU: float32, GPU: the checkpoint's own), float32, bfloat16 or float16", "DTYPE")
+    kv_dtype: str = option(
+        "auto", "of cached keys and values: auto (as computed), or float8 (e4m3) to save memory", "DTYPE"
+    )
+    graphs: bool | None = option(None, "record rounds as CUDA graphs; by default where device and backend can")
+    attention: str = option("auto", "auto, or the name of an attention backend (see peregrine doctor)", "BACKEND")
+    page_size: int = option(16, "tokens per page of the KV cache, a power of two", "TOKENS")
+    num_pages: int | None = option(
+        None, "pages of the KV cache; by default all rows at full length, if they fit", "PAGES"
+    )
+    max_rows: int = option(8, "requests that run together in one batch", "ROWS")
+    max_len: int | None = option(None, "tokens per request, prompt included; by default the model's context", "TOKENS")
+    prefill_chunk: int = option(256, "prompt tokens read in one forward pass; chunks end at its multiples", "TOKENS")
+    prefix_cache: bool = option(True, "keep the KV of prompts and reuse it for prompts that begin the same way")
     lag: int | None = None  # rounds queued before the oldest is read; None: 0 on CPU, 1 elsewhere
     row_sizes: tuple[int, ...] | None = None  # batches are padded to one of these; None: as graphs need it
-    graphs: bool | None = None  # record rounds as device graphs; None: where the device and the backend can
     simulate_accept: float | None = None  # benchmarks only: draw the acceptance length with this mean
 
     def __post_init__(self) -> None:

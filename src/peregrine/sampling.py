@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
+from peregrine.config import option
 from peregrine.errors import RequestError
 
 MAX_STOPS = 64  # strings, each looked for at every character
@@ -23,24 +24,28 @@ class SamplingParams:
     the prompt's tokens, which are then read anew, past the prefix cache.
     """
 
-    temperature: float = 1.0
-    top_k: int = 0  # 0: off
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    seed: int | None = None  # None: one is drawn and reported
-    max_tokens: int | None = 128  # None: as many as the context holds
-    min_tokens: int = 0  # neither a stop token nor a stop string ends the first so many tokens
-    stop: str | Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    temperature: float = option(1.0, "0 takes the likeliest token, 1 samples the model's own distribution", "T")
+    top_k: int = option(0, "sample among the k likeliest tokens; 0: all", "K")
+    top_p: float = option(1.0, "sample among the likeliest tokens that together hold this probability", "P")
+    min_p: float = option(0.0, "drop tokens below this share of the largest probability", "P")
+    repetition_penalty: float = option(1.0, "above 1 makes tokens of prompt and output less likely; 1: off", "X")
+    presence_penalty: float = option(0.0, "subtract once from the logits of tokens generated before", "X")
+    frequency_penalty: float = option(0.0, "subtract for each time a token was generated before", "X")
+    logit_bias: Mapping[int, float] = field(
+        default_factory=dict, metadata={"help": "add to a token's logit; repeatable", "metavar": "ID=BIAS", "flag": ""}
+    )
+    seed: int | None = option(None, "the same seed gives the same tokens; drawn and reported if absent", "SEED")
+    max_tokens: int | None = option(128, "tokens to generate at most; none: as many as the context holds", "N")
+    min_tokens: int = option(0, "neither a stop token nor a stop string ends the first N tokens", "N")
+    stop: str | Sequence[str] = option((), "end before this text; repeatable", "TEXT")
+    stop_token_ids: Sequence[int] = option((), "end at this token; repeatable", "ID", flag="stop_token_id")
+    ignore_eos: bool = option(False, "do not end at the model's end-of-text token")
+    logprobs: int | None = option(
+        None, "report log-probabilities: the token's own and the N largest (with --json)", "N"
+    )
+    prompt_logprobs: int | None = option(None, "report log-probabilities of the prompt's tokens (with --json)", "N")
     num_drafts: int | None = None  # cap on drafts for this request; 0: no speculation; None: the engine's
-    skip_special_tokens: bool = True
+    skip_special_tokens: bool = option(True, "leave special tokens out of the text")
     detokenize: bool = True  # False: token ids alone, no text and no stop strings
     report_drafts: bool = False  # deltas carry the drafts of their round, rejected ones too
 

@@ -1,12 +1,12 @@
 """Flags and the two classes they stand for: nothing missing, nothing invented, defaults in one place."""
 
 import argparse
-from dataclasses import fields
+from dataclasses import dataclass, fields
 
 import pytest
 
 from peregrine.cli import flags
-from peregrine.config import EngineConfig
+from peregrine.config import EngineConfig, option
 from peregrine.sampling import SamplingParams
 
 
@@ -81,3 +81,32 @@ def test_help_shows_the_defaults_of_the_classes(parser: argparse.ArgumentParser)
     text = " ".join(parser.format_help().split())
     assert f"(default: {EngineConfig().num_drafts})" in text
     assert f"(default: {SamplingParams().max_tokens})" in text
+
+
+def test_a_new_field_is_a_new_flag() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        colour: str = option("red", "50% of the light", "NAME")
+        sizes: tuple[int, ...] = option((), "repeatable", "N", flag="size")
+        loud: bool | None = option(None, "a switch")
+        limit: int | None = option(5, "none: no limit", "N")
+
+    parser = argparse.ArgumentParser()
+    table = flags.flags_of(Config)
+    flags.add_flags(parser, "new", table, limit=None)
+    text = " ".join(parser.format_help().split())
+    assert "--colour NAME 50% of the light (default: red)" in text
+    assert "--limit N none: no limit (default: none)" in text  # a command's own default, not the dataclass's
+    argv = ["--size", "3", "--size", "4", "--no-loud", "--limit", "none"]
+    assert flags.given(parser.parse_args(argv), table) == {"sizes": [3, 4], "loud": False, "limit": None}
+
+
+def test_commands_show_their_own_defaults() -> None:
+    from peregrine.cli.main import build_parser
+
+    commands = next(a for a in build_parser()._actions if a.metavar == "COMMAND").choices
+    assert isinstance(commands, dict)
+    helps = {name: " ".join(commands[name].format_help().split()) for name in ("demo", "chat", "generate")}
+    assert "holds (default: 96)" in helps["demo"]
+    assert "holds (default: none)" in helps["chat"]
+    assert "holds (default: 128)" in helps["generate"]

@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from peregrine.cli.flags import add_engine_flags, engine_options, open_llm
+from peregrine.cli.flags import Commands, add_engine_flags, add_parser, engine_options, open_llm
 from peregrine.cli.serve import need_serve_extra
 from peregrine.config import EngineConfig
 
@@ -18,20 +18,14 @@ finished requests are not repeated.
 """
 
 
-def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_command(commands: Commands) -> None:
     """Add the command and its flags."""
-    parser = commands.add_parser(
-        "batch",
-        help="answer a file of requests",
-        description="Answer a file of requests in OpenAI's batch format, on this machine.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    description = "Answer a file of requests in OpenAI's batch format, on this machine."
+    parser = add_parser(commands, "batch", run, "answer a file of requests", description, EPILOG)
     parser.add_argument("source", type=Path, metavar="IN", help="requests, one JSON object in a line")
     parser.add_argument("target", type=Path, metavar="OUT", help="responses; made, or continued")
     parser.add_argument("--name", metavar="NAME", help="the model's name in bodies (default: the folder's)")
     add_engine_flags(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

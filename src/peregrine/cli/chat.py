@@ -9,7 +9,15 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from peregrine.cli.demo import print_pieces
-from peregrine.cli.flags import add_engine_flags, add_sampling_flags, engine_options, open_llm, sampling_options
+from peregrine.cli.flags import (
+    Commands,
+    add_engine_flags,
+    add_parser,
+    add_sampling_flags,
+    engine_options,
+    open_llm,
+    sampling_options,
+)
 from peregrine.errors import RequestError
 from peregrine.log import style
 from peregrine.sampling import SamplingParams, sampling_params
@@ -31,27 +39,20 @@ HELP = """  /reset            forget the conversation
   /temperature X    0: the likeliest token each time, 1: the model's own distribution
   /drafts K         tokens guessed per round, 0: no speculation; changes speed, never the text
   /quit             end (Ctrl-D, too); Ctrl-C stops an answer"""
-DEFAULTS: dict[str, object] = {"max_tokens": None}
 
 
-def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_command(commands: Commands) -> None:
     """Add the command and its flags."""
-    parser = commands.add_parser(
-        "chat",
-        help="talk to a model in the terminal",
-        description="Talk to a model. Tokens that were drafted and correct are green and underlined.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    description = "Talk to a model. Tokens that were drafted and correct are green and underlined."
+    parser = add_parser(commands, "chat", run, "talk to a model in the terminal", description, EPILOG)
     parser.add_argument("--system", metavar="TEXT", help="what the model is told before the conversation")
-    add_sampling_flags(parser)
+    add_sampling_flags(parser, max_tokens=None)
     add_engine_flags(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Talk until the input ends, and return 0; piped lines are taken one after another."""
-    params = sampling_params(**(DEFAULTS | sampling_options(args)))
+    params = sampling_params(**sampling_options(args))
     interactive = sys.stdin.isatty()
     if interactive:
         with suppress(ImportError):  # editing and history of lines, where Python was built with it

@@ -5,6 +5,7 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
+from peregrine.cli.flags import Commands, add_parser
 from peregrine.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,21 +24,16 @@ code is 1 if anything failed. For a backend of your own: peregrine.attention.con
 """
 
 
-def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_command(commands: Commands) -> None:
     """Add the command and its flags."""
-    parser = commands.add_parser(
-        "conformance",
-        help="check an attention backend on this machine",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    description = "Compare an attention backend with float64 results, and its bits across batches, windows and pages."
+    parser = add_parser(commands, "conformance", run, "check an attention backend on this machine", description, EPILOG)
     parser.add_argument("--attention", required=True, metavar="BACKEND", help="the backend's name")
     parser.add_argument("--device", default="auto", metavar="DEVICE", help="(default: auto)")
     parser.add_argument("--dtype", metavar="DTYPE", help="one dtype (default: all that the backend has)")
     parser.add_argument("--quick", action="store_true", help="each setting once, with small shapes")
     parser.add_argument("--part", type=part, default=(0, 1), metavar="I/N", help="the I-th of N parts of the cases")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    parser.set_defaults(run=run)
 
 
 def part(text: str) -> tuple[int, int]:

@@ -6,7 +6,15 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from peregrine.cli.flags import add_engine_flags, add_sampling_flags, engine_options, open_llm, sampling_options
+from peregrine.cli.flags import (
+    Commands,
+    add_engine_flags,
+    add_parser,
+    add_sampling_flags,
+    engine_options,
+    open_llm,
+    sampling_options,
+)
 from peregrine.config import EngineConfig
 from peregrine.errors import EngineFault
 from peregrine.log import is_terminal, style
@@ -23,28 +31,21 @@ EPILOG = """examples:
 PROMPT = "One day, a little fox found a key in the snow."
 MODEL = EngineConfig().model
 STAND_IN = {"num_layers": 4, "hidden_size": 256, "intermediate_size": 688, "head_dim": 64, "seed": 1}
-DEFAULTS: dict[str, object] = {"temperature": 0.0, "max_tokens": 96}
 WARM_UP_TOKENS = 8
 
 
-def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_command(commands: Commands) -> None:
     """Add the command and its flags."""
-    parser = commands.add_parser(
-        "demo",
-        help="see speculation at work",
-        description="Decode one prompt plainly, then with speculation, and compare tokens and speed.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    description = "Decode one prompt plainly, then with speculation, and compare tokens and speed."
+    parser = add_parser(commands, "demo", run, "see speculation at work", description, EPILOG)
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", default=PROMPT, help=f"default: {PROMPT!r}")
-    add_sampling_flags(parser)
+    add_sampling_flags(parser, temperature=0.0, max_tokens=96)
     add_engine_flags(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run both ways and compare; 1 if the tokens differ, which would be a defect."""
-    params = sampling_params(**(DEFAULTS | sampling_options(args)))
+    params = sampling_params(**sampling_options(args))
     with tempfile.TemporaryDirectory(prefix="peregrine-demo-") as folder:
         options = complete_options(engine_options(args), folder)
         print(f"prompt: {args.prompt}")

@@ -6,8 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from peregrine import __version__
-from peregrine.cli.flags import ENGINE_FLAGS, add_flags, engine_options, open_llm
-from peregrine.config import EngineConfig
+from peregrine.cli.flags import ENGINE_FLAGS, Commands, add_flags, add_parser, engine_options, open_llm
 from peregrine.errors import PeregrineError
 from peregrine.log import style
 
@@ -31,18 +30,12 @@ GIB = 2**30
 Report = dict[str, object]
 
 
-def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_command(commands: Commands) -> None:
     """Add the command and its flags."""
-    parser = commands.add_parser(
-        "doctor",
-        help="what this machine has and what can serve on it",
-        description="Report versions, devices, memory, attention backends, and whether a checkpoint loads.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    description = "Report versions, devices, memory, attention backends, and whether a checkpoint loads."
+    parser = add_parser(commands, "doctor", run, "what this machine has and what can serve on it", description, EPILOG)
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    add_flags(parser, "asked for", ASKABLE, EngineConfig)
-    parser.set_defaults(run=run)
+    add_flags(parser, "asked for", ASKABLE)
 
 
 def run(args: argparse.Namespace) -> int:

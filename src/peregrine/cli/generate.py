@@ -6,7 +6,15 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from peregrine.cli.flags import add_engine_flags, add_sampling_flags, engine_options, open_llm, sampling_options
+from peregrine.cli.flags import (
+    Commands,
+    add_engine_flags,
+    add_parser,
+    add_sampling_flags,
+    engine_options,
+    open_llm,
+    sampling_options,
+)
 from peregrine.errors import ConfigError, EngineFault
 from peregrine.log import style
 from peregrine.sampling import sampling_params
@@ -25,22 +33,16 @@ EPILOG = """examples:
 """
 
 
-def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_command(commands: Commands) -> None:
     """Add the command and its flags."""
-    parser = commands.add_parser(
-        "generate",
-        help="continue a prompt",
-        description="Continue a prompt. The prompt is the argument, --file, or standard input.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    description = "Continue a prompt. The prompt is the argument, --file, or standard input."
+    parser = add_parser(commands, "generate", run, "continue a prompt", description, EPILOG)
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="the text to continue")
     parser.add_argument("--file", metavar="PATH", help="read the prompt from a file (its last line break is dropped)")
     parser.add_argument("--chat", action="store_true", help="send the prompt as a user's message in the chat format")
     parser.add_argument("--json", action="store_true", help="print the whole result as JSON when it is complete")
     add_sampling_flags(parser)
     add_engine_flags(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -2,15 +2,25 @@
 
 import argparse
 import importlib.util
-from dataclasses import fields
 from pathlib import Path
 
-from peregrine.cli.flags import add_engine_flags, engine_options, open_llm
+from peregrine.cli.flags import (
+    Commands,
+    add_engine_flags,
+    add_flags,
+    add_parser,
+    engine_options,
+    flags_of,
+    given,
+    open_llm,
+)
 from peregrine.config import EngineConfig
 from peregrine.errors import ConfigError
 from peregrine.log import start_logging
+from peregrine.serve.settings import ServeConfig
 
 NEEDED = ("fastapi", "uvicorn", "prometheus_client")
+SERVER_FLAGS = flags_of(ServeConfig)
 EPILOG = """examples:
   peregrine serve
   peregrine serve --model /models/llama --drafter /models/llama-eagle3 --max-rows 32 --host 0.0.0.0 --port 8000
@@ -19,47 +29,25 @@ EPILOG = """examples:
 """
 
 
-def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command and its flags; a flag that is not given is not passed on."""
-    parser = commands.add_parser(
-        "serve",
-        help="answer requests over HTTP",
-        description="Serve a model with OpenAI's API. SIGTERM lets requests in flight finish, then ends.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        argument_default=argparse.SUPPRESS,
-    )
-    group = parser.add_argument_group("server")
-    group.add_argument("--host", metavar="HOST", help="address to listen on (default: 127.0.0.1)")
-    group.add_argument("--port", type=int, metavar="PORT", help="0: any free one (default: 8000)")
-    group.add_argument("--name", metavar="NAME", help="the model's name in the API (default: the folder's)")
-    group.add_argument(
-        "--api-key", dest="api_keys", action="append", metavar="KEY", help="who knows it may ask; repeatable"
-    )
-    group.add_argument("--api-key-file", type=Path, metavar="FILE", help="more keys, one in a line")
-    group.add_argument("--max-queue", type=int, metavar="N", help="generations that may wait (default: 256)")
-    group.add_argument("--max-prompt", type=int, metavar="TOKENS", help="(default: what the context holds)")
-    group.add_argument("--max-body-bytes", type=int, metavar="BYTES", help="(default: 2 MiB)")
-    group.add_argument(
-        "--drain-seconds", type=float, metavar="S", help="how long requests may go on after SIGTERM (default: 30)"
-    )
+def add_command(commands: Commands) -> None:
+    """Add the command and its flags."""
+    description = "Serve a model with OpenAI's API. SIGTERM lets requests in flight finish, then ends."
+    parser = add_parser(commands, "serve", run, "answer requests over HTTP", description, EPILOG)
+    group = add_flags(parser, "server", SERVER_FLAGS)
+    group.add_argument("--api-key-file", type=Path, metavar="FILE", help="more keys, one per line")
     add_engine_flags(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal comes, and return 0."""
     need_serve_extra()
     from peregrine.serve.run import serve
-    from peregrine.serve.settings import ServeConfig
 
     start_logging("info")
-    given = vars(args)
-    keys = [*given.get("api_keys", ()), *read_keys(given.get("api_key_file"))]
-    known = {entry.name for entry in fields(ServeConfig)} - {"api_keys"}
-    settings = ServeConfig(**{name: value for name, value in given.items() if name in known}, api_keys=tuple(keys))
+    asked = given(args, SERVER_FLAGS)
+    asked["api_keys"] = (*asked.get("api_keys", ()), *read_keys(args.api_key_file))
     options = engine_options(args)
-    serve(str(options.get("model", EngineConfig().model)), lambda: open_llm(options), settings)
+    serve(str(options.get("model", EngineConfig().model)), lambda: open_llm(options), ServeConfig(**asked))
     return 0
 
 

@@ -1,24 +1,24 @@
-"""How a server behaves, apart from its engine."""
+"""Settings of a server, apart from its engine's."""
 
 import math
 from dataclasses import dataclass
 
-from peregrine.config import check_integer
+from peregrine.config import check_integer, option
 from peregrine.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
-    """Limits, names and keys of one server."""
+    """Address, names, keys and limits of one server."""
 
-    host: str = "127.0.0.1"
-    port: int = 8000
-    name: str | None = None  # the model's name in the API; None: the name it was loaded by
-    api_keys: tuple[str, ...] = ()  # none: everybody may ask
-    max_body_bytes: int = 2 * 2**20
-    max_prompt: int | None = None  # tokens; None: what the context holds
-    max_queue: int = 256  # generations that may wait beside those that run
-    drain_seconds: float = 30.0  # how long requests may go on after SIGTERM
+    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: every interface", "HOST")
+    port: int = option(8000, "port to listen on; 0: any free one", "PORT")
+    name: str | None = option(None, "the model's name in the API; by default its folder's name", "NAME")
+    api_keys: tuple[str, ...] = option((), "require this key from clients; repeatable", "KEY", flag="api_key")
+    max_queue: int = option(256, "generations that may wait for a free row; one more is refused with status 429", "N")
+    max_prompt: int | None = option(None, "tokens a prompt may have; by default what the context holds", "TOKENS")
+    max_body_bytes: int = option(2 * 2**20, "bytes a request's body may have", "BYTES")
+    drain_seconds: float = option(30.0, "how long running requests may go on after SIGTERM", "S")
 
     def __post_init__(self) -> None:
         check_integer("port", self.port, 0, 65535)
