@@ -112,14 +112,14 @@ def test_a_character_the_prompt_began_belongs_to_the_generation(bytewise: Tokeni
     assert detokenizer.push(spelled[split:]) + detokenizer.finish() == "🦅"
 
 
-def test_a_whole_character_of_the_prompt_is_not_said_again(bytewise: Tokenizer) -> None:
+def test_a_whole_character_of_the_prompt_is_not_returned_again(bytewise: Tokenizer) -> None:
     prompt = [*bytewise.encode("a bird"), *byte_ids(bytewise, "\ufffd\n".encode())]
     detokenizer = Detokenizer(bytewise, prompt)
     assert detokenizer.push(byte_ids(bytewise, b"\nx")) + detokenizer.finish() == "\nx"
     assert Detokenizer(bytewise, prompt).finish() == ""
 
 
-def test_a_bad_byte_after_a_prompt_ending_in_bytes_speaks_for_itself_only(bytewise: Tokenizer) -> None:
+def test_a_bad_byte_after_a_prompt_ending_in_bytes_changes_no_earlier_text(bytewise: Tokenizer) -> None:
     prompt = [*bytewise.encode("a bird"), *byte_ids(bytewise, "é".encode())]
     detokenizer = Detokenizer(bytewise, prompt)
     assert detokenizer.push(byte_ids(bytewise, b"\xff")) + detokenizer.finish() == "\ufffd"
@@ -161,7 +161,7 @@ def test_each_id_gets_the_characters_it_completes(tokenizers: dict[str, Tokenize
     tokenizer = tokenizers["byte_fallback"]
     detokenizer = Detokenizer(tokenizer, [])
     # The decoder drops the space that begins the whole text; the others keep their places.
-    assert detokenizer.settle([*byte_ids(tokenizer, " é\n".encode()), *ids_of(tokenizer, "<|eos|>", "b")]) == [
+    assert detokenizer.push_each([*byte_ids(tokenizer, " é\n".encode()), *ids_of(tokenizer, "<|eos|>", "b")]) == [
         *["", "", "é", "\n"],
         *["", "b"],
     ]
@@ -205,23 +205,17 @@ def push_all(stream: TextStream, parts: Sequence[Sequence[int]]) -> tuple[str, i
 
 
 @settings(max_examples=60)
-@given(
-    data=st.data(),
-    stops=st.lists(st.text("ab \nh你🦅", min_size=1, max_size=3), max_size=3),
-    include_stop=st.booleans(),
-)
-def test_a_stream_ends_at_the_first_stop(
-    tokenizer: Tokenizer, data: st.DataObject, stops: list[str], include_stop: bool
-) -> None:
+@given(data=st.data(), stops=st.lists(st.text("ab \nh你🦅", min_size=1, max_size=3), max_size=3))
+def test_a_stream_ends_at_the_first_stop(tokenizer: Tokenizer, data: st.DataObject, stops: list[str]) -> None:
     prompt, ids = draw_prompt(data, tokenizer), data.draw(generations(tokenizer))
     whole = reference(tokenizer, prompt, ids, skip_special=True)
     ends = [(whole.find(stop) + len(stop), -len(stop), stop) for stop in stops if stop in whole]
     end, negative, stop = min(ends, default=(len(whole), 0, None))
-    expected = whole[:end] if include_stop else whole[: end + negative]
+    expected = whole[: end + negative]
 
-    text, kept, stopped = push_all(TextStream(tokenizer, prompt, stops, include_stop), cut(data, ids))
+    text, kept, stopped = push_all(TextStream(tokenizer, prompt, stops), cut(data, ids))
     assert (text, stopped) == (expected, stop)
-    at_once = push_all(TextStream(tokenizer, prompt, stops, include_stop), [ids])
+    at_once = push_all(TextStream(tokenizer, prompt, stops), [ids])
     assert at_once[0] == expected
     if stop is None:
         assert kept == at_once[1] == len(ids)
@@ -241,12 +235,6 @@ def test_ids_after_the_one_that_completes_the_stop_are_not_kept(tokenizers: dict
     assert stream.push(ids_of(tokenizer, "turn", "the", "upon")) == Piece("", 1, "st")
     assert stream.push(ids_of(tokenizer, "the")) == Piece("", 0, "st")
     assert stream.finish() == ""
-
-
-def test_the_stop_is_said_where_asked_for_and_nothing_after_it(tokenizers: dict[str, Tokenizer]) -> None:
-    tokenizer = tokenizers["byte_level"]
-    stream = TextStream(tokenizer, [], stops=["st"], include_stop=True)
-    assert stream.push(ids_of(tokenizer, "kil", "s", "turn", "the")) == Piece("kilst", 3, "st")
 
 
 def test_a_newline_byte_stops_at_its_own_id(tokenizers: dict[str, Tokenizer]) -> None:

@@ -1,1 +1,1 @@
-"""Text in and out of token ids: tokenizer files, chat templates, and text that is final as tokens arrive."""
+"""Text to token ids and back: tokenizer files, chat templates, incremental detokenisation, stop strings."""

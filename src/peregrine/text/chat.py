@@ -1,7 +1,7 @@
-"""Chats as the model was taught to read them: a checkpoint's own template, rendered in a sandbox.
+"""Chats rendered by the checkpoint's own template, in a sandbox.
 
-Templates are code that came with the weights, so they see plain data only, may not reach Python's internals,
-and may not change what they are given. The variables and helpers are those transformers offers.
+A template is code that came with the weights: it gets plain data only, cannot reach Python's internals and cannot
+change its arguments. Variables and helpers are those that transformers offers.
 """
 
 import json
@@ -25,7 +25,7 @@ Message = Mapping[str, object]
 def encode_chat(
     tokenizer: Tokenizer, messages: Sequence[Message], add_generation_prompt: bool = True, **extra: object
 ) -> list[int]:
-    """Token ids of a chat: rendered, then encoded without adding the bos that the template already wrote."""
+    """Token ids of a chat. No bos is added, since the template writes it."""
     return tokenizer.encode(render_chat(tokenizer, messages, add_generation_prompt, **extra), add_special=False)
 
 
@@ -34,10 +34,10 @@ def render_chat(
 ) -> str:
     """The text of a chat with its special tokens; `extra` (tools, enable_thinking, ...) goes to the template.
 
-    To get ids use `encode_chat`: encoding this text as a plain prompt would put a second bos in front.
+    Use `encode_chat` for ids: encoding this text as a plain prompt would add a second bos.
     """
     chat = _plain_messages(messages)
-    # A template may tell "not given" from None: these two are always given.
+    # Templates test these two for None, so they are always defined.
     given = {"tools": None, "documents": None, **{name: _plain(name, value) for name, value in extra.items()}}
     template = _compile(_pick(tokenizer, chat, with_tools=given["tools"] is not None))
     variables = {**tokenizer.named_tokens, **given}
@@ -47,13 +47,13 @@ def render_chat(
         raise CheckpointError(
             f"the chat template was stopped by its sandbox: {error}; use a template from a source you trust"
         ) from error
-    except Exception as error:  # whatever a template raises answers this chat; it is no fault of the engine
+    except Exception as error:  # a template may raise anything; the request is refused, the engine goes on
         problem = f"the model's chat template refuses them: {error}"
         raise RequestError("messages", chat, problem, "send the roles and fields the template expects") from error
 
 
 def _pick(tokenizer: Tokenizer, chat: Sequence[Message], with_tools: bool) -> str:
-    """The source of the template that serves this chat."""
+    """The template for this chat: `tool_use` if there are tools and such a template, else `default`."""
     templates = tokenizer.chat_templates
     name = "tool_use" if with_tools and "tool_use" in templates else "default"
     if name not in templates:
@@ -64,7 +64,7 @@ def _pick(tokenizer: Tokenizer, chat: Sequence[Message], with_tools: bool) -> st
 
 
 def _plain_messages(messages: Sequence[Message]) -> list[dict[str, object]]:
-    """A checked copy of a chat; RequestError names the message and the field that is wrong."""
+    """A checked copy of the messages; RequestError names the wrong message and field."""
     if isinstance(messages, str) or not isinstance(messages, Sequence):
         raise RequestError("messages", messages, "is not a list", 'send [{"role": "user", "content": "..."}]')
     if not messages:
@@ -77,7 +77,7 @@ def _plain_messages(messages: Sequence[Message]) -> list[dict[str, object]]:
         role, content = message.get("role"), message.get("content")
         if not isinstance(role, str) or not role:
             raise RequestError(f"{field}.role", role, "is not a role", "use system, user, assistant or tool")
-        # A message that only calls tools says nothing.
+        # A message with tool calls may have no content.
         if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
             raise RequestError(f"{field}.content", content, "is not a string", "send the text as one string")
         chat.append({str(name): _plain(f"{field}.{name}", value) for name, value in message.items()})
@@ -85,7 +85,7 @@ def _plain_messages(messages: Sequence[Message]) -> list[dict[str, object]]:
 
 
 def _plain(field: str, value: object) -> object:
-    """A deep copy of JSON-like data; other objects are refused: the sandbox cannot know their methods."""
+    """A deep copy of JSON-like data. Other objects are refused, because their methods would escape the sandbox."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, Mapping):
@@ -96,7 +96,7 @@ def _plain(field: str, value: object) -> object:
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %} ... {% endgeneration %}` marks words to train on; here they are plain text."""
+    """`{% generation %} ... {% endgeneration %}` marks text to train on; it is rendered as plain text."""
 
     tags = frozenset({"generation"})  # type: ignore[assignment]
 
@@ -112,7 +112,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as prompts want it; jinja's own filter would escape <, >, & and quotes for HTML."""
+    """JSON without the HTML escapes that jinja's own filter writes for <, >, & and quotes."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -1,18 +1,19 @@
-"""Text as tokens arrive: only what can no longer change is given out, each character once, in linear time.
+"""Incremental detokenisation: text is returned once no later token can change it, each character once.
 
-Three parts, each usable alone: `Detokenizer` turns ids into final text, `StopStrings` finds where text must
-end, and `TextStream` joins the two for the engine and says which ids the kept text needs.
+`Detokenizer` turns ids into final text, `StopStrings` searches text for stop strings, and `TextStream` combines
+both for the engine. Generated text is decoded in the context of its prompt:
 
-The text of a generation is read in the context of its prompt:
-    decode(prompt + generated) = decode(prompt) + text
-A character that the prompt only begins belongs wholly to the generation.
+    decode(prompt + generated) == decode(prompt) + text
+
+A character whose first bytes end the prompt belongs to the generated text. `tokenizers.DecodeStream` cannot serve
+here: with byte-fallback vocabularies it raises on, or differs from the whole decode of, bytes that are no UTF-8; it
+has no way to flush held text, and it does not say which id completed a character.
 """
 
 import codecs
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
 
 from peregrine.errors import RequestError
 from peregrine.text.tokenizer import Tokenizer
@@ -20,91 +21,78 @@ from peregrine.text.tokenizer import Tokenizer
 _UTF8_BYTES = 4  # the longest character
 
 
-class _Speller(Protocol):
-    """How one kind of tokenizer settles text."""
-
-    def settle(self, ids: Iterable[int]) -> list[str]:
-        """Take in ids; return the text that is now final, one string per id, in order of arrival."""
-        ...
-
-    def finish(self) -> list[str]:
-        """The text of the ids still held, as it reads if nothing follows."""
-        ...
-
-
 class Detokenizer:
-    """Turns generated ids into text that is final: no half characters, nothing twice."""
+    """Turns generated ids into final text: no partial characters, nothing twice, in linear time."""
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special: bool = True) -> None:
-        kind = _ByteSpeller if tokenizer.byte_level else _TokenSpeller
-        self._speller: _Speller = kind(tokenizer, prompt_ids, skip_special)
+        kind = _ByteDecoder if tokenizer.byte_level else _PieceDecoder
+        self._decoder: _ByteDecoder | _PieceDecoder = kind(tokenizer, prompt_ids, skip_special)
 
     def push(self, ids: Iterable[int]) -> str:
-        """The text that became final with these ids."""
-        return "".join(self.settle(ids))
+        """Add ids; returns the text that became final."""
+        return "".join(self.push_each(ids))
 
-    def settle(self, ids: Iterable[int]) -> list[str]:
-        """The same as one string per id, in order of arrival; the newest ids may still be held back."""
-        return self._speller.settle(ids)
+    def push_each(self, ids: Iterable[int]) -> list[str]:
+        """Add ids; returns the final text of each id in order. The newest ids may be missing: they are held."""
+        return self._decoder.push_each(ids)
 
     def finish(self) -> str:
-        """The text still held back, as it reads if nothing follows."""
-        return "".join(self.rest())
+        """Text of the ids still held, decoded as if nothing followed."""
+        return "".join(self.finish_each())
 
-    def rest(self) -> list[str]:
-        """The text still held back as one string per id, in order of arrival."""
-        return self._speller.finish()
+    def finish_each(self) -> list[str]:
+        """The result of `finish` as one string per held id, in order."""
+        return self._decoder.finish()
 
 
-class _ByteSpeller:
-    """Byte-level vocabularies: ids spell bytes; an unfinished character waits for the rest of its bytes."""
+class _ByteDecoder:
+    """Byte-level vocabularies: every id stands for bytes; an incomplete character is held."""
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special: bool) -> None:
         self._tokenizer = tokenizer
         self._hidden = tokenizer.special_ids if skip_special else frozenset()
-        self._waiting = b""  # the start of a character, at most 3 bytes
-        self._waiting = self._unfinished_tail(prompt_ids)
+        self._held = self._incomplete_tail(prompt_ids)  # the first bytes of a character, at most 3
 
-    def settle(self, ids: Iterable[int]) -> list[str]:
-        return [self._settle_one(id) for id in ids]
+    def push_each(self, ids: Iterable[int]) -> list[str]:
+        return [self._push(id) for id in ids]
 
     def finish(self) -> list[str]:
-        waiting, self._waiting = self._waiting, b""
-        return [waiting.decode(errors="replace")]
+        held, self._held = self._held, b""
+        return [held.decode(errors="replace")]
 
-    def _settle_one(self, id: int) -> str:
+    def _push(self, id: int) -> str:
         if id in self._hidden:
             return ""
-        spelled = self._waiting + self._tokenizer.token_bytes(id)
-        text, used = codecs.utf_8_decode(spelled, "replace", False)
-        self._waiting = spelled[used:]
+        pending = self._held + self._tokenizer.token_bytes(id)
+        text, used = codecs.utf_8_decode(pending, "replace", False)
+        self._held = pending[used:]
         return text
 
-    def _unfinished_tail(self, ids: Sequence[int]) -> bytes:
+    def _incomplete_tail(self, ids: Sequence[int]) -> bytes:
         tail = b""
         for id in reversed(ids):
             if id not in self._hidden:
                 tail = self._tokenizer.token_bytes(id) + tail
             if len(tail) >= _UTF8_BYTES:
                 break
-        # The tail may begin inside a character, but the first byte of the last one is always recognised.
+        # The tail may begin inside a character; the decoder resynchronises at the first byte of the next one.
         return tail[codecs.utf_8_decode(tail, "replace", False)[1] :]
 
 
-class _TokenSpeller:
-    """Vocabularies of text pieces: an id's text depends on the visible id before it, if any, and on no other.
+class _PieceDecoder:
+    """Vocabularies of text pieces: an id's text depends on the visible id before it and on no other.
 
-    Byte-fallback ids are the exception: the decoder reads a run of them as one, and a single bad byte turns
+    Byte-fallback ids are the exception: the decoder takes a run of them as one string, and a single bad byte turns
     all of it into U+FFFD. So a run is held until an id that is no byte ends it.
 
-        |-- prompt --|-- settled --| context |-- run, held --|
-                                      one id    may begin in the prompt
+        |-- prompt --|-- final --| context |-- run, held --|
+                                    one id    may begin in the prompt
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special: bool) -> None:
         self._tokenizer = tokenizer
         self._hidden = tokenizer.special_ids if skip_special else frozenset()
-        self._context: list[int] = []  # empty at the very start of the text only
+        self._context: list[int] = []  # empty only at the start of the text
         run: list[int] = []
         for id in filter(self._visible, reversed(prompt_ids)):
             if id not in tokenizer.byte_ids:
@@ -112,23 +100,23 @@ class _TokenSpeller:
                 break
             run.append(id)
         self._run = run[::-1]
-        self._num_prompt_ids = len(run)  # these head the run, but their text is not ours to return
+        self._num_prompt_ids = len(run)  # the first ids of the run, whose text belongs to the prompt
 
-    def settle(self, ids: Iterable[int]) -> list[str]:
-        settled: list[str] = []
+    def push_each(self, ids: Iterable[int]) -> list[str]:
+        final: list[str] = []
         for id in ids:
             visible = self._visible(id)
             if visible and id in self._tokenizer.byte_ids:
                 self._run.append(id)
             elif visible:
-                settled += self.finish()
-                settled.append(self._after_context([id]))
+                final += self.finish()
+                final.append(self._after_context([id]))
                 self._context = [id]
-            elif self._run:  # keeps its place; the decoder never sees it, so the run goes on
+            elif self._run:  # an invisible id keeps its place in the output and does not end the run
                 self._run.append(id)
             else:
-                settled.append("")
-        return settled
+                final.append("")
+        return final
 
     def finish(self) -> list[str]:
         if not self._run:
@@ -137,12 +125,12 @@ class _TokenSpeller:
         byte_run = [self._run[place] for place in places]
         pieces = [""] * len(self._run)
         ends = _character_ends(bytes(self._tokenizer.byte_ids[id] for id in byte_run))
-        # From the back: a decoder may strip the space that begins the whole text.
+        # Aligned at the end, because a decoder may strip the space that begins the whole text.
         for end, character in zip(reversed(ends), reversed(self._after_context(byte_run)), strict=False):
             pieces[places[end]] = character
-        settled = pieces[self._num_prompt_ids :]
+        final = pieces[self._num_prompt_ids :]
         self._context, self._run, self._num_prompt_ids = byte_run[-1:], [], 0
-        return settled
+        return final
 
     def _visible(self, id: int) -> bool:
         return id not in self._hidden and self._tokenizer.token(id) != ""
@@ -153,7 +141,7 @@ class _TokenSpeller:
 
 
 def _character_ends(run: bytes) -> list[int]:
-    """Indices of the bytes that complete a character; of all bytes where the run as a whole is no UTF-8."""
+    """Indices of the bytes that complete a character; every index if the run is not valid UTF-8."""
     try:
         text = run.decode()
     except UnicodeDecodeError:
@@ -162,10 +150,11 @@ def _character_ends(run: bytes) -> list[int]:
 
 
 class StopStrings:
-    """Finds the first stop string to be completed in a text, however the text is cut into pushes.
+    """Finds the stop string that is completed first, however the text is cut into pushes.
 
-    Where several are completed by the same character the longest wins. Text is held back only while its end
-    is the beginning of a stop string.
+    If one character completes several, the longest wins. Text is held only while it may begin a stop string.
+    Stop strings have no maximum length, so each is matched by Knuth-Morris-Pratt: constant amortised work per
+    character, where `str.find` over a held tail can take time quadratic in a hostile stop string's length.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -174,7 +163,7 @@ class StopStrings:
         self._stops = sorted(set(stops), key=len, reverse=True)
         self._first_characters = frozenset(stop[0] for stop in self._stops)
         self._links = [_border_lengths(stop) for stop in self._stops]
-        self._matched = [0] * len(self._stops)  # how much of each stop string the text now ends with
+        self._matched = [0] * len(self._stops)  # length of each stop string's prefix that the text ends with
         self._held = ""
         self._stopped: str | None = None
 
@@ -184,9 +173,9 @@ class StopStrings:
         return self._stopped
 
     def push(self, text: str, armed: bool = True) -> tuple[str, str | None]:
-        """(text that may go out now, the stop string if it is complete); after a stop, ('', stop).
+        """Add text; returns (text that can be sent now, the completed stop string). After a stop: ('', stop).
 
-        While not `armed`, a stop string that is completed ends nothing and stays part of the text.
+        While not `armed`, a completed stop string is ordinary text.
         """
         if self._stopped is not None:
             return "", self._stopped
@@ -195,20 +184,20 @@ class StopStrings:
         for index, character in enumerate(text):
             self._stopped = self._advance(character, armed)
             if self._stopped is not None:
-                seen, self._held = self._held + text[: index + 1], ""
-                return seen[: -len(self._stopped)], self._stopped
-        seen = self._held + text
-        num_free = len(seen) - max(self._matched, default=0)
-        self._held = seen[num_free:]
-        return seen[:num_free], None
+                pending, self._held = self._held + text[: index + 1], ""
+                return pending[: -len(self._stopped)], self._stopped
+        pending = self._held + text
+        num_free = len(pending) - max(self._matched, default=0)
+        self._held = pending[num_free:]
+        return pending[:num_free], None
 
     def finish(self) -> str:
-        """The text held back, which no stop string completed."""
+        """The held text, when no more text comes."""
         held, self._held = self._held, ""
         return held
 
     def _advance(self, character: str, armed: bool) -> str | None:
-        """Take in one character; the longest stop string it completes, if any, while armed."""
+        """Add one character; returns the longest stop string it completes, if any and if armed."""
         for which, (stop, links) in enumerate(zip(self._stops, self._links, strict=True)):
             matched = self._matched[which]
             while matched and stop[matched] != character:
@@ -223,7 +212,7 @@ class StopStrings:
 
 
 def _border_lengths(stop: str) -> list[int]:
-    """For each prefix of a stop string, the longest shorter prefix it ends with (Knuth, Morris, Pratt)."""
+    """The Knuth-Morris-Pratt table: for each prefix, the length of the longest shorter prefix it ends with."""
     lengths = [0] * len(stop)
     for index in range(1, len(stop)):
         border = lengths[index - 1]
@@ -235,31 +224,30 @@ def _border_lengths(stop: str) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one push brought."""
+    """The result of one push."""
 
     text: str  # final text, to be appended to the output
-    kept: int  # how many of the pushed ids belong to the output, from the first on
+    kept: int  # number of leading pushed ids that belong to the output
     stopped: str | None  # the stop string that ended the text
 
 
 class TextStream:
-    """The text of one generation, up to a stop string: what the engine feeds its tokens to."""
+    """The text of one generation, up to but without its stop string."""
 
     def __init__(
         self,
         tokenizer: Tokenizer,
         prompt_ids: Sequence[int],
         stops: Sequence[str] = (),
-        include_stop: bool = False,
         skip_special: bool = True,
         min_tokens: int = 0,
     ) -> None:
+        """A stop string that one of the first `min_tokens` ids completes is ordinary text."""
         self._detokenizer = Detokenizer(tokenizer, prompt_ids, skip_special)
         self._stops = StopStrings(stops)
-        self._include_stop = include_stop
-        self._min_tokens = min_tokens  # a stop string completed by one of the first so many ids ends nothing
+        self._min_tokens = min_tokens
         self._num_ids = 0  # pushed
-        self._num_settled = 0  # of these, the ones whose text is final
+        self._num_final = 0  # of these, ids whose text is final
 
     @property
     def stopped(self) -> str | None:
@@ -267,33 +255,32 @@ class TextStream:
         return self._stops.stopped
 
     def push(self, ids: Sequence[int]) -> Piece:
-        """Take in ids. Kept are all up to the one that completes a stop string; after a stop, none.
+        """Add ids. Kept are those up to the id that completes a stop string; after a stop, none.
 
-        An id once kept stays kept, since it may have been sent: if the stop turns out to have been completed
-        by an id of an earlier push, whose text was held back, none of these ids is kept.
+        A kept id stays kept, since it may have been sent: if the stop was completed by an id of an earlier push
+        whose text was held, none of these ids is kept.
         """
         if self.stopped is not None:
             return Piece("", 0, self.stopped)
-        earlier, self._num_ids = self._num_ids, self._num_ids + len(ids)
-        text = self._until_stop(self._detokenizer.settle(ids))
-        if self.stopped is not None:
-            return Piece(text, max(0, self._num_settled - earlier), self.stopped)
-        return Piece(text, len(ids), None)
+        num_before, self._num_ids = self._num_ids, self._num_ids + len(ids)
+        text = self._until_stop(self._detokenizer.push_each(ids))
+        kept = len(ids) if self.stopped is None else max(0, self._num_final - num_before)
+        return Piece(text, kept, self.stopped)
 
     def finish(self) -> str:
-        """The rest of the text, when no more ids come; `stopped` tells if a stop string was found in it."""
+        """The rest of the text, when no more ids come; it may contain a stop string: see `stopped`."""
         if self.stopped is not None:
             return ""
-        return self._until_stop(self._detokenizer.rest()) + self._stops.finish()
+        return self._until_stop(self._detokenizer.finish_each()) + self._stops.finish()
 
     def _until_stop(self, pieces: list[str]) -> str:
-        """The text that may go out; counts the ids that were looked at to find it, one for each piece."""
-        emitted = ""
+        """The text that can be sent, from the final text of one id after the other."""
+        sent = ""
         for piece in pieces:
-            # The last half character is a piece of its own, but belongs to the last id.
-            self._num_settled = min(self._num_settled + 1, self._num_ids)
-            text, stopped = self._stops.push(piece, self._min_tokens == 0 or self._num_settled > self._min_tokens)
-            emitted += text
+            # `finish_each` gives an incomplete character as a piece of its own, though its id was counted before.
+            self._num_final = min(self._num_final + 1, self._num_ids)
+            text, stopped = self._stops.push(piece, self._min_tokens == 0 or self._num_final > self._min_tokens)
+            sent += text
             if stopped is not None:
-                return emitted + (stopped if self._include_stop else "")
-        return emitted
+                break
+        return sent

@@ -1,10 +1,10 @@
-"""Text to token ids and back, as a checkpoint folder's tokenizer files say.
+"""Text to token ids and back, by the tokenizer files of a checkpoint folder.
 
-tokenizer.json is the truth; tokenizer_config.json adds names (bos_token, eos_token, ...) and chat templates.
-Encoding and decoding agree with transformers on the same folder, with three differences that are meant:
-- `add_bos_token: true` is honoured where the post-processor of tokenizer.json adds no bos (DeepSeek's files);
+tokenizer.json holds the vocabulary; tokenizer_config.json adds names (bos_token, eos_token, ...) and chat templates.
+Encoding and decoding agree with transformers on the same folder, with three deliberate differences:
+- `add_bos_token: true` is honoured if the post-processor of tokenizer.json adds no bos (DeepSeek's files);
 - a special token that is named but not in the vocabulary gets no id, since the model has no row for it;
-- decoded text is never "cleaned up", which would rewrite what the model wrote.
+- decoded text is never "cleaned up", which would change what the model wrote.
 """
 
 import json
@@ -19,7 +19,7 @@ from tokenizers import Tokenizer as Backend
 from peregrine.errors import CheckpointError, RequestError
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-# Decoders whose text for an id depends on the id before it at most: what streaming relies on.
+# Decoders whose text for an id depends at most on the id before it, which incremental detokenisation needs.
 _LOCAL_DECODERS = frozenset({"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace", "WordPiece", "BPEDecoder"})
 _BYTE_DECODERS = frozenset({"ByteLevel", "Fuse"})
 _TOKEN_FLAGS = frozenset({"content", "single_word", "lstrip", "rstrip", "normalized", "special"})
@@ -27,7 +27,7 @@ _OTHER_VOCABULARIES = ("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The character that byte-level vocabularies write for each byte, turned around."""
+    """Character -> byte in byte-level vocabularies, which write each byte as one printable character."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -41,19 +41,19 @@ class Tokenizer:
     """A checkpoint's vocabulary, its special tokens and its chat templates."""
 
     backend: Backend = field(repr=False)
-    vocab_size: int  # one more than the largest id; a model may have more rows than that
+    vocab_size: int  # largest id + 1; a model may have more rows
     bos_id: int | None
     eos_id: int | None
     special_ids: frozenset[int] = field(repr=False)
-    byte_ids: Mapping[int, int] = field(repr=False)  # byte-fallback ids and their bytes; empty elsewhere
-    byte_level: bool  # every id spells bytes (GPT-2, Llama 3, Qwen, ...)
-    prepends_bos: bool  # bos is ours to add; false where the post-processor adds it, or nobody does
-    named_tokens: Mapping[str, str]  # bos_token, eos_token, ... as chat templates see them
+    byte_ids: Mapping[int, int] = field(repr=False)  # byte-fallback id -> byte; empty without byte fallback
+    byte_level: bool  # every id stands for bytes (GPT-2, Llama 3, Qwen, ...)
+    prepends_bos: bool  # `encode` must add bos itself, because the post-processor does not
+    named_tokens: Mapping[str, str]  # bos_token, eos_token, ...: variables of chat templates
     chat_templates: Mapping[str, str] = field(repr=False)  # by name; a single template is "default"
 
     @classmethod
     def read(cls, folder: Path | str) -> "Tokenizer":
-        """The tokenizer of a checkpoint folder; CheckpointError says which file is missing or wrong."""
+        """Read a checkpoint folder; CheckpointError names the file that is missing or wrong."""
         folder = Path(folder)
         backend, decoders = _read_backend(folder)
         config = _read_config(folder)
@@ -85,9 +85,9 @@ class Tokenizer:
         return self.chat_templates.get("default")
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
-        """Token ids of a text. Special tokens written in it are parsed; `add_special` adds bos and the like.
+        """Token ids of a text. Special tokens in the text are parsed; `add_special` adds bos etc.
 
-        A rendered chat already holds its special tokens: `chat.encode_chat` is the way to encode one.
+        For chats use `chat.encode_chat`: a rendered chat already contains its special tokens.
         """
         try:
             text.encode()
@@ -98,22 +98,22 @@ class Tokenizer:
         return [self.bos_id, *ids] if add_special and self.prepends_bos and self.bos_id is not None else ids
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        """The text of ids; bytes that are no UTF-8 read as U+FFFD, ids without a token as nothing."""
+        """The text of ids. Bytes that are not UTF-8 become U+FFFD; ids without a token are skipped."""
         return self.backend.decode(list(ids), skip_special_tokens=skip_special)
 
     def token(self, id: int) -> str:
-        """The vocabulary's own spelling of an id (such as 'Ġhello'); '' for an id that has no token."""
+        """The vocabulary entry of an id (such as 'Ġhello'); '' for an id without a token."""
         return self.backend.id_to_token(id) or ""
 
     def token_bytes(self, id: int) -> bytes:
-        """The bytes an id of a byte-level tokenizer spells, perhaps a part of a character."""
+        """The bytes of an id of a byte-level tokenizer; they may be a part of a character."""
         token = self.token(id)
-        # An added token may hold characters outside the byte alphabet: then it stands for itself.
+        # An added token may contain characters outside the byte alphabet: then it is plain text.
         return bytes(_BYTE_OF[c] for c in token) if all(c in _BYTE_OF for c in token) else token.encode()
 
 
 def _read_backend(folder: Path) -> tuple[Backend, set[str]]:
-    """tokenizer.json as the library's tokenizer, and the kinds of decoder it chains."""
+    """tokenizer.json as a `tokenizers.Tokenizer`, and the types of decoder it chains."""
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise CheckpointError(_missing(folder))
@@ -122,7 +122,7 @@ def _read_backend(folder: Path) -> tuple[Backend, set[str]]:
         backend = Backend.from_file(str(path))
     except Exception as error:  # the library raises bare Exceptions
         raise CheckpointError(f"{path} is JSON but not a tokenizer: {error}") from error
-    # Limits for training batches; a prompt is never cut or filled up.
+    # Settings for training batches; prompts are never truncated or padded.
     backend.no_truncation()
     backend.no_padding()
     decoders = _decoder_kinds(spec.get("decoder"))
@@ -167,7 +167,7 @@ def _read_config(folder: Path) -> dict[str, object]:
 def _read_json(path: Path) -> dict[str, object]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # also covers text that is no UTF-8
+    except ValueError as error:  # includes UnicodeDecodeError
         raise CheckpointError(f"{path} is not valid JSON ({error}); download it again") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds a {type(value).__name__}, not an object; download it again")
@@ -194,13 +194,13 @@ def _special_tokens(config: Mapping[str, object]) -> tuple[dict[str, str], list[
 
 
 def _register(backend: Backend, config: Mapping[str, object], special_tokens: list[str]) -> None:
-    """Make the backend know the config's added tokens, and treat the special ones as special."""
+    """Add the config's tokens to the backend, and mark its special tokens as special."""
     listed = config.get("added_tokens_decoder")
     tokens = {
         int(id): AddedToken(**{name: value for name, value in flags.items() if name in _TOKEN_FLAGS})
         for id, flags in (listed.items() if isinstance(listed, dict) else ())
     }
-    backend.add_tokens([tokens[id] for id in sorted(tokens)])  # a token already there takes these flags
+    backend.add_tokens([tokens[id] for id in sorted(tokens)])  # an existing token takes these flags
     for id, token in tokens.items():
         if backend.token_to_id(token.content) != id:
             raise CheckpointError(
@@ -208,7 +208,7 @@ def _register(backend: Backend, config: Mapping[str, object], special_tokens: li
                 f"{backend.token_to_id(token.content)}; take both files from the same revision of the model"
             )
     added = {token.content for token in backend.get_added_tokens_decoder().values()}
-    # A name without an id is left out: a fresh id would point past the model's rows.
+    # A token without an id is left out: a new id would be past the model's rows.
     missing = [text for text in special_tokens if text not in added and backend.token_to_id(text) is not None]
     backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in missing])
 
@@ -227,7 +227,7 @@ def _named_id(folder: Path, backend: Backend, named_tokens: Mapping[str, str], n
 
 
 def _chat_templates(folder: Path, config: Mapping[str, object]) -> dict[str, str]:
-    """Chat templates by name: files win over tokenizer_config.json."""
+    """Chat templates by name; files take precedence over tokenizer_config.json."""
     files = sorted((folder / "chat_templates").glob("*.jinja"))
     templates = {path.stem: path.read_text(encoding="utf-8") for path in files}
     single = folder / "chat_template.jinja"
