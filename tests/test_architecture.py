@@ -19,6 +19,7 @@ FLOORS = (
     {"attention"},
     {"models"},
     {"spec"},
+    {"synthetic"},
     {"engine"},
     {"llm"},
     {"serve", "train", "bench"},
@@ -26,7 +27,11 @@ FLOORS = (
 )
 FLOOR = {unit: height for height, units in enumerate(FLOORS) for unit in units}
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_ARGUMENTS = 300, 60, 8
+MAX_KERNEL_LINES, MAX_LAUNCH_ARGUMENTS = 900, 12  # a kernel with its device functions and its launch is one file
 COMPILED = re.compile(r"jit|cfunc|cpu_kernel|intrinsic")  # decorators of kernels: the hardware sets their size
+# peregrine.kernels.FOLDER.FILE.name; files of one device are imported by whoever chose that device.
+KERNEL_FILE = re.compile(r"peregrine\.kernels\.(?P<folder>\w+)\.(?P<file>[a-z]\w*)\.\w+$")
+DEVICE_FILE = re.compile(r"triton|hopper|cpu|tiles")
 VAGUE_NAMES = {"utils", "util", "common", "base", "manager", "misc", "helpers", "v2"}
 READS_RESULTS = {"engine", "llm", "train", "bench", "serve", "cli"}
 # call -> the only units that may make it
@@ -35,7 +40,7 @@ HOMES = {
     "cpu": READS_RESULTS,
     "tolist": READS_RESULTS | {"cache"},
     "synchronize": READS_RESULTS,
-    "getattr": {"models"},
+    "getattr": {"models", "kernels", "sampling", "config"},  # layers by name, device files, own fields
     "hasattr": set[str](),
     "getenv": {"log", "hardware"},
 }
@@ -89,6 +94,14 @@ def upward_imports(tree: ast.Module, unit: str) -> Complaints:
             yield f"{name}: floor {FLOOR[used]} is not below {unit} (floor {FLOOR[unit]})"
 
 
+def inner_imports(tree: ast.Module, unit: str) -> Complaints:
+    """Imports from inside a kernel folder: its `__init__` is what other units may import, besides device files."""
+    for name in imports_of(tree):
+        match = KERNEL_FILE.match(name)
+        if unit != "kernels" and match and not DEVICE_FILE.search(match["file"]) and match["folder"] != "runtime":
+            yield f"{name}: import it from peregrine.kernels.{match['folder']}"
+
+
 def oversize(tree: ast.Module, unit: str) -> Complaints:
     """Functions with too many lines or arguments; compiled kernels excepted."""
     for node in ast.walk(tree):
@@ -101,8 +114,9 @@ def oversize(tree: ast.Module, unit: str) -> Complaints:
         count = len([name for name in arguments if name not in ("self", "cls")])
         if lines > MAX_FUNCTION_LINES:
             yield f"line {node.lineno}: {node.name} has {lines} lines, more than {MAX_FUNCTION_LINES}"
-        if count > MAX_ARGUMENTS:
-            yield f"line {node.lineno}: {node.name} has {count} arguments, more than {MAX_ARGUMENTS}"
+        most = MAX_LAUNCH_ARGUMENTS if unit == "kernels" else MAX_ARGUMENTS
+        if count > most:
+            yield f"line {node.lineno}: {node.name} has {count} arguments, more than {most}"
 
 
 def strayed_calls(tree: ast.Module, unit: str) -> Complaints:
@@ -125,7 +139,7 @@ def wordless(tree: ast.Module, unit: str) -> Complaints:
 
 
 @each_file
-@pytest.mark.parametrize("check", [upward_imports, oversize, strayed_calls, wordless])
+@pytest.mark.parametrize("check", [upward_imports, inner_imports, oversize, strayed_calls, wordless])
 def test_file(path: Path, check: Callable[[ast.Module, str], Complaints]) -> None:
     if path == DOOR and check is upward_imports:
         return
@@ -138,7 +152,8 @@ def test_file(path: Path, check: Callable[[ast.Module, str], Complaints]) -> Non
 @each_file
 def test_file_is_short_and_plainly_named(path: Path) -> None:
     lines = path.read_text().count("\n")
-    assert lines <= MAX_FILE_LINES, f"{lines} lines, more than {MAX_FILE_LINES}: cut it where the subject changes"
+    most = MAX_KERNEL_LINES if unit_of(path) == "kernels" else MAX_FILE_LINES
+    assert lines <= most, f"{lines} lines, more than {most}: cut it where the subject changes"
     words = {word for part in path.relative_to(SRC).with_suffix("").parts for word in part.split("_")}
     assert not words & VAGUE_NAMES, "name the file after what is in it"
 
@@ -190,6 +205,8 @@ def find_cycle(graph: dict[str, set[str]]) -> list[str]:
         (upward_imports, "bench", "from peregrine.serve import app"),
         (upward_imports, "kernels", "from peregrine.text.stream import TextStream"),
         (upward_imports, "errors", "from peregrine.kernels import linear"),
+        (inner_imports, "spec", "from peregrine.kernels.sampling.reference import choose"),
+        (inner_imports, "spec", "import peregrine.kernels.sampling.filters.masses"),
         (oversize, "spec", "def f():\n" + "    x = 1\n" * 60),
         (oversize, "spec", "def f(a, b, c, d, e, f, g, h, i): ..."),
         (oversize, "spec", "def f(a, b, c, d, /, e, f, *, g, h, i): ..."),
@@ -218,6 +235,10 @@ def test_check_complains(check: Callable[[ast.Module, str], Complaints], unit: s
         (upward_imports, "hardware", "from peregrine.errors import ConfigError"),
         (upward_imports, "cli", "def f():\n    from peregrine.llm import LLM"),
         (upward_imports, "cli", "from peregrine import __version__"),
+        (inner_imports, "spec", "from peregrine.kernels.sampling import choose"),
+        (inner_imports, "attention", "from peregrine.kernels.attention.triton import decode"),
+        (inner_imports, "kernels", "from peregrine.kernels.sampling.noise import gumbel"),
+        (oversize, "kernels", "def f(a, b, c, d, e, f, g, h, i): ..."),
         (oversize, "spec", "@triton.jit\ndef f(a, b, c, d, e, f, g, h, i): ..."),
         (oversize, "spec", "class A:\n    def f(self, a, b, c, d, e, f, g, h): ..."),
         (strayed_calls, "engine", "x.item()"),

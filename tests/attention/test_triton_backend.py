@@ -12,8 +12,8 @@ from peregrine.attention.kernel_choice import only
 from peregrine.attention.torch_backend import TorchBackend
 from peregrine.attention.triton_backend import INTERPRETED, ON_CUDA, TritonBackend
 from peregrine.hardware import triton_interprets
-from peregrine.kernels.gpu import TRITON_PRESENT
-from peregrine.kernels.latent import LatentTurn
+from peregrine.kernels.attention.mla import DeferredMLARope
+from peregrine.kernels.runtime.gpu import TRITON_PRESENT
 
 needs_interpreter = pytest.mark.skipif(
     not (TRITON_PRESENT and triton_interprets()), reason="needs Triton's interpreter"
@@ -43,7 +43,7 @@ def test_latents_need_a_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_interpreter
 @pytest.mark.parametrize("kernel", Kernel)
 def test_the_kernel_that_costs_less_is_launched(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    from peregrine.kernels import attention_plan_gpu as gpu
+    from peregrine.kernels.attention import plan_triton as gpu
 
     launched = []
     right = gpu.launch
@@ -61,7 +61,7 @@ def test_the_kernel_that_costs_less_is_launched(kernel: Kernel, monkeypatch: pyt
 @needs_interpreter
 @pytest.mark.parametrize("kernel", Kernel)
 def test_latent_attention_has_both_kernels(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    from peregrine.kernels import latent_plan_gpu as gpu
+    from peregrine.kernels.attention import mla_plan_triton as gpu
 
     launched = []
     right = gpu.launch
@@ -86,7 +86,7 @@ def test_latent_queries_and_keys_are_turned_on_the_way(asking: list[int]) -> Non
     q_rope = torch.randn(len(asking), LATENT[0], rope, generator=rng)
     places = torch.arange(140, 143)
     table = torch.randn(150, rope, generator=rng)
-    turn = LatentTurn(q_rope, places[asking], places, table, torch.rand(rank, generator=rng), 1e-6)
+    turn = DeferredMLARope(q_rope, places[asking], places, table, torch.rand(rank, generator=rng), 1e-6)
     outs, stores = [], []
     for backend in (TorchBackend(), TritonBackend()):
         forward = lay_out(rows, Layout())

@@ -14,7 +14,7 @@ from peregrine.bench import tiles
 from peregrine.bench.tiles import Line, WeightShape, best_entries, candidates, entry_of, measure, shapes_of, show
 from peregrine.cli.main import main
 from peregrine.errors import ConfigError
-from peregrine.kernels.linear_tiles import HEIGHTS, MIN_DEPTH, TABLES, Tile, kind_of, pick_tile
+from peregrine.kernels.linear.tiles import HEIGHTS, MIN_DEPTH, TABLES, Tile, kind_of, pick_tile
 from spec.harness import HEAD_DIM, HEADS, HIDDEN, INNER, KV_HEADS, VOCAB, build, eagle3_head
 
 QKV = (HEADS + 2 * KV_HEADS) * HEAD_DIM

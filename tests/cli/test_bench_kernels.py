@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from peregrine.hardware import triton_interprets
-from peregrine.kernels.gpu import TRITON_PRESENT
+from peregrine.kernels.runtime.gpu import TRITON_PRESENT
 
 Run = Callable[..., tuple[int, str, str]]
 SMALL = ("--rows", "1", "2", "--q-lens", "3", "--contexts", "150", "--heads", "4", "1", "16")

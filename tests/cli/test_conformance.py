@@ -7,7 +7,7 @@ import pytest
 
 from peregrine.attention.numba_backend import NumbaBackend
 from peregrine.hardware import triton_interprets
-from peregrine.kernels.gpu import TRITON_PRESENT
+from peregrine.kernels.runtime.gpu import TRITON_PRESENT
 
 Run = Callable[..., tuple[int, str, str]]
 

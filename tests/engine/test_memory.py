@@ -9,8 +9,8 @@ from peregrine.engine import memory
 from peregrine.engine.memory import explain_memory, make_stores, page_bytes, pick_num_pages, scratch_bytes
 from peregrine.errors import ConfigError
 from peregrine.hardware import Gpu
-from peregrine.models.shapes import shape_config
 from peregrine.spec.registry import StoreShape
+from peregrine.synthetic.shapes import shape_config
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 # 128 and 24 numbers a token, keys as many as values.

@@ -13,7 +13,7 @@ from peregrine.engine.graphs import Graphs
 from peregrine.engine.host_copy import RING_SIZE, HostCopy, Ring
 from peregrine.engine.request import RoundDrafts
 from peregrine.engine.runner import VARIANTS, Runner, offered_drafts
-from peregrine.kernels.choose import Features
+from peregrine.kernels.sampling.reference import Features
 from peregrine.sampling import MAX_LOGPROBS
 from peregrine.spec.state import Rows
 from spec.harness import build
@@ -38,7 +38,7 @@ def replayed(asked: Features, rows: Rows) -> tuple[Rows, Features]:
     """The key of the recording that serves a batch."""
     keys: list[tuple[Rows, Features]] = []
 
-    class Remembered(Graphs[object]):
+    class CpuGraph(Graphs[object]):
         def __init__(self) -> None:
             pass
 
@@ -47,7 +47,7 @@ def replayed(asked: Features, rows: Rows) -> tuple[Rows, Features]:
             return None
 
     runner = Runner.__new__(Runner)
-    runner.graphs = Remembered()  # type: ignore[assignment]
+    runner.graphs = CpuGraph()  # type: ignore[assignment]
     runner._replay(rows, asked)
     return keys[0]
 

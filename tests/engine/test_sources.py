@@ -9,7 +9,7 @@ from peregrine.engine.folders import ASSETS
 from peregrine.engine.sources import FolderSource, ShapeSource, open_source
 from peregrine.errors import ConfigError, PeregrineError
 from peregrine.models.decoder import Decoder
-from peregrine.models.random_checkpoint import make_random_checkpoint
+from peregrine.synthetic.checkpoint import make_random_checkpoint
 from spec.harness import build, mtp_model, tiny_model
 
 

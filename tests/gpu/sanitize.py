@@ -20,7 +20,7 @@ import torch
 
 from peregrine.engine.build import build_engine
 from peregrine.llm import engine_config
-from peregrine.models.random_checkpoint import make_random_checkpoint
+from peregrine.synthetic.checkpoint import make_random_checkpoint
 
 sys.path.append(str(Path(__file__).parents[1]))
 

@@ -87,7 +87,7 @@ def test_real_shapes_answer_within_the_bound(
 
 def test_the_kernels_write_float8_as_the_store_does() -> None:
     torch.manual_seed(0)
-    from peregrine.kernels.attention_plan_gpu import StoredKV, write_gpu
+    from peregrine.kernels.attention.plan_triton import StoredKV, write_gpu
 
     stores = [KVStore(1, 4, 16, KVShape.of_heads(8, 128), FP8, DEVICE) for _ in range(2)]
     k, v = (torch.randn(64, 8, 128, device=DEVICE, dtype=torch.bfloat16) * 300 for _ in range(2))
@@ -109,7 +109,7 @@ def test_the_kernels_write_float8_as_the_store_does() -> None:
 
 def test_a_value_that_is_not_finite_is_told_by_its_key_alone() -> None:
     """Who does not see it multiplies it by zero."""
-    from peregrine.kernels.attention_plan_gpu import StoredKV, write_gpu
+    from peregrine.kernels.attention.plan_triton import StoredKV, write_gpu
 
     store = KVStore(1, 4, 16, KVShape.of_heads(2, 128), torch.bfloat16, DEVICE)
     k, v = (torch.randn(3, 2, 128, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
@@ -123,7 +123,7 @@ def test_a_value_that_is_not_finite_is_told_by_its_key_alone() -> None:
 
 @pytest.mark.parametrize("past", [100, 2040, 33000])
 def test_the_number_of_programs_changes_no_bit(past: int) -> None:
-    from peregrine.kernels.attention_plan_gpu import StoredKV, context_gpu, decode_gpu, plan_gpu
+    from peregrine.kernels.attention.plan_triton import StoredKV, context_gpu, decode_gpu, plan_gpu
 
     forward = opened(on_gpu([chain(past, 4, LLAMA), chain(past // 2, 4, LLAMA)]))
     m = forward.metadata
@@ -220,7 +220,7 @@ def test_the_host_never_waits() -> None:
 
 def test_taller_tiles_of_the_context_kernel(capsys: pytest.CaptureFixture[str]) -> None:
     """All heights are right; which of them keep the bits of 16 rows, and how fast they read, is printed."""
-    from peregrine.kernels.attention_plan_gpu import StoredKV, context_gpu, plan_gpu
+    from peregrine.kernels.attention.plan_triton import StoredKV, context_gpu, plan_gpu
 
     row = chain(1000, 1024, LLAMA)
     forward = opened(on_gpu([row]))

@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kernels.compile_experts import MODELS
-from peregrine.kernels.experts import PackedExperts, join_experts, pack_experts
-from peregrine.kernels.experts_tiles import ExpertTile
-from peregrine.kernels.linear import PackedWeight
-from peregrine.kernels.route import pack_router, route, route_torch
-from peregrine.kernels.route_law import Choice, RouteLaw
-from peregrine.kernels.stream import Stream
+from peregrine.kernels.linear.reference import PackedWeight
+from peregrine.kernels.moe.experts import PackedExperts, join_experts, pack_experts
+from peregrine.kernels.moe.route import pack_router, route, route_torch
+from peregrine.kernels.moe.routing_rule import Choice, RoutingRule
+from peregrine.kernels.moe.tiles import ExpertTile
+from peregrine.kernels.residual.reference import Residual
 
 ROWS = (1, 4, 17, 32, 33, 128, 4096)  # blocks of up to 16 rows are found without a plan
 EPS = 1e-6
@@ -25,7 +25,7 @@ UNIT = 2.0**24  # squares are whole numbers of 1 / UNIT
 class Problem:
     """One layer's experts, and the most rows that will be asked of them."""
 
-    law: RouteLaw
+    law: RoutingRule
     router: PackedWeight
     bias: Tensor | None
     gate_up: PackedExperts
@@ -33,11 +33,11 @@ class Problem:
     values: Tensor  # [4096, H]
     norm: Tensor  # [H]
 
-    def stream(self, rows: slice) -> Stream:
+    def stream(self, rows: slice) -> Residual:
         values = self.values[rows]
         squares = sums_of_squares(values)
         ready = (values.float() * self.norm.float()).bfloat16()
-        return Stream(values, ready, squares, torch.zeros_like(squares), EPS)
+        return Residual(values, ready, squares, torch.zeros_like(squares), EPS)
 
     def choose(self, rows: slice) -> Choice:
         return route(self.stream(rows), self.router, self.law, self.bias)
@@ -128,7 +128,7 @@ def test_answers_are_near_float64(problem: Problem) -> None:
 
 
 def test_tiles_change_no_bit(problem: Problem) -> None:
-    from peregrine.kernels import experts_gpu
+    from peregrine.kernels.moe import experts_triton as experts_gpu
 
     assert problem.gate_up.weight is not None
     assert problem.down.weight is not None
@@ -145,7 +145,7 @@ def test_tiles_change_no_bit(problem: Problem) -> None:
 
 
 def test_blocks_are_alike_planned_and_direct(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
-    from peregrine.kernels import experts_gpu
+    from peregrine.kernels.moe import experts_triton as experts_gpu
 
     assert problem.gate_up.weight is not None
     assert problem.down.weight is not None
@@ -178,7 +178,7 @@ def test_captured_experts_follow_their_input(problem: Problem, num_rows: int) ->
     ready = (held.float() * problem.norm.float()).bfloat16()
 
     def step() -> tuple[Tensor, ...]:
-        stream = Stream(held, ready, squares.clone(), spare.clone(), EPS)
+        stream = Residual(held, ready, squares.clone(), spare.clone(), EPS)
         choice = route(stream, problem.router, problem.law, problem.bias)
         joined = join_experts(stream, choice, problem.gate_up, problem.down, problem.norm, EPS)
         assert joined.squares is not None

@@ -15,8 +15,8 @@ from peregrine.attention.conformance.paging import LAYER, Forward, Layout, atten
 from peregrine.attention.conformance.problem import Row, answer, chain, tree
 from peregrine.attention.kernel_choice import only
 from peregrine.attention.triton_backend import TritonBackend
-from peregrine.kernels.heads import heads_linear, pack_heads
-from peregrine.kernels.latent import LatentTurn, turn_latent
+from peregrine.kernels.attention.mla import DeferredMLARope, turn_latent
+from peregrine.kernels.linear.per_head import pack_per_head, per_head_linear
 
 LITE, V3 = (16, 1, 576, 512), (128, 1, 576, 512)  # DeepSeek-V2-Lite and V3
 RANK = 512
@@ -41,8 +41,8 @@ def opened(rows: list[Row]) -> Forward:
 
 def answers(forward: Forward, tiles: tuple[int | None, ...] = TILES) -> Iterator[tuple[str, Tensor]]:
     """The same call with every height of a tile, by one program and by several."""
-    from peregrine.kernels.attention_plan_gpu import plan_gpu
-    from peregrine.kernels.latent_plan_gpu import latent_context_gpu, latent_decode_gpu
+    from peregrine.kernels.attention.mla_plan_triton import latent_context_gpu, latent_decode_gpu
+    from peregrine.kernels.attention.plan_triton import plan_gpu
 
     m = forward.metadata
     plan = plan_gpu(m.positions, m.q_starts, m.past_lens, m.page_table, m.page_size, m.ancestors)
@@ -144,12 +144,12 @@ def test_a_captured_call_follows_lengths_that_change() -> None:
 
 def test_the_host_never_waits() -> None:
     forward, turn = opened(on_gpu([chain(300, 4, LITE)])), turn_of(4)
-    weight = pack_heads(torch.randn(16, RANK, 128, device=DEVICE, dtype=torch.bfloat16))
+    weight = pack_per_head(torch.randn(16, RANK, 128, device=DEVICE, dtype=torch.bfloat16))
     nope = torch.randn(4, 16, 128, device=DEVICE, dtype=torch.bfloat16)
 
     def call(backend: TritonBackend) -> Tensor:
         q = torch.empty_like(forward.q)
-        heads_linear(nope, weight, q[..., :RANK])
+        per_head_linear(nope, weight, q[..., :RANK])
         bound = backend.bind(forward.store, [OWN] * (LAYER + 1), forward.metadata)
         return bound(LAYER, q, forward.k, forward.v, turn)
 
@@ -162,18 +162,18 @@ def test_the_host_never_waits() -> None:
             torch.cuda.set_sync_debug_mode("default")
 
 
-def turn_of(tokens: int) -> LatentTurn:
+def turn_of(tokens: int) -> DeferredMLARope:
     torch.manual_seed(tokens)
     q_rope = torch.randn(tokens, 16, 192, device=DEVICE, dtype=torch.bfloat16)[..., 128:]
     positions = torch.randperm(5000, device=DEVICE)[:tokens]
     angles = torch.rand(5000, 32, device=DEVICE) * 6
     table = torch.cat((angles.cos(), angles.sin()), dim=1)
     norm = torch.rand(RANK, device=DEVICE).to(torch.bfloat16)
-    return LatentTurn(q_rope, positions, positions, table, norm, 1e-6)
+    return DeferredMLARope(q_rope, positions, positions, table, norm, 1e-6)
 
 
 def test_one_launch_turns_and_stores_as_the_twin_does() -> None:
-    from peregrine.kernels.latent_gpu import turn_latent_gpu
+    from peregrine.kernels.attention.mla_kv_write_triton import turn_latent_gpu
 
     turn = turn_of(300)
     k = torch.randn(300, 1, 576, device=DEVICE, dtype=torch.bfloat16)
@@ -190,19 +190,19 @@ def test_heads_have_the_same_bits_in_any_company(inputs: int, outputs: int) -> N
     torch.manual_seed(0)
     x = torch.randn(4096, 16, inputs + 64, device=DEVICE, dtype=torch.bfloat16)[..., :inputs]
     weight = torch.randn(16, outputs, inputs, device=DEVICE, dtype=torch.bfloat16) / inputs**0.5
-    packed = pack_heads(weight)
-    together = heads_linear(x, packed)
+    packed = pack_per_head(weight)
+    together = per_head_linear(x, packed)
     right = torch.einsum("nhk,hok->nho", x.double(), weight.double())
     torch.testing.assert_close(together.double(), right, atol=2e-2, rtol=1e-2)
     for count in (1, 4, 16, 17, 64, 128, 1000):
-        assert torch.equal(heads_linear(x[7 : 7 + count], packed), together[7 : 7 + count]), count
+        assert torch.equal(per_head_linear(x[7 : 7 + count], packed), together[7 : 7 + count]), count
 
 
 @pytest.mark.parametrize(("rows", "q_len"), [(1, 1), (1, 4), (8, 1), (8, 4)])
 def test_how_fast_tiles_read(rows: int, q_len: int, capsys: pytest.CaptureFixture[str]) -> None:
     """At 80k tokens of context: milliseconds and bytes of keys per second, printed."""
-    from peregrine.kernels.attention_plan_gpu import GpuPlan
-    from peregrine.kernels.latent_plan_gpu import latent_context_gpu, latent_decode_gpu
+    from peregrine.kernels.attention.mla_plan_triton import latent_context_gpu, latent_decode_gpu
+    from peregrine.kernels.attention.plan_triton import GpuPlan
 
     context = 81920
     keys = torch.randn((1 + rows * context // 16) * 16, 1, 576, device=DEVICE, dtype=torch.bfloat16)

@@ -10,15 +10,10 @@ import torch
 from torch import Tensor
 
 from kernels.exact_law import Params, law_of
-from peregrine.kernels import choose as law_of_choosing
-from peregrine.kernels.choose import Context, Features, Law, choose, choose_torch, logprobs, pick, pick_torch
-from peregrine.kernels.drafts import keep_drafts, keep_drafts_torch, move_path, move_path_torch
-from peregrine.kernels.filters import divisors, lowest_kept_of_logits, lowest_kept_torch
-from peregrine.kernels.grow import grow, grow_torch, select, select_torch
-from peregrine.kernels.growth import Frontier, Growth
-from peregrine.kernels.ngram import find_repeats, find_repeats_torch
-from peregrine.kernels.nodes import HEADER, Ends, Nodes, Verdict
-from peregrine.kernels.places import (
+from peregrine.kernels.round.drafts import keep_drafts, keep_drafts_torch, move_path, move_path_torch
+from peregrine.kernels.round.ngram import find_repeats, find_repeats_torch
+from peregrine.kernels.round.nodes import HEADER, Ends, Nodes, Verdict
+from peregrine.kernels.round.places import (
     ahead_places,
     ahead_places_torch,
     path_places,
@@ -26,8 +21,22 @@ from peregrine.kernels.places import (
     window_places,
     window_places_torch,
 )
-from peregrine.kernels.simulated import bend_choices, bend_choices_torch
-from peregrine.kernels.verdict import commit, commit_torch
+from peregrine.kernels.round.tree import grow, grow_torch, select, select_torch
+from peregrine.kernels.round.tree_state import Frontier, Growth
+from peregrine.kernels.round.verdict import commit, commit_torch
+from peregrine.kernels.sampling import reference as law_of_choosing
+from peregrine.kernels.sampling.filters import divisors, lowest_kept_of_logits, lowest_kept_torch
+from peregrine.kernels.sampling.reference import (
+    Context,
+    Features,
+    SamplingTensors,
+    choose,
+    choose_torch,
+    logprobs,
+    pick,
+    pick_torch,
+)
+from peregrine.synthetic.accept import bend_choices, bend_choices_torch
 
 VOCAB_SIZES = (128_256, 32_000, 151_936)
 NODES = ((1, 1), (1, 4), (8, 4), (128, 1), (4, 32))  # rows, nodes
@@ -69,8 +78,8 @@ def params_of(rows: int) -> list[Params]:
     return [replace(some[row % len(some)], seed=row * 7919 - 3) for row in range(rows)]
 
 
-def gpu_law(rows: int) -> Law:
-    law: Law = on_gpu(law_of(params_of(rows)))
+def gpu_law(rows: int) -> SamplingTensors:
+    law: SamplingTensors = on_gpu(law_of(params_of(rows)))
     return law
 
 
@@ -141,7 +150,7 @@ def test_a_row_is_chosen_alike_in_any_company(name: str, dtype: torch.dtype) -> 
     params, context = params_of(rows), context_of(rows, nodes, vocab_size)
     together = choose(logits, at, gpu_law(rows), features, context)
     for row in range(0, rows, 3):
-        law: Law = on_gpu(law_of([params[row]]))
+        law: SamplingTensors = on_gpu(law_of([params[row]]))
         one = slice(row, row + 1)
         beside = replace(context, **{f.name: getattr(context, f.name)[one] for f in fields(context)})
         assert torch.equal(choose(logits[one], at[one], law, features, beside), together[one])
@@ -152,7 +161,7 @@ def test_a_row_is_chosen_alike_in_any_company(name: str, dtype: torch.dtype) -> 
 
 def test_a_part_that_others_use_changes_nothing() -> None:
     """A row with temperature alone: filtered, penalised or biased company takes other kernels, not other tokens."""
-    law: Law = on_gpu(law_of([Params(temperature=0.9, seed=seed) for seed in range(64)]))
+    law: SamplingTensors = on_gpu(law_of([Params(temperature=0.9, seed=seed) for seed in range(64)]))
     logits, at = logits_of(64, 2, 128_256, torch.bfloat16), positions_of(64, 2)
     expected = choose(logits, at, law, Features(sampled=True), None)
     for features in VARIANTS.values():
@@ -182,7 +191,7 @@ def test_draws_follow_the_softmax() -> None:
     vocab_size, rows, nodes = 400, 2500, 64
     row = torch.randn(vocab_size, device="cuda", generator=generator(3)) * 1.5
     temperature = 0.8
-    law: Law = on_gpu(law_of([Params(temperature=temperature, seed=seed) for seed in range(rows)]))
+    law: SamplingTensors = on_gpu(law_of([Params(temperature=temperature, seed=seed) for seed in range(rows)]))
     logits = row.expand(rows, nodes, -1)
     tokens = choose(logits, positions_of(1, nodes).expand(rows, -1), law, Features(sampled=True), None)
     counts = torch.bincount(tokens.flatten(), minlength=vocab_size).double()
@@ -408,4 +417,4 @@ def test_nothing_waits_for_the_device() -> None:
             choose(logits, at, law, features, context)
     finally:
         torch.cuda.set_sync_debug_mode(before)
-    assert law_of_choosing.gpu_ready(logits)
+    assert law_of_choosing.triton_ready(logits)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from peregrine.kernels.linear import PackedWeight, linear_torch
+from peregrine.kernels.linear.reference import PackedWeight, linear_torch
 
 ROWS = (1, 2, 4, 7, 16, 17, 64, 128, 200, 300)
 EPS = 1e-5
@@ -37,7 +37,7 @@ class Problem:
 
     def run(self, rows: slice) -> tuple[Tensor, ...]:
         """What the kernel makes of some rows, in memory that held NaN: the result, and all that is beside it."""
-        from peregrine.kernels import linear_gpu
+        from peregrine.kernels.linear import triton as linear_gpu
 
         x, residual = self.x[rows], self.residual[rows]
         out, scaled = torch.full_like(residual, torch.nan), torch.full_like(residual, torch.nan)

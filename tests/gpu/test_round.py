@@ -16,7 +16,7 @@ from peregrine.engine.engine import Engine
 from peregrine.engine.request import Output
 from peregrine.engine.runner import VARIANTS
 from peregrine.errors import ConfigError
-from peregrine.kernels.choose import Features
+from peregrine.kernels.sampling.reference import Features
 from peregrine.llm import engine_config
 from peregrine.sampling import MAX_LOGPROBS, SamplingParams
 from spec.harness import Case, check_pages, run

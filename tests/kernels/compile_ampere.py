@@ -9,7 +9,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from peregrine.kernels import gpu
+from peregrine.kernels.runtime import gpu
 
 A100 = GPUTarget("cuda", 80, 32)
 
@@ -18,9 +18,9 @@ def main() -> None:
     """Kernels are imported here: what the device is counts from then on."""
     gpu.generation = lambda: 8
     from kernels.compile_attention import PLAIN, SHAPE, TYPES
-    from peregrine.kernels.attention_gpu import decode_kernel
-    from peregrine.kernels.attention_merge_gpu import merge_kernel
-    from peregrine.kernels.attention_tiles_gpu import SAME_BITS
+    from peregrine.kernels.attention.blocks_triton import SAME_BITS
+    from peregrine.kernels.attention.merge_triton import merge_kernel
+    from peregrine.kernels.attention.triton import decode_kernel
 
     types = {name: kind for kind, names in TYPES.items() for name in names}
     types |= dict.fromkeys(("q", "out", "keys", "values"), "*bf16")

@@ -11,11 +11,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from peregrine.kernels import attention_gpu as kernels
-from peregrine.kernels import attention_slots_gpu as slots
-from peregrine.kernels.attention_borders_gpu import BLOCK, TILE
-from peregrine.kernels.attention_merge_gpu import merge_kernel
-from peregrine.kernels.attention_tiles_gpu import SAME_BITS
+from peregrine.kernels.attention import kv_write_triton as slots
+from peregrine.kernels.attention import triton as kernels
+from peregrine.kernels.attention.blocks_triton import SAME_BITS
+from peregrine.kernels.attention.merge_triton import merge_kernel
+from peregrine.kernels.attention.splits_triton import BLOCK, TILE
 
 TYPES = {
     "fp32": ("scale",),

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import torch
 
-from peregrine.kernels.route_law import Choice, RouteLaw
+from peregrine.kernels.moe.routing_rule import Choice, RoutingRule
 
-LITE = RouteLaw(
+LITE = RoutingRule(
     num_experts=64,
     top_k=6,
     num_shared=2,
@@ -18,7 +18,7 @@ LITE = RouteLaw(
     scale=1.0,
 )
 QWEN3 = replace(LITE, num_experts=128, top_k=8, num_shared=0, normalise=True)
-V3 = RouteLaw(
+V3 = RoutingRule(
     num_experts=256,
     top_k=8,
     num_shared=1,
@@ -35,8 +35,9 @@ MODELS = {"DeepSeek-V2-Lite": (LITE, 2048, 1408), "Qwen3-30B-A3B": (QWEN3, 2048,
 
 def compile_experts() -> None:
     """Routing and experts of every model; tensors have shapes alone, no memory."""
-    from peregrine.kernels import experts_gpu, route_gpu
-    from peregrine.kernels.stream import Stream
+    from peregrine.kernels.moe import experts_triton as experts_gpu
+    from peregrine.kernels.moe import route_triton as route_gpu
+    from peregrine.kernels.residual.reference import Residual
 
     def shape(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device="meta")
@@ -48,5 +49,5 @@ def compile_experts() -> None:
             x, squares = shape(rows, hidden), shape(rows, dtype=torch.int64)
             bias = shape(law.num_experts, dtype=torch.float32) if law.sigmoid else None
             choice = Choice(*route_gpu.route(x, squares, 1e-6, shape(law.num_experts, hidden), law, bias))
-            stream = Stream(x, x, squares, squares, 1e-6)
+            stream = Residual(x, x, squares, squares, 1e-6)
             experts_gpu.join_experts(stream, choice, *weights, shape(hidden), squares, squares)

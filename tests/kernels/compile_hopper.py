@@ -12,13 +12,13 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from peregrine.kernels.attention_hopper import hopper_decode_kernel
-from peregrine.kernels.attention_plan_gpu import HOPPER_REGISTERS, HOPPER_STAGES
-from peregrine.kernels.latent_hopper import hopper_latent_kernel
-from peregrine.kernels.latent_plan_gpu import HOPPER_REGISTERS as LATENT_REGISTERS
-from peregrine.kernels.latent_plan_gpu import TILES
-from peregrine.kernels.linear_hopper import hopper_kernel
-from peregrine.kernels.linear_tiles import HOPPER_TABLES
+from peregrine.kernels.attention.hopper import hopper_decode_kernel
+from peregrine.kernels.attention.mla_hopper import hopper_latent_kernel
+from peregrine.kernels.attention.mla_plan_triton import HOPPER_REGISTERS as LATENT_REGISTERS
+from peregrine.kernels.attention.mla_plan_triton import TILES
+from peregrine.kernels.attention.plan_triton import HOPPER_REGISTERS, HOPPER_STAGES
+from peregrine.kernels.linear.hopper import hopper_kernel
+from peregrine.kernels.linear.tiles import HOPPER_TABLES
 
 TYPES = {
     "*bf16": ("q", "out", "bias", "residual", "norm", "scaled"),

@@ -13,8 +13,8 @@ from triton.compiler import ASTSource
 
 from kernels.compile_experts import compile_experts
 from kernels.exact_law import Params, law_of
-from peregrine.kernels import gpu
-from peregrine.kernels.linear_tiles import WIDE_OUTPUTS
+from peregrine.kernels.linear.tiles import WIDE_OUTPUTS
+from peregrine.kernels.runtime import gpu
 
 H200 = GPUTarget("cuda", 90, 32)
 POINTERS = {
@@ -50,19 +50,17 @@ def compile_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **option
 
 def compile_rounds() -> None:
     """Every kernel of a round outside the models, for a batch of one row and for one of several."""
-    from peregrine.kernels import (
-        choose_gpu,
-        drafts_gpu,
-        filters_gpu,
-        grow_gpu,
-        ngram_gpu,
-        places_gpu,
-        simulated_gpu,
-        verdict_gpu,
-    )
-    from peregrine.kernels.growth import Frontier, Growth
-    from peregrine.kernels.law import Features
-    from peregrine.kernels.nodes import Ends, Nodes, Verdict
+    from peregrine.kernels.round import drafts_triton as drafts_gpu
+    from peregrine.kernels.round import ngram_triton as ngram_gpu
+    from peregrine.kernels.round import places_triton as places_gpu
+    from peregrine.kernels.round import tree_triton as grow_gpu
+    from peregrine.kernels.round import verdict_triton as verdict_gpu
+    from peregrine.kernels.round.nodes import Ends, Nodes, Verdict
+    from peregrine.kernels.round.tree_state import Frontier, Growth
+    from peregrine.kernels.sampling import filters_triton as filters_gpu
+    from peregrine.kernels.sampling import triton as choose_gpu
+    from peregrine.kernels.sampling.params import Features
+    from peregrine.synthetic import accept_triton as simulated_gpu
 
     def whole(*size: int) -> torch.Tensor:
         return torch.zeros(size, dtype=torch.int64)
@@ -100,8 +98,11 @@ def compile_rounds() -> None:
 
 def compile_models() -> None:
     """Every kernel of the models, with all its parts and with none."""
-    from peregrine.kernels import linear_gpu, norm_gpu, rope_gpu, stream_gpu
-    from peregrine.kernels.rope import Turn
+    from peregrine.kernels.linear import triton as linear_gpu
+    from peregrine.kernels.norm import triton as norm_gpu
+    from peregrine.kernels.residual import triton as stream_gpu
+    from peregrine.kernels.rope import triton as rope_gpu
+    from peregrine.kernels.rope.reference import DeferredRope
 
     def half(*size: int) -> torch.Tensor:
         return torch.zeros(size, dtype=torch.bfloat16)
@@ -120,7 +121,7 @@ def compile_models() -> None:
     heads, head_dim = half(rows, 6, 128), 128
     table = torch.zeros(99, head_dim)
     for head_norm, kind in ((None, torch.bfloat16), (half(head_dim), torch.float8_e4m3fn)):
-        turn = Turn(tokens, tokens, table, head_norm, head_norm, 1e-5)
+        turn = DeferredRope(tokens, tokens, table, head_norm, head_norm, 1e-5)
         store = torch.zeros(16, 2, head_dim, dtype=kind)
         scale = None if head_norm is None else torch.ones(())
         rope_gpu.turn_and_store(heads[:, :2], heads[:, 2:4], heads[:, 4:], turn, tokens, (store, store, scale, scale))

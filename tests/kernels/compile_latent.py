@@ -14,7 +14,7 @@ import triton
 from triton.compiler import ASTSource
 
 from kernels.compile_kernels import H200, POINTERS
-from peregrine.kernels import gpu
+from peregrine.kernels.runtime import gpu
 
 
 def compile_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
@@ -56,8 +56,8 @@ def whole(*size: int) -> torch.Tensor:
 
 def compile_attention(heads: int, rank: int, rope: int, tile: int, everything: bool = False) -> None:
     """A chain whose keys programs share; if asked for, also a tree, and a program that reads all keys."""
-    from peregrine.kernels import latent_plan_gpu as plans
-    from peregrine.kernels.attention_plan_gpu import GpuPlan
+    from peregrine.kernels.attention import mla_plan_triton as plans
+    from peregrine.kernels.attention.plan_triton import GpuPlan
 
     q, keys = half(4, heads, rank + rope), half(32, 1, rank + rope)
     chain = GpuPlan(whole(4), whole(2), whole(1), whole(1, 8), 16, None, None)
@@ -71,17 +71,18 @@ def compile_attention(heads: int, rank: int, rope: int, tile: int, everything: b
 
 def compile_parts(heads: int, nope: int, rank: int, rope: int) -> None:
     """What stands around attention: the rotation with the store, and one linear per head on each side."""
-    from peregrine.kernels import heads_gpu, latent_gpu
-    from peregrine.kernels.latent import LatentTurn
+    from peregrine.kernels.attention import mla_kv_write_triton as latent_gpu
+    from peregrine.kernels.attention.mla import DeferredMLARope
+    from peregrine.kernels.linear import per_head_triton as heads_gpu
 
     tokens, table = whole(3), torch.zeros(99, rope)
     projected, k, keys = half(3, heads, nope + rope), half(3, 1, rank + rope), half(32, 1, rank + rope)
     q = half(3, heads, rank + rope)
-    turn = LatentTurn(projected[..., nope:], tokens, tokens, table, half(rank), 1e-6)
+    turn = DeferredMLARope(projected[..., nope:], tokens, tokens, table, half(rank), 1e-6)
     latent_gpu.turn_latent_gpu(q, k, turn, tokens, keys)
     latent_gpu.write_latent_gpu(k, rank, tokens, keys)
-    heads_gpu.heads_linear_gpu(projected[..., :nope], half(heads, rank, nope), q[..., :rank])
-    heads_gpu.heads_linear_gpu(half(300, heads, rank), half(heads, nope, rank))
+    heads_gpu.per_head_linear_gpu(projected[..., :nope], half(heads, rank, nope), q[..., :rank])
+    heads_gpu.per_head_linear_gpu(half(300, heads, rank), half(heads, nope, rank))
 
 
 if __name__ == "__main__":

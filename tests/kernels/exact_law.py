@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from peregrine.kernels.law import Context, Law
+from peregrine.kernels.sampling.params import Context, SamplingTensors
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Params:
     floor: int = 0
 
 
-def law_of(rows: Sequence[Params], width: int = 4) -> Law:
+def law_of(rows: Sequence[Params], width: int = 4) -> SamplingTensors:
     """The rows' parameters as tensors; ids are padded to `width`."""
 
     def reals(name):
@@ -38,7 +38,7 @@ def law_of(rows: Sequence[Params], width: int = 4) -> Law:
     def padded(lists, fill, dtype):
         return torch.tensor([[*entries, *[fill] * (width - len(entries))] for entries in lists], dtype=dtype)
 
-    return Law(
+    return SamplingTensors(
         temperature=reals("temperature"),
         top_k=wholes("top_k"),
         top_p=reals("top_p"),

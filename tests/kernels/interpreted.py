@@ -6,24 +6,19 @@ import pytest
 from torch import Tensor
 
 from peregrine.hardware import triton_interprets
-from peregrine.kernels import (
-    choose,
-    drafts,
-    experts,
-    filters,
-    grow,
-    heads,
-    linear,
-    ngram,
-    norm,
-    places,
-    route,
-    simulated,
-    stream,
-    verdict,
-)
-from peregrine.kernels.gpu import TRITON_PRESENT
-from peregrine.models import latent, layers
+from peregrine.kernels.linear import per_head as heads
+from peregrine.kernels.linear import reference as linear
+from peregrine.kernels.moe import experts, route
+from peregrine.kernels.norm import reference as norm
+from peregrine.kernels.residual import reference as stream
+from peregrine.kernels.round import drafts, ngram, places, verdict
+from peregrine.kernels.round import tree as grow
+from peregrine.kernels.runtime.gpu import TRITON_PRESENT
+from peregrine.kernels.sampling import filters
+from peregrine.kernels.sampling import reference as choose
+from peregrine.models import layers
+from peregrine.models import mla as latent
+from peregrine.synthetic import accept as simulated
 
 needs_interpreter = pytest.mark.skipif(
     not (TRITON_PRESENT and triton_interprets()), reason="needs Triton's interpreter"
@@ -39,7 +34,7 @@ def send_models_to_triton(patch: pytest.MonkeyPatch) -> None:
     """Let every kernel of the models take CPU tensors, instead of those compiled for the CPU."""
     send(patch, linear, norm, stream, experts, heads, route, latent, layers)
     for module in (linear, norm):
-        patch.setattr(module, "cpu_ready", lambda *tensors: False)
+        patch.setattr(module, "numba_ready", lambda *tensors: False)
 
 
 def send(patch: pytest.MonkeyPatch, *modules: ModuleType) -> None:
@@ -47,4 +42,4 @@ def send(patch: pytest.MonkeyPatch, *modules: ModuleType) -> None:
         return tensor.is_cpu
 
     for module in modules:
-        patch.setattr(module, "gpu_ready", on_cpu)
+        patch.setattr(module, "triton_ready", on_cpu)

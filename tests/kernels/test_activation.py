@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from peregrine.kernels.activation import silu_mul, silu_mul_torch
-from peregrine.kernels.cpu import NUMBA_PRESENT
+from peregrine.kernels.activation.reference import silu_mul, silu_mul_torch
+from peregrine.kernels.runtime.cpu import NUMBA_PRESENT
 
 needs_numba = pytest.mark.skipif(not NUMBA_PRESENT, reason="numba is not installed")
 BOTH = [pytest.param(silu_mul, marks=needs_numba, id="kernel"), pytest.param(silu_mul_torch, id="twin")]

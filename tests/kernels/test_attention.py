@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from peregrine.kernels import attention
-from peregrine.kernels.attention import BLOCK, paged_attention_torch, plan_causal, plan_tree, slots_of_rows
-from peregrine.kernels.cpu import NUMBA_PRESENT
+from peregrine.kernels.attention import reference as attention
+from peregrine.kernels.attention.reference import BLOCK, paged_attention_torch, plan_causal, plan_tree, slots_of_rows
+from peregrine.kernels.runtime.cpu import NUMBA_PRESENT
 
 if TYPE_CHECKING:
-    from peregrine.kernels.attention_plan_cpu import CpuPlan, StoredKV
+    from peregrine.kernels.attention.cpu_plan import CpuPlan, StoredKV
 
 needs_numba = pytest.mark.skipif(not NUMBA_PRESENT, reason="needs numba")
 
@@ -70,14 +70,14 @@ def test_half_precision_computes_in_float32(dtype: torch.dtype) -> None:
 
 def stored(keys: Tensor, values: Tensor) -> "StoredKV":
     """One layer's keys and values [slots, Hkv, D], as compiled kernels know them."""
-    from peregrine.kernels.attention_plan_cpu import StoredKV
+    from peregrine.kernels.attention.cpu_plan import StoredKV
 
     return StoredKV(keys.data_ptr(), values.data_ptr(), *values.shape[1:], values.stride(0))
 
 
 def plans(depths: list[int], words: list[int] | None) -> tuple["CpuPlan", attention.QueryPlan]:
     """Two rows whose queries lie so deep behind their past, for the kernel and for its twin; with words, trees."""
-    from peregrine.kernels.attention_plan_cpu import plan_cpu
+    from peregrine.kernels.attention.cpu_plan import plan_cpu
 
     table, past_lens = torch.tensor([[1, 5, 3, 9], [2, 4, 0, 0]], dtype=torch.int32), torch.tensor([50, 17])
     positions, count = (past_lens[:, None] + torch.tensor(depths)).flatten(), len(depths)
@@ -93,7 +93,7 @@ def plans(depths: list[int], words: list[int] | None) -> tuple["CpuPlan", attent
 @pytest.mark.parametrize("is_tree", [False, True])
 @pytest.mark.parametrize("window", [None, 7])
 def test_kernel_agrees_with_its_twin(is_tree: bool, window: int | None) -> None:
-    from peregrine.kernels.attention_cpu import paged_attention_cpu
+    from peregrine.kernels.attention.cpu import paged_attention_cpu
 
     torch.manual_seed(0)
     keys, values = torch.randn(2, 160, 2, 24)
@@ -109,7 +109,7 @@ def test_kernel_agrees_with_its_twin(is_tree: bool, window: int | None) -> None:
 @pytest.mark.parametrize("is_tree", [False, True])
 def test_values_may_be_the_first_part_of_their_keys(is_tree: bool, value_dim: int) -> None:
     """Whole vectors of them, or an end within one, or all of the key."""
-    from peregrine.kernels.attention_cpu import paged_attention_cpu
+    from peregrine.kernels.attention.cpu import paged_attention_cpu
 
     torch.manual_seed(0)
     keys, q = torch.randn(160, 1, 48), torch.randn(2 * 3, 7, 48)
@@ -124,7 +124,7 @@ def test_values_may_be_the_first_part_of_their_keys(is_tree: bool, value_dim: in
 
 @needs_numba
 def test_keys_that_hold_their_values_are_written_once() -> None:
-    from peregrine.kernels.attention_plan_cpu import write_cpu
+    from peregrine.kernels.attention.cpu_plan import write_cpu
 
     keys, k = torch.zeros(32, 1, 24), torch.randn(2, 1, 24)
     write_cpu(stored(keys, keys[..., :16]), torch.tensor([3, 30]), k, torch.full((2, 1, 16), torch.nan))
@@ -134,8 +134,8 @@ def test_keys_that_hold_their_values_are_written_once() -> None:
 
 @needs_numba
 def test_threads_do_not_change_bits() -> None:
-    from peregrine.kernels.attention_cpu import paged_attention_cpu
-    from peregrine.kernels.attention_plan_cpu import plan_cpu
+    from peregrine.kernels.attention.cpu import paged_attention_cpu
+    from peregrine.kernels.attention.cpu_plan import plan_cpu
 
     torch.manual_seed(0)
     keys, values = torch.randn(2, 608, 1, 64)
@@ -156,8 +156,8 @@ def test_threads_do_not_change_bits() -> None:
 
 @needs_numba
 def test_a_position_past_the_table_reads_the_table_and_no_further() -> None:
-    from peregrine.kernels.attention_cpu import paged_attention_cpu
-    from peregrine.kernels.attention_plan_cpu import plan_cpu
+    from peregrine.kernels.attention.cpu import paged_attention_cpu
+    from peregrine.kernels.attention.cpu_plan import plan_cpu
 
     keys, values = torch.randn(2, 32, 1, 16)
     q = torch.randn(2, 1, 16)
@@ -169,8 +169,8 @@ def test_a_position_past_the_table_reads_the_table_and_no_further() -> None:
 
 @needs_numba
 def test_sizes_that_do_not_fit_the_plan_are_refused() -> None:
-    from peregrine.kernels.attention_cpu import paged_attention_cpu
-    from peregrine.kernels.attention_plan_cpu import plan_cpu, write_cpu
+    from peregrine.kernels.attention.cpu import paged_attention_cpu
+    from peregrine.kernels.attention.cpu_plan import plan_cpu, write_cpu
 
     keys, values = torch.zeros(2, 32, 1, 16)
     plan = plan_cpu(torch.tensor([3]), torch.tensor([0, 1]), torch.tensor([3]), 1, torch.tensor([[1]]), 16, None)

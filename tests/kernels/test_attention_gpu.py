@@ -13,13 +13,13 @@ from peregrine.attention.conformance.problem import Row, chain, tree
 from peregrine.attention.torch_backend import TorchBackend
 from peregrine.cache.store import KVShape, KVStore
 from peregrine.hardware import triton_interprets
-from peregrine.kernels.gpu import TRITON_PRESENT
+from peregrine.kernels.runtime.gpu import TRITON_PRESENT
 
 if not (TRITON_PRESENT and triton_interprets()):
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
 
-from peregrine.kernels import attention_plan_gpu as gpu
-from peregrine.kernels.attention_borders_gpu import BLOCK, num_splits, split_of_index, start_of_split
+from peregrine.kernels.attention import plan_triton as gpu
+from peregrine.kernels.attention.splits_triton import BLOCK, num_splits, split_of_index, start_of_split
 
 LAYER = LayerAttention(0.2, None, None)
 HEADS = (4, 1, 16)

@@ -8,7 +8,7 @@ import torch
 
 from kernels.exact_law import Params, assert_drawn_from, context_of, distribution, law_of
 from peregrine.errors import EngineFault
-from peregrine.kernels.choose import Context, Features, choose, logprobs, pick_scores, process
+from peregrine.kernels.sampling.reference import Context, Features, choose, logprobs, pick_scores, process
 
 ALL = Features(sampled=True, filtered=True, penalised=True, biased=True, floored=True)
 LOGITS = np.array([1.0, 2.5, -0.5, 0.3, 2.0, 1.5, -2.0, 0.9, 1.1])

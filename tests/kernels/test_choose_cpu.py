@@ -5,18 +5,26 @@ import pytest
 import torch
 
 from kernels.exact_law import Params, law_of
-from peregrine.kernels.choose import COLDEST, Features, choose, choose_torch, pick, pick_scores, pick_scores_torch
-from peregrine.kernels.cpu import NUMBA_PRESENT
-from peregrine.kernels.filters import MASS, lowest_kept, lowest_kept_torch, masses, masses_torch
-from peregrine.kernels.noise import gumbel
+from peregrine.kernels.runtime.cpu import NUMBA_PRESENT
+from peregrine.kernels.sampling.filters import MASS, lowest_kept, lowest_kept_torch, masses, masses_torch
+from peregrine.kernels.sampling.noise import gumbel
+from peregrine.kernels.sampling.reference import (
+    COLDEST,
+    Features,
+    choose,
+    choose_torch,
+    pick,
+    pick_scores,
+    pick_scores_torch,
+)
 
 if not NUMBA_PRESENT:
     pytest.skip("numba is not installed", allow_module_level=True)
 
 from numba import njit
 
-from peregrine.kernels import choose_cpu
-from peregrine.kernels.noise_cpu import noise_bound, noise_of
+from peregrine.kernels.sampling import cpu as choose_cpu
+from peregrine.kernels.sampling.noise_cpu import noise_bound, noise_of
 
 SAMPLED, FILTERED = Features(sampled=True), Features(sampled=True, filtered=True)
 WIDTHS = (1, 2, 15, 63, 64, 65, 129, 1003)  # blocks are of 64

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from kernels.exact_law import Params, context_of, law_of
 from kernels.interpreted import needs_interpreter, send_to_triton
-from peregrine.kernels.choose import Features, choose, choose_torch, pick, pick_scores_torch, pick_torch
-from peregrine.kernels.noise import gumbel
+from peregrine.kernels.sampling.noise import gumbel
+from peregrine.kernels.sampling.reference import Features, choose, choose_torch, pick, pick_scores_torch, pick_torch
 
 pytestmark = needs_interpreter
 
@@ -21,7 +21,7 @@ VOCAB = 75  # with spans of 32: two whole ones and a part
 @pytest.fixture(autouse=True)
 def _short_spans(monkeypatch):
     """Cut small vocabularies as large ones are."""
-    from peregrine.kernels import choose_gpu
+    from peregrine.kernels.sampling import triton as choose_gpu
 
     send_to_triton(monkeypatch)
     for name, size in {"WHOLE": 64, "SPAN": 32, "NOISY_SPAN": 32}.items():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from peregrine.kernels.gpu import TRITON_PRESENT
+from peregrine.kernels.runtime.gpu import TRITON_PRESENT
 
 KERNELS = Path(__file__).parents[2] / "src" / "peregrine" / "kernels"
 # Attention's, latent attention's too, have a test of their own, and noise_gpu holds no kernel, only a part of some.

@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from peregrine.kernels import cpu
-from peregrine.kernels.cpu import NUMBA_PRESENT, cpu_ready
-from peregrine.kernels.linear import linear, pack_weight
+from peregrine.kernels.linear.reference import linear, pack_weight
+from peregrine.kernels.runtime import cpu
+from peregrine.kernels.runtime.cpu import NUMBA_PRESENT, numba_ready
 
 needs_numba = pytest.mark.skipif(not NUMBA_PRESENT, reason="numba is not installed")
 
@@ -26,14 +26,14 @@ def two_threads():
 @needs_numba
 def test_takes_float32_without_gradients():
     plain, wanted = torch.ones(2), torch.ones(2, requires_grad=True)
-    assert cpu_ready(plain)
-    assert cpu_ready(plain, plain)
-    assert not cpu_ready(plain, plain.double())
-    assert not cpu_ready(plain.bfloat16())
-    assert not cpu_ready(plain.to("meta"))
-    assert not cpu_ready(plain, wanted)
+    assert numba_ready(plain)
+    assert numba_ready(plain, plain)
+    assert not numba_ready(plain, plain.double())
+    assert not numba_ready(plain.bfloat16())
+    assert not numba_ready(plain.to("meta"))
+    assert not numba_ready(plain, wanted)
     with torch.inference_mode():
-        assert cpu_ready(plain, wanted)
+        assert numba_ready(plain, wanted)
 
 
 def test_without_numba_the_twin_serves(monkeypatch):

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from peregrine.kernels import gpu
-from peregrine.kernels.experts_tiles import pick_expert_tiles
-from peregrine.kernels.linear_tiles import HEIGHTS, ON_H200, TABLES, Room, pick_tile
+from peregrine.kernels.linear.tiles import HEIGHTS, ON_H200, TABLES, Room, pick_tile
+from peregrine.kernels.moe.tiles import pick_expert_tiles
+from peregrine.kernels.runtime import gpu
 
 ROOT = Path(__file__).parents[2]
 # Shared memory that a program can have: an A100's, an RTX 4090's, and the least that Triton runs on.

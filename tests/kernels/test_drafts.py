@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from kernels.interpreted import needs_interpreter
-from peregrine.kernels.drafts import keep_drafts_torch, move_path_torch
-from peregrine.kernels.nodes import HEADER, Verdict
+from peregrine.kernels.round.drafts import keep_drafts_torch, move_path_torch
+from peregrine.kernels.round.nodes import HEADER, Verdict
 
 PAGE_SIZE, PAGES, LAYERS, HEADS, DIM = 4, 8, 2, 3, 8
 
@@ -17,7 +17,7 @@ def by(request, monkeypatch):
     """(keep, move) as the twin or the kernel does them."""
     if request.param == "twin":
         return keep_drafts_torch, move_path_torch
-    from peregrine.kernels import drafts_gpu
+    from peregrine.kernels.round import drafts_triton as drafts_gpu
 
     monkeypatch.setattr(drafts_gpu, "CHUNK", 16)  # an entry is cut, and the last piece is not whole
     return drafts_gpu.keep_drafts, drafts_gpu.move_path

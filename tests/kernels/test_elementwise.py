@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from peregrine.kernels.elementwise import sigmoid, silu
+from peregrine.kernels.activation.elementwise import sigmoid, silu
 
 FUNCTIONS = {"sigmoid": (sigmoid, torch.sigmoid), "silu": (silu, F.silu)}
 each_function = pytest.mark.parametrize(("function", "library"), FUNCTIONS.values(), ids=FUNCTIONS)

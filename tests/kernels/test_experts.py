@@ -11,11 +11,11 @@ from torch.nn import functional as F
 
 from kernels.interpreted import needs_interpreter
 from peregrine.errors import ConfigError
-from peregrine.kernels import experts as kernels
-from peregrine.kernels.experts import PackedExperts, experts_mlp, join_experts, pack_experts, plain_experts
-from peregrine.kernels.experts_tiles import CROWDED, DIRECT_ROWS, GATED, PLAIN, ExpertTile, pick_expert_tiles
-from peregrine.kernels.route_law import Choice
-from peregrine.kernels.stream import Stream
+from peregrine.kernels.moe import experts as kernels
+from peregrine.kernels.moe.experts import PackedExperts, experts_mlp, join_experts, pack_experts, plain_experts
+from peregrine.kernels.moe.routing_rule import Choice
+from peregrine.kernels.moe.tiles import CROWDED, DIRECT_ROWS, GATED, PLAIN, ExpertTile, pick_expert_tiles
+from peregrine.kernels.residual.reference import Residual
 
 NUM_EXPERTS, HIDDEN, INNER = 7, 48, 32
 UNIT = 2**24  # of a square
@@ -105,7 +105,7 @@ def test_plain_experts_can_be_trained() -> None:
 @pytest.mark.parametrize("with_norm", [False, True])
 def test_joining_adds_to_the_stream(with_norm: bool) -> None:
     x, residual, norm = draw(9, HIDDEN, seed=3), draw(9, HIDDEN, seed=4), draw(HIDDEN, seed=5)
-    stream = Stream(residual, x)
+    stream = Residual(residual, x)
     joined = join_experts(stream, CHOICES["some"], *packed(), norm if with_norm else None, 1e-6)
     values = residual + experts_mlp(x, CHOICES["some"], *packed())
     torch.testing.assert_close(joined.values, values)
@@ -140,7 +140,7 @@ def test_blocks_that_just_fit_the_device_have_smaller_tiles() -> None:
 @pytest.fixture
 def triton_experts(monkeypatch: pytest.MonkeyPatch) -> tuple[PackedExperts, ...]:
     """Gate_up and down as the kernels take them, and a door that lets CPU tensors in."""
-    monkeypatch.setattr(kernels, "gpu_ready", lambda tensor: True)
+    monkeypatch.setattr(kernels, "triton_ready", lambda tensor: True)
     return tuple(PackedExperts((), stack.view(NUM_EXPERTS, -1, stack.shape[1])) for stack in stacks())
 
 
@@ -155,7 +155,7 @@ def test_the_kernels_are_the_twin(choice: Choice, triton_experts: tuple[PackedEx
     num_rows = len(choice.experts)
     values, norm, next_norm = draw(num_rows, HIDDEN, seed=3), draw(HIDDEN, seed=4), draw(HIDDEN, seed=5)
     stale = squares_of(values)
-    stream = Stream(values, values * norm, stale, torch.zeros_like(stale), 1e-6)
+    stream = Residual(values, values * norm, stale, torch.zeros_like(stale), 1e-6)
     joined = join_experts(stream, choice, triton_experts[0], triton_experts[1], next_norm, 1e-5)
     whole = F.rms_norm(values, (HIDDEN,), norm, 1e-6)
     expected = values + experts_mlp(whole, choice, *packed())
@@ -173,10 +173,10 @@ def test_the_kernels_are_the_twin(choice: Choice, triton_experts: tuple[PackedEx
 def test_the_kernels_take_a_whole_norm_and_need_not_make_one(triton_experts: tuple[PackedExperts, ...]) -> None:
     x, residual, norm = draw(9, HIDDEN, seed=3), draw(9, HIDDEN, seed=4), draw(HIDDEN, seed=5)
     expected = residual + experts_mlp(x, CHOICES["some"], *packed())
-    bare = join_experts(Stream(residual, x), CHOICES["some"], triton_experts[0], triton_experts[1], None, 0.0)
+    bare = join_experts(Residual(residual, x), CHOICES["some"], triton_experts[0], triton_experts[1], None, 0.0)
     torch.testing.assert_close(bare.values, expected, rtol=1e-4, atol=1e-5)
     assert bare.squares is None
-    normed = join_experts(Stream(residual, x), CHOICES["some"], triton_experts[0], triton_experts[1], norm, 1e-6)
+    normed = join_experts(Residual(residual, x), CHOICES["some"], triton_experts[0], triton_experts[1], norm, 1e-6)
     assert torch.equal(normed.values, bare.values)
     assert normed.squares is not None
     assert torch.equal(normed.squares, squares_of(bare.values))
@@ -199,7 +199,7 @@ def whole_twin(x: Tensor, choice: Choice) -> Tensor:
 
 @needs_interpreter
 def test_the_kernels_answer_alike_in_any_company_and_tile() -> None:
-    from peregrine.kernels import experts_gpu
+    from peregrine.kernels.moe import experts_triton as experts_gpu
 
     stacked, x = whole_stacks(), whole_numbers(1, 2, 70, HIDDEN, seed=4)
     choice = Choice(CHOICES["many"].experts, whole_numbers(1, 4, 70, 3, seed=5))
@@ -235,7 +235,7 @@ def test_few_rows_are_answered_alike_without_a_plan(
     draw_choice: Callable[[int], Choice], num_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last row is a pad, and not a number: nobody else may notice."""
-    from peregrine.kernels import experts_gpu
+    from peregrine.kernels.moe import experts_triton as experts_gpu
 
     plan, plans = experts_gpu.plan, []
 
@@ -264,7 +264,7 @@ def test_few_rows_are_answered_alike_without_a_plan(
 @settings(max_examples=15, deadline=None)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=150), st.sampled_from([16, 32]), st.booleans())
 def test_a_plan_sorts_pairs_and_cuts_blocks(numbers: list[int], rows: int, ranked: bool) -> None:
-    from peregrine.kernels import experts_plan_gpu
+    from peregrine.kernels.moe import plan_triton as experts_plan_gpu
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(experts_plan_gpu, "MAX_RANKED", 4096 if ranked else 0)
@@ -282,17 +282,17 @@ def test_a_plan_sorts_pairs_and_cuts_blocks(numbers: list[int], rows: int, ranke
 
 @needs_interpreter
 def test_long_inputs_are_cut(triton_experts: tuple[PackedExperts, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    from peregrine.kernels import experts_gpu
+    from peregrine.kernels.moe import experts_triton as experts_gpu
 
     choice, x = CHOICES["many"], draw(70, HIDDEN, seed=3)
-    whole = join_experts(Stream(x, x), choice, triton_experts[0], triton_experts[1], torch.ones(HIDDEN), 1e-6)
+    whole = join_experts(Residual(x, x), choice, triton_experts[0], triton_experts[1], torch.ones(HIDDEN), 1e-6)
     monkeypatch.setattr(experts_gpu, "MAX_ROWS", 32)
-    cut = join_experts(Stream(x, x), choice, triton_experts[0], triton_experts[1], torch.ones(HIDDEN), 1e-6)
+    cut = join_experts(Residual(x, x), choice, triton_experts[0], triton_experts[1], torch.ones(HIDDEN), 1e-6)
     assert torch.equal(whole.values, cut.values)
     assert whole.squares is not None
     assert cut.squares is not None
     assert torch.equal(whole.squares, cut.squares)
     nothing = Choice(choice.experts[:0], choice.weights[:0])
     assert join_experts(
-        Stream(x[:0], x[:0]), nothing, triton_experts[0], triton_experts[1], None, 0.0
+        Residual(x[:0], x[:0]), nothing, triton_experts[0], triton_experts[1], None, 0.0
     ).values.shape == (0, HIDDEN)

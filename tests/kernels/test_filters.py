@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels.exact_law import Params, kept_tokens, law_of
-from peregrine.kernels import filters
-from peregrine.kernels.filters import MASS, filter_scores, lowest_kept_torch, masses, masses_torch
+from peregrine.kernels.sampling import filters
+from peregrine.kernels.sampling.filters import MASS, filter_scores, lowest_kept_torch, masses, masses_torch
 
 FILTERS = [
     Params(),

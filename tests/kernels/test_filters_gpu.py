@@ -5,7 +5,7 @@ import torch
 
 from kernels.exact_law import Params, law_of
 from kernels.interpreted import needs_interpreter
-from peregrine.kernels.filters import lowest_kept_torch
+from peregrine.kernels.sampling.filters import lowest_kept_torch
 
 pytestmark = [needs_interpreter, pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # numpy, of inf and NaN
 
@@ -40,7 +40,7 @@ def logits_of(kind, vocab_size, dtype):
 @pytest.mark.parametrize("kind", ["normal", "ties", "flat", "wide"])
 @pytest.mark.parametrize("vocab_size", [1, 300])
 def test_kept_sets_are_the_twins(kind, vocab_size, dtype):
-    from peregrine.kernels.filters_gpu import lowest_kept
+    from peregrine.kernels.sampling.filters_triton import lowest_kept
 
     logits, law = logits_of(kind, vocab_size, dtype), law_of(ROWS)
     scores = logits.float() / law.temperature[:, None, None]
@@ -50,7 +50,7 @@ def test_kept_sets_are_the_twins(kind, vocab_size, dtype):
 
 
 def test_a_broken_node_harms_nobody():
-    from peregrine.kernels.filters_gpu import lowest_kept
+    from peregrine.kernels.sampling.filters_triton import lowest_kept
 
     logits, law = logits_of("normal", 90, torch.bfloat16), law_of(ROWS)
     expected = lowest_kept(logits, law)
@@ -62,7 +62,7 @@ def test_a_broken_node_harms_nobody():
 
 def test_masses_add_up_exactly():
     """Four equal tokens and a share just above a half: three of four are needed, and ties keep the fourth."""
-    from peregrine.kernels.filters_gpu import lowest_kept
+    from peregrine.kernels.sampling.filters_triton import lowest_kept
 
     logits = torch.tensor([[[3.0, 3.0, 2.0, 2.0, -40.0]]], dtype=torch.bfloat16)
     share = 2 / (2 + 2 * torch.exp(torch.tensor(-1.0))).item()  # the mass of the two largest

@@ -6,9 +6,9 @@ import torch
 
 from kernels.exact_law import Params, law_of
 from kernels.interpreted import needs_interpreter
-from peregrine.kernels.grow import STEP_COST, grow_torch, select_torch
-from peregrine.kernels.growth import Frontier, Growth
-from peregrine.kernels.law import Features
+from peregrine.kernels.round.tree import STEP_COST, grow_torch, select_torch
+from peregrine.kernels.round.tree_state import Frontier, Growth
+from peregrine.kernels.sampling.params import Features
 
 VOCAB, ROWS = 30, [Params(temperature=0.7, seed=3), Params(temperature=0.0)]
 SHAPES = [(1, 3, 4), (2, 2, 5), (3, 3, 13), (3, 4, 30)]
@@ -71,7 +71,7 @@ def test_a_node_read_sees_its_own_ancestors():
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("named", [False, True])
 def test_the_kernel_grows_the_twins_tree(depth, width, nodes, sampled, named, monkeypatch):
-    from peregrine.kernels import grow_gpu
+    from peregrine.kernels.round import tree_triton as grow_gpu
 
     monkeypatch.setattr(grow_gpu, "SPAN", 16)
     generator = torch.Generator().manual_seed(depth)
@@ -98,7 +98,7 @@ def test_the_kernel_grows_the_twins_tree(depth, width, nodes, sampled, named, mo
 
 @needs_interpreter
 def test_what_is_not_a_number_is_no_child():
-    from peregrine.kernels import grow_gpu
+    from peregrine.kernels.round import tree_triton as grow_gpu
 
     growth = Growth.begin(2, 2, 3, None, law_of(ROWS), Features())
     logits = torch.randn(2, 1, VOCAB, generator=torch.Generator().manual_seed(0))

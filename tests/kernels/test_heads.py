@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from peregrine.kernels import linear
-from peregrine.kernels.heads import heads_linear, pack_heads
-from peregrine.kernels.latent import LatentTurn, turn_latent
+from peregrine.kernels.attention.mla import DeferredMLARope, turn_latent
+from peregrine.kernels.linear import reference as linear
+from peregrine.kernels.linear.per_head import pack_per_head, per_head_linear
 
 SHAPES = [(1, 1, 8, 16), (5, 3, 12, 32), (40, 4, 33, 17)]  # N, h, K, O: no size a multiple of anything
 
@@ -19,7 +19,7 @@ def problem(rows: int, heads: int, size: int, out: int) -> tuple[Tensor, Tensor]
 @pytest.fixture(params=["compiled", "torch"])
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "torch":
-        monkeypatch.setattr(linear, "cpu_ready", lambda *tensors: False)
+        monkeypatch.setattr(linear, "numba_ready", lambda *tensors: False)
     return str(request.param)
 
 
@@ -28,33 +28,33 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 def test_each_head_meets_its_own_weight(shape: tuple[int, int, int, int]) -> None:
     x, weight = problem(*shape)
     expected = torch.einsum("nhk,hok->nho", x.double(), weight.double())
-    torch.testing.assert_close(heads_linear(x, pack_heads(weight)).double(), expected, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(per_head_linear(x, pack_per_head(weight)).double(), expected, atol=1e-4, rtol=1e-5)
 
 
 @pytest.mark.usefixtures("kind")
 def test_company_and_layout_change_no_bit() -> None:
     x, weight = problem(40, 4, 33, 17)
-    packed = pack_heads(weight)
-    whole = heads_linear(x, packed)
+    packed = pack_per_head(weight)
+    whole = per_head_linear(x, packed)
     for rows in ([7], [39, 0], list(range(5, 23))):
-        assert torch.equal(heads_linear(x[rows], packed), whole[rows])
+        assert torch.equal(per_head_linear(x[rows], packed), whole[rows])
     wide = torch.randn(40, 4, 50)
     wide[..., 9:42] = x
-    assert torch.equal(heads_linear(wide[..., 9:42], packed), whole)
+    assert torch.equal(per_head_linear(wide[..., 9:42], packed), whole)
 
 
 def test_it_writes_where_it_is_told() -> None:
     x, weight = problem(5, 3, 12, 32)
     room = torch.full((5, 3, 40), 7.0)
-    out = heads_linear(x, pack_heads(weight), out=room[..., :32])
+    out = per_head_linear(x, pack_per_head(weight), out=room[..., :32])
     assert out.data_ptr() == room.data_ptr()
-    assert torch.equal(room[..., :32], heads_linear(x, pack_heads(weight)))
+    assert torch.equal(room[..., :32], per_head_linear(x, pack_per_head(weight)))
     assert torch.equal(room[..., 32:], torch.full((5, 3, 8), 7.0))
 
 
 def test_no_rows_are_none() -> None:
     x, weight = problem(0, 3, 12, 32)
-    assert heads_linear(x, pack_heads(weight)).shape == (0, 3, 32)
+    assert per_head_linear(x, pack_per_head(weight)).shape == (0, 3, 32)
 
 
 def test_a_latent_key_is_the_normed_latent_beside_the_turned_part() -> None:
@@ -63,7 +63,7 @@ def test_a_latent_key_is_the_normed_latent_beside_the_turned_part() -> None:
     generator = torch.Generator().manual_seed(1)
     q_rope, k = torch.randn(2, heads, size, generator=generator), torch.randn(4, 1, rank + size)
     weight, angles = torch.rand(rank) + 0.5, torch.rand(9, size // 2) * 6
-    turn = LatentTurn(
+    turn = DeferredMLARope(
         q_rope=q_rope,
         q_positions=torch.tensor([8, 3]),
         positions=torch.tensor([2, 0, 8, 5]),

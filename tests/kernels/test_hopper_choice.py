@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from peregrine.kernels.gpu import TRITON_PRESENT
+from peregrine.kernels.runtime.gpu import TRITON_PRESENT
 
 if not TRITON_PRESENT:
     pytest.skip("needs triton", allow_module_level=True)
 
-from peregrine.kernels import attention_plan_gpu as dense
-from peregrine.kernels import latent_plan_gpu as latent
-from peregrine.kernels.attention_plan_gpu import GpuPlan, StoredKV
+from peregrine.kernels.attention import mla_plan_triton as latent
+from peregrine.kernels.attention import plan_triton as dense
+from peregrine.kernels.attention.plan_triton import GpuPlan, StoredKV
 
 PROCESSORS = 132
 

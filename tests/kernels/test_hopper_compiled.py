@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from peregrine.kernels.gpu import TRITON_PRESENT
+from peregrine.kernels.runtime.gpu import TRITON_PRESENT
 
 ROOT = Path(__file__).parents[2]
 MOST_SHARED = 227 * 1024  # bytes that a program can have

@@ -14,15 +14,15 @@ from peregrine.attention.conformance.paging import Forward, Layout, lay_out
 from peregrine.attention.conformance.problem import Row, chain, tree
 from peregrine.attention.torch_backend import TorchBackend
 from peregrine.hardware import triton_interprets
-from peregrine.kernels.gpu import TRITON_PRESENT
+from peregrine.kernels.runtime.gpu import TRITON_PRESENT
 
 if not (TRITON_PRESENT and triton_interprets()):
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
 
-from peregrine.kernels import latent_plan_gpu as gpu
-from peregrine.kernels.attention_plan_gpu import GpuPlan, plan_gpu
-from peregrine.kernels.latent import latent_splits
-from peregrine.kernels.latent_tiles_gpu import latent_reach, latent_width
+from peregrine.kernels.attention import mla_plan_triton as gpu
+from peregrine.kernels.attention.mla import latent_splits
+from peregrine.kernels.attention.mla_blocks_triton import latent_reach, latent_width
+from peregrine.kernels.attention.plan_triton import GpuPlan, plan_gpu
 
 RANK = 32
 HEADS = (4, 1, RANK + 16, RANK)

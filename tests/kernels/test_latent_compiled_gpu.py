@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from peregrine.kernels.gpu import TRITON_PRESENT
+from peregrine.kernels.runtime.gpu import TRITON_PRESENT
 
 SRC = Path(__file__).parents[2] / "src"
 SHARED_BYTES = 227 * 1024  # of an H200's multiprocessor, for one program

@@ -5,13 +5,13 @@ import torch
 from torch import Tensor
 
 from peregrine.hardware import triton_interprets
-from peregrine.kernels.gpu import TRITON_PRESENT
-from peregrine.kernels.latent import LatentTurn, turn_latent
+from peregrine.kernels.attention.mla import DeferredMLARope, turn_latent
+from peregrine.kernels.runtime.gpu import TRITON_PRESENT
 
 if not (TRITON_PRESENT and triton_interprets()):
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
 
-from peregrine.kernels.latent_gpu import turn_latent_gpu, write_latent_gpu
+from peregrine.kernels.attention.mla_kv_write_triton import turn_latent_gpu, write_latent_gpu
 
 POSITIONS = 50
 
@@ -20,13 +20,13 @@ def draw(*size: int, seed: int = 0) -> Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(seed + size[-1]))
 
 
-def turn_of(q_rope: Tensor, rows: Tensor, tokens: int, rank: int) -> LatentTurn:
+def turn_of(q_rope: Tensor, rows: Tensor, tokens: int, rank: int) -> DeferredMLARope:
     """Rows [R] ask, at the positions of their tokens."""
     half = q_rope.shape[2] // 2
     angles = torch.arange(POSITIONS)[:, None] / 10 ** (torch.arange(half) / half)
     positions = (torch.arange(tokens) * 7 + 3) % POSITIONS
     table = torch.cat((angles.cos(), angles.sin()), dim=1)
-    return LatentTurn(q_rope, positions[rows], positions, table, draw(rank, seed=1), 1e-6)
+    return DeferredMLARope(q_rope, positions[rows], positions, table, draw(rank, seed=1), 1e-6)
 
 
 @pytest.mark.parametrize(("heads", "rank", "rope"), [(4, 32, 16), (3, 48, 24), (16, 64, 8)])
@@ -75,7 +75,7 @@ def test_a_key_has_the_same_bits_alone_and_in_company() -> None:
     turn_latent_gpu(q, k, turn, torch.arange(tokens), held)
     for i in range(tokens):
         at = slice(i, i + 1)
-        own = LatentTurn(q_rope[at], turn.q_positions[at], turn.positions[at], turn.table, turn.kv_norm, 1e-6)
+        own = DeferredMLARope(q_rope[at], turn.q_positions[at], turn.positions[at], turn.table, turn.kv_norm, 1e-6)
         own_q = turn_latent_gpu(torch.zeros(1, 2, rank + rope), k[at], own, torch.tensor([i]), alone)
         assert torch.equal(own_q[0], q[i])
     assert torch.equal(alone, held)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from peregrine.kernels.cpu import NUMBA_PRESENT
-from peregrine.kernels.linear import linear, linear_torch, pack_weight
+from peregrine.kernels.linear.reference import linear, linear_torch, pack_weight
+from peregrine.kernels.runtime.cpu import NUMBA_PRESENT
 
 needs_numba = pytest.mark.skipif(not NUMBA_PRESENT, reason="numba is not installed")
 BOTH = [pytest.param(linear, marks=needs_numba, id="kernel"), pytest.param(linear_torch, id="twin")]

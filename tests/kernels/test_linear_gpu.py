@@ -15,9 +15,8 @@ from torch.nn import functional as F
 
 from peregrine.errors import ConfigError
 from peregrine.hardware import triton_interprets
-from peregrine.kernels.gpu import TRITON_PRESENT
-from peregrine.kernels.linear import PackedWeight, linear_torch
-from peregrine.kernels.linear_tiles import (
+from peregrine.kernels.linear.reference import PackedWeight, linear_torch
+from peregrine.kernels.linear.tiles import (
     HEIGHTS,
     MIN_DEPTH,
     ON_H200,
@@ -28,11 +27,12 @@ from peregrine.kernels.linear_tiles import (
     pick_split,
     pick_tile,
 )
+from peregrine.kernels.runtime.gpu import TRITON_PRESENT
 
 if not (TRITON_PRESENT and triton_interprets()):
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
 
-from peregrine.kernels import linear_gpu as gpu
+from peregrine.kernels.linear import triton as gpu
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, of inf
 

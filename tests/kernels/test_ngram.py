@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from kernels.interpreted import needs_interpreter
-from peregrine.kernels.ngram import MAX_GRAM, MIN_GRAM, find_repeats_torch
+from peregrine.kernels.round.ngram import MAX_GRAM, MIN_GRAM, find_repeats_torch
 
 
 @pytest.fixture(params=["twin", pytest.param("triton", marks=needs_interpreter)])
 def find(request, monkeypatch):
     if request.param == "twin":
         return find_repeats_torch
-    from peregrine.kernels import ngram_gpu
+    from peregrine.kernels.round import ngram_triton as ngram_gpu
 
     monkeypatch.setattr(ngram_gpu, "BLOCK", 32)  # several blocks, the last one not whole
     return lambda history, newest, count: ngram_gpu.find_repeats(history, newest, count, MAX_GRAM, MIN_GRAM)

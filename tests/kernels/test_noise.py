@@ -5,8 +5,8 @@ import pytest
 import torch
 from scipy import stats
 
-from peregrine.kernels import noise
-from peregrine.kernels.noise import gumbel, random_bits
+from peregrine.kernels.sampling import noise
+from peregrine.kernels.sampling.noise import gumbel, random_bits
 
 WORD = (1 << 64) - 1
 

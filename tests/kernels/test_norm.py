@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from peregrine.kernels.cpu import NUMBA_PRESENT
-from peregrine.kernels.norm import add_rms_norm, add_rms_norm_torch, rms_norm, rms_norm_torch
+from peregrine.kernels.norm.reference import add_rms_norm, add_rms_norm_torch, rms_norm, rms_norm_torch
+from peregrine.kernels.runtime.cpu import NUMBA_PRESENT
 
 needs_numba = pytest.mark.skipif(not NUMBA_PRESENT, reason="numba is not installed")
 BOTH = [pytest.param(rms_norm, marks=needs_numba, id="kernel"), pytest.param(rms_norm_torch, id="twin")]

@@ -6,13 +6,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from peregrine.hardware import triton_interprets
-from peregrine.kernels.gpu import TRITON_PRESENT
-from peregrine.kernels.norm import rms_norm_torch
+from peregrine.kernels.norm.reference import rms_norm_torch
+from peregrine.kernels.runtime.gpu import TRITON_PRESENT
 
 if not (TRITON_PRESENT and triton_interprets()):
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
 
-from peregrine.kernels import norm_gpu as gpu
+from peregrine.kernels.norm import triton as gpu
 
 EPS = 1e-5
 WIDTHS = (1, 40, 64, 100)

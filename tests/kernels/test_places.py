@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kernels.interpreted import needs_interpreter
-from peregrine.kernels.places import (
+from peregrine.kernels.round.places import (
     AheadPlaces,
     PathPlaces,
     WindowPlaces,
@@ -24,7 +24,7 @@ def by(request):
     """(window, path, ahead) as the twin or the kernel does them."""
     if request.param == "twin":
         return window_places_torch, path_places_torch, ahead_places_torch
-    from peregrine.kernels import places_gpu
+    from peregrine.kernels.round import places_triton as places_gpu
 
     return (
         lambda *arguments: WindowPlaces(*places_gpu.window_places(*arguments)),

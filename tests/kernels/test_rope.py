@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from peregrine.kernels.cpu import NUMBA_PRESENT
-from peregrine.kernels.rope import rope, rope_torch
+from peregrine.kernels.rope.reference import rope, rope_torch
+from peregrine.kernels.runtime.cpu import NUMBA_PRESENT
 
 needs_numba = pytest.mark.skipif(not NUMBA_PRESENT, reason="numba is not installed")
 BOTH = [pytest.param(rope, marks=needs_numba, id="kernel"), pytest.param(rope_torch, id="twin")]

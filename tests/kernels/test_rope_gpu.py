@@ -8,13 +8,13 @@ from torch import Tensor
 
 from peregrine.cache.store import KVShape, KVStore
 from peregrine.hardware import triton_interprets
-from peregrine.kernels.gpu import TRITON_PRESENT
-from peregrine.kernels.rope import Turn, turn_heads
+from peregrine.kernels.rope.reference import DeferredRope, turn_heads
+from peregrine.kernels.runtime.gpu import TRITON_PRESENT
 
 if not (TRITON_PRESENT and triton_interprets()):
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
 
-from peregrine.kernels.rope_gpu import turn_and_store
+from peregrine.kernels.rope.triton import turn_and_store
 
 Q_HEADS, KV_HEADS, POSITIONS = 6, 2, 50
 FP8 = torch.float8_e4m3fn
@@ -24,13 +24,13 @@ def draw(*size: int, seed: int = 0) -> Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(seed + size[-1]))
 
 
-def turn_of(rows: Tensor, tokens: int, head_dim: int, norms: bool) -> Turn:
+def turn_of(rows: Tensor, tokens: int, head_dim: int, norms: bool) -> DeferredRope:
     """Rows [R] ask, at the positions of their tokens."""
     angles = torch.arange(POSITIONS)[:, None] / 10 ** (torch.arange(head_dim // 2) / head_dim)
     positions = (torch.arange(tokens) * 7 + 3) % POSITIONS
     q_norm, k_norm = (draw(head_dim, seed=seed) if norms else None for seed in (1, 2))
     table = torch.cat((angles.cos(), angles.sin()), dim=1)
-    return Turn(positions[rows], positions, table, q_norm, k_norm, 1e-5)
+    return DeferredRope(positions[rows], positions, table, q_norm, k_norm, 1e-5)
 
 
 def empty_store(tokens: int, head_dim: int, dtype: torch.dtype = torch.float32) -> KVStore:

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from kernels.compile_experts import LITE
 from kernels.interpreted import needs_interpreter
-from peregrine.kernels.route import pack_router, route, route_torch
-from peregrine.kernels.route_law import LEAST_SUM, Choice, RouteLaw
-from peregrine.kernels.stream import Stream
+from peregrine.kernels.moe.route import pack_router, route, route_torch
+from peregrine.kernels.moe.routing_rule import LEAST_SUM, Choice, RoutingRule
+from peregrine.kernels.residual.reference import Residual
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, of nan
 
@@ -42,11 +42,11 @@ def draw(*size: int, seed: int = 0, spread: float = 1.0) -> Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(seed)) * spread
 
 
-def bias_of(law: RouteLaw) -> Tensor | None:
+def bias_of(law: RoutingRule) -> Tensor | None:
     return draw(law.num_experts, seed=9, spread=0.2) if law.sigmoid else None
 
 
-def by_hand(logits: list[float], law: RouteLaw, bias: list[float]) -> tuple[list[int], list[float]]:
+def by_hand(logits: list[float], law: RoutingRule, bias: list[float]) -> tuple[list[int], list[float]]:
     """One row's choice by sorting in Python, in float64."""
     row = torch.tensor(logits, dtype=torch.float64)
     scores = (row.sigmoid() if law.sigmoid else row.softmax(0)).tolist()
@@ -65,7 +65,7 @@ def by_hand(logits: list[float], law: RouteLaw, bias: list[float]) -> tuple[list
 
 
 @each_law
-def test_the_twin_is_a_sort(law: RouteLaw) -> None:
+def test_the_twin_is_a_sort(law: RoutingRule) -> None:
     logits, bias = draw(40, law.num_experts, spread=2.0), bias_of(law)
     found = route_torch(logits, law, bias)
     assert found.experts.dtype == torch.int32
@@ -147,7 +147,7 @@ def test_transformers_gates_choose_and_weight_alike(family: str, gate: str, fiel
         if chosen_law.sigmoid:
             router.e_score_correction_bias.copy_(bias_of(chosen_law))
         _, weights, experts = router(x)
-    found = route(Stream(x, x), pack_router(weight), chosen_law, bias_of(chosen_law))
+    found = route(Residual(x, x), pack_router(weight), chosen_law, bias_of(chosen_law))
     order = experts.argsort(dim=1)  # theirs come in no order
     ours = found.experts.argsort(dim=1)
     assert torch.equal(found.experts.gather(1, ours).long(), experts.gather(1, order))
@@ -155,26 +155,26 @@ def test_transformers_gates_choose_and_weight_alike(family: str, gate: str, fiel
 
 
 @each_law
-def test_a_row_routes_alike_in_any_company(law: RouteLaw) -> None:
+def test_a_row_routes_alike_in_any_company(law: RoutingRule) -> None:
     weight, x = pack_router(draw(law.num_experts, 48, seed=1)), draw(37, 48, seed=2)
-    whole = route(Stream(x, x), weight, law, bias_of(law))
+    whole = route(Residual(x, x), weight, law, bias_of(law))
     for first, last in ((0, 1), (5, 6), (3, 20), (36, 37)):
-        alone = route(Stream(x[first:last], x[first:last]), weight, law, bias_of(law))
+        alone = route(Residual(x[first:last], x[first:last]), weight, law, bias_of(law))
         assert torch.equal(alone.experts, whole.experts[first:last])
         assert torch.equal(alone.weights, whole.weights[first:last])
 
 
-def on_gpu(x: Tensor, weight: Tensor, law: RouteLaw, squares: Tensor | None = None) -> Choice:
-    from peregrine.kernels import route_gpu
+def on_gpu(x: Tensor, weight: Tensor, law: RoutingRule, squares: Tensor | None = None) -> Choice:
+    from peregrine.kernels.moe import route_triton as route_gpu
 
     return Choice(*route_gpu.route(x, squares, 1e-6, weight, law, bias_of(law)))
 
 
 @needs_interpreter
 @each_law
-def test_the_kernel_is_the_twin(law: RouteLaw) -> None:
+def test_the_kernel_is_the_twin(law: RoutingRule) -> None:
     weight, x = draw(law.num_experts, 512, seed=1, spread=0.05), draw(5, 512, seed=2)
-    twin = route(Stream(x, x), pack_router(weight), law, bias_of(law))
+    twin = route(Residual(x, x), pack_router(weight), law, bias_of(law))
     found = on_gpu(x, weight, law)
     assert torch.equal(found.experts, twin.experts)
     torch.testing.assert_close(found.weights, twin.weights)
@@ -186,7 +186,7 @@ def test_the_kernel_divides_by_the_norm_of_the_stream() -> None:
     weight, norm = draw(law.num_experts, 64, seed=1), draw(64, seed=3)
     squares = (values.double().square().sum(dim=1) * 2**24).long()
     normed = values / (values.square().mean(dim=1, keepdim=True) + 1e-6).sqrt() * norm
-    twin = route(Stream(normed, normed), pack_router(weight), law, bias_of(law))
+    twin = route(Residual(normed, normed), pack_router(weight), law, bias_of(law))
     found = on_gpu(values * norm, weight, law, squares)
     assert torch.equal(found.experts, twin.experts)
     torch.testing.assert_close(found.weights, twin.weights)

@@ -5,9 +5,9 @@ import torch
 
 from kernels.interpreted import needs_interpreter
 from kernels.test_verdict import draw
-from peregrine.kernels.nodes import Ends, Nodes
-from peregrine.kernels.simulated import bend_choices_torch
-from peregrine.kernels.verdict import judge_nodes
+from peregrine.kernels.round.nodes import Ends, Nodes
+from peregrine.kernels.round.verdict import judge_nodes
+from peregrine.synthetic.accept import bend_choices_torch
 
 VOCAB = 5
 
@@ -16,7 +16,7 @@ VOCAB = 5
 def bend(request):
     if request.param == "twin":
         return bend_choices_torch
-    from peregrine.kernels import simulated_gpu
+    from peregrine.synthetic import accept_triton as simulated_gpu
 
     return simulated_gpu.bend_choices
 

@@ -7,14 +7,22 @@ from torch.nn import functional as F
 
 from kernels.interpreted import send_models_to_triton
 from peregrine.hardware import triton_interprets
-from peregrine.kernels.gpu import TRITON_PRESENT
-from peregrine.kernels.linear import PackedWeight
-from peregrine.kernels.stream import Stream, embed_stream, join_stream, normed, start_stream, stream_gate, stream_linear
+from peregrine.kernels.linear.reference import PackedWeight
+from peregrine.kernels.residual.reference import (
+    Residual,
+    embed_stream,
+    join_stream,
+    normed,
+    start_stream,
+    stream_gate,
+    stream_linear,
+)
+from peregrine.kernels.runtime.gpu import TRITON_PRESENT
 
 if not (TRITON_PRESENT and triton_interprets()):
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
 
-from peregrine.kernels import stream_gpu as gpu
+from peregrine.kernels.residual import triton as gpu
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, of inf
 
@@ -43,7 +51,7 @@ GATE_UP, DOWN = packed(2 * INNER, HIDDEN, 1), packed(HIDDEN, INNER, 2, with_bias
 LAST = packed(OUT, HIDDEN, 3)
 
 
-def layer(stream: Stream, norm: Tensor | None) -> Stream:
+def layer(stream: Residual, norm: Tensor | None) -> Residual:
     return join_stream(stream_gate(stream, GATE_UP), DOWN, stream, norm, EPS)
 
 
@@ -77,7 +85,7 @@ def test_layers_are_the_twins(rows: int, monkeypatch: pytest.MonkeyPatch) -> Non
     """Two layers, the norm after them, and a linear of it."""
     tokens = torch.arange(rows) * 7 % VOCAB
 
-    def run() -> tuple[Stream, Tensor, Tensor]:
+    def run() -> tuple[Residual, Tensor, Tensor]:
         stream = embed_stream(tokens, EMBEDDING, NORMS[0], EPS)
         stream = layer(layer(stream, NORMS[1]), NORMS[2])
         return stream, normed(stream), stream_linear(stream, LAST)

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from peregrine.kernels.activation import silu_mul
-from peregrine.kernels.cpu import NUMBA_PRESENT
-from peregrine.kernels.linear import linear, pack_weight
-from peregrine.kernels.norm import add_rms_norm
-from peregrine.kernels.tape import Remembered, Shelf
+from peregrine.kernels.activation.reference import silu_mul
+from peregrine.kernels.linear.reference import linear, pack_weight
+from peregrine.kernels.norm.reference import add_rms_norm
+from peregrine.kernels.runtime.cpu import NUMBA_PRESENT
+from peregrine.kernels.runtime.cpu_graph import CpuGraph, CpuGraphs
 
 pytestmark = pytest.mark.skipif(not NUMBA_PRESENT, reason="needs numba")
 
@@ -42,7 +42,7 @@ def draw(rows: int, seed: int) -> tuple[Tensor, Tensor]:
 def test_a_remembered_run_has_the_same_bits(mlp, rows: int, inference: bool) -> None:
     _, clean = mlp
     with torch.inference_mode(inference):
-        known = Remembered(clean, draw(rows, 0))
+        known = CpuGraph(clean, draw(rows, 0))
         assert known.complete
         for seed in range(1, 6):
             torch.randn(10_000)  # whatever memory was free is used by somebody else now
@@ -52,15 +52,15 @@ def test_a_remembered_run_has_the_same_bits(mlp, rows: int, inference: bool) -> 
 
 def test_work_done_by_torch_is_noticed(mlp) -> None:
     step, _ = mlp  # makes its norm's weight anew each time
-    assert not Remembered(step, draw(2, 0)).complete
-    assert not Remembered(lambda x, y: (x.add_(1),), draw(2, 0)).complete
-    assert not Remembered(lambda x, y: (x.t().contiguous(),), draw(2, 0)).complete
-    assert Remembered(lambda x, y: (x.view(-1)[3:],), draw(2, 0)).complete
+    assert not CpuGraph(step, draw(2, 0)).complete
+    assert not CpuGraph(lambda x, y: (x.add_(1),), draw(2, 0)).complete
+    assert not CpuGraph(lambda x, y: (x.t().contiguous(),), draw(2, 0)).complete
+    assert CpuGraph(lambda x, y: (x.view(-1)[3:],), draw(2, 0)).complete
 
 
 def test_a_shelf_runs_what_it_cannot_remember(mlp) -> None:
     step, clean = mlp
-    shelf = Shelf(max_rows=8, max_kept=2)
+    shelf = CpuGraphs(max_rows=8, max_kept=2)
     for seed in range(3):
         for rows in (1, 2, 3, 20):
             for index, function in enumerate((step, clean)):
@@ -74,7 +74,7 @@ def test_a_shelf_runs_what_it_cannot_remember(mlp) -> None:
 def test_an_unchanged_input_is_not_copied(mlp) -> None:
     _, clean = mlp
     x, stream = draw(2, 0)
-    known = Remembered(clean, (x, stream))
+    known = CpuGraph(clean, (x, stream))
     x.mul_(2)
     expected = clean(x, stream)
     assert torch.equal(known(x, stream)[0], expected[0])

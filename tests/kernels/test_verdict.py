@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from kernels.interpreted import needs_interpreter
-from peregrine.kernels.cpu import NUMBA_PRESENT
-from peregrine.kernels.verdict import (
+from peregrine.kernels.round.verdict import (
     FINISH_FAULT,
     FINISH_LENGTH,
     FINISH_NONE,
@@ -20,6 +19,7 @@ from peregrine.kernels.verdict import (
     commit_torch,
     judge_nodes,
 )
+from peregrine.kernels.runtime.cpu import NUMBA_PRESENT
 
 VOCAB = 5
 PLACES = 32
@@ -27,13 +27,13 @@ Commit = Callable[[torch.Tensor, Nodes, Ends, torch.Tensor, int], torch.Tensor]
 
 
 def by_numba() -> Commit:
-    from peregrine.kernels import verdict_cpu
+    from peregrine.kernels.round import verdict_cpu
 
     return verdict_cpu.commit
 
 
 def by_triton() -> Commit:
-    from peregrine.kernels import verdict_gpu
+    from peregrine.kernels.round import verdict_triton as verdict_gpu
 
     return verdict_gpu.commit
 

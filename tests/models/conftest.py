@@ -12,9 +12,9 @@ from torch import Tensor
 from models.head_files import LAYERS
 from models.head_files import SHAPE as HEAD_SHAPE
 from peregrine.attention import Attend, LayerAttention
+from peregrine.models.checkpoint.folder import Fields
 from peregrine.models.config import ModelConfig
 from peregrine.models.decoder import Decoder
-from peregrine.models.folder import Fields
 from peregrine.models.layers import draw_weights
 
 SHAPE: dict[str, Any] = {

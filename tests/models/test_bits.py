@@ -11,9 +11,9 @@ from torch import Tensor
 from peregrine.attention import AttentionBackend, AttentionMetadata, Window
 from peregrine.attention.routing import BACKENDS
 from peregrine.cache.store import KVStore
+from peregrine.models.checkpoint.folder import Fields
 from peregrine.models.config import ModelConfig
 from peregrine.models.decoder import Decoder
-from peregrine.models.folder import Fields
 from peregrine.models.layers import draw_weights
 
 LENGTH, PAGE_SIZE, PAGES = 23, 4, 7

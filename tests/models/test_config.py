@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from peregrine.errors import CheckpointError
+from peregrine.models.checkpoint.folder import Fields
 from peregrine.models.config import ModelConfig
-from peregrine.models.folder import Fields
 from peregrine.models.rope_table import LinearScaling, Llama3Scaling, YarnScaling
 
 MINIMAL: dict[str, Any] = {

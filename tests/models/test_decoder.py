@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from peregrine.models.checkpoint.folder import Fields
 from peregrine.models.config import ModelConfig
 from peregrine.models.decoder import Decoder
-from peregrine.models.folder import Fields
 from peregrine.models.layers import Linear, draw_weights
 from peregrine.models.loading import load_decoder
 

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from kernels.interpreted import needs_interpreter, send_models_to_triton
 from peregrine.errors import CheckpointError
-from peregrine.kernels.stream import Stream, normed, start_stream
+from peregrine.kernels.residual.reference import Residual, normed, start_stream
+from peregrine.models.checkpoint.folder import Fields
+from peregrine.models.checkpoint.weights import Weights
 from peregrine.models.config import ModelConfig
 from peregrine.models.experts import Experts, Router, experts_plan
 from peregrine.models.experts_config import ExpertsConfig, read_experts
-from peregrine.models.folder import Fields
 from peregrine.models.layers import RMSNorm, draw_weights, pack_linears
-from peregrine.models.weights import Weights
 
 V2_LITE: dict[str, Any] = {
     "n_routed_experts": 64,
@@ -210,7 +210,7 @@ def load(folder: Path, config: ModelConfig, pack: bool) -> Experts:
     return experts
 
 
-def streams(config: ModelConfig, num_rows: int = 20) -> tuple[Stream, Tensor]:
+def streams(config: ModelConfig, num_rows: int = 20) -> tuple[Residual, Tensor]:
     """A normed stream, and its normed values."""
     values = torch.randn(num_rows, config.hidden_size, generator=torch.Generator().manual_seed(1)) * 2
     stream = start_stream(values, torch.ones(config.hidden_size), 1e-6)
@@ -249,7 +249,7 @@ def test_the_gpus_kernels_answer_as_the_cpus(
     send_models_to_triton(monkeypatch)
     squares = ((stream.values * stream.values).double() * 2**24).long().sum(dim=1)
     found = load(folder, config, pack=True).forward(
-        Stream(stream.values, stream.values, squares, torch.zeros_like(squares), 1e-6), norm
+        Residual(stream.values, stream.values, squares, torch.zeros_like(squares), 1e-6), norm
     )
     assert found.squares is not None
     torch.testing.assert_close(found.values, expected.values, rtol=1e-4, atol=1e-5)
@@ -288,7 +288,7 @@ def test_bfloat16_models_route_in_float32() -> None:
     draw_weights(experts, torch.Generator().manual_seed(2), scale=0.3)
     assert experts.router.weight is not None
     weight, stream = experts.router.weight.float(), streams(config)[0]
-    stream = Stream(stream.values.bfloat16(), stream.ready.bfloat16())
+    stream = Residual(stream.values.bfloat16(), stream.ready.bfloat16())
     plain = experts.router.choose(stream)
     pack_linears(experts)
     packed = experts.router.choose(stream)

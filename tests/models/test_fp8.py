@@ -12,11 +12,11 @@ from torch import Tensor
 
 from models.latent_fields import LATENT
 from peregrine.errors import CheckpointError
+from peregrine.models.checkpoint.folder import Fields
+from peregrine.models.checkpoint.fp8 import multiply_out
+from peregrine.models.checkpoint.weights import Weights
 from peregrine.models.config import ModelConfig
-from peregrine.models.folder import Fields
-from peregrine.models.fp8 import multiply_out
 from peregrine.models.loading import load_decoder, stored_dtype
-from peregrine.models.weights import Weights
 
 BLOCKS = (32, 16)  # neither divides the sizes of all weights
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(BLOCKS)}

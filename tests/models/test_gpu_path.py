@@ -8,9 +8,9 @@ from kernels.interpreted import needs_interpreter, send_models_to_triton, send_t
 from peregrine.attention import AttentionMetadata, Window
 from peregrine.attention.routing import BACKENDS
 from peregrine.cache.store import KVStore
+from peregrine.models.checkpoint.folder import Fields
 from peregrine.models.config import ModelConfig
 from peregrine.models.decoder import Decoder
-from peregrine.models.folder import Fields
 from peregrine.models.layers import draw_weights
 from peregrine.sampling import SamplingParams
 from peregrine.spec.bound import BoundModel

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from models.latent_fields import LATENT
 from peregrine.errors import CheckpointError
-from peregrine.kernels.stream import Stream
+from peregrine.kernels.residual.reference import Residual
+from peregrine.models.checkpoint.folder import Fields
+from peregrine.models.checkpoint.weights import Weights
 from peregrine.models.config import ModelConfig
-from peregrine.models.folder import Fields
-from peregrine.models.latent import LatentAttention
 from peregrine.models.layers import Packable
 from peregrine.models.loading import decoder_plan, load_decoder
+from peregrine.models.mla import MLAAttention
 from peregrine.models.rope_table import rope_table
-from peregrine.models.weights import Weights
 
 FIELDS: dict[str, Any] = LATENT | {
     "routed_scaling_factor": 1.0,
@@ -137,7 +137,7 @@ def test_prediction_layers_are_left_for_the_head(
         load_decoder(folder)
 
 
-def expanded(attention: LatentAttention, tensors: dict[str, Tensor], x: Tensor, scale: float) -> Tensor:
+def expanded(attention: MLAAttention, tensors: dict[str, Tensor], x: Tensor, scale: float) -> Tensor:
     """Keys and values of every head, made from the latents and kept: the form of the paper, in float64.
 
     Rotation is left out: x stands at position 0.
@@ -166,11 +166,11 @@ def test_absorbed_is_expanded(write_checkpoint: Callable[..., Path], dense_cache
     folder = write_checkpoint("DeepseekV3", **LATENT)
     decoder = load_decoder(folder)
     attention, own = decoder.layer(layer).attention, decoder.layer_attention()
-    assert isinstance(attention, LatentAttention)
+    assert isinstance(attention, MLAAttention)
     x = torch.randn(9, 48, generator=torch.Generator().manual_seed(3))
     nowhere = torch.zeros(9, dtype=torch.int64)  # every token at the same position: nothing is turned
     table = rope_table(decoder.config.rope, decoder.config.rope_dim, 4, "cpu")
-    heads = attention.project(Stream(x, x), nowhere, table)
+    heads = attention.project(Residual(x, x), nowhere, table)
     attended = heads.ask(dense_cache(own).bind(torch.arange(9)), layer)
     prefix = f"model.layers.{layer}.self_attn."
     stored = {name: t for name, t in load_file(folder / "model.safetensors").items() if prefix in name}

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from peregrine.errors import CheckpointError
+from peregrine.models.checkpoint.weights import INDEX, Plan, Weights
 from peregrine.models.layers import Linear
 from peregrine.models.loading import decoder_plan, load_decoder, stored_dtype
-from peregrine.models.weights import INDEX, Plan, Weights
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from peregrine.errors import ConfigError
-from peregrine.models.random_checkpoint import END_OF_TEXT, make_random_checkpoint
+from peregrine.synthetic.checkpoint import END_OF_TEXT, make_random_checkpoint
 
 FILES = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
 

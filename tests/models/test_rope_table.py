@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from peregrine.models.folder import Fields
+from peregrine.models.checkpoint.folder import Fields
 from peregrine.models.rope_table import SPARE_POSITIONS, read_rope, rope_table
 
 SCALINGS: dict[str, dict[str, Any]] = {

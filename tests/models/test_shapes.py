@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from peregrine.errors import ConfigError
-from peregrine.models import shapes
 from peregrine.models.experts import Experts
 from peregrine.models.loading import num_weights
-from peregrine.models.shapes import DRAFT_VOCAB, SHAPES, draw_decoder, draw_head, draw_prediction_layer, shape_config
 from peregrine.sampling import SamplingParams
+from peregrine.synthetic import shapes
+from peregrine.synthetic.shapes import DRAFT_VOCAB, SHAPES, draw_decoder, draw_head, draw_prediction_layer, shape_config
 from spec.harness import Case, build, run, tokens
 
 # Billions of parameters, as the models' cards have them.

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from peregrine.kernels.cpu import load_kernels
+from peregrine.kernels.runtime.cpu import load_kernels
 from peregrine.llm import LLM
 from peregrine.serve.batch import Batch
 from peregrine.serve.ledger import Ledger

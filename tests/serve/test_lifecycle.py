@@ -118,7 +118,7 @@ def test_an_engine_fault_is_told_to_all_and_turns_health_red() -> None:
 def test_a_request_that_faults_alone_is_told_alone(server: Served, http: httpx.Client) -> None:
     """Logits that hold NaN end one generation; the server stays well."""
     from peregrine.engine.engine import ENDINGS
-    from peregrine.kernels.verdict import FINISH_LENGTH
+    from peregrine.kernels.round.verdict import FINISH_LENGTH
 
     kept = ENDINGS[FINISH_LENGTH]
     ENDINGS[FINISH_LENGTH] = "error"

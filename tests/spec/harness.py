@@ -15,8 +15,8 @@ from peregrine.engine.build import Built, build_engine
 from peregrine.engine.engine import Engine
 from peregrine.engine.request import Output
 from peregrine.llm import engine_config
-from peregrine.models.random_checkpoint import make_random_checkpoint
 from peregrine.sampling import SamplingParams
+from peregrine.synthetic.checkpoint import make_random_checkpoint
 
 VOCAB, HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, LAYERS, CONTEXT = 300, 48, 96, 6, 2, 16, 4, 768
 COPIED = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kernels.interpreted import needs_interpreter, send_models_to_triton, send_to_triton
-from peregrine.models.random_checkpoint import make_random_checkpoint
 from peregrine.sampling import SamplingParams
+from peregrine.synthetic.checkpoint import make_random_checkpoint
 from spec.expert_models import with_prediction_layer
 from spec.harness import Case, build, run, tokens
 

@@ -12,7 +12,7 @@ from kernels.exact_law import Params, law_of
 from kernels.interpreted import needs_interpreter, send_to_triton
 from peregrine.engine import runner
 from peregrine.engine.engine import Engine
-from peregrine.kernels.choose import Features, choose
+from peregrine.kernels.sampling.reference import Features, choose
 from peregrine.sampling import SamplingParams
 from peregrine.spec.chain import ChainDrafter
 from peregrine.spec.readers import HeadReader
@@ -78,9 +78,14 @@ class Launches(TorchDispatchMode):
 
 
 def count_kernels(patch: pytest.MonkeyPatch, launches: Launches) -> None:
-    from peregrine.kernels import choose_gpu, drafts_gpu, filters_gpu, grow_gpu, ngram_gpu, places_gpu
-    from peregrine.kernels import simulated_gpu as simulated
-    from peregrine.kernels import verdict_gpu as verdict
+    from peregrine.kernels.round import drafts_triton as drafts_gpu
+    from peregrine.kernels.round import ngram_triton as ngram_gpu
+    from peregrine.kernels.round import places_triton as places_gpu
+    from peregrine.kernels.round import tree_triton as grow_gpu
+    from peregrine.kernels.round import verdict_triton as verdict
+    from peregrine.kernels.sampling import filters_triton as filters_gpu
+    from peregrine.kernels.sampling import triton as choose_gpu
+    from peregrine.synthetic import accept_triton as simulated
 
     for module in (choose_gpu, drafts_gpu, filters_gpu, grow_gpu, ngram_gpu, places_gpu, simulated, verdict):
         patch.setattr(module, "launch", launches.launch)

@@ -10,16 +10,16 @@ from peregrine.attention.kernel_choice import KernelCosts
 from peregrine.attention.metadata import AttentionMetadata
 from peregrine.attention.traits import Traits
 from peregrine.cache.store import KVStore
-from peregrine.kernels.latent import LatentTurn
-from peregrine.kernels.rope import Turn
+from peregrine.kernels.attention import DeferredMLARope
+from peregrine.kernels.rope import DeferredRope
 
-AnyTurn = Turn | LatentTurn  # what is still to be done to queries and keys, by kind of attention
+Deferred = DeferredRope | DeferredMLARope  # what is still to be done to queries and keys, by kind of attention
 
 
 class Attend(Protocol):
     """Attention of one forward: what the queries of a layer find among the keys they see."""
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: AnyTurn | None = None) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: Deferred | None = None) -> Tensor:
         """k [M, Hkv, D] and v [M, Hkv, Dv] go to metadata.slots first. q [N, Hq, D] -> [N, Hq, Dv]
 
         With `turn`, queries and keys are normed and turned on the way. Without queries (N is 0) it only writes.

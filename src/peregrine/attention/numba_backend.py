@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from peregrine.attention.backend import AnyTurn, Attend, LayerAttention
+from peregrine.attention.backend import Attend, Deferred, LayerAttention
 from peregrine.attention.kernel_choice import KernelCosts
 from peregrine.attention.metadata import AttentionMetadata
 from peregrine.attention.traits import GraphSupport, Traits
 from peregrine.cache.store import KVStore
-from peregrine.kernels.cpu import NUMBA_PRESENT
+from peregrine.kernels.runtime.cpu import NUMBA_PRESENT
 
 
 class NumbaBackend:
@@ -44,8 +44,8 @@ class NumbaBackend:
     def bind(self, store: KVStore, layers: Sequence[LayerAttention], metadata: AttentionMetadata) -> Attend:
         """Plan once for all layers; the returned callable writes keys and values, then attends."""
         # Imports numba, which is slow and may be absent.
-        from peregrine.kernels.attention_cpu import paged_attention_cpu
-        from peregrine.kernels.attention_plan_cpu import StoredKV, plan_cpu, write_cpu
+        from peregrine.kernels.attention.cpu import paged_attention_cpu
+        from peregrine.kernels.attention.cpu_plan import StoredKV, plan_cpu, write_cpu
 
         plan = plan_cpu(
             metadata.positions,
@@ -62,7 +62,7 @@ class NumbaBackend:
         key_bytes, value_bytes = (4 * part.stride(0) for part in (store.keys, store.values))
         sizes = store.shape.num_heads, store.shape.value_dim, store.values.stride(1)
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, turn: AnyTurn | None = None) -> Tensor:
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, turn: Deferred | None = None) -> Tensor:
             assert turn is None, "compiled CPU kernels turn before they attend"
             own = layers[layer]
             kv = StoredKV(keys + layer * key_bytes, values + layer * value_bytes, *sizes)

@@ -5,13 +5,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from peregrine.attention.backend import AnyTurn, Attend, LayerAttention
+from peregrine.attention.backend import Attend, Deferred, LayerAttention
 from peregrine.attention.kernel_choice import KernelCosts
 from peregrine.attention.metadata import AttentionMetadata
 from peregrine.attention.traits import GraphSupport, Traits
 from peregrine.cache.store import KVStore
-from peregrine.kernels.attention import QueryPlan, paged_attention_torch, plan_causal, plan_tree, slots_of_rows
-from peregrine.kernels.latent import LatentTurn, turn_latent
+from peregrine.kernels.attention import (
+    DeferredMLARope,
+    QueryPlan,
+    paged_attention_torch,
+    plan_causal,
+    plan_tree,
+    slots_of_rows,
+    turn_latent,
+)
 from peregrine.kernels.rope import turn_heads
 
 
@@ -47,8 +54,8 @@ class TorchBackend:
         """Plan once for all layers; the returned callable writes keys and values, then attends."""
         plan = _plan(metadata)
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, turn: AnyTurn | None = None) -> Tensor:
-            if isinstance(turn, LatentTurn):
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, turn: Deferred | None = None) -> Tensor:
+            if isinstance(turn, DeferredMLARope):
                 q, k = turn_latent(q, k, turn)
             elif turn is not None:
                 q, k = turn_heads(q, k, turn)

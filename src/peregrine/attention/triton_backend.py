@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from peregrine.attention.backend import AnyTurn, Attend, LayerAttention
+from peregrine.attention.backend import Attend, Deferred, LayerAttention
 from peregrine.attention.kernel_choice import UNMEASURED, Kernel, KernelCosts, kernel_for
 from peregrine.attention.metadata import AttentionMetadata
 from peregrine.attention.traits import GraphSupport, Traits
 from peregrine.cache.store import KVStore
 from peregrine.hardware import triton_interprets
-from peregrine.kernels.gpu import HOPPER, TRITON_PRESENT, generation
-from peregrine.kernels.interpreter import mend_interpreter
-from peregrine.kernels.latent import LatentTurn
+from peregrine.kernels.attention import DeferredMLARope
+from peregrine.kernels.runtime.gpu import HOPPER, TRITON_PRESENT, generation
+from peregrine.kernels.runtime.interpreter import mend_interpreter
 
 if TYPE_CHECKING:
-    from peregrine.kernels.attention_plan_gpu import GpuPlan
+    from peregrine.kernels.attention.plan_triton import GpuPlan
 
 DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 ON_CUDA = Traits(
@@ -79,8 +79,8 @@ class TritonBackend:
         if triton_interprets():
             mend_interpreter()
         # Imports triton, which is slow and may be absent.
-        from peregrine.kernels import attention_plan_gpu as gpu
-        from peregrine.kernels.rope_gpu import turn_and_store
+        from peregrine.kernels.attention import plan_triton as gpu
+        from peregrine.kernels.rope.triton import turn_and_store
 
         plan = gpu.plan_gpu(
             metadata.positions,
@@ -94,8 +94,8 @@ class TritonBackend:
         if store.shape.shared:
             return _latent_attend(store, layers, metadata.slots, plan, kernel)
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, turn: AnyTurn | None = None) -> Tensor:
-            assert not isinstance(turn, LatentTurn), "keys and values are apart"
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, turn: Deferred | None = None) -> Tensor:
+            assert not isinstance(turn, DeferredMLARope), "keys and values are apart"
             own = layers[layer]
             kv = gpu.StoredKV(
                 keys=store.keys[layer],
@@ -121,19 +121,19 @@ def _latent_attend(
 ) -> Attend:
     """The same for keys that hold their values, of one KV head."""
     # Imports triton, which is slow and may be absent.
-    from peregrine.kernels import latent_plan_gpu as gpu
-    from peregrine.kernels.latent_gpu import turn_latent_gpu, write_latent_gpu
+    from peregrine.kernels.attention import mla_plan_triton as gpu
+    from peregrine.kernels.attention.mla_kv_write_triton import turn_latent_gpu, write_latent_gpu
 
     rank = store.shape.value_dim
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, turn: AnyTurn | None = None) -> Tensor:
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, turn: Deferred | None = None) -> Tensor:
         own, keys = layers[layer], store.keys[layer]
         assert own.window is None, "latent attention has no sliding window"
         assert own.sinks is None, "latent attention has no sinks"
         if turn is None:
             write_latent_gpu(k, rank, slots, keys)
         else:
-            assert isinstance(turn, LatentTurn), "keys hold their values"
+            assert isinstance(turn, DeferredMLARope), "keys hold their values"
             q = turn_latent_gpu(q, k, turn, slots, keys)
         if not len(q):
             return q[..., :rank]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
 
-from peregrine.attention.backend import AnyTurn, Attend, AttentionBackend, LayerAttention
+from peregrine.attention.backend import Attend, AttentionBackend, Deferred, LayerAttention
 from peregrine.attention.kernel_choice import KernelCosts
 from peregrine.attention.metadata import AttentionMetadata
 from peregrine.attention.traits import Traits
@@ -67,7 +67,7 @@ class TimedBackend:
     def bind(self, store: KVStore, layers: Sequence[LayerAttention], metadata: AttentionMetadata) -> Attend:
         attend = self.inner.bind(store, layers, metadata)
 
-        def timed(layer: int, q: Tensor, k: Tensor, v: Tensor, turn: AnyTurn | None = None) -> Tensor:
+        def timed(layer: int, q: Tensor, k: Tensor, v: Tensor, turn: Deferred | None = None) -> Tensor:
             with self.clock.span("kernels"):
                 return attend(layer, q, k, v, turn)
 

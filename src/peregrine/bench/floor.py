@@ -9,13 +9,13 @@ from torch import nn
 
 from peregrine.cache.store import KVStore
 from peregrine.engine.engine import Engine
-from peregrine.kernels.route_law import Choice
-from peregrine.kernels.stream import Stream
+from peregrine.kernels.moe import Choice
+from peregrine.kernels.residual import Residual
+from peregrine.models.draft_heads import DraftHead, Eagle3Head
 from peregrine.models.experts import Experts, Router
 from peregrine.models.head_parts import Head
-from peregrine.models.heads import DraftHead, Eagle3Head
-from peregrine.models.latent import HeadsLinear
 from peregrine.models.layers import Linear
+from peregrine.models.mla import PerHeadLinear
 from peregrine.spec.chain import ChainDrafter
 from peregrine.spec.readers import HeadReader, ModelReader
 from peregrine.spec.tree import TreeDrafter
@@ -61,7 +61,7 @@ def experts_read(engine: Engine, rounds: int, every: int = 1) -> tuple[float, fl
     read: list[tuple[Experts, int, int]] = []  # who was asked, by how many tokens, and how many experts they hit
     choose, graphs = Router.choose, engine.runner.graphs
 
-    def counted(router: Router, stream: Stream) -> Choice:
+    def counted(router: Router, stream: Residual) -> Choice:
         choice = choose(router, stream)
         read.append((mixtures[id(router)], len(choice.experts), len(torch.unique(choice.experts))))
         return choice
@@ -121,7 +121,7 @@ def weight_bytes(module: nn.Module, num_tokens: int) -> float:
         match part:
             case Experts():
                 total += part.active_bytes(num_tokens)
-            case HeadsLinear():
+            case PerHeadLinear():
                 assert part.packed is not None
                 total += part.packed.num_bytes
             case Linear():

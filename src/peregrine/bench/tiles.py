@@ -18,8 +18,8 @@ from peregrine.bench.machine import machine_facts
 from peregrine.engine.sources import open_source
 from peregrine.errors import ConfigError
 from peregrine.hardware import resolve_device, resolve_dtype
-from peregrine.kernels.gpu import TRITON_PRESENT
-from peregrine.kernels.linear_tiles import HEIGHTS, Tile, kind_of, pick_split, pick_tile
+from peregrine.kernels.linear.tiles import HEIGHTS, Tile, kind_of, pick_split, pick_tile
+from peregrine.kernels.runtime.gpu import TRITON_PRESENT
 from peregrine.models.layers import MLP, Linear
 
 COLS, DEPTHS, WARPS, STAGES = (64, 128), (64, 128), (4, 8), (3, 4, 5, 6)
@@ -112,7 +112,7 @@ def _panel_inputs(panels: Tensor | None) -> int:
 def takes_hopper(shape: WeightShape, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether Hopper's own kernel multiplies weights of this shape."""
     # Imports triton, which is slow and may be absent.
-    from peregrine.kernels.linear_gpu import hopper_takes
+    from peregrine.kernels.linear.triton import hopper_takes
 
     return hopper_takes(torch.empty(1, shape.inputs, dtype=dtype, device=device))
 
@@ -160,7 +160,7 @@ def time_tile(shape: WeightShape, tile: Tile, dtype: torch.dtype, device: torch.
     # Imports triton, which is slow and may be absent.
     from triton.runtime.errors import OutOfResources
 
-    from peregrine.kernels.linear_gpu import run as run_linear
+    from peregrine.kernels.linear.triton import run as run_linear
 
     height = shape.outputs * (2 if shape.gate else 1)
     copies = -(-COLD_BYTES // (height * shape.inputs * dtype.itemsize))

@@ -62,7 +62,7 @@ def complete_options(options: dict[str, object], folder: str) -> dict[str, objec
 
     model = str(options.get("model", MODEL))
     if "model" not in options and MODEL not in embedded_models():
-        from peregrine.models.random_checkpoint import make_random_checkpoint
+        from peregrine.synthetic.checkpoint import make_random_checkpoint
 
         print("This build has no embedded model: a small one with random weights stands in; it writes nonsense.")
         model = str(make_random_checkpoint(folder, **STAND_IN))

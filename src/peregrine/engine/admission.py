@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from peregrine.engine.request import Request
 from peregrine.errors import RequestError
-from peregrine.kernels.choose import Features
+from peregrine.kernels.sampling import Features
 from peregrine.sampling import SEED_BITS, SamplingParams
 from peregrine.spec.state import SeatEntry
 

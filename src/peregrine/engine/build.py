@@ -21,16 +21,16 @@ from peregrine.engine.runner import VARIANTS, Runner
 from peregrine.engine.sources import ModelSource, open_source
 from peregrine.errors import ConfigError
 from peregrine.hardware import resolve_device, resolve_dtype, resolve_kv_dtype
-from peregrine.kernels.cpu import COMPILED, load_kernels
-from peregrine.kernels.gpu import TRITON_PRESENT
+from peregrine.kernels.runtime.cpu import COMPILED, load_kernels
+from peregrine.kernels.runtime.gpu import TRITON_PRESENT
 from peregrine.models.config import ModelConfig
 from peregrine.models.decoder import Decoder
 from peregrine.spec.bound import BoundModel
 from peregrine.spec.judge import judge
 from peregrine.spec.registry import make_drafter
-from peregrine.spec.simulate import simulated_judge
 from peregrine.spec.state import SeatState
 from peregrine.spec.types import Drafter
+from peregrine.synthetic.judge import simulated_judge
 from peregrine.text.tokenizer import Tokenizer
 
 

@@ -9,8 +9,8 @@ from peregrine.engine.page_ledger import PageLedger
 from peregrine.engine.prefill import next_stretches, read_stretches
 from peregrine.engine.request import Delta, Output, Request, TokenLogprob
 from peregrine.engine.runner import RowResult, Runner
-from peregrine.kernels.choose import Features
-from peregrine.kernels.verdict import FINISH_FAULT, FINISH_LENGTH, FINISH_NONE, FINISH_STOP
+from peregrine.kernels.round import FINISH_FAULT, FINISH_LENGTH, FINISH_NONE, FINISH_STOP
+from peregrine.kernels.sampling import Features
 from peregrine.sampling import SamplingParams
 from peregrine.text.stream import TextStream
 from peregrine.text.tokenizer import Tokenizer

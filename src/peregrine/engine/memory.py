@@ -9,7 +9,7 @@ from peregrine.cache.store import KVStore
 from peregrine.config import EngineConfig
 from peregrine.errors import ConfigError
 from peregrine.hardware import read_gpu, read_memory
-from peregrine.kernels.latent import latent_splits
+from peregrine.kernels.attention import latent_splits
 from peregrine.models.config import ModelConfig
 from peregrine.models.decoder import Decoder
 from peregrine.spec.registry import StoreShape

@@ -13,7 +13,7 @@ from peregrine.attention.metadata import AttentionMetadata
 from peregrine.attention.window import Window
 from peregrine.engine.request import Request
 from peregrine.hardware import upload
-from peregrine.kernels.choose import logprobs
+from peregrine.kernels.sampling import logprobs
 from peregrine.spec.bound import BoundModel
 from peregrine.spec.types import Chunk, Drafter
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from peregrine.engine.graphs import Graphs
 from peregrine.engine.host_copy import Ring
 from peregrine.engine.request import Request, RoundDrafts
-from peregrine.kernels.choose import Features
-from peregrine.kernels.verdict import HEADER, Verdict
+from peregrine.kernels.round import HEADER, Verdict
+from peregrine.kernels.sampling import Features
 from peregrine.sampling import MAX_LOGPROBS
 from peregrine.spec.bound import BoundModel
 from peregrine.spec.judge import Judge

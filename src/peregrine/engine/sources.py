@@ -11,11 +11,11 @@ from peregrine.engine.memory import check_room
 from peregrine.errors import ConfigError
 from peregrine.models.config import ModelConfig
 from peregrine.models.decoder import Decoder
+from peregrine.models.draft_heads import DraftHead
 from peregrine.models.head_loading import has_prediction_layer
-from peregrine.models.heads import DraftHead
 from peregrine.models.loading import load_decoder, num_weights, stored_dtype
-from peregrine.models.shapes import PREFIX, draw_decoder, draw_head, draw_prediction_layer, shape_config
 from peregrine.spec.registry import DRAFTERS, DraftSource, find_drafter
+from peregrine.synthetic.shapes import PREFIX, draw_decoder, draw_head, draw_prediction_layer, shape_config
 from peregrine.text.tokenizer import Tokenizer
 
 # How to draw the drafters that a shape can have.

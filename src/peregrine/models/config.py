@@ -9,10 +9,10 @@ from pathlib import Path
 
 from peregrine.attention import LayerAttention
 from peregrine.cache.store import KVShape
+from peregrine.models.checkpoint.folder import Fields, open_folder
+from peregrine.models.checkpoint.fp8 import read_blocks
 from peregrine.models.experts_config import ExpertsConfig, read_experts
-from peregrine.models.folder import Fields, open_folder
-from peregrine.models.fp8 import read_blocks
-from peregrine.models.latent_config import Latent, read_latent
+from peregrine.models.mla_config import MLAConfig, read_latent
 from peregrine.models.rope_table import Rope, read_rope, usable_positions
 
 # architecture -> family whose rules it follows. MiMo is a Qwen2 body with prediction layers beside it; DeepSeek-R1 is
@@ -56,7 +56,7 @@ class ModelConfig:
     out_bias: bool
     mlp_bias: bool
     qk_norm: bool
-    latent: Latent | None  # attention over latents; None: over keys and values of heads
+    latent: MLAConfig | None  # attention over latents; None: over keys and values of heads
     experts: ExpertsConfig | None  # mixtures in the place of some MLPs; None: every layer has an MLP
     num_extra_layers: int  # prediction layers stored beside the decoder; a draft head loads them
     bos_id: int | None

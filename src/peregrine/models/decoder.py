@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from peregrine.attention import Attend, LayerAttention
-from peregrine.kernels.stream import Stream, embed_stream, normed, start_stream
-from peregrine.kernels.tape import Shelf
+from peregrine.kernels.residual import Residual, embed_stream, normed, start_stream
+from peregrine.kernels.runtime.cpu_graph import CpuGraphs
 from peregrine.models.config import ModelConfig
 from peregrine.models.decoder_layer import Layer
-from peregrine.models.layers import Asking, Heads, Linear, RMSNorm, pack_linears
+from peregrine.models.layers import QKV, Linear, LiveRows, RMSNorm, pack_linears
 from peregrine.models.rope_table import rope_table
 
 # Windows whose activations fit in this are run from remembered kernel calls; larger ones do not need it.
@@ -38,7 +38,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         token_bytes = 4 * (6 * config.hidden_size + 3 * config.intermediate_size) * config.num_layers
-        self.shelf = Shelf(max_rows=MAX_SHELF_BYTES // token_bytes)
+        self.shelf = CpuGraphs(max_rows=MAX_SHELF_BYTES // token_bytes)
         # Calls are remembered where a layer is the same kernels for every token.
         self.remembers = config.latent is None and config.experts is None
         last = config.num_layers - 1
@@ -83,7 +83,7 @@ class Decoder(nn.Module):
         for i in range(num_layers):
             if i in taps:
                 tapped[i] = stream.values
-            asking = Asking.of(asking_rows, stream, positions) if i == last else None
+            asking = LiveRows.of(asking_rows, stream, positions) if i == last else None
             if heads is None:
                 heads = self.layer(i).attention.project(stream, positions, self.rope_table, asking)
             attended = heads.ask(attend, i)
@@ -98,7 +98,7 @@ class Decoder(nn.Module):
             hidden = hidden if live is None else hidden.index_select(0, live)
         return hidden, torch.cat([tapped[i] for i in taps], dim=1) if taps else None
 
-    def enter(self, tokens: Tensor) -> Stream:
+    def enter(self, tokens: Tensor) -> Residual:
         """The embeddings of tokens [N], ready for the first layer."""
         norm = self.layer(0).input_norm
         assert norm is not None
@@ -113,8 +113,8 @@ class Decoder(nn.Module):
         return layer
 
     def _cross(
-        self, i: int, attended: Tensor, stream: Stream, positions: Tensor, all_ask: bool
-    ) -> tuple[Heads | None, Stream]:
+        self, i: int, attended: Tensor, stream: Residual, positions: Tensor, all_ask: bool
+    ) -> tuple[QKV | None, Residual]:
         """From layer i's answer of attention to layer i + 1; its question comes along where calls are remembered."""
         layer, following = self.layer(i), self.layer(i + 1)
         packed = self.head.packed
@@ -122,12 +122,12 @@ class Decoder(nn.Module):
             return None, layer.leave(attended, stream, following.input_norm)
 
         def step(attended: Tensor, values: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
-            after = layer.leave(attended, Stream(values, values), following.input_norm)
+            after = layer.leave(attended, Residual(values, values), following.input_norm)
             heads = following.attention.project(after, positions, self.rope_table)
             return heads.q, heads.k, heads.v, after.values
 
         q, k, v, values = self.shelf.run(i, step, attended, stream.values, positions)
-        return Heads(q, k, v), Stream(values, values)
+        return QKV(q, k, v), Residual(values, values)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, H] -> [n, V]."""

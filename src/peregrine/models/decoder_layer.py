@@ -2,11 +2,11 @@
 
 from torch import Tensor, nn
 
-from peregrine.kernels.stream import Stream
+from peregrine.kernels.residual import Residual
 from peregrine.models.config import ModelConfig
 from peregrine.models.experts import Experts
-from peregrine.models.latent import LatentAttention
 from peregrine.models.layers import MLP, Attention, RMSNorm
+from peregrine.models.mla import MLAAttention
 
 
 class Layer(nn.Module):
@@ -18,15 +18,15 @@ class Layer(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, split: bool, normed_input: bool = True) -> None:
         super().__init__()
         self.input_norm = RMSNorm(config.hidden_size, config.norm_eps) if normed_input else None
-        self.attention: Attention | LatentAttention
+        self.attention: Attention | MLAAttention
         if config.latent is None:
             self.attention = Attention(config, layer, config.hidden_size, split)
         else:
-            self.attention = LatentAttention(config, config.latent, layer, split)
+            self.attention = MLAAttention(config, config.latent, layer, split)
         self.post_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp: MLP | Experts = Experts(config) if config.has_experts(layer) else MLP(config)
 
-    def leave(self, attended: Tensor, stream: Stream, next_norm: RMSNorm | None) -> Stream:
+    def leave(self, attended: Tensor, stream: Residual, next_norm: RMSNorm | None) -> Residual:
         """The second half of the layer, after attention has answered [N, Hq, D]."""
         stream = self.attention.out.join(self.attention.answer(attended), stream, self.post_norm)
         return self.mlp.forward(stream, next_norm)

@@ -12,14 +12,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from peregrine.kernels.experts import PackedExperts, join_experts, pack_experts, plain_experts
-from peregrine.kernels.route import pack_router, route, route_torch
-from peregrine.kernels.route_law import Choice
-from peregrine.kernels.stream import Stream
+from peregrine.kernels.moe import (
+    Choice,
+    PackedExperts,
+    join_experts,
+    pack_experts,
+    pack_router,
+    plain_experts,
+    route,
+    route_torch,
+)
+from peregrine.kernels.residual import Residual
+from peregrine.models.checkpoint.weights import Piece, Plan
 from peregrine.models.config import ModelConfig
 from peregrine.models.experts_config import ExpertsConfig
 from peregrine.models.layers import Linear, Packable, RMSNorm
-from peregrine.models.weights import Piece, Plan
 
 
 class Router(Linear):
@@ -46,7 +53,7 @@ class Router(Linear):
         if not keep_weight:
             self.weight = None
 
-    def choose(self, stream: Stream) -> Choice:
+    def choose(self, stream: Residual) -> Choice:
         """The experts of each row of the normed stream."""
         if self.packed is not None:
             return route(stream, self.packed, self.law, self.choice_bias)
@@ -101,7 +108,7 @@ class Experts(nn.Module):
         self.gate_up = ExpertLinear(count, size, 2 * inner)
         self.down = ExpertLinear(count, inner, size)
 
-    def forward(self, stream: Stream, next_norm: RMSNorm | None) -> Stream:
+    def forward(self, stream: Residual, next_norm: RMSNorm | None) -> Residual:
         """The stream with the experts' answers to its norm added to it, ready for the norm that comes next."""
         weight, eps = (None, 0.0) if next_norm is None else (next_norm.weight, next_norm.eps)
         choice = self.router.choose(stream)

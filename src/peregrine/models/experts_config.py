@@ -7,8 +7,8 @@ leaves them out must be there; every published config has them.
 
 from dataclasses import dataclass
 
-from peregrine.kernels.route_law import RouteLaw
-from peregrine.models.folder import Fields
+from peregrine.kernels.moe import RoutingRule
+from peregrine.models.checkpoint.folder import Fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +49,9 @@ class ExpertsConfig:
         return self.shared_size // self.inner_size
 
     @property
-    def law(self) -> RouteLaw:
+    def law(self) -> RoutingRule:
         """How a token's scores become its experts and their weights."""
-        return RouteLaw(
+        return RoutingRule(
             num_experts=self.num_experts,
             top_k=self.top_k,
             num_shared=self.num_shared,

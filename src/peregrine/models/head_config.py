@@ -13,8 +13,8 @@ from collections.abc import Set
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from peregrine.models.checkpoint.folder import Fields
 from peregrine.models.config import ARCHITECTURES, ModelConfig
-from peregrine.models.folder import Fields
 
 TAP_IDS = "eagle_aux_hidden_state_layer_ids"
 MIMO_PREFIX, SPECULATORS_MTP_PREFIX = "model.mtp_layers.0.", "mtp_layers.0."

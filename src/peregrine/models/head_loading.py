@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from peregrine.errors import CheckpointError
+from peregrine.models.checkpoint.folder import Fields, open_folder
+from peregrine.models.checkpoint.weights import Piece, Plan, Weights, listed
 from peregrine.models.decoder import Decoder
-from peregrine.models.folder import Fields, open_folder
+from peregrine.models.draft_heads import Eagle3Config, Eagle3Head, EagleHead, MTPHead
 from peregrine.models.head_config import (
     MIMO_PREFIX,
     SPECULATORS_MTP_PREFIX,
@@ -30,9 +32,7 @@ from peregrine.models.head_config import (
     read_taps,
     read_variant,
 )
-from peregrine.models.heads import Eagle3Config, Eagle3Head, EagleHead, MTPHead
 from peregrine.models.loading import attention_plan, layer_plan, linear_plan, mlp_plan
-from peregrine.models.weights import Piece, Plan, Weights, listed
 
 _IGNORABLE = re.compile(r"(^|\.)(t2d|d2t|rotary_emb\.inv_freq)$")
 _INTEGERS = ("I64", "I32")

@@ -9,12 +9,12 @@ from torch.nn import functional as F
 
 from peregrine.attention import Attend, LayerAttention
 from peregrine.kernels.norm import norm_pair
-from peregrine.kernels.stream import Stream
-from peregrine.kernels.tape import Shelf
+from peregrine.kernels.residual import Residual
+from peregrine.kernels.runtime.cpu_graph import CpuGraphs
 from peregrine.models.config import ModelConfig
 from peregrine.models.decoder import Decoder
 from peregrine.models.decoder_layer import Layer
-from peregrine.models.layers import MLP, Asking, Attention, Heads, Linear, RMSNorm
+from peregrine.models.layers import MLP, QKV, Attention, Linear, LiveRows, RMSNorm
 from peregrine.models.rope_table import SPARE_POSITIONS, rope_table
 
 MAX_SHELF_ROWS = 64  # larger windows are not run from remembered kernel calls
@@ -75,17 +75,17 @@ class Head(nn.Module):
     def through(
         self,
         layers: Sequence[nn.Module],
-        stream: Stream,
+        stream: Residual,
         positions: Tensor,
         attend: Attend,
         live: Tensor | None,
         last_norm: RMSNorm | None,
-    ) -> Stream:
+    ) -> Residual:
         """The stream after plain layers, ready for the last norm; the last layer computes live rows alone."""
         for i, layer in enumerate(layers):
             assert isinstance(layer, Layer)
             last = i == len(layers) - 1
-            asking = Asking.of(live if last else None, stream, positions)
+            asking = LiveRows.of(live if last else None, stream, positions)
             heads = layer.attention.project(stream, positions, self.rope_table, asking)
             attended = heads.ask(attend, layer.attention.layer)
             next_norm = last_norm if last else input_norm(layers[i + 1])
@@ -105,7 +105,7 @@ class Eagle3Layer(nn.Module):
     def __init__(self, config: ModelConfig, split: bool, norm_before_residual: bool) -> None:
         super().__init__()
         self.norm_before_residual = norm_before_residual
-        self.shelf = Shelf(max_rows=MAX_SHELF_ROWS)
+        self.shelf = CpuGraphs(max_rows=MAX_SHELF_ROWS)
         self.input_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.hidden_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.attention = Attention(config, 0, 2 * config.hidden_size, split)
@@ -122,7 +122,7 @@ class Eagle3Layer(nn.Module):
         attend: Attend,
         live: Tensor | None,
         next_norm: RMSNorm | None,
-    ) -> Stream:
+    ) -> Residual:
         """The stream that leaves the layer, ready for the norm that comes next."""
         norms = self.input_norm.weight, self.hidden_norm.weight
         both = norm_pair(tokens, embedding, norms[0], hidden, norms[1], self.input_norm.eps)  # [N, 2 H]
@@ -131,26 +131,26 @@ class Eagle3Layer(nn.Module):
             heads = self._ask(both, positions, table)
         else:
             chosen = both.index_select(0, live)
-            asking = Asking(live, Stream(chosen, chosen), positions.index_select(0, live))
+            asking = LiveRows(live, Residual(chosen, chosen), positions.index_select(0, live))
             # What is normed already is read as it is.
-            heads = self.attention.project(Stream(both, both), positions, table, asking)
+            heads = self.attention.project(Residual(both, both), positions, table, asking)
             values = values.index_select(0, live)
         return self._leave(heads.ask(attend, 0), values, next_norm)
 
-    def _ask(self, both: Tensor, positions: Tensor, table: Tensor) -> Heads:
+    def _ask(self, both: Tensor, positions: Tensor, table: Tensor) -> QKV:
         if not self._remembers:
-            return self.attention.project(Stream(both, both), positions, table)
+            return self.attention.project(Residual(both, both), positions, table)
 
         def step(both: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
-            heads = self.attention.project(Stream(both, both), positions, table)
+            heads = self.attention.project(Residual(both, both), positions, table)
             return heads.q, heads.k, heads.v
 
         q, k, v = self.shelf.run(0, step, both, positions)
-        return Heads(q, k, v)
+        return QKV(q, k, v)
 
-    def _leave(self, attended: Tensor, values: Tensor, next_norm: RMSNorm | None) -> Stream:
-        def leave(attended: Tensor, values: Tensor) -> Stream:
-            stream = self.attention.out.join(attended.flatten(1), Stream(values, values), self.post_norm)
+    def _leave(self, attended: Tensor, values: Tensor, next_norm: RMSNorm | None) -> Residual:
+        def leave(attended: Tensor, values: Tensor) -> Residual:
+            stream = self.attention.out.join(attended.flatten(1), Residual(values, values), self.post_norm)
             return self.mlp.forward(stream, next_norm)
 
         def step(attended: Tensor, values: Tensor) -> tuple[Tensor, ...]:
@@ -160,7 +160,7 @@ class Eagle3Layer(nn.Module):
         if not self._remembers:
             return leave(attended, values)
         values, ready = self.shelf.run(1, step, attended, values)
-        return Stream(values, ready)
+        return Residual(values, ready)
 
     @property
     def _remembers(self) -> bool:

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from peregrine.attention import AnyTurn, Attend
+from peregrine.attention import Attend, Deferred
 from peregrine.kernels.activation import silu_mul
-from peregrine.kernels.gpu import gpu_ready
 from peregrine.kernels.linear import PackedWeight, linear, pack_weight
 from peregrine.kernels.norm import rms_norm
-from peregrine.kernels.rope import Turn, rope
-from peregrine.kernels.stream import Stream, add_to_stream, join_stream, stream_gate, stream_linear
+from peregrine.kernels.residual import Residual, add_to_stream, join_stream, stream_gate, stream_linear
+from peregrine.kernels.rope import DeferredRope, rope
+from peregrine.kernels.runtime.gpu import triton_ready
 from peregrine.models.config import ModelConfig
 
 
@@ -63,17 +63,17 @@ class Linear(Packable):
         assert self.weight is not None
         return F.linear(x, self.weight, self.bias)
 
-    def of(self, stream: Stream) -> Tensor:
+    def of(self, stream: Residual) -> Tensor:
         """The linear of the normed stream. -> [N, out]"""
         return self.forward(stream.ready) if self.packed is None else stream_linear(stream, self.packed)
 
-    def gated(self, stream: Stream) -> Tensor:
+    def gated(self, stream: Residual) -> Tensor:
         """silu(first half) * second half of it. -> [N, out / 2]"""
         if self.packed is None:
             return silu_mul(self.forward(stream.ready))
         return stream_gate(stream, self.packed)
 
-    def join(self, x: Tensor, stream: Stream, norm: "RMSNorm | None") -> Stream:
+    def join(self, x: Tensor, stream: Residual, norm: "RMSNorm | None") -> Residual:
         """The stream with the linear of x added to it, ready for the norm that comes next, if one does."""
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
         if self.packed is None:
@@ -95,13 +95,13 @@ class RMSNorm(nn.Module):
 
 
 @dataclass(frozen=True, slots=True)
-class Heads:
+class QKV:
     """What attention is asked: queries, keys and values in heads; turned, or with the turn still to be made."""
 
     q: Tensor  # [N or R, Hq, D]
     k: Tensor  # [N, Hkv, D]
     v: Tensor  # [N, Hkv, Dv]
-    turn: AnyTurn | None = None
+    turn: Deferred | None = None
 
     def ask(self, attend: Attend, layer: int) -> Tensor:
         """What the queries found. [N or R, Hq, Dv]"""
@@ -109,17 +109,17 @@ class Heads:
 
 
 @dataclass(frozen=True, slots=True)
-class Asking:
+class LiveRows:
     """The rows that ask something of a layer whose keys and values are computed for all."""
 
     rows: Tensor  # [R] i64
-    stream: Stream  # [R, H]
+    stream: Residual  # [R, H]
     positions: Tensor  # [R] i64
 
     @staticmethod
-    def of(rows: Tensor | None, stream: Stream, positions: Tensor) -> "Asking | None":
+    def of(rows: Tensor | None, stream: Residual, positions: Tensor) -> "LiveRows | None":
         """None if no rows are named: all ask."""
-        return None if rows is None else Asking(rows, stream.rows(rows), positions.index_select(0, rows))
+        return None if rows is None else LiveRows(rows, stream.rows(rows), positions.index_select(0, rows))
 
 
 class Attention(nn.Module):
@@ -143,7 +143,7 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
 
-    def project(self, stream: Stream, positions: Tensor, table: Tensor, asking: "Asking | None" = None) -> Heads:
+    def project(self, stream: Residual, positions: Tensor, table: Tensor, asking: "LiveRows | None" = None) -> QKV:
         """Queries, keys and values of the normed stream [N, in]; queries of the asking rows, if not all ask."""
         q_positions = positions if asking is None else asking.positions
         if self.qkv is not None:
@@ -157,25 +157,25 @@ class Attention(nn.Module):
             kv = self.kv.of(stream).view(-1, 2 * self.num_kv_heads, self.head_dim)
             q = self.q.of(stream if asking is None else asking.stream).view(-1, self.num_heads, self.head_dim)
         k, v = torch.split_with_sizes(kv, (self.num_kv_heads, self.num_kv_heads), 1)
-        if self.out.packed is not None and gpu_ready(q):
-            return Heads(q, k, v, self._turn(q_positions, positions, table))
+        if self.out.packed is not None and triton_ready(q):
+            return QKV(q, k, v, self._turn(q_positions, positions, table))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         elif heads is not None:  # side by side: one call turns both
             turned = rope(heads[:, : self.num_heads + self.num_kv_heads], positions, table)
             q, k = torch.split_with_sizes(turned, (self.num_heads, self.num_kv_heads), 1)
-            return Heads(q, k, v)
-        return Heads(rope(q, q_positions, table), rope(k, positions, table), v)
+            return QKV(q, k, v)
+        return QKV(rope(q, q_positions, table), rope(k, positions, table), v)
 
     def answer(self, attended: Tensor) -> Tensor:
         """What the queries found [N, Hq, D], as `out` reads it. -> [N, Hq * D]"""
         return attended.flatten(1)
 
-    def _turn(self, q_positions: Tensor, positions: Tensor, table: Tensor) -> Turn:
+    def _turn(self, q_positions: Tensor, positions: Tensor, table: Tensor) -> DeferredRope:
         q_norm, k_norm = self.q_norm, self.k_norm
         if q_norm is None or k_norm is None:
-            return Turn(q_positions, positions, table, None, None, 0.0)
-        return Turn(q_positions, positions, table, q_norm.weight, k_norm.weight, q_norm.eps)
+            return DeferredRope(q_positions, positions, table, None, None, 0.0)
+        return DeferredRope(q_positions, positions, table, q_norm.weight, k_norm.weight, q_norm.eps)
 
 
 class MLP(nn.Module):
@@ -186,7 +186,7 @@ class MLP(nn.Module):
         self.gate_up = Linear(config.hidden_size, 2 * config.intermediate_size, config.mlp_bias)
         self.down = Linear(config.intermediate_size, config.hidden_size, config.mlp_bias)
 
-    def forward(self, stream: Stream, next_norm: RMSNorm | None) -> Stream:
+    def forward(self, stream: Residual, next_norm: RMSNorm | None) -> Residual:
         """The stream with the MLP of its norm added to it, ready for the norm that comes next."""
         return self.down.join(self.gate_up.gated(stream), stream, next_norm)
 

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from peregrine.errors import CheckpointError
 from peregrine.log import logger
+from peregrine.models.checkpoint.weights import Piece, Plan, Weights
 from peregrine.models.config import ModelConfig
 from peregrine.models.decoder import Decoder
 from peregrine.models.experts import experts_plan
-from peregrine.models.latent_config import Latent
-from peregrine.models.weights import Piece, Plan, Weights
+from peregrine.models.mla_config import MLAConfig
 
 # Some checkpoints store the rotary frequencies; they follow from the config.
 _ROTARY = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
@@ -121,7 +121,7 @@ def attention_plan(config: ModelConfig, parameter: str, stored: str, in_size: in
     return plan
 
 
-def latent_plan(config: ModelConfig, latent: Latent, parameter: str, stored: str, split: bool) -> Plan:
+def latent_plan(config: ModelConfig, latent: MLAConfig, parameter: str, stored: str, split: bool) -> Plan:
     """The same for one latent attention part.
 
     Rows that make what is rotated are brought into the order of halves, and kv_b_proj, which makes keys and values of

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from peregrine.models.folder import Fields
+from peregrine.models.checkpoint.folder import Fields
 
 # Look-ahead tokens stand past the last position that can be committed; their table rows must exist.
 SPARE_POSITIONS = 128

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from peregrine.attention.backend import AnyTurn, Attend, AttentionBackend, LayerAttention
+from peregrine.attention.backend import Attend, AttentionBackend, Deferred, LayerAttention
 from peregrine.attention.metadata import AttentionMetadata
 from peregrine.cache.store import KVStore
 from peregrine.models.decoder import Decoder
@@ -14,7 +14,7 @@ from peregrine.models.decoder import Decoder
 def last_layer(body: Attend, last: Attend, num_layers: int) -> Attend:
     """One attend for all layers but the last, another for the last."""
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, turn: AnyTurn | None = None) -> Tensor:
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, turn: Deferred | None = None) -> Tensor:
         return (last if layer == num_layers - 1 else body)(layer, q, k, v, turn)
 
     return attend

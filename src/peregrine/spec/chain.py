@@ -1,6 +1,6 @@
 """Guess one token after another: a chain of K drafts."""
 
-from peregrine.kernels.choose import pick
+from peregrine.kernels.sampling import pick
 from peregrine.spec.readers import DraftReader
 from peregrine.spec.types import Chunk, Drafts, DraftShape, Seen
 

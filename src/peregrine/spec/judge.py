@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from peregrine.kernels.choose import Features, choose
-from peregrine.kernels.places import WindowPlaces
+from peregrine.kernels.round import WindowPlaces
+from peregrine.kernels.sampling import Features, choose
 from peregrine.spec.state import RowState
 
 Judge = Callable[[Tensor, WindowPlaces, RowState, Features], Tensor]

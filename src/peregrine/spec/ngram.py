@@ -1,6 +1,6 @@
 """Guess by looking back: find the last few tokens earlier in the same request and repeat what followed them."""
 
-from peregrine.kernels.ngram import find_repeats
+from peregrine.kernels.round import find_repeats
 from peregrine.spec.types import Chunk, Drafts, DraftShape, Seen
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from peregrine.attention.backend import AttentionBackend, LayerAttention
 from peregrine.attention.metadata import AttentionMetadata
 from peregrine.cache.store import KVStore
-from peregrine.models.heads import DraftHead
+from peregrine.models.draft_heads import DraftHead
 from peregrine.spec.bound import BoundModel, last_layer
 from peregrine.spec.types import Chunk, Seen
 

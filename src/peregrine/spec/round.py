@@ -14,9 +14,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from peregrine.kernels.choose import Features, logprobs
-from peregrine.kernels.drafts import move_path
-from peregrine.kernels.verdict import Verdict
+from peregrine.kernels.round import Verdict, move_path
+from peregrine.kernels.sampling import Features, logprobs
 from peregrine.spec.bound import BoundModel
 from peregrine.spec.judge import Judge
 from peregrine.spec.state import Rows, SeatState

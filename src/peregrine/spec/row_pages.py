@@ -7,7 +7,7 @@ from torch import Tensor
 
 from peregrine.attention.metadata import AttentionMetadata
 from peregrine.attention.window import Window
-from peregrine.kernels.places import (
+from peregrine.kernels.round import (
     AheadPlaces,
     PathPlaces,
     WindowPlaces,

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from peregrine.hardware import upload
-from peregrine.kernels.choose import Context, Law
-from peregrine.kernels.drafts import keep_drafts
-from peregrine.kernels.verdict import Ends, Nodes, Verdict, commit
+from peregrine.kernels.round import Ends, Nodes, Verdict, commit, keep_drafts
+from peregrine.kernels.sampling import Context, SamplingTensors
 from peregrine.sampling import MAX_BIAS, MAX_STOP_IDS
 from peregrine.spec.row_pages import RowPages, even_starts
 from peregrine.spec.types import Drafts, DraftShape, Links
@@ -68,7 +67,7 @@ class RowState:
     limits: Tensor  # [R] i64
     done: Tensor  # [R] bool
     links: Links
-    law: Law
+    law: SamplingTensors
     pages: RowPages
 
     def context(self, past_lens: Tensor) -> Context:
@@ -117,7 +116,7 @@ class SeatState:
         self._chain = Links.chain(shape.nodes, device)
         # A chain's links never change: one row serves all seats. A tree's are chosen anew each round.
         self.links = self._chain if shape.is_chain else Links(*(x.repeat(seats, 1) for x in self._chain.fields()))
-        self.law = Law(
+        self.law = SamplingTensors(
             temperature=real(),
             top_k=whole(),
             top_p=real(fill=1.0),
@@ -166,7 +165,7 @@ class SeatState:
             limits=self.limits[:count],
             done=self.done[:count],
             links=self.links.rows(count),
-            law=Law(
+            law=SamplingTensors(
                 temperature=law.temperature[:count],
                 top_k=law.top_k[:count],
                 top_p=law.top_p[:count],

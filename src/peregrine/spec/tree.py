@@ -1,7 +1,6 @@
 """Guess a tree: expand the most probable nodes level by level, keep the best T - 1 of all that were seen."""
 
-from peregrine.kernels.grow import grow, select
-from peregrine.kernels.growth import Frontier, Growth
+from peregrine.kernels.round import Frontier, Growth, grow, select
 from peregrine.spec.readers import DraftReader
 from peregrine.spec.types import Chunk, Drafts, DraftShape, Links, Seen
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from peregrine.attention.metadata import AttentionMetadata
-from peregrine.kernels.choose import Features, Law
+from peregrine.kernels.sampling import Features, SamplingTensors
 from peregrine.spec.row_pages import RowPages
 
 MAX_NODES = 64  # one 64-bit ancestor word per node
@@ -83,7 +83,7 @@ class Seen:
     new_past_lens: Tensor  # [R]  and after it; also the newest token's position
     history: Tensor  # [R, C]  every token so far by position, the newest at new_past_lens, then next_tokens
     pages: RowPages
-    law: Law
+    law: SamplingTensors
     features: Features
 
 

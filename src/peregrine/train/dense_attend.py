@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from peregrine.attention import AnyTurn, Attend, LayerAttention
+from peregrine.attention import Attend, Deferred, LayerAttention
 
 
 def dense_attend(layers: Sequence[LayerAttention], rows: int) -> Attend:
     """`attend` for a forward over `rows` rows of equal length, flattened; every row starts at position 0."""
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, turn: AnyTurn | None = None) -> Tensor:
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, turn: Deferred | None = None) -> Tensor:
         assert turn is None, "training turns before it attends"
         group = q.shape[1] // k.shape[1]
         q, k, v = (_by_row(x, rows) for x in (q, k.to(q.dtype), v.to(q.dtype)))  # [rows, heads, S, D]

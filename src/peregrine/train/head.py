@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from peregrine.errors import ConfigError
 from peregrine.models.decoder import Decoder
+from peregrine.models.draft_heads import Eagle3Config, Eagle3Head
 from peregrine.models.head_config import default_taps
-from peregrine.models.heads import Eagle3Config, Eagle3Head
 from peregrine.models.layers import draw_weights
 from peregrine.train.packed_attend import UnrolledAttend, packed_attend
 from peregrine.train.sample_rows import PAD, Rows

@@ -14,9 +14,9 @@ from peregrine.engine.folders import find_model
 from peregrine.errors import ConfigError
 from peregrine.hardware import resolve_device, resolve_dtype
 from peregrine.models.config import ModelConfig
+from peregrine.models.draft_heads import Eagle3Head
 from peregrine.models.head_loading import AnyHead, load_head
 from peregrine.models.head_saving import save_head
-from peregrine.models.heads import Eagle3Head
 from peregrine.models.loading import load_decoder, stored_dtype
 from peregrine.text.tokenizer import Tokenizer
 from peregrine.train import acceptance

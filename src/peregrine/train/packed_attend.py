@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from peregrine.attention import AnyTurn, Attend, LayerAttention
+from peregrine.attention import Attend, Deferred, LayerAttention
 from peregrine.train.sample_rows import Rows
 
 
@@ -18,7 +18,7 @@ def packed_attend(layers: Sequence[LayerAttention], rows: Rows) -> Attend:
     """`attend` for a forward over whole rows: a token sees its own sample up to itself."""
     seen = visible(rows)
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, turn: AnyTurn | None = None) -> Tensor:
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, turn: Deferred | None = None) -> Tensor:
         assert turn is None, "training turns before it attends"
         spec, count = layers[layer], len(rows.tokens)
         q, k, v = (_by_head(x, count) for x in (q, k.to(q.dtype), v.to(q.dtype)))
@@ -47,7 +47,7 @@ class UnrolledAttend:
         """The `attend` of the next step; the first call gives step 0."""
         step, self.steps = self.steps, self.steps + 1
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, turn: AnyTurn | None = None) -> Tensor:
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, turn: Deferred | None = None) -> Tensor:
             assert turn is None, "training turns before it attends"
             spec, count = self.layers[layer], len(self.rows.tokens)
             q, k, v = (_by_head(x, count) for x in (q, k.to(q.dtype), v.to(q.dtype)))

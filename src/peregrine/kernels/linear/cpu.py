@@ -1,0 +1,139 @@
+"""The compiled linear layer: tiles of 1 to 5 rows by 16 outputs, held in registers over the whole sum.
+
+Each of a tile's outputs is its own chain of fused multiply-adds, so the tile's height decides speed alone.
+Five rows are what 32 registers of four floats hold; with four, loads and arithmetic balance best.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.nn.functional as F
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+from torch import Tensor
+
+from peregrine.kernels.runtime.cpu import pieces_for
+from peregrine.kernels.runtime.cpu_jit import (
+    FLOAT,
+    INT64,
+    broadcast_lane,
+    claim,
+    counted_loop,
+    cpu_kernel,
+    fused_multiply_add,
+    load_vector,
+    store_vector,
+    words_of,
+)
+
+PANEL = 16  # outputs that lie together
+UNROLL = 4  # inputs of a row that are loaded by one vector load
+SERIAL_WORK = 1 << 15  # multiply-adds below which a second thread costs more than it saves
+
+
+def pack(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Panels [ceil(O / 16), I, 16] of weight [O, I], and bias [O] (or zeros) filled up to their outputs."""
+    out_features = weight.shape[0]
+    padding = -out_features % PANEL
+    offsets = weight.new_zeros(out_features) if bias is None else bias
+    padded = F.pad(weight, (0, 0, 0, padding)).view(-1, PANEL, weight.shape[1])
+    return padded.transpose(1, 2).contiguous(), F.pad(offsets, (0, padding))
+
+
+def linear(x: Tensor, panels: Tensor, bias: Tensor, out_features: int) -> Tensor:
+    """x @ weight.T + bias for x [N, I] float32 on the CPU and what `pack` made of weight and bias: [N, O]."""
+    num_rows, width = x.shape
+    num_panels, in_features, _ = panels.shape
+    if width != in_features:
+        raise ValueError(f"x has rows of {width}, the weight takes rows of {in_features}")
+    stride = width
+    if not x.is_contiguous():
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        stride = x.stride(0)
+    columns = num_panels * PANEL
+    y = x.new_empty(num_rows, columns)
+    pieces = pieces_for(num_panels, num_rows * columns * width, SERIAL_WORK)
+    pointers = x.data_ptr(), panels.data_ptr(), bias.data_ptr(), y.data_ptr()
+    _linear(pieces, *pointers, num_rows, stride, width, num_panels)
+    return y if columns == out_features else y[:, :out_features].contiguous()
+
+
+def _tile(rows: int) -> Any:
+    """The intrinsic (x, x_stride, panel, bias, width, y, y_stride) for so many rows; strides count floats."""
+
+    @intrinsic
+    def tile(context: Any, x: Any, x_stride: Any, panel: Any, bias: Any, width: Any, y: Any, y_stride: Any) -> Any:
+        def build(codegen: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
+            _build_tile(builder, rows, arguments)
+            return codegen.get_dummy_value()
+
+        return types.void(*[types.int64] * 7), build
+
+    return tile
+
+
+def _build_tile(builder: ir.IRBuilder, rows: int, arguments: Sequence[ir.Value]) -> None:
+    x, x_stride, panel, bias, width, y, y_stride = arguments
+
+    def row_pointers(address: ir.Value, stride: ir.Value) -> list[ir.Value]:
+        first = builder.inttoptr(address, FLOAT.as_pointer())
+        return [builder.gep(first, [builder.mul(stride, INT64(row))]) for row in range(rows)]
+
+    inputs, outputs = row_pointers(x, x_stride), row_pointers(y, y_stride)
+    weights = builder.inttoptr(panel, FLOAT.as_pointer())
+
+    def add_inputs(sums: list[ir.Value], first: ir.Value, count: int) -> list[ir.Value]:
+        """Add the products of `count` consecutive inputs to every row's sums."""
+        taken = [load_vector(builder, builder.gep(row, [first]), count) for row in inputs]
+        for lane in range(count):
+            start = builder.mul(builder.add(first, INT64(lane)), INT64(PANEL))
+            weight = load_vector(builder, builder.gep(weights, [start]), PANEL)
+            factors = [broadcast_lane(builder, vector, lane, PANEL) for vector in taken]
+            pairs = zip(factors, sums, strict=True)
+            sums = [fused_multiply_add(builder, factor, weight, total) for factor, total in pairs]
+        return sums
+
+    zero = ir.Constant(ir.VectorType(FLOAT, PANEL), [0.0] * PANEL)
+    whole = builder.sub(width, builder.srem(width, INT64(UNROLL)))
+    sums = counted_loop(builder, INT64(0), whole, UNROLL, [zero] * rows, add_inputs)
+    sums = counted_loop(builder, whole, width, 1, sums, add_inputs)
+    offsets = load_vector(builder, builder.inttoptr(bias, FLOAT.as_pointer()), PANEL)
+    for pointer, total in zip(outputs, sums, strict=True):
+        store_vector(builder, builder.fadd(total, offsets), pointer)
+
+
+_tile1, _tile2, _tile3, _tile4, _tile5 = (_tile(rows) for rows in range(1, 6))
+
+
+@cpu_kernel("qqqqqqqq")
+def _linear(block):  # type: ignore[no-untyped-def]
+    words = words_of(block)
+    pieces, x, panels, bias, y = words[1], words[2], words[3], words[4], words[5]
+    rows, stride, width, num_panels = words[6], words[7], words[8], words[9]
+    y_stride = num_panels * PANEL
+    piece = claim(words)
+    while piece < pieces:
+        for j in range(piece * num_panels // pieces, (piece + 1) * num_panels // pieces):
+            panel, offsets = panels + j * width * PANEL * 4, bias + j * PANEL * 4
+            row = 0
+            while row < rows:
+                source, target = x + row * stride * 4, y + (row * y_stride + j * PANEL) * 4
+                left = rows - row
+                if left == 4 or left > 5:
+                    _tile4(source, stride, panel, offsets, width, target, y_stride)
+                    row += 4
+                elif left == 5:
+                    _tile5(source, stride, panel, offsets, width, target, y_stride)
+                    row += 5
+                elif left == 3:
+                    _tile3(source, stride, panel, offsets, width, target, y_stride)
+                    row += 3
+                elif left == 2:
+                    _tile2(source, stride, panel, offsets, width, target, y_stride)
+                    row += 2
+                else:
+                    _tile1(source, stride, panel, offsets, width, target, y_stride)
+                    row += 1
+        piece = claim(words)

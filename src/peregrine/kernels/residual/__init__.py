@@ -1,0 +1,23 @@
+"""The residual stream of a decoder, kept ready for its next norm."""
+
+from peregrine.kernels.residual.reference import (
+    Residual,
+    add_to_stream,
+    embed_stream,
+    join_stream,
+    normed,
+    start_stream,
+    stream_gate,
+    stream_linear,
+)
+
+__all__ = [
+    "Residual",
+    "add_to_stream",
+    "embed_stream",
+    "join_stream",
+    "normed",
+    "start_stream",
+    "stream_gate",
+    "stream_linear",
+]

@@ -1,0 +1,52 @@
+"""The bookkeeping of a speculative round: verdict, positions and slots, drafts, trees, n-gram look-up."""
+
+from peregrine.kernels.round.drafts import keep_drafts, move_path
+from peregrine.kernels.round.ngram import find_repeats
+from peregrine.kernels.round.nodes import Nodes
+from peregrine.kernels.round.places import (
+    AheadPlaces,
+    PathPlaces,
+    WindowPlaces,
+    ahead_places,
+    path_places,
+    slots_of,
+    window_places,
+)
+from peregrine.kernels.round.tree import grow, select
+from peregrine.kernels.round.tree_state import Frontier, Growth
+from peregrine.kernels.round.verdict import (
+    FINISH_FAULT,
+    FINISH_LENGTH,
+    FINISH_NONE,
+    FINISH_STOP,
+    HEADER,
+    Ends,
+    Verdict,
+    commit,
+)
+
+__all__ = [
+    "FINISH_FAULT",
+    "FINISH_LENGTH",
+    "FINISH_NONE",
+    "FINISH_STOP",
+    "HEADER",
+    "AheadPlaces",
+    "Ends",
+    "Frontier",
+    "Growth",
+    "Nodes",
+    "PathPlaces",
+    "Verdict",
+    "WindowPlaces",
+    "ahead_places",
+    "commit",
+    "find_repeats",
+    "grow",
+    "keep_drafts",
+    "move_path",
+    "path_places",
+    "select",
+    "slots_of",
+    "window_places",
+]

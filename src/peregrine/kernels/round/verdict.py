@@ -1,0 +1,101 @@
+"""From the target's choices to a verdict, carried out: which drafts were right, which tokens are accepted, who ends.
+
+A node is right if it is the token chosen at its parent; it is accepted if all its ancestors are right too. Siblings
+differ, so accepted nodes form one path from the root; the choice at the path's end is the bonus. A chain is a tree
+with one child, plain decoding a root alone.
+"""
+
+import torch
+from torch import Tensor
+
+from peregrine.kernels.round.nodes import (
+    FINISH_FAULT,
+    FINISH_LENGTH,
+    FINISH_NONE,
+    FINISH_STOP,
+    HEADER,
+    Ends,
+    Nodes,
+    Verdict,
+)
+from peregrine.kernels.runtime.cpu import NUMBA_PRESENT
+from peregrine.kernels.runtime.dispatch import DeviceFile
+from peregrine.kernels.runtime.gpu import triton_ready
+
+_cpu = DeviceFile("peregrine.kernels.round.verdict_cpu")
+_triton = DeviceFile("peregrine.kernels.round.verdict_triton")
+
+__all__ = [
+    "FINISH_FAULT",
+    "FINISH_LENGTH",
+    "FINISH_NONE",
+    "FINISH_STOP",
+    "HEADER",
+    "Ends",
+    "Nodes",
+    "Verdict",
+    "commit",
+    "commit_torch",
+    "judge_nodes",
+]
+
+
+def commit(choices: Tensor, nodes: Nodes, ends: Ends, history: Tensor, depth: int) -> Verdict:
+    """Judge windows whose nodes chose `choices` [R, T] i64 (-1: nothing to choose from), and move every row on.
+
+    Written in place: history [R, C], the rows' past lengths and ends, the root of each window. What was rejected
+    lies past a row's end.
+    """
+    if triton_ready(choices):
+        return Verdict(_triton.commit(choices, nodes, ends, history, depth))
+    if NUMBA_PRESENT and choices.is_cpu:
+        return Verdict(_cpu.commit(choices, nodes, ends, history, depth))
+    return commit_torch(choices, nodes, ends, history, depth)
+
+
+def commit_torch(choices: Tensor, nodes: Nodes, ends: Ends, history: Tensor, depth: int) -> Verdict:
+    """The twin."""
+    verdict = judge_nodes(choices, nodes, ends, depth)
+    places = ends.past_lens[:, None] + torch.arange(1, depth + 2, device=history.device)  # [R, W]
+    history.scatter_(1, places, verdict.tokens)
+    ends.past_lens.add_(verdict.accept_lens)
+    ends.done.logical_or_(verdict.finish != FINISH_NONE)
+    nodes.tokens[:, :1].copy_(history.gather(1, ends.past_lens[:, None]))
+    return verdict
+
+
+def judge_nodes(choices: Tensor, nodes: Nodes, ends: Ends, depth: int) -> Verdict:
+    """The verdict alone, nothing moved: which path was accepted, and who ends there."""
+    right = (nodes.tokens == choices.gather(1, nodes.parents)) & (nodes.depths <= nodes.offered[:, None])
+    right[:, 0] = True
+    order = torch.arange(right.shape[1], device=right.device)
+    bits = (right.long() << order).sum(dim=1, keepdim=True)  # [R, 1] word
+    accepted = (nodes.ancestors & bits) == nodes.ancestors  # [R, T]
+    # Parents come before children, so the path in order of depth is the accepted nodes in order of index.
+    ranked = torch.where(accepted, order, order + order.numel()).sort(dim=1).values
+    path = ranked[:, : depth + 1] % order.numel()
+    return _settle(choices.gather(1, path), path, accepted.sum(dim=1), nodes, ends)
+
+
+def _settle(tokens: Tensor, path: Tensor, accept_lens: Tensor, nodes: Nodes, ends: Ends) -> Verdict:
+    """End rows at a fault, a stop id or their limit; cut what was accepted past that point. tokens, path [R, W]."""
+    order = torch.arange(tokens.shape[1], device=tokens.device)
+    inside = order < accept_lens[:, None]  # [R, W]
+    correct_lens = accept_lens - 1
+
+    faulty = (tokens < 0) & inside
+    stops = (tokens[:, :, None] == ends.stop_ids[:, None, :]).any(dim=2) & inside & ~faulty
+    first = torch.where(faulty | stops, order, order.numel()).amin(dim=1)  # [R] the first ending token
+    ended = first < order.numel()
+    fault = ended & faulty.gather(1, first.clamp(max=order.numel() - 1)[:, None])[:, 0]
+    accept_lens = torch.minimum(accept_lens, first + 1) - fault.long()  # a fault has no token
+
+    room = ends.limits - ends.past_lens - 1  # tokens the row may still take
+    finish = torch.where(ended, torch.where(fault, FINISH_FAULT, FINISH_STOP), FINISH_NONE)
+    full = (accept_lens > room) | ((accept_lens == room) & (finish != FINISH_STOP))
+    finish = torch.where(full, FINISH_LENGTH, finish).masked_fill(ends.done, FINISH_NONE)
+    accept_lens = torch.minimum(accept_lens, room).masked_fill(ends.done, 0)
+    drafted = ((nodes.depths > 0) & (nodes.depths <= nodes.offered[:, None])).sum(dim=1)
+    drafted = drafted.masked_fill(ends.done, 0)
+    header = torch.stack([accept_lens, torch.minimum(correct_lens, accept_lens), drafted, finish], dim=1)
+    return Verdict(torch.cat([header, tokens.clamp(min=0), path], dim=1))

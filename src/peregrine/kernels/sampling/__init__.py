@@ -1,0 +1,7 @@
+"""Which token a request takes at a position: penalties, filters, noise."""
+
+from peregrine.kernels.sampling.noise import random_bits
+from peregrine.kernels.sampling.params import Features, SamplingTensors
+from peregrine.kernels.sampling.reference import Context, choose, logprobs, pick, pick_scores
+
+__all__ = ["Context", "Features", "SamplingTensors", "choose", "logprobs", "pick", "pick_scores", "random_bits"]

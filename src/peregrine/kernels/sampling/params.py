@@ -1,0 +1,67 @@
+"""What the choosing law is told: which of its parts a batch uses, the rows' parameters, and what came before.
+
+Values only; `choose.py` holds the law itself.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+MASS = 2.0**40  # the likeliest token's mass; 2^23 tokens as likely as that still fit in 64 bits
+COLDEST = 1e-30  # lower temperatures act like this one: logits divided by it are still finite
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """Which parts of the law any row of the batch uses; known to the host.
+
+    A part may be on for rows that do not use it: a neutral parameter leaves every bit of a row as it was.
+    """
+
+    sampled: bool = False  # some temperature is above 0
+    filtered: bool = False  # some top_k, top_p or min_p is on
+    penalised: bool = False  # some repetition, presence or frequency penalty is on
+    biased: bool = False  # some row has a logit bias
+    floored: bool = False  # some row has a token floor (min_tokens)
+    logprobs: int | None = None  # None: no log-probabilities; n: the chosen token's and the n largest
+
+    def covers(self, other: "Features") -> bool:
+        """Whether this does all that the other asks for; what it does beyond that changes no bit."""
+        mine = (self.sampled, self.filtered, self.penalised, self.biased, self.floored)
+        theirs = (other.sampled, other.filtered, other.penalised, other.biased, other.floored)
+        counts = [-1 if features.logprobs is None else features.logprobs for features in (self, other)]
+        return all(a or not b for a, b in zip(mine, theirs, strict=True)) and counts[0] >= counts[1]
+
+    @property
+    def plain(self) -> bool:
+        """Whether the largest raw logit is the choice of every row."""
+        return not (self.sampled or self.filtered or self.penalised or self.biased or self.floored)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingTensors:
+    """Sampling parameters of R rows, on the device."""
+
+    temperature: Tensor  # [R] f32; 0: greedy
+    top_k: Tensor  # [R] i64; 0: off
+    top_p: Tensor  # [R] f32; 1: off
+    min_p: Tensor  # [R] f32; 0: off
+    repetition: Tensor  # [R] f32; 1: off
+    presence: Tensor  # [R] f32; 0: off
+    frequency: Tensor  # [R] f32; 0: off
+    seeds: Tensor  # [R] i64
+    bias_ids: Tensor  # [R, B] i64, each id at most once; -1: empty
+    bias_values: Tensor  # [R, B] f32
+    stop_ids: Tensor  # [R, S] i64; -1: empty
+    floors: Tensor  # [R] i64; no stop id is chosen for a token whose position is below this
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What stands before each node of R windows of T nodes; penalties count it."""
+
+    history: Tensor  # [R, C] i64 committed tokens by position, the window's root token included
+    prompt_lens: Tensor  # [R] i64
+    lens: Tensor  # [R] i64; history at and past this is garbage
+    window_tokens: Tensor  # [R, T] i64
+    ancestors: Tensor  # [R, T] i64 words: bit 0 (the root), the bits of the node's ancestors and its own

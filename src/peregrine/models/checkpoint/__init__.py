@@ -1,0 +1,1 @@
+"""Checkpoint files: folders, config fields, tensors, quantised formats."""

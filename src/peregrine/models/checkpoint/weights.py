@@ -1,0 +1,206 @@
+"""A checkpoint's safetensors files as one set of named tensors, memory-mapped and read one at a time.
+
+Pickles are never opened: they run code. Float8 is multiplied out by its scales as it is read, which are not tensors of
+their own here. Names and shapes are compared with what a model expects before
+anything is allocated, and everything that does not fit is named at once.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from peregrine.errors import CheckpointError
+from peregrine.models.checkpoint import fp8
+from peregrine.models.checkpoint.folder import open_folder, read_json
+from peregrine.models.layers import Linear, Packable, settle
+
+INDEX = "model.safetensors.index.json"
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_FLOATS = ("F32", "F16", "BF16")
+_NAMED = 8  # how many tensors a message names before it counts the rest
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A stored tensor and the shape it must have; pieces of one parameter are stacked row-wise."""
+
+    name: str
+    shape: tuple[int, ...]
+    take: Callable[[Tensor], Tensor] | None = None  # what of it, or made of it, goes in; None: all of it
+
+
+Plan = dict[str, tuple[Piece, ...]]  # parameter of a module -> the stored tensors that make it up
+
+
+class Weights:
+    """The tensors of a folder by name; opening reads headers alone."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = open_folder(folder)
+        self._files: dict[str, Any] = {}  # tensor -> the open file that holds it
+        for path in _weight_files(self.folder):
+            opened = _open(path)
+            self._files.update(dict.fromkeys(opened.keys(), opened))
+        self._blocks = fp8.folder_blocks(self.folder)
+        self._scales: dict[str, str] = {}  # float8 tensor -> the tensor that holds its scales
+        if self._blocks is not None:
+            scales = {name: name + fp8.SCALE_SUFFIX for name in self._files}
+            self._scales = {name: scale for name, scale in scales.items() if scale in self._files}
+
+    def names(self) -> set[str]:
+        """Every stored tensor; scales are part of the tensor they belong to."""
+        return set(self._files) - set(self._scales.values())
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The stored shape."""
+        return tuple(self._files[name].get_slice(name).get_shape())
+
+    def stored_dtype(self, name: str) -> str:
+        """The stored number format, in safetensors' words (F32, BF16, I64, ...)."""
+        return str(self._files[name].get_slice(name).get_dtype())
+
+    def tensor(self, name: str) -> Tensor:
+        """The tensor itself, on the CPU, as stored; float8 as the float32 it stands for."""
+        if name in self._scales and self._blocks is not None:
+            return fp8.multiply_out(self._read(name), self._read(self._scales[name]), self._blocks)
+        return self._read(name)
+
+    def _read(self, name: str) -> Tensor:
+        try:
+            stored: Tensor = self._files[name].get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(
+                f"tensor {name!r} in {str(self.folder)!r} cannot be read ({error}); download the file again"
+            ) from error
+        return stored
+
+    def check(self, plan: Plan, ignorable: Callable[[str], bool]) -> None:
+        """Refuse the folder, naming everything at once, unless its tensors are just those of the plan."""
+        wanted = {piece.name: piece.shape for pieces in plan.values() for piece in pieces}
+        stored = self.names()
+        present = sorted(stored & set(wanted))
+        shapes = {name: self.shape(name) for name in present}
+        dtypes = {name: self.stored_dtype(name) for name in present}
+        problems = {
+            "missing": sorted(set(wanted) - stored),
+            "unexpected": sorted(name for name in stored - set(wanted) if not ignorable(name)),
+            "of the wrong shape": [
+                f"{name} is {list(shapes[name])}, not {list(wanted[name])}"
+                for name in present
+                if shapes[name] != wanted[name]
+            ],
+            "not scaled in whole blocks": self._misscaled(present),
+            "not float32, float16 or bfloat16": [
+                f"{name} is {dtypes[name]}"
+                for name in present
+                if dtypes[name] not in _FLOATS and name not in self._scales
+            ],
+        }
+        found = [f"{len(names)} {what}: {listed(names)}" for what, names in problems.items() if names]
+        if found:
+            raise CheckpointError(
+                f"tensors in {str(self.folder)!r} do not fit its config.json: {'; '.join(found)}; "
+                "use the files the config belongs to"
+            )
+
+    def _misscaled(self, names: list[str]) -> list[str]:
+        """Which of the tensors have scales that do not fit them, in words."""
+        found = []
+        for name in names:
+            if name not in self._scales or self._blocks is None:
+                continue
+            shape, scales = self.shape(name), self.shape(self._scales[name])
+            if self.stored_dtype(name) != fp8.DTYPE:
+                found.append(f"{name} has scales, but is {self.stored_dtype(name)}")
+            elif len(shape) != 2 or scales != fp8.scale_shape(shape, self._blocks):
+                found.append(f"{self._scales[name]} is {list(scales)} for blocks of {list(self._blocks)}")
+        return found
+
+    def float8_size(self, plan: Plan) -> int:
+        """How many numbers of the plan's tensors are stored in float8, a byte each."""
+        names = {piece.name for pieces in plan.values() for piece in pieces if piece.name in self._scales}
+        return sum(math.prod(self.shape(name)) for name in names)
+
+    def fill(self, module: nn.Module, plan: Plan) -> None:
+        """Copy the plan's tensors into the module, cast and moved one at a time."""
+        with torch.no_grad():
+            for name, pieces in plan.items():
+                parameter, start = module.get_parameter(name), 0
+                for piece in pieces:
+                    stored = self.tensor(piece.name)
+                    taken = stored if piece.take is None else piece.take(stored)
+                    parameter[start : start + taken.shape[0]].copy_(taken)
+                    start += taken.shape[0]
+
+    def fill_and_pack(self, module: nn.Module, plan: Plan, shared: Iterable[Linear] = ()) -> None:
+        """Like `fill`, and pack each linear as soon as it is whole: only one weight is ever held twice."""
+        kept = list(shared)
+        module.requires_grad_(False)
+        for path, part in module.named_modules():
+            prefix = f"{path}." if path else ""
+            names = [prefix + name for name, _ in part.named_parameters(recurse=False)]
+            self.fill(module, {name: plan[name] for name in names if name in plan})
+            if isinstance(part, Packable) and part.packed is None:
+                part.pack(keep_weight=any(part is other for other in kept))
+        settle(module)
+
+
+def listed(names: list[str]) -> str:
+    """The first few, and how many more."""
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that hold the weights: those of the index, or the only one."""
+    if (folder / INDEX).exists():
+        return _indexed_files(folder)
+    if (folder / "model.safetensors").exists():
+        return [folder / "model.safetensors"]
+    files = sorted(folder.glob("*.safetensors"))
+    if len(files) == 1:
+        return files
+    if files:
+        raise CheckpointError(
+            f"{len(files)} safetensors files in {str(folder)!r} and no {INDEX}; add the index that joins them"
+        )
+    pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
+    if pickles:
+        raise CheckpointError(
+            f"the weights in {str(folder)!r} are pickles ({listed(pickles)}), which can run code and are "
+            "never opened; convert them where you trust them: "
+            'safetensors.torch.save_file(torch.load(FILE, weights_only=True), "model.safetensors")'
+        )
+    raise CheckpointError(f"no safetensors weights in {str(folder)!r}; download model.safetensors or its shards")
+
+
+def _indexed_files(folder: Path) -> list[Path]:
+    index = read_json(folder / INDEX)
+    table = index.get("weight_map")
+    if not isinstance(table, dict) or not all(isinstance(name, str) for name in table.values()):
+        raise CheckpointError(f"{str(folder / INDEX)!r} has no weight_map of file names; download it again")
+    shards = sorted(set(table.values()))
+    outside = [name for name in shards if Path(name).name != name]
+    if outside:
+        raise CheckpointError(
+            f"{INDEX} in {str(folder)!r} names files outside the folder: {listed(outside)}; use plain file names"
+        )
+    absent = [name for name in shards if not (folder / name).exists()]
+    if absent:
+        raise CheckpointError(
+            f"{INDEX} in {str(folder)!r} names files that are not there: {listed(absent)}; download them"
+        )
+    return [folder / name for name in shards]
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{str(path)!r} is not a whole safetensors file ({error}); download it again") from error

@@ -1,0 +1,81 @@
+"""Choices bent for benchmarks as one Triton kernel, one program per row; see `simulated.py`."""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from peregrine.kernels.round import Nodes
+from peregrine.kernels.runtime.gpu import launch
+from peregrine.kernels.runtime.pdl import enter
+from peregrine.kernels.sampling.noise_triton import key_of, random_bits
+
+
+def bend_choices(
+    choices: Tensor, nodes: Nodes, past_lens: Tensor, seeds: Tensor, accept: float, vocab_size: int
+) -> Tensor:
+    """As the twin's."""
+    num_rows, num_nodes = choices.shape
+    whole = math.floor(accept)
+    bent = torch.empty_like(choices)
+    launch(
+        _bend_choices,
+        (num_rows,),
+        *(choices, nodes.tokens, nodes.parents, nodes.depths, nodes.offered, past_lens, seeds, bent),
+        *(nodes.tokens.stride(0), nodes.parents.stride(0), num_nodes, vocab_size),
+        WHOLE=whole,
+        BELOW=math.floor((accept - whole) * 2**32),
+        NODES=max(2, triton.next_power_of_2(num_nodes)),
+        num_warps=4,
+        early=True,
+    )
+    return bent
+
+
+@triton.jit(do_not_specialize=["token_stride", "link_stride", "num_nodes"])
+def _bend_choices(  # type: ignore[no-untyped-def]
+    choices,
+    tokens,
+    parents,
+    depths,
+    offered,
+    past_lens,
+    seeds,
+    bent,
+    token_stride,
+    link_stride,
+    num_nodes,
+    vocab_size,
+    WHOLE: tl.constexpr,
+    BELOW: tl.constexpr,
+    NODES: tl.constexpr,
+):
+    enter()
+    row = tl.program_id(0).to(tl.int64)
+    node = tl.arange(0, NODES)
+    inside = node < num_nodes
+    choice = tl.load(choices + row * num_nodes + node, mask=inside, other=0)
+    token = tl.load(tokens + row * token_stride + node, mask=inside, other=-1)
+    parent = tl.load(parents + row * link_stride + node, mask=inside, other=0)
+    depth = tl.load(depths + row * link_stride + node, mask=inside, other=0)
+    on_offer = inside & (node > 0) & (depth <= tl.load(offered + row))
+    past = tl.load(past_lens + row)
+    draw = random_bits(key_of(tl.load(seeds + row), past), past * 0).to(tl.int64)
+    accept = WHOLE + (draw < BELOW).to(tl.int32)
+    end = accept * 0  # the path's last node so far
+    for length in tl.static_range(1, WHOLE + 1):
+        child = tl.min(tl.where(on_offer & (parent == end), node, NODES))
+        go = (child < NODES) & (length < accept)
+        said = tl.sum(tl.where(node == child, token, 0))
+        choice = tl.where(go & (node == end), said, choice)
+        end = tl.where(go, child, end)
+    bonus = tl.sum(tl.where(node == end, choice, 0))
+    tried = (bonus + node) % vocab_size  # more ids than there are children
+    is_child = on_offer & (parent == end)
+    taken = tl.sum(((tried[:, None] == token[None, :]) & is_child[None, :]).to(tl.int32), axis=1) > 0
+    first = tl.min(tl.where(taken, NODES, node))
+    free = tl.sum(tl.where(node == first, tried, 0))
+    choice = tl.where((node == end) & (bonus >= 0), free, choice)
+    tl.store(bent + row * num_nodes + node, choice, mask=inside)

@@ -1,0 +1,29 @@
+"""Simulated acceptance for benchmarks: real drafts, real verify, drawn agreement.
+
+The number of accepted tokens of each row and round is drawn from a hash of the request's seed and its length, so
+that its mean is the one asked for. The text is meaningless; results must say that they were simulated.
+"""
+
+from torch import Tensor
+
+from peregrine.errors import ConfigError
+from peregrine.kernels.round import WindowPlaces
+from peregrine.kernels.sampling import Features
+from peregrine.spec.judge import Judge, judge
+from peregrine.spec.state import RowState
+from peregrine.synthetic.accept import bend_choices
+
+
+def simulated_judge(accept: float, depth: int) -> Judge:
+    """A judge whose acceptance length, bonus included, has the mean `accept`."""
+    if not 1.0 <= accept <= depth + 1:
+        raise ConfigError(
+            f"simulate_accept={accept:g}: a round accepts 1 to {depth + 1} tokens with {depth} drafts, "
+            "the bonus counted; choose a value in that range"
+        )
+
+    def simulated(logits: Tensor, places: WindowPlaces, state: RowState, features: Features) -> Tensor:
+        chosen = judge(logits, places, state, features)  # the real work
+        return bend_choices(chosen, state.nodes(), places.past_lens, state.law.seeds, accept, logits.shape[2])
+
+    return simulated
