@@ -2,17 +2,9 @@
 
 import argparse
 
-from peregrine.cli.bench_result import (
-    Kinds,
-    add_benchmark,
-    add_number,
-    add_result_flags,
-    finish,
-    need_bench_extra,
-    plan_from,
-)
+from peregrine.cli.bench_result import add_benchmark, add_number, add_result_flags, finish, need_bench_extra, plan_from
 from peregrine.cli.bench_serve import add_report, add_serve, add_sweep
-from peregrine.cli.flags import add_engine_flags, engine_flags, engine_options
+from peregrine.cli.flags import Commands, add_engine_flags, engine_flags, engine_options
 from peregrine.cli.serve import need_serve_extra
 
 OFFLINE_EPILOG = """examples:
@@ -43,7 +35,7 @@ The last lines are the table of tiles for this GPU, in the form the linear kerne
 """
 
 
-def add_command(commands: Kinds) -> None:
+def add_command(commands: Commands) -> None:
     """Add the command and its benchmarks."""
     parser = commands.add_parser("bench", help="measure the engine on this machine")
     kinds = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
@@ -51,9 +43,9 @@ def add_command(commands: Kinds) -> None:
         add(kinds)
 
 
-def add_offline(kinds: Kinds) -> None:
+def add_offline(kinds: Commands) -> None:
     text = "tokens/s, acceptance and where a round's time goes"
-    parser = add_benchmark(kinds, "offline", run_offline, OFFLINE_EPILOG, help=text)
+    parser = add_benchmark(kinds, "offline", run_offline, text, OFFLINE_EPILOG)
     add_number(parser, "--rows", [1, 8], "batch sizes")
     add_number(parser, "--tokens", 128, "per request")
     add_number(parser, "--repeats", 3, "the median counts")
@@ -71,9 +63,9 @@ def run_offline(args: argparse.Namespace) -> int:
     return 0
 
 
-def add_http(kinds: Kinds) -> None:
+def add_http(kinds: Commands) -> None:
     text = "what streaming over HTTP costs, against LLM.generate"
-    parser = add_benchmark(kinds, "http", run_http, HTTP_EPILOG, help=text)
+    parser = add_benchmark(kinds, "http", run_http, text, HTTP_EPILOG)
     add_number(parser, "--streams", 32, "at once")
     add_number(parser, "--tokens", 128, "per stream")
     add_number(parser, "--repeats", 5, "the median counts")
@@ -91,9 +83,9 @@ def run_http(args: argparse.Namespace) -> int:
     return 0
 
 
-def add_round(kinds: Kinds) -> None:
+def add_round(kinds: Commands) -> None:
     text = "ms per round on a GPU against the bytes it must read"
-    parser = add_benchmark(kinds, "round", run_round, ROUND_EPILOG, help=text)
+    parser = add_benchmark(kinds, "round", run_round, text, ROUND_EPILOG)
     cases = ("1x2048", "1x32768", "8x2048", "32x2048")
     parser.add_argument(
         "--cases",
@@ -129,9 +121,9 @@ def run_round(args: argparse.Namespace) -> int:
     return 0
 
 
-def add_kernels(kinds: Kinds) -> None:
+def add_kernels(kinds: Commands) -> None:
     text = "attention's decode kernel against its context kernel, on the windows of a round"
-    parser = add_benchmark(kinds, "kernels", run_kernels, KERNELS_EPILOG, help=text)
+    parser = add_benchmark(kinds, "kernels", run_kernels, text, KERNELS_EPILOG)
     add_number(parser, "--rows", [1, 8, 32])
     add_number(parser, "--q-lens", [1, 4, 8], "queries on each row")
     add_number(parser, "--contexts", [2048, 32768])
@@ -153,9 +145,9 @@ def run_kernels(args: argparse.Namespace) -> int:
     return 0
 
 
-def add_tiles(kinds: Kinds) -> None:
+def add_tiles(kinds: Commands) -> None:
     text = "the fastest tile of the linear kernel for each weight of a model, on this GPU"
-    parser = add_benchmark(kinds, "tiles", run_tiles, TILES_EPILOG, help=text)
+    parser = add_benchmark(kinds, "tiles", run_tiles, text, TILES_EPILOG)
     parser.add_argument("--model", required=True, metavar="MODEL", help="a folder, a name or shape:NAME")
     parser.add_argument("--drafter", default="auto", metavar="DRAFTER", help="(default: auto)")
     add_number(parser, "--rows", [16, 32, 64, 128], "heights of tiles")

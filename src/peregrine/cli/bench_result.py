@@ -8,20 +8,20 @@ import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
+from peregrine.cli.flags import Commands
 from peregrine.errors import ConfigError
 
 T = TypeVar("T")
-Kinds: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def add_benchmark(
-    kinds: Kinds, name: str, run: Callable[[argparse.Namespace], int], epilog: str, **texts: str
+    kinds: Commands, name: str, run: Callable[[argparse.Namespace], int], help: str, epilog: str
 ) -> argparse.ArgumentParser:
-    """Add `bench NAME` with its help texts."""
+    """Add `bench NAME`, with a line of help and examples."""
     raw = argparse.RawDescriptionHelpFormatter
-    parser = kinds.add_parser(name, epilog=epilog, formatter_class=raw, **texts)
+    parser = kinds.add_parser(name, help=help, epilog=epilog, formatter_class=raw)
     parser.set_defaults(run=run)
     return parser
 

@@ -3,16 +3,8 @@
 import argparse
 from pathlib import Path
 
-from peregrine.cli.bench_result import (
-    Kinds,
-    add_benchmark,
-    add_number,
-    add_result_flags,
-    finish,
-    need_bench_extra,
-    plan_from,
-)
-from peregrine.cli.flags import add_engine_flags, engine_options, tree_shape
+from peregrine.cli.bench_result import add_benchmark, add_number, add_result_flags, finish, need_bench_extra, plan_from
+from peregrine.cli.flags import Commands, add_engine_flags, engine_options, tree_shape
 
 SERVE_EPILOG = """examples:
   peregrine bench serve --url http://127.0.0.1:8000
@@ -31,15 +23,10 @@ Takes what bench offline, bench sweep and bench serve write with --out.
 """
 
 
-def add_serve(kinds: Kinds) -> None:
-    parser = add_benchmark(
-        kinds,
-        "serve",
-        run_serve,
-        SERVE_EPILOG,
-        help="TTFT, TPOT, throughput and acceptance of any OpenAI-compatible server",
-        description="Drive a server with streams and report what its clients see.",
-    )
+def add_serve(kinds: Commands) -> None:
+    text = "TTFT, TPOT, throughput and acceptance of any OpenAI-compatible server"
+    parser = add_benchmark(kinds, "serve", run_serve, text, SERVE_EPILOG)
+    parser.description = "Drive a server with streams and report what its clients see."
     add = parser.add_argument
     add("--url", required=True, metavar="URL", help="the server, such as http://127.0.0.1:8000")
     add("--model", metavar="NAME", help="(default: the first one the server lists)")
@@ -77,15 +64,10 @@ def run_serve(args: argparse.Namespace) -> int:
     return 1 if any(case["failed"] for case in result["cases"]) else 0
 
 
-def add_sweep(kinds: Kinds) -> None:
-    parser = add_benchmark(
-        kinds,
-        "sweep",
-        run_sweep,
-        SWEEP_EPILOG,
-        help="which number of drafts, or which tree, is fastest here",
-        description="Run chains and trees of drafts in one process on the same prompts, and say which is best.",
-    )
+def add_sweep(kinds: Commands) -> None:
+    text = "which number of drafts, or which tree, is fastest here"
+    parser = add_benchmark(kinds, "sweep", run_sweep, text, SWEEP_EPILOG)
+    parser.description = "Run chains and trees of drafts in one process on the same prompts, and say which is best."
     drafts = [0, 1, 2, 3, 4, 5, 6]
     text = f"chains of so many drafts, 0: plain decoding (default: {' '.join(map(str, drafts))})"
     parser.add_argument("--drafts", type=int, nargs="*", default=drafts, metavar="K", help=text)
@@ -114,15 +96,10 @@ def run_sweep(args: argparse.Namespace) -> int:
     return 0 if result["identical"] else 1
 
 
-def add_report(kinds: Kinds) -> None:
-    parser = add_benchmark(
-        kinds,
-        "report",
-        run_report,
-        REPORT_EPILOG,
-        help="results as one HTML page with plots",
-        description="Turn results into one page that needs nothing but a browser.",
-    )
+def add_report(kinds: Commands) -> None:
+    text = "results as one HTML page with plots"
+    parser = add_benchmark(kinds, "report", run_report, text, REPORT_EPILOG)
+    parser.description = "Turn results into one page that needs nothing but a browser."
     parser.add_argument("results", type=Path, nargs="+", metavar="RESULT.json")
     parser.add_argument("--out", type=Path, default=Path("report.html"), metavar="FILE")
     parser.add_argument("--title", default="Benchmark report", metavar="TEXT")
