@@ -86,7 +86,7 @@ $(STAMP): pyproject.toml constraints.txt
 		$(PYTHON) -m venv --clear $(VENV); \
 	fi
 	@echo "[2/3] installing torch, numba and the test tools (first time: a few minutes; log in $(LOG))"
-	@{ $(PIP) hatchling && $(PIP) --no-build-isolation -e '.[cpu,train,serve,test]' && \
+	@{ $(PIP) hatchling && $(PIP) --no-build-isolation -e '.[cpu,train,serve,bench,test]' && \
 		$(PIP) --no-deps lm-eval; } >$(LOG) 2>&1 || { \
 		grep -v '^WARNING' $(LOG) | tail -n 20; \
 		echo "error: the installation failed, see above and $(LOG); the first one needs the network"; exit 1; }

@@ -1,7 +1,7 @@
 """`peregrine bench http`: what HTTP costs. The same requests through LLM.generate and through a server, in one run.
 
-The server is a process of its own, started by its command line; the client shares the machine with it, and its work
-is part of what is measured.
+The server is a process of its own, started by its command line. The client shares the machine with it, so the client's
+work is part of the cost that is reported.
 """
 
 import asyncio
@@ -12,8 +12,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
+from http.client import HTTPConnection
+
+import aiohttp
 
 from peregrine.bench.machine import machine_facts
 from peregrine.bench.offline import PROMPTS
@@ -36,7 +39,7 @@ class Plan:
 
 
 def run(plan: Plan, options: dict[str, object], flags: list[str]) -> dict[str, object]:
-    """Measure both in turns; `flags` are the options again, as the command line writes them."""
+    """Measure both in turns; `flags` are `options` as the server's command line takes them."""
     if "max_rows" not in options:
         flags = [*flags, "--max-rows", str(plan.streams)]
     options = {"max_rows": plan.streams, **options}
@@ -48,7 +51,6 @@ def run(plan: Plan, options: dict[str, object], flags: list[str]) -> dict[str, o
         speeds: list[tuple[float, float]] = []
         for _ in range(plan.repeats):
             speeds.append((offline(llm, prompts, plan)[1], asyncio.run(streamed(port, prompts, plan))[1]))
-    cost = statistics.median(1 - through / direct for direct, through in speeds)
     return {
         "machine": machine_facts(),
         "model": model,
@@ -56,14 +58,14 @@ def run(plan: Plan, options: dict[str, object], flags: list[str]) -> dict[str, o
         "tokens": plan.tokens,
         "offline_tokens_per_s": round(statistics.median(direct for direct, _ in speeds), 1),
         "http_tokens_per_s": round(statistics.median(through for _, through in speeds), 1),
-        "http_cost": round(cost, 4),
+        "http_cost": round(statistics.median(1 - through / direct for direct, through in speeds), 4),
         "runs": [[round(direct, 1), round(through, 1)] for direct, through in speeds],
         "identical": offline_texts == streamed_texts,
     }
 
 
 def offline(llm: LLM, prompts: list[str], plan: Plan) -> tuple[list[str], float]:
-    """Texts and tokens/s of one batch."""
+    """Texts and tokens/s of one batch through LLM.generate."""
     params = SamplingParams(temperature=plan.temperature, seed=1, max_tokens=plan.tokens, ignore_eos=True)
     start = time.perf_counter()
     outputs = llm.generate(prompts, params, progress=False)
@@ -72,24 +74,9 @@ def offline(llm: LLM, prompts: list[str], plan: Plan) -> tuple[list[str], float]
 
 
 async def streamed(port: int, prompts: list[str], plan: Plan) -> tuple[list[str], float]:
-    """The same as one stream per prompt, all at once."""
-    start = time.perf_counter()
-    bodies = await asyncio.gather(*(read_stream(port, prompt, plan) for prompt in prompts))
-    seconds = time.perf_counter() - start
-    texts, count = [], 0
-    for body in bodies:
-        chunks = [json.loads(line[6:]) for line in body.split(b"\n") if line.startswith(b"data: {")]
-        if not chunks or chunks[-1].get("usage") is None:
-            raise ConfigError(f"the stream broke off: {body[-300:]!r}")
-        texts.append("".join(choice["text"] for chunk in chunks for choice in chunk["choices"]))
-        count += chunks[-1]["usage"]["completion_tokens"]
-    return texts, count / seconds
-
-
-async def read_stream(port: int, prompt: str, plan: Plan) -> bytes:
-    """One stream to its end, read as cheaply as can be: nothing is parsed while others are timed."""
+    """Texts and tokens/s of one stream per prompt, all at once; streams are parsed after the clock has stopped."""
+    url = f"http://{HOST}:{port}/v1/completions"
     body = {
-        "prompt": prompt,
         "max_tokens": plan.tokens,
         "temperature": plan.temperature,
         "seed": 1,
@@ -97,18 +84,29 @@ async def read_stream(port: int, prompt: str, plan: Plan) -> bytes:
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    reader, writer = await asyncio.open_connection(HOST, port)
-    sent = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.0\r\nHost: {HOST}\r\nContent-Type: application/json\r\n"
-    writer.write(f"{head}Content-Length: {len(sent)}\r\n\r\n".encode() + sent)
-    received = await reader.read()
-    writer.close()
-    return received
+
+    async def read_stream(session: aiohttp.ClientSession, prompt: str) -> bytes:
+        async with session.post(url, json={"prompt": prompt, **body}) as response:
+            return await response.read()
+
+    headers = {"Accept-Encoding": "identity"}
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), headers=headers) as session:
+        start = time.perf_counter()
+        answers = await asyncio.gather(*(read_stream(session, prompt) for prompt in prompts))
+        seconds = time.perf_counter() - start
+    texts, count = [], 0
+    for answer in answers:
+        chunks = [json.loads(line[6:]) for line in answer.split(b"\n") if line.startswith(b"data: {")]
+        if not chunks or chunks[-1].get("usage") is None:
+            raise ConfigError(f"the stream broke off: {answer[-300:]!r}")
+        texts.append("".join(choice["text"] for chunk in chunks for choice in chunk["choices"]))
+        count += chunks[-1]["usage"]["completion_tokens"]
+    return texts, count / seconds
 
 
 @contextmanager
 def running_server(flags: list[str]) -> Iterator[int]:
-    """The port of a server that is ready, with these flags."""
+    """The port of a server started with these flags, once it is ready."""
     with socket.create_server((HOST, 0)) as probe:
         port: int = probe.getsockname()[1]
     command = [sys.executable, "-m", "peregrine.cli", "serve", "--host", HOST, "--port", str(port), *flags]
@@ -122,24 +120,21 @@ def running_server(flags: list[str]) -> Iterator[int]:
 
 
 def wait_until_ready(server: "subprocess.Popen[str]", port: int) -> None:
-    """Until /health is green; ConfigError with the server's last line if it ends before."""
+    """Wait until /health answers 200; ConfigError with the server's last line if it exits before."""
     for _ in range(START_SECONDS * 10):
         if server.poll() is not None:
             said = server.stderr.read().strip().splitlines() if server.stderr else []
             raise ConfigError(f"the server ended: {said[-1] if said else server.returncode}")
-        try:
-            with socket.create_connection((HOST, port), timeout=5) as asked:
-                asked.sendall(b"GET /health HTTP/1.0\r\n\r\n")
-                if b" 200 " in asked.recv(64):
-                    return
-        except OSError:
-            pass
+        with suppress(OSError), closing(HTTPConnection(HOST, port, timeout=5)) as connection:
+            connection.request("GET", "/health")
+            if connection.getresponse().status == 200:
+                return
         time.sleep(0.1)
     raise ConfigError(f"the server was not ready after {START_SECONDS} s")
 
 
 def show(result: dict[str, object]) -> str:
-    """The result for people."""
+    """The result as text."""
     return "\n".join(
         [
             f"model {result['model']}, {result['streams']} streams of {result['tokens']} tokens",

@@ -37,7 +37,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A plot with its title and a sentence that says what to see."""
+    """A plot with its title and one sentence about its result."""
 
     title: str
     text: str
@@ -46,7 +46,7 @@ class Figure:
 
 
 def read_results(files: Sequence[Path]) -> list[Result]:
-    """Every file's result; ConfigError names a file that holds none."""
+    """The result in every file; ConfigError names a file that holds none."""
     results = []
     for file in files:
         try:
@@ -58,7 +58,7 @@ def read_results(files: Sequence[Path]) -> list[Result]:
 
 
 def kind_of(file: Path, data: object) -> str:
-    """Which benchmark wrote this."""
+    """Which benchmark wrote this result."""
     match data:
         case {"benchmark": "serve", "cases": list()}:
             return "serve"
@@ -100,7 +100,7 @@ def of_kind(results: Sequence[Result], kind: str) -> list[Result]:
 
 
 def tiles(results: Sequence[Result]) -> Iterator[tuple[str, str, str]]:
-    """The figures to remember: value, unit, what it is."""
+    """The main figures: value, unit, what it is."""
     for result in of_kind(results, "offline"):
         line = result.data["rows"][0]
         plain, fast = line["plain"]["tokens_per_s"], line["speculative"]["tokens_per_s"]
@@ -122,17 +122,11 @@ def throughput_figures(served: Sequence[Result]) -> Iterator[Figure]:
     """Tokens/s by concurrency and by arrival rate, each if it was measured."""
     for field, label in (("concurrency", "requests at a time"), ("rate", "arrivals per second")):
         places = sorted({case[field] for result in served for case in result.data["cases"] if case[field]})
-        series = [
-            plots.Series(
-                result.name,
-                [
-                    next((c["output_tokens_per_s"] for c in result.data["cases"] if c[field] == place), None)
-                    for place in places
-                ],
-            )
-            for result in served
-        ]
-        series = [each for each in series if any(value is not None for value in each.values)]
+        series = []
+        for result in served:
+            speeds = {case[field]: case["output_tokens_per_s"] for case in reversed(result.data["cases"])}
+            if any(place in speeds for place in places):
+                series.append(plots.Series(result.name, [speeds.get(place) for place in places]))
         if series:
             best = max((value or 0, each.label) for each in series for value in each.values)
             text = f"At most {plots.short(best[0])} tokens/s, from {best[1]}. Output tokens of all requests together."
@@ -145,7 +139,7 @@ def acceptance_figures(results: Sequence[Result]) -> Iterator[Figure]:
     found: list[tuple[str, Json]] = []
     for result in of_kind(results, "serve"):
         told = [case["acceptance"] for case in result.data["cases"] if case["acceptance"]]
-        # Cases of one server differ little: the one with the most rounds speaks for it.
+        # Cases of one server differ little: the one with the most rounds is shown.
         found += [(result.name, max(told, key=lambda each: int(each["rounds"])))] if told else []
     for result in of_kind(results, "sweep"):
         longest = [line for line in result.data["shapes"] if line.get("by_position")]
@@ -203,13 +197,11 @@ def round_figures(measured: Sequence[Result]) -> Iterator[Figure]:
             most = max(totals.values()) or 1.0
             parts = []
             for name, total in totals.items():
-                spans = [
-                    plots.Span(label, line[name]["stages"][field], colour)
-                    for colour, (field, label) in enumerate(STAGES)
-                ]
-                length = line[name]["accept_length"]
-                caption = f"{name}: {total:.2f} ms, {length:.2f} tokens for each request, "
-                caption += f"{total / length:.2f} ms a token"
+                stages, length = line[name]["stages"], line[name]["accept_length"]
+                spans = [plots.Span(label, stages[field], colour) for colour, (field, label) in enumerate(STAGES)]
+                caption = (
+                    f"{name}: {total:.2f} ms, {length:.2f} tokens for each request, {total / length:.2f} ms a token"
+                )
                 parts.append(f"<h4>{caption}</h4>{plots.waterfall(spans, most, 'ms')}")
             ratio, gained = totals["speculative"] / totals["plain"], line["speculative"]["accept_length"]
             text = f"A speculative round takes {ratio:.2f}x a plain one's time and brings {gained:.2f}x its tokens."
@@ -223,14 +215,10 @@ def latency_figures(served: Sequence[Result]) -> Iterator[Figure]:
         places = [f"{c['concurrency']}" if c["rate"] is None else f"{c['rate']:g}/s" for c in cases]
         parts = []
         for title, field in COLUMNS:
-            series = [
-                plots.Series(f"{title} {name}", [c[field] and c[field][name] for c in cases]) for name in PERCENTILES
-            ]
-            parts.append(
-                f"<div><h4>{title}</h4>{plots.ranges(series, places, 'requests at a time, or arrivals/s', 'ms')}</div>"
-            )
-        legend = plots.legend(PERCENTILES)
-        picture = f'<div class="four">{"".join(parts)}</div>{legend}'
+            series = [plots.Series(name, [c[field] and c[field][name] for c in cases]) for name in PERCENTILES]
+            plot = plots.ranges(series, places, "requests at a time, or arrivals/s", "ms")
+            parts.append(f"<div><h4>{title}</h4>{plot}</div>")
+        picture = f'<div class="four">{"".join(parts)}</div>'
         text = "TTFT: to the first token. TPOT: per further token. ITL: between chunks. E2E: the whole answer."
         yield Figure(f"Latency percentiles ({result.name})", text, picture, wide=True)
 
@@ -240,7 +228,7 @@ def requests(count: int) -> str:
 
 
 def machines(results: Sequence[Result]) -> list[tuple[str, list[tuple[str, str]]]]:
-    """The facts of every machine, each once, with the results that come from it."""
+    """The facts of every machine, each once, under the names of its results."""
     found: dict[str, tuple[list[str], list[tuple[str, str]]]] = {}
     for result in results:
         facts = machine_lines(result.data["machine"])
@@ -249,7 +237,7 @@ def machines(results: Sequence[Result]) -> list[tuple[str, list[tuple[str, str]]
 
 
 def machine_lines(machine: Json) -> list[tuple[str, str]]:
-    """A machine's facts in words; what it does not have is left out."""
+    """A machine's facts as (name, text); what it does not have is left out."""
     cpu, memory = machine["cpu"], machine["memory_total_bytes"]
     gpus = [f"{gpu['name']}, {gpu['memory_total_bytes'] / GIB:.0f} GiB" for gpu in machine["gpus"]]
     facts = {

@@ -1,7 +1,7 @@
 """`peregrine bench serve`: drives any OpenAI-compatible server and reports what its clients see.
 
-A case is a closed loop (so many requests at any time) or an open one (requests arrive at a rate, whether or not the
-server keeps up). Between cases the server's prefix cache is emptied, so that no case lives off another.
+A case is a closed loop (a fixed number of requests at any time) or an open one (requests arrive at a rate, whether or
+not the server keeps up). The server's prefix cache is emptied before each case, so that cases do not help each other.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from peregrine.bench.machine import machine_facts
 from peregrine.bench.prompts import Prompt, repeated
-from peregrine.bench.serve_client import Client
+from peregrine.bench.serve_client import Client, server_error
 from peregrine.bench.serve_counters import Counters, read_counters
 from peregrine.bench.serve_metrics import Exchange, Limits, summarise
 from peregrine.errors import ConfigError
@@ -55,7 +55,7 @@ class Plan:
     requests: int = 64  # per case
     max_tokens: int = 128
     temperature: float = 0.0
-    seed: int = 0  # of the arrivals, and request i's own is seed + i
+    seed: int = 0  # of the arrivals; request i has the seed `seed + i`
     ignore_eos: bool = False
     limits: Limits = NO_LIMITS
     flush: bool = True
@@ -68,7 +68,12 @@ class Plan:
 
 def run(plan: Plan, client: Client) -> dict[str, Any]:
     """Measure, and return everything as plain values."""
-    return asyncio.run(measure(plan, client))
+
+    async def measured() -> dict[str, Any]:
+        async with client:
+            return await measure(plan, client)
+
+    return asyncio.run(measured())
 
 
 async def measure(plan: Plan, client: Client) -> dict[str, Any]:
@@ -135,7 +140,7 @@ Ask = Callable[[Order], Awaitable[Exchange]]
 
 
 async def closed_loop(ask: Ask, orders: Sequence[Order], concurrency: int) -> list[Exchange]:
-    """So many at any time: who has an answer sends the next request."""
+    """`concurrency` requests at any time: the next one is sent as soon as one is answered."""
     waiting, exchanges = iter(orders), []
 
     async def worker() -> None:
@@ -147,7 +152,7 @@ async def closed_loop(ask: Ask, orders: Sequence[Order], concurrency: int) -> li
 
 
 async def open_loop(ask: Ask, orders: Sequence[Order], times: Sequence[float], client: Client) -> list[Exchange]:
-    """Each at its time, however many are still under way."""
+    """Send each request at its time, however many are still running."""
     begun, sent = client.clock(), []
     for order, time in zip(orders, times, strict=True):
         await client.sleep(max(0.0, begun + time - client.clock()))
@@ -163,7 +168,7 @@ def arrivals(rate: float, count: int, seed: int) -> list[float]:
 
 
 def body_of(plan: Plan, model: str, prompt: Prompt, seed: int) -> tuple[str, dict[str, object]]:
-    """Where a prompt goes, and as what: text is continued, messages are a chat."""
+    """Path and body of a request: a completion for text, a chat for messages."""
     body: dict[str, object] = {
         "model": model,
         "max_tokens": plan.max_tokens,
@@ -181,10 +186,10 @@ def body_of(plan: Plan, model: str, prompt: Prompt, seed: int) -> tuple[str, dic
 async def first_model(client: Client) -> str:
     """The first model the server lists."""
     try:
-        answer = await client.ask("GET", "/v1/models")
-        if answer.status != 200:
-            raise OSError(answer.trouble)
-        return str(json.loads(answer.body)["data"][0]["id"])
+        status, body = await client.ask("GET", "/v1/models")
+        if status != 200:
+            raise OSError(server_error(status, body))
+        return str(json.loads(body)["data"][0]["id"])
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ConfigError(
             f"url={client.url!r}: /v1/models names no model ({error}); check the address, or pass --model"
@@ -192,14 +197,14 @@ async def first_model(client: Client) -> str:
 
 
 async def warm_up(plan: Plan, client: Client, model: str) -> None:
-    """One request that is not counted; a server that cannot answer it cannot be measured."""
+    """Send one request that is not counted; ConfigError if it fails."""
     exchange = await client.stream(*body_of(plan, model, plan.prompts[0], plan.seed))
     if exchange.error is not None:
         raise ConfigError(f"url={client.url!r}: the first request failed ({exchange.error}); nothing was measured")
 
 
 async def flush(client: Client) -> bool:
-    """Empty the server's prefix cache; False if it offers no way."""
+    """Empty the server's prefix cache; False if it has no route for that."""
     for path in FLUSH_PATHS:
         if await flush_at(client, path):
             return True
@@ -207,40 +212,39 @@ async def flush(client: Client) -> bool:
 
 
 async def flush_at(client: Client, path: str) -> bool:
-    """The same by one route; False if there is none. A server may be busy for a moment: the last failure counts."""
+    """Flush by one route, with retries because a server may be busy for a moment; False if there is no such route."""
     trouble = ""
     for attempt in range(FLUSH_TRIES):
         if attempt:
             await client.sleep(FLUSH_PAUSE_S)
         try:
-            answer = await client.ask("POST", path)
+            status, body = await client.ask("POST", path)
         except OSError as error:
             trouble = str(error)
             continue
-        if answer.status in NO_SUCH_ROUTE:
+        if status in NO_SUCH_ROUTE:
             return False
-        if answer.status < 300:
+        if status < 300:
             return True
-        trouble = answer.trouble
+        trouble = server_error(status, body)
     raise ConfigError(
         f"POST {path} failed {FLUSH_TRIES} times, the last time with {trouble}; see to it, or pass --no-flush"
     )
 
 
 async def counters(client: Client) -> Counters | None:
-    """What the server counts of its drafts; None where it does not."""
+    """The server's counters of speculation; None if it publishes none."""
     try:
-        answer = await client.ask("GET", "/metrics")
+        status, body = await client.ask("GET", "/metrics")
     except OSError:
         return None
-    return read_counters(answer.body.decode(errors="replace")) if answer.status == 200 else None
+    return read_counters(body.decode(errors="replace")) if status == 200 else None
 
 
 async def server_facts(client: Client) -> object:
-    """What a Peregrine server says about itself; None for others."""
+    """What a Peregrine server says about itself; None for other servers."""
     try:
-        answer = await client.ask("GET", "/server_info")
-        facts = json.loads(answer.body)
+        facts = json.loads((await client.ask("GET", "/server_info"))[1])
         return {name: facts[name] for name in ("version", "decisions", "limits")}
     except (OSError, ValueError, LookupError, TypeError):
         return None

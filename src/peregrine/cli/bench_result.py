@@ -1,21 +1,69 @@
-"""Where a benchmark's result goes: a table or JSON on the screen, and a file that says which command made it."""
+"""What all benchmarks' commands share: their flags, and where a result goes."""
 
 import argparse
+import importlib.util
+import inspect
 import json
 import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
+
+from peregrine.cli.flags import Commands
+from peregrine.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def add_benchmark(
+    kinds: Commands, name: str, run: Callable[[argparse.Namespace], int], help: str, epilog: str
+) -> argparse.ArgumentParser:
+    """Add `bench NAME`, with a line of help and examples."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = kinds.add_parser(name, help=help, epilog=epilog, formatter_class=raw)
+    parser.set_defaults(run=run)
+    return parser
+
+
+def add_number(
+    parser: argparse.ArgumentParser, flag: str, default: float | list[int], text: str = "", metavar: str = "N"
+) -> None:
+    """Add a number's flag, or one for several if the default is a list; the help ends with the default."""
+    several = isinstance(default, list)
+    values = default if isinstance(default, list) else [default]
+    shown = " ".join(f"{value:g}" for value in values)
+    parser.add_argument(
+        flag,
+        type=type(values[0]),
+        nargs="+" if several else None,
+        default=default,
+        metavar=metavar,
+        help=f"{text} (default: {shown})".strip(),
+    )
 
 
 def add_result_flags(parser: argparse.ArgumentParser) -> None:
-    """Where the result goes."""
+    """Add the flags that say where the result goes."""
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--out", type=Path, metavar="FILE", help="also write the JSON here")
 
 
-def finish(result: dict[str, object], show: Callable[[dict[str, object]], str], args: argparse.Namespace) -> None:
-    """Print the result, and write it if a file was named, with the command that made it."""
+def need_bench_extra(*packages: str) -> None:
+    """Refuse in one line where packages of the extra `bench` are not installed."""
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"{', '.join(missing)} not installed; run: pip install 'peregrine[bench]'")
+
+
+def plan_from(plan: Callable[..., T], args: argparse.Namespace, **more: object) -> T:
+    """A plan from the flags named like its fields, lists as tuples, and from `more`."""
+    given = {name: vars(args)[name] for name in inspect.signature(plan).parameters if name in args}
+    return plan(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()} | more)
+
+
+def finish(result: dict[str, Any], show: Callable[[dict[str, Any]], str], args: argparse.Namespace) -> None:
+    """Print the result and write it if a file was named; its JSON begins with the command that made it."""
     written = json.dumps({"command": command_line(sys.argv), **result}, indent=2)
     if args.out is not None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -24,7 +72,7 @@ def finish(result: dict[str, object], show: Callable[[dict[str, object]], str], 
 
 
 def command_line(argv: list[str]) -> str:
-    """The command as it may be shown to others: without the key."""
+    """The command as it may be shown to others: without the API key."""
     words = ["peregrine", *argv[1:]]
     for index, word in enumerate(words):
         if word.startswith("--api"):  # argparse takes beginnings of flags, too
