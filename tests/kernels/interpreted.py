@@ -1,45 +1,47 @@
 """Triton kernels on CPU tensors: a mark for tests that need the interpreter, switches that send work there."""
 
-from types import ModuleType
+import importlib
+import pkgutil
+import sys
 
 import pytest
 from torch import Tensor
 
+import peregrine.models
 from peregrine.hardware import triton_interprets
-from peregrine.kernels.linear import per_head as heads
-from peregrine.kernels.linear import reference as linear
-from peregrine.kernels.moe import experts, route
-from peregrine.kernels.norm import reference as norm
-from peregrine.kernels.residual import reference as stream
-from peregrine.kernels.round import drafts, ngram, places, verdict
-from peregrine.kernels.round import tree as grow
 from peregrine.kernels.runtime.gpu import TRITON_PRESENT
-from peregrine.kernels.sampling import filters
-from peregrine.kernels.sampling import reference as choose
-from peregrine.models import layers
-from peregrine.models import mla as latent
-from peregrine.synthetic import accept as simulated
 
 needs_interpreter = pytest.mark.skipif(
     not (TRITON_PRESENT and triton_interprets()), reason="needs Triton's interpreter"
 )
+ROUND = ("peregrine.kernels.sampling", "peregrine.kernels.round", "peregrine.synthetic")
+MODELS = (*(f"peregrine.kernels.{name}" for name in ("linear", "norm", "residual", "moe")), "peregrine.models")
 
 
 def send_to_triton(patch: pytest.MonkeyPatch) -> None:
-    """Let every kernel of the law and of the round's bookkeeping take CPU tensors."""
-    send(patch, choose, drafts, filters, grow, ngram, places, simulated, verdict)
+    """Let every kernel of sampling and of the round's bookkeeping take CPU tensors."""
+    send(patch, ROUND)
 
 
 def send_models_to_triton(patch: pytest.MonkeyPatch) -> None:
     """Let every kernel of the models take CPU tensors, instead of those compiled for the CPU."""
-    send(patch, linear, norm, stream, experts, heads, route, latent, layers)
-    for module in (linear, norm):
-        patch.setattr(module, "numba_ready", lambda *tensors: False)
+    send(patch, MODELS)
+    for name, module in list(sys.modules.items()):
+        if name.startswith(MODELS) and "numba_ready" in vars(module):
+            patch.setattr(module, "numba_ready", lambda *tensors: False)
 
 
-def send(patch: pytest.MonkeyPatch, *modules: ModuleType) -> None:
+def send(patch: pytest.MonkeyPatch, prefixes: tuple[str, ...]) -> None:
+    """Make `triton_ready` true of CPU tensors in all modules whose names begin with a prefix."""
+
     def on_cpu(tensor: Tensor) -> bool:
         return tensor.is_cpu
 
+    for found in pkgutil.walk_packages(peregrine.models.__path__, "peregrine.models."):
+        importlib.import_module(found.name)  # imports the kernels' references as well
+    for prefix in prefixes:
+        importlib.import_module(prefix)
+    modules = [m for name, m in list(sys.modules.items()) if name.startswith(prefixes) and "triton_ready" in vars(m)]
+    assert modules, f"no module of {prefixes} asks whether Triton serves"
     for module in modules:
         patch.setattr(module, "triton_ready", on_cpu)

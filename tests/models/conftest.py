@@ -13,8 +13,8 @@ from models.head_files import LAYERS
 from models.head_files import SHAPE as HEAD_SHAPE
 from peregrine.attention import Attend, LayerAttention
 from peregrine.models.checkpoint.folder import Fields
-from peregrine.models.config import ModelConfig
 from peregrine.models.decoder import Decoder
+from peregrine.models.families import parse_config
 from peregrine.models.layers import draw_weights
 
 SHAPE: dict[str, Any] = {
@@ -65,7 +65,7 @@ class DenseCache:
 def target() -> Decoder:
     """A decoder of eight small layers for draft heads to read."""
     fields = HEAD_SHAPE | {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": LAYERS, "rope_theta": 1e4}
-    decoder = Decoder(ModelConfig.from_fields(Fields("target", fields)), num_positions=64)
+    decoder = Decoder(parse_config(Fields("target", fields)), num_positions=64)
     draw_weights(decoder, torch.Generator().manual_seed(3), scale=0.2)
     return decoder.pack()
 

@@ -12,8 +12,8 @@ from peregrine.attention import AttentionBackend, AttentionMetadata, Window
 from peregrine.attention.routing import BACKENDS
 from peregrine.cache.store import KVStore
 from peregrine.models.checkpoint.folder import Fields
-from peregrine.models.config import ModelConfig
 from peregrine.models.decoder import Decoder
+from peregrine.models.families import parse_config
 from peregrine.models.layers import draw_weights
 
 LENGTH, PAGE_SIZE, PAGES = 23, 4, 7
@@ -59,7 +59,7 @@ backends = pytest.mark.parametrize(
 
 @pytest.fixture(params=list(MODELS))
 def decoder(request: pytest.FixtureRequest) -> Decoder:
-    config = ModelConfig.from_fields(Fields("config.json", FIELDS | MODELS[request.param]))
+    config = parse_config(Fields("config.json", FIELDS | MODELS[request.param]))
     decoder = Decoder(config, num_positions=LENGTH)
     draw_weights(decoder, torch.Generator().manual_seed(2), scale=0.2)
     return decoder.pack()

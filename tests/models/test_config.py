@@ -9,6 +9,7 @@ import pytest
 from peregrine.errors import CheckpointError
 from peregrine.models.checkpoint.folder import Fields
 from peregrine.models.config import ModelConfig
+from peregrine.models.families import parse_config, read_config
 from peregrine.models.rope_table import LinearScaling, Llama3Scaling, YarnScaling
 
 MINIMAL: dict[str, Any] = {
@@ -32,7 +33,7 @@ QWEN3_MOE: dict[str, Any] = {
 
 
 def read(**changes: Any) -> ModelConfig:
-    return ModelConfig.from_fields(Fields("config.json", MINIMAL | changes))
+    return parse_config(Fields("config.json", MINIMAL | changes))
 
 
 def refusal(**changes: Any) -> str:
@@ -206,13 +207,13 @@ def test_special_ids_come_from_the_generation_config_first(
     folder = write_checkpoint("Llama")
     edit_json(folder / "config.json", eos_token_id=7, bos_token_id=5)
     edit_json(folder / "generation_config.json", eos_token_id=[9, 11], bos_token_id=...)
-    config = ModelConfig.read(folder)
+    config = read_config(folder)
     assert (config.bos_id, config.eos_ids) == (5, (9, 11))
     edit_json(folder / "generation_config.json", eos_token_id=..., bos_token_id=6)
-    config = ModelConfig.read(folder)
+    config = read_config(folder)
     assert (config.bos_id, config.eos_ids) == (6, (7,))
     (folder / "generation_config.json").unlink()
-    config = ModelConfig.read(folder)
+    config = read_config(folder)
     assert (config.bos_id, config.eos_ids) == (5, (7,))
 
 

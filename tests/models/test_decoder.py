@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from peregrine.models.checkpoint.folder import Fields
-from peregrine.models.config import ModelConfig
 from peregrine.models.decoder import Decoder
+from peregrine.models.families import parse_config
 from peregrine.models.layers import Linear, draw_weights
 from peregrine.models.loading import load_decoder
 
@@ -233,7 +233,7 @@ def test_drawn_weights_follow_the_generator() -> None:
         "num_attention_heads": 3,
         "tie_word_embeddings": True,
     }
-    config = ModelConfig.from_fields(Fields("config", fields))
+    config = parse_config(Fields("config", fields))
     decoders = [Decoder(config, num_positions=16) for _ in range(2)]
     for decoder in decoders:
         draw_weights(decoder, torch.Generator().manual_seed(5))

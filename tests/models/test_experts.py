@@ -14,9 +14,10 @@ from peregrine.errors import CheckpointError
 from peregrine.kernels.residual.reference import Residual, normed, start_stream
 from peregrine.models.checkpoint.folder import Fields
 from peregrine.models.checkpoint.weights import Weights
-from peregrine.models.config import ModelConfig
-from peregrine.models.experts import Experts, Router, experts_plan
-from peregrine.models.experts_config import ExpertsConfig, read_experts
+from peregrine.models.config import ExpertsConfig, ModelConfig
+from peregrine.models.experts import Experts, Router
+from peregrine.models.families import FAMILIES, family_of, parse_config, read_config
+from peregrine.models.families.llama import Llama
 from peregrine.models.layers import RMSNorm, draw_weights, pack_linears
 
 V2_LITE: dict[str, Any] = {
@@ -72,7 +73,8 @@ MIXTRAL: dict[str, Any] = {"num_local_experts": 8, "num_experts_per_tok": 2, "in
 
 
 def read(family: str, values: dict[str, Any], num_layers: int = 5) -> ExpertsConfig:
-    experts = read_experts(Fields("config.json", values), family, num_layers)
+    reader = next(one for one in FAMILIES if one.model_type == family)
+    experts = reader.experts(Fields("config.json", values), num_layers)
     assert experts is not None
     return experts
 
@@ -99,7 +101,7 @@ def test_deepseek_v3_and_kimi() -> None:
     assert experts.layers == (False, False, False, True, True)
     kimi = read("deepseek_v3", KIMI)
     assert (kimi.num_experts, kimi.num_groups, kimi.layers[0], kimi.layers[1]) == (384, 1, False, True)
-    assert kimi.law.num_choices == 9
+    assert kimi.routing.num_choices == 9
 
 
 def test_qwen3_has_experts_where_its_config_says_so() -> None:
@@ -119,7 +121,7 @@ def test_mixtral() -> None:
 
 
 def test_dense_families_have_none() -> None:
-    assert read_experts(Fields("config.json", V3), "llama", 4) is None
+    assert Llama().experts(Fields("config.json", V3), 4) is None
 
 
 @pytest.mark.parametrize(
@@ -193,11 +195,11 @@ def checkpoint(request: pytest.FixtureRequest, write_checkpoint: Callable[..., P
     transformers = pytest.importorskip("transformers")
     folder = write_checkpoint(request.param, **fields_of(request.param))
     model = getattr(transformers, f"{request.param}ForCausalLM").from_pretrained(folder)
-    return folder, ModelConfig.read(folder), model.model.layers[1].mlp
+    return folder, read_config(folder), model.model.layers[1].mlp
 
 
 def load(folder: Path, config: ModelConfig, pack: bool) -> Experts:
-    plan = experts_plan(config, "mlp", "model.layers.1.mlp")
+    plan = family_of(config).experts_plan(config, "mlp", "model.layers.1.mlp")
     holder = torch.nn.ModuleDict({"mlp": Experts(config)})
     weights = Weights(folder)
     weights.check(plan, ignorable=lambda name: "layers.1.mlp" not in name)
@@ -266,7 +268,7 @@ def test_a_missing_expert_is_named(checkpoint: tuple[Path, ModelConfig, Any]) ->
 
 def tiny_config(family: str, architecture: str) -> ModelConfig:
     fields = fields_of(family) | {"architectures": [architecture], "max_position_embeddings": 64}
-    return ModelConfig.from_fields(Fields("tiny", fields))
+    return parse_config(Fields("tiny", fields))
 
 
 def test_the_bias_of_the_choice_stays_float32() -> None:

@@ -15,7 +15,7 @@ from peregrine.errors import CheckpointError
 from peregrine.models.checkpoint.folder import Fields
 from peregrine.models.checkpoint.fp8 import multiply_out
 from peregrine.models.checkpoint.weights import Weights
-from peregrine.models.config import ModelConfig
+from peregrine.models.families import parse_config
 from peregrine.models.loading import load_decoder, stored_dtype
 
 BLOCKS = (32, 16)  # neither divides the sizes of all weights
@@ -128,5 +128,5 @@ def test_scales_that_do_not_fit_are_named(
 def test_other_quantizations_are_refused_by_name(quantization: dict[str, Any], part: str) -> None:
     fields = {"architectures": ["LlamaForCausalLM"], "quantization_config": quantization}
     with pytest.raises(CheckpointError) as caught:
-        ModelConfig.from_fields(Fields("config.json", fields))
+        parse_config(Fields("config.json", fields))
     assert f"config.json, quantization_config: {part}" in str(caught.value)

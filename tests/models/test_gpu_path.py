@@ -9,8 +9,8 @@ from peregrine.attention import AttentionMetadata, Window
 from peregrine.attention.routing import BACKENDS
 from peregrine.cache.store import KVStore
 from peregrine.models.checkpoint.folder import Fields
-from peregrine.models.config import ModelConfig
 from peregrine.models.decoder import Decoder
+from peregrine.models.families import parse_config
 from peregrine.models.layers import draw_weights
 from peregrine.sampling import SamplingParams
 from peregrine.spec.bound import BoundModel
@@ -59,9 +59,7 @@ BACKEND = {backend.name: backend for backend in BACKENDS}
 
 
 def bound(architecture: str, backend: str) -> BoundModel:
-    config = ModelConfig.from_fields(
-        Fields("config.json", FIELDS | MODELS[architecture] | {"architectures": [architecture]})
-    )
+    config = parse_config(Fields("config.json", FIELDS | MODELS[architecture] | {"architectures": [architecture]}))
     decoder = Decoder(config)
     draw_weights(decoder, torch.Generator().manual_seed(2), scale=0.2)
     with torch.no_grad():  # norms and biases that do something

@@ -16,9 +16,8 @@ from models.test_fp8 import FP8, LATENT, in_blocks
 from models.test_heads import check_chain, entries
 from peregrine.cache.store import KVShape
 from peregrine.errors import CheckpointError
-from peregrine.models.draft_heads import MTPHead
+from peregrine.models.draft_heads import MTPHead, has_prediction_layer, is_head, load_head
 from peregrine.models.experts import Experts
-from peregrine.models.head_loading import has_prediction_layer, is_head, load_head
 from peregrine.models.layers import MLP
 from peregrine.models.loading import load_decoder
 

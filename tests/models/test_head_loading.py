@@ -13,10 +13,8 @@ from torch import Tensor
 from models.head_files import SHAPE, VD, H, V, eagle3_tensors, layer_tensors, write
 from peregrine.errors import CheckpointError
 from peregrine.models.decoder import Decoder
-from peregrine.models.draft_heads import Eagle3Head
-from peregrine.models.head_config import default_taps
-from peregrine.models.head_loading import is_head, load_head
-from peregrine.models.head_saving import head_tensors, save_head
+from peregrine.models.draft_heads import Eagle3Head, default_taps, is_head, load_head, save_head
+from peregrine.models.draft_heads.saving import head_tensors
 
 EAGLE3: dict[str, Any] = SHAPE | {
     "architectures": ["LlamaForCausalLMEagle3"],

@@ -12,12 +12,12 @@ from torch import Tensor
 from models.head_files import LAYERS, SHAPE, VD, H, V, draw, eagle3_tensors, layer_tensors, write
 from models.head_reference import Reference, eagle, eagle3, eagle3_fuse, eagle3_logits, nextn, plain_mtp
 from peregrine.models.decoder import Decoder
-from peregrine.models.head_loading import AnyHead, is_head, load_head
+from peregrine.models.draft_heads import DraftHead, is_head, load_head
 from peregrine.models.layers import Linear
 
 
 def check_chain(
-    head: AnyHead,
+    head: DraftHead,
     expected: Callable[[Tensor, Tensor], Tensor],
     scores: Callable[[Tensor], Tensor],
     seen: tuple[Tensor, Tensor],

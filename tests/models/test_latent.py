@@ -15,6 +15,7 @@ from peregrine.kernels.residual.reference import Residual
 from peregrine.models.checkpoint.folder import Fields
 from peregrine.models.checkpoint.weights import Weights
 from peregrine.models.config import ModelConfig
+from peregrine.models.families import parse_config
 from peregrine.models.layers import Packable
 from peregrine.models.loading import decoder_plan, load_decoder
 from peregrine.models.mla import MLAAttention
@@ -33,7 +34,7 @@ FIELDS: dict[str, Any] = LATENT | {
 
 
 def read(**changes: Any) -> ModelConfig:
-    return ModelConfig.from_fields(Fields("config.json", FIELDS | changes))
+    return parse_config(Fields("config.json", FIELDS | changes))
 
 
 def refusal(**changes: Any) -> str:
@@ -44,8 +45,8 @@ def refusal(**changes: Any) -> str:
 
 def test_sizes_and_switches() -> None:
     config = read()
-    assert config.latent is not None
-    assert (config.latent.key_dim, config.latent.q_dim, config.rope_dim) == (40, 20, 8)
+    assert config.mla is not None
+    assert (config.mla.key_dim, config.mla.q_dim, config.rope_dim) == (40, 20, 8)
     assert config.kv_shape.num_entries == 40
     assert (config.kv_shape.num_heads, config.kv_shape.value_dim, config.kv_shape.shared) == (1, 32, True)
     assert config.layer_attention()[0].scale == 20**-0.5
@@ -57,9 +58,9 @@ def test_sizes_and_switches() -> None:
 
 def test_a_config_without_a_rank_of_queries_has_the_published_one() -> None:
     fields = {name: value for name, value in FIELDS.items() if name != "q_lora_rank"}
-    config = ModelConfig.from_fields(Fields("config.json", fields))
-    assert config.latent is not None
-    assert config.latent.q_rank == 1536
+    config = parse_config(Fields("config.json", fields))
+    assert config.mla is not None
+    assert config.mla.q_rank == 1536
 
 
 def test_a_stretched_rotation_lengthens_scores() -> None:

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from peregrine.errors import CheckpointError
-from peregrine.models.checkpoint.weights import INDEX, Plan, Weights
+from peregrine.models.checkpoint.plan import Plan
+from peregrine.models.checkpoint.weights import INDEX, Weights
 from peregrine.models.layers import Linear
 from peregrine.models.loading import decoder_plan, load_decoder, stored_dtype
 

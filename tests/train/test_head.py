@@ -10,8 +10,7 @@ from peregrine.attention import LayerAttention
 from peregrine.attention.torch_backend import TorchBackend
 from peregrine.cache.store import KVStore
 from peregrine.errors import ConfigError
-from peregrine.models.head_loading import load_head
-from peregrine.models.head_saving import save_head
+from peregrine.models.draft_heads import load_head, save_head
 from peregrine.models.loading import load_decoder
 from peregrine.spec.bound import BoundModel
 from peregrine.spec.readers import HeadReader

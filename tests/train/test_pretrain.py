@@ -9,7 +9,7 @@ import torch
 
 from peregrine.attention import LayerAttention
 from peregrine.errors import ConfigError
-from peregrine.models.config import ModelConfig
+from peregrine.models.families import read_config
 from peregrine.models.loading import decoder_plan, load_decoder
 from peregrine.train.checkpoint import load_state, read_log
 from peregrine.train.dense_attend import dense_attend
@@ -37,7 +37,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def config(tmp_path):
     write_configs(TOY, tmp_path / "model")
-    return ModelConfig.read(tmp_path / "model")
+    return read_config(tmp_path / "model")
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from peregrine.attention.traits import Traits
 from peregrine.cache.store import KVStore
 from peregrine.engine.engine import Engine
 from peregrine.models.decoder import Decoder
-from peregrine.models.head_parts import Eagle3Layer
+from peregrine.models.draft_heads import Eagle3Layer
 from peregrine.models.layers import Linear
 from peregrine.spec.chain import ChainDrafter
 from peregrine.spec.readers import HeadReader, ModelReader

@@ -13,7 +13,6 @@ from peregrine.kernels.moe import Choice
 from peregrine.kernels.residual import Residual
 from peregrine.models.draft_heads import DraftHead, Eagle3Head
 from peregrine.models.experts import Experts, Router
-from peregrine.models.head_parts import Head
 from peregrine.models.layers import Linear
 from peregrine.models.mla import PerHeadLinear
 from peregrine.spec.chain import ChainDrafter
@@ -84,7 +83,7 @@ def networks_of(drafter: Drafter) -> list[nn.Module]:
     reader = drafter.reader if isinstance(drafter, ChainDrafter | TreeDrafter) else None
     if isinstance(reader, ModelReader):
         return [reader.model.decoder]
-    return [reader.head] if isinstance(reader, HeadReader) and isinstance(reader.head, Head) else []
+    return [reader.head] if isinstance(reader, HeadReader) and isinstance(reader.head, DraftHead) else []
 
 
 def stores_of(engine: Engine) -> list[KVStore]:
@@ -103,7 +102,7 @@ def mixtures_of(module: nn.Module) -> list[Experts]:
 
 def head_bytes(head: DraftHead, num_tokens: int) -> float:
     """Bytes of a draft head that every pass reads, its borrowed output head included."""
-    if not isinstance(head, Head):
+    if not isinstance(head, DraftHead):
         return 0
     borrowed = linear_bytes(head.lender.head) if head.head is None else 0
     return weight_bytes(head, num_tokens) - fuse_bytes(head) + borrowed

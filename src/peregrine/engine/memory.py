@@ -66,7 +66,7 @@ def page_bytes(stores: Sequence[StoreShape], page_size: int, dtype: torch.dtype)
 
 def scratch_bytes(asked: EngineConfig, config: ModelConfig, max_len: int, dtype: torch.dtype) -> int:
     """About what the largest chunk of prompts and the largest round work in on a GPU, besides weights and pages."""
-    size, latent, experts = dtype.itemsize, config.latent, config.experts
+    size, latent, experts = dtype.itemsize, config.mla, config.experts
     attention, mlp, round_bytes = (2 * config.num_heads * config.head_dim * size, config.intermediate_size * size, 0)
     if latent is not None:
         # Projected and absorbed queries, sums in float32, answers before and after they are mapped back.
@@ -76,7 +76,7 @@ def scratch_bytes(asked: EngineConfig, config: ModelConfig, max_len: int, dtype:
         tiles = min(SHARED_TILES, asked.max_rows * -(-nodes * config.num_heads // LATENT_TILE))
         round_bytes = tiles * latent_splits(max_len) * LATENT_TILE * 4 * latent.kv_rank
     if experts is not None:
-        answers = experts.law.num_choices * (experts.inner_size + config.hidden_size)
+        answers = experts.routing.num_choices * (experts.inner_size + config.hidden_size)
         mlp = max(mlp, answers * size + 4 * experts.num_experts)
     return asked.prefill_chunk * (4 * config.hidden_size * size + max(attention, mlp)) + round_bytes
 

@@ -11,8 +11,8 @@ from peregrine.engine.memory import check_room
 from peregrine.errors import ConfigError
 from peregrine.models.config import ModelConfig
 from peregrine.models.decoder import Decoder
-from peregrine.models.draft_heads import DraftHead
-from peregrine.models.head_loading import has_prediction_layer
+from peregrine.models.draft_heads import DraftHead, has_prediction_layer
+from peregrine.models.families import read_config
 from peregrine.models.loading import load_decoder, num_weights, stored_dtype
 from peregrine.spec.registry import DRAFTERS, DraftSource, find_drafter
 from peregrine.synthetic.shapes import PREFIX, draw_decoder, draw_head, draw_prediction_layer, shape_config
@@ -30,7 +30,7 @@ class FolderSource:
 
     @property
     def config(self) -> ModelConfig:
-        return ModelConfig.read(self.folder)
+        return read_config(self.folder)
 
     @property
     def dtype(self) -> torch.dtype:

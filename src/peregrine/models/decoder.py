@@ -40,7 +40,7 @@ class Decoder(nn.Module):
         token_bytes = 4 * (6 * config.hidden_size + 3 * config.intermediate_size) * config.num_layers
         self.shelf = CpuGraphs(max_rows=MAX_SHELF_BYTES // token_bytes)
         # Calls are remembered where a layer is the same kernels for every token.
-        self.remembers = config.latent is None and config.experts is None
+        self.remembers = config.mla is None and config.experts is None
         last = config.num_layers - 1
         with torch.device("meta"):
             self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))

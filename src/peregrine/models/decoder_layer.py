@@ -19,10 +19,10 @@ class Layer(nn.Module):
         super().__init__()
         self.input_norm = RMSNorm(config.hidden_size, config.norm_eps) if normed_input else None
         self.attention: Attention | MLAAttention
-        if config.latent is None:
+        if config.mla is None:
             self.attention = Attention(config, layer, config.hidden_size, split)
         else:
-            self.attention = MLAAttention(config, config.latent, layer, split)
+            self.attention = MLAAttention(config, config.mla, layer, split)
         self.post_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp: MLP | Experts = Experts(config) if config.has_experts(layer) else MLP(config)
 

@@ -6,7 +6,6 @@ experts are one stack and one pass.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +22,7 @@ from peregrine.kernels.moe import (
     route_torch,
 )
 from peregrine.kernels.residual import Residual
-from peregrine.models.checkpoint.weights import Piece, Plan
-from peregrine.models.config import ModelConfig
-from peregrine.models.experts_config import ExpertsConfig
+from peregrine.models.config import ExpertsConfig, ModelConfig
 from peregrine.models.layers import Linear, Packable, RMSNorm
 
 
@@ -34,7 +31,7 @@ class Router(Linear):
 
     def __init__(self, in_size: int, experts: ExpertsConfig) -> None:
         super().__init__(in_size, experts.num_experts)
-        self.law = experts.law
+        self.law = experts.routing
         bias = torch.empty(experts.num_experts, dtype=torch.float32)
         self.choice_bias = nn.Parameter(bias) if experts.has_bias else None
 
@@ -131,36 +128,3 @@ class Experts(nn.Module):
 def stacked_experts(config: ExpertsConfig) -> int:
     """How many experts' weights a layer has, shared ones included."""
     return config.num_experts + config.num_shared
-
-
-def experts_plan(config: ModelConfig, parameter: str, stored: str) -> Plan:
-    """Which stored tensors make up the parameters of one layer's experts; `stored` is its MLP's place, "....mlp"."""
-    experts = config.experts
-    assert experts is not None
-    gate, up, down = experts.names.gate, experts.names.up, experts.names.down
-    stored = f"{stored.removesuffix('mlp')}{experts.names.mixture}"
-    wide = (experts.inner_size, config.hidden_size)
-    names = [f"{stored}.experts.{i}" for i in range(experts.num_experts)]
-    gate_up = [Piece(f"{name}.{part}.weight", wide) for name in names for part in (gate, up)]
-    downs = [Piece(f"{name}.{down}.weight", wide[::-1]) for name in names]
-    shared = (experts.shared_size, config.hidden_size)
-    for i in range(experts.num_shared):
-        span = slice(i * experts.inner_size, (i + 1) * experts.inner_size)
-        parts = [f"{stored}.shared_experts.{part}.weight" for part in (gate, up)]
-        gate_up += [Piece(name, shared, _take(span)) for name in parts]
-        downs.append(Piece(f"{stored}.shared_experts.{down}.weight", shared[::-1], _take((slice(None), span))))
-    router = (experts.num_experts, config.hidden_size)
-    plan: Plan = {
-        f"{parameter}.router.weight": (Piece(f"{stored}.gate.weight", router),),
-        f"{parameter}.gate_up.weight": tuple(gate_up),
-        f"{parameter}.down.weight": tuple(downs),
-    }
-    if experts.has_bias:
-        bias = Piece(f"{stored}.gate.e_score_correction_bias", router[:1])
-        plan[f"{parameter}.router.choice_bias"] = (bias,)
-    return plan
-
-
-def _take(part: Any) -> Callable[[Tensor], Tensor]:
-    """What takes this part of a stored tensor."""
-    return lambda tensor: tensor[part]

@@ -1,7 +1,7 @@
 """MLAConfig attention (MLA): a token leaves one latent for all heads, and heads read it through weights of their own.
 
 Attention itself is of one shared key whose first part is its value. The weights that would make keys and values of
-every head out of a latent are applied to the queries (`absorb`) and to the answers (`back`) instead, for one token and
+every head out of a latent are applied to the queries (`w_uk`) and to the answers (`w_uv`) instead, for one token and
 for a thousand: what a token reads has the same bits whether it was part of a prompt, cached or generated.
 """
 
@@ -12,9 +12,10 @@ from peregrine.kernels.attention import DeferredMLARope, turn_latent
 from peregrine.kernels.linear import PackedPerHead, pack_per_head, per_head_linear
 from peregrine.kernels.residual import Residual
 from peregrine.kernels.runtime.gpu import triton_ready
-from peregrine.models.config import ModelConfig
+from peregrine.models.config import MLAConfig, ModelConfig
 from peregrine.models.layers import QKV, Linear, LiveRows, Packable, RMSNorm
-from peregrine.models.mla_config import NORM_EPS, MLAConfig
+
+NORM_EPS = 1e-6  # of the norms inside the attention, whatever rms_norm_eps says
 
 
 class PerHeadLinear(Packable):
@@ -65,8 +66,8 @@ class MLAAttention(nn.Module):
         self.q_norm = None if latent.q_rank is None else RMSNorm(latent.q_rank, NORM_EPS)
         self.q_up = None if latent.q_rank is None else Linear(latent.q_rank, heads_size)
         self.kv_norm = RMSNorm(latent.kv_rank, NORM_EPS)
-        self.absorb = PerHeadLinear(self.num_heads, latent.nope_dim, latent.kv_rank)
-        self.back = PerHeadLinear(self.num_heads, latent.kv_rank, latent.value_dim)
+        self.w_uk = PerHeadLinear(self.num_heads, latent.nope_dim, latent.kv_rank)
+        self.w_uv = PerHeadLinear(self.num_heads, latent.kv_rank, latent.value_dim)
         self.out = Linear(self.num_heads * latent.value_dim, hidden, config.out_bias)
 
     def project(self, stream: Residual, positions: Tensor, table: Tensor, asking: LiveRows | None = None) -> QKV:
@@ -78,9 +79,9 @@ class MLAAttention(nn.Module):
         k = kv[:, None]
         if self.out.packed is not None and triton_ready(q):
             absorbed = q.new_empty(q.shape[0], self.num_heads, self.latent.key_dim)
-            self.absorb.forward(nope, out=absorbed[..., : self.latent.kv_rank])
+            self.w_uk.forward(nope, out=absorbed[..., : self.latent.kv_rank])
             return QKV(absorbed, k, k[..., : self.latent.kv_rank], turn)
-        q, k = turn_latent(self.absorb.forward(nope), k, turn)
+        q, k = turn_latent(self.w_uk.forward(nope), k, turn)
         return QKV(q, k, k[..., : self.latent.kv_rank])
 
     def _read(self, stream: Residual, asking: LiveRows | None) -> tuple[Tensor, Tensor]:
@@ -99,4 +100,4 @@ class MLAAttention(nn.Module):
 
     def answer(self, attended: Tensor) -> Tensor:
         """What the queries found among latents [N, heads, kv_rank], as `out` reads it. -> [N, heads * value_dim]"""
-        return self.back.forward(attended).flatten(1)
+        return self.w_uv.forward(attended).flatten(1)

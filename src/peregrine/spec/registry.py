@@ -9,8 +9,7 @@ from peregrine.cache.store import KVShape, KVStore
 from peregrine.config import TreeShape
 from peregrine.errors import ConfigError
 from peregrine.models.decoder import Decoder
-from peregrine.models.draft_heads import DraftHead
-from peregrine.models.head_loading import has_prediction_layer, is_head, load_head
+from peregrine.models.draft_heads import DraftHead, has_prediction_layer, is_head, load_head
 from peregrine.models.loading import load_decoder
 from peregrine.spec.bound import BoundModel
 from peregrine.spec.chain import ChainDrafter

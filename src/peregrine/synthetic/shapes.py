@@ -13,8 +13,8 @@ from peregrine.errors import ConfigError
 from peregrine.models.checkpoint.folder import Fields
 from peregrine.models.config import ModelConfig
 from peregrine.models.decoder import Decoder
-from peregrine.models.draft_heads import Eagle3Config, Eagle3Head, MTPHead
-from peregrine.models.head_config import default_taps, prediction_layer
+from peregrine.models.draft_heads import Eagle3Config, Eagle3Head, MTPHead, default_taps, prediction_layer
+from peregrine.models.families import parse_config
 from peregrine.models.layers import pack_linears
 
 PREFIX = "shape:"
@@ -120,7 +120,7 @@ def shape_config(name: str) -> ModelConfig:
     fields = SHAPES.get(name.removeprefix(PREFIX))
     if fields is None:
         raise ConfigError(f"model={name!r}: no such shape; known are {', '.join(PREFIX + n for n in SHAPES)}")
-    return ModelConfig.from_fields(Fields(name, fields))
+    return parse_config(Fields(name, fields))
 
 
 def draw_decoder(config: ModelConfig, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Decoder:
@@ -137,12 +137,12 @@ def draw_head(target: Decoder, seed: int = 1) -> Eagle3Head:
         config,
         family="llama",
         num_layers=1,
-        head_dim=config.head_dim if config.latent is None else config.latent.value_dim,
+        head_dim=config.head_dim if config.mla is None else config.mla.value_dim,
         windows=(None,),
         tied=False,
         qkv_bias=False,
         qk_norm=False,
-        latent=None,
+        mla=None,
         experts=None,
     )
     size = min(DRAFT_VOCAB, config.vocab_size)

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from peregrine.models.checkpoint.weights import Plan
+from peregrine.models.checkpoint.plan import Plan
 
 SHARD_BYTES = 14 * 1024 * 1024
 

@@ -16,8 +16,7 @@ from torch.nn import functional as F
 
 from peregrine.errors import ConfigError
 from peregrine.models.decoder import Decoder
-from peregrine.models.draft_heads import Eagle3Config, Eagle3Head
-from peregrine.models.head_config import default_taps
+from peregrine.models.draft_heads import Eagle3Config, Eagle3Head, default_taps
 from peregrine.models.layers import draw_weights
 from peregrine.train.packed_attend import UnrolledAttend, packed_attend
 from peregrine.train.sample_rows import PAD, Rows
@@ -101,7 +100,7 @@ def fresh_head(target: Decoder, taps: tuple[int, ...], ids: NDArray[np.int64] | 
         out_bias=False,
         mlp_bias=False,
         qk_norm=False,
-        latent=None,
+        mla=None,
         experts=None,
         num_extra_layers=0,
     )

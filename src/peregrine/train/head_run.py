@@ -10,8 +10,7 @@ from tqdm import tqdm
 
 from peregrine.log import logger
 from peregrine.models.decoder import Decoder
-from peregrine.models.draft_heads import Eagle3Head
-from peregrine.models.head_saving import save_head
+from peregrine.models.draft_heads import Eagle3Head, save_head
 from peregrine.train.checkpoint import Saved, load_state, log_line, same_options, save_state
 from peregrine.train.head import Outcome, read_target, teach
 from peregrine.train.optimizer import Curve, Optimizers

@@ -14,9 +14,8 @@ from peregrine.engine.folders import find_model
 from peregrine.errors import ConfigError
 from peregrine.hardware import resolve_device, resolve_dtype
 from peregrine.models.config import ModelConfig
-from peregrine.models.draft_heads import Eagle3Head
-from peregrine.models.head_loading import AnyHead, load_head
-from peregrine.models.head_saving import save_head
+from peregrine.models.draft_heads import DraftHead, Eagle3Head, load_head, save_head
+from peregrine.models.families import read_config
 from peregrine.models.loading import load_decoder, stored_dtype
 from peregrine.text.tokenizer import Tokenizer
 from peregrine.train import acceptance
@@ -77,7 +76,7 @@ class HeadOrder:
 def make_head(order: HeadOrder) -> Facts:
     """Makes the head and its report in `order.out`, going on where an earlier call stopped; returns the report."""
     folder = find_model(order.target)
-    config, device = ModelConfig.read(folder), resolve_device(order.device)
+    config, device = read_config(folder), resolve_device(order.device)
     dtype = resolve_dtype(order.dtype, device, stored_dtype(folder))
     claim(order)
     draft_vocab = int(order.draft_vocab) if order.draft_vocab.isdigit() else config.vocab_size
@@ -177,7 +176,7 @@ def learn(order: HeadOrder, folder: Path, samples: Samples, device: torch.device
     }
 
 
-def take_over(head: Eagle3Head, start: AnyHead, folder: Path) -> None:
+def take_over(head: Eagle3Head, start: DraftHead, folder: Path) -> None:
     """Gives the head the weights of another of the same shape."""
     shapes, wanted = ({n: p.shape for n, p in h.named_parameters()} for h in (start, head))
     alike = isinstance(start, Eagle3Head) and start.taps == head.taps and shapes == wanted
@@ -189,7 +188,7 @@ def take_over(head: Eagle3Head, start: AnyHead, folder: Path) -> None:
     head.load_state_dict(start.state_dict())
 
 
-def draft_targets(head: AnyHead) -> Tensor:
+def draft_targets(head: DraftHead) -> Tensor:
     """The target id of each draft id; none where the vocabularies are the same."""
     return torch.empty(0) if head.draft_to_target is None else head.draft_to_target
 
@@ -197,7 +196,7 @@ def draft_targets(head: AnyHead) -> Tensor:
 def evaluate(order: HeadOrder, folder: Path, held_out: Sequence[Prompt]) -> Facts:
     """Acceptance of the trained head in every shape, and of an untrained one in the first."""
     rows = min(order.plan.rows, len(held_out))
-    room = ModelConfig.read(folder).max_positions - max(len(prompt.tokens) for prompt in held_out)
+    room = read_config(folder).max_positions - max(len(prompt.tokens) for prompt in held_out)
     what = acceptance.Measure(held_out, min(order.eval_tokens, room), rows, order.device, order.dtype)
     trained = acceptance.measure(folder, order.out, what, list(acceptance.SHAPES))
     untrained = acceptance.measure(folder, order.work / "untrained", what, [next(iter(acceptance.SHAPES))])

@@ -7,7 +7,7 @@ import torch
 from tokenizers import Tokenizer
 
 from peregrine.log import logger
-from peregrine.models.config import ModelConfig
+from peregrine.models.families import read_config
 from peregrine.models.loading import decoder_plan
 from peregrine.train.data import MERLIN_SHARES, Source, find_sources, sample_documents
 from peregrine.train.export import stored_tensors, write_sharded
@@ -45,7 +45,7 @@ def make_target(workshop: Workshop, shape: Shape, options: Options, device: torc
     sources = with_requests(sources)
     for source in sources:
         encode_source(source, tokenizer, workshop.tokens)
-    config = ModelConfig.read(workshop.out)
+    config = read_config(workshop.out)
     run = Run(config, options, workshop.run, device)
     train = [load_shard(source, workshop.tokens, TRAIN) for source in sources]
     held_out = [load_shard(source, workshop.tokens, HELD_OUT) for source in sources]

@@ -7,7 +7,6 @@ anything is allocated, and everything that does not fit is named at once.
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +17,13 @@ from torch import Tensor, nn
 from peregrine.errors import CheckpointError
 from peregrine.models.checkpoint import fp8
 from peregrine.models.checkpoint.folder import open_folder, read_json
+from peregrine.models.checkpoint.plan import Plan
 from peregrine.models.layers import Linear, Packable, settle
 
 INDEX = "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _FLOATS = ("F32", "F16", "BF16")
 _NAMED = 8  # how many tensors a message names before it counts the rest
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A stored tensor and the shape it must have; pieces of one parameter are stacked row-wise."""
-
-    name: str
-    shape: tuple[int, ...]
-    take: Callable[[Tensor], Tensor] | None = None  # what of it, or made of it, goes in; None: all of it
-
-
-Plan = dict[str, tuple[Piece, ...]]  # parameter of a module -> the stored tensors that make it up
 
 
 class Weights:

@@ -8,9 +8,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from peregrine.models.draft_heads import Eagle3Config, Eagle3Head
-from peregrine.models.head_config import TAP_IDS
-from peregrine.models.head_loading import eagle3_plan
+from peregrine.models.draft_heads.eagle3 import Eagle3Config, Eagle3Head, eagle3_plan
+from peregrine.models.draft_heads.formats import TAP_IDS
 from peregrine.models.rope_table import rope_fields
 
 _ARCHITECTURES = {"llama": "LlamaForCausalLMEagle3", "qwen3": "Eagle3Qwen3ForCausalLM"}

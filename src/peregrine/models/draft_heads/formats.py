@@ -14,23 +14,15 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from peregrine.models.checkpoint.folder import Fields
-from peregrine.models.config import ARCHITECTURES, ModelConfig
+from peregrine.models.config import ModelConfig
+from peregrine.models.families import ARCHITECTURES, FAMILIES, parse_config
 
 TAP_IDS = "eagle_aux_hidden_state_layer_ids"
 MIMO_PREFIX, SPECULATORS_MTP_PREFIX = "model.mtp_layers.0.", "mtp_layers.0."
 _NEXTN = re.compile(r"^(model\.layers\.\d+\.)eh_proj\.weight$")
-_FAMILIES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "mimo": "MiMoForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-    "deepseek_v2": "DeepseekV2ForCausalLM",
-    "deepseek_v3": "DeepseekV3ForCausalLM",
-    "kimi_k2": "KimiK2ForCausalLM",
-}
+# model_type of a head's layers -> architecture whose family reads them
+_LAYERS = {family.model_type: family.architectures[0] for family in FAMILIES}
+_LAYERS |= {"mimo": "MiMoForCausalLM", "kimi_k2": "KimiK2ForCausalLM"}
 _RENAMED = (
     ("layers.0.", "midlayer."),
     ("aux_norm_low.", "fc_norm.0."),
@@ -116,24 +108,24 @@ def open_fields(config: Fields, kind: Kind) -> HeadFields:
 
 def layer_config(fields: Fields) -> ModelConfig:
     """Shapes of the head's layers; the family follows from model_type or the architecture's name."""
-    family = _FAMILIES.get(fields.text("model_type", ""))
+    family = _LAYERS.get(fields.text("model_type", ""))
     named = fields.texts("architectures")
     if family is None:
         family = next((name for name in named if name in ARCHITECTURES), None)
-    for word, architecture in _FAMILIES.items():
+    for word, architecture in _LAYERS.items():
         if family is None and any(word in name.lower() for name in named):
             family = architecture
     if family is None:
         raise fields.refusal(
-            "model_type", f"no supported layer family; supported are {', '.join(_FAMILIES)}", "choose another head"
+            "model_type", f"no supported layer family; supported are {', '.join(_LAYERS)}", "choose another head"
         )
-    return ModelConfig.from_fields(Fields(fields.source, fields.values | {"architectures": [family]}))
+    return parse_config(Fields(fields.source, fields.values | {"architectures": [family]}))
 
 
 def plain_layer_config(fields: Fields) -> ModelConfig:
     """The same of an EAGLE head, whose layers are dense: they have neither latents nor experts."""
     config = layer_config(fields)
-    if config.latent is not None or config.experts is not None:
+    if config.mla is not None or config.experts is not None:
         raise fields.refusal(
             "model_type",
             f"EAGLE heads of {config.family} layers are not supported",

@@ -1,0 +1,83 @@
+"""EAGLE: one linear over (embedding, normed target state), plain layers, the target's output head."""
+
+import torch
+from torch import Tensor, nn
+
+from peregrine.attention import Attend
+from peregrine.kernels.residual import Residual
+from peregrine.models.checkpoint.plan import Piece, linear_plan
+from peregrine.models.config import ModelConfig
+from peregrine.models.decoder import Decoder
+from peregrine.models.decoder_layer import Layer
+from peregrine.models.draft_heads.formats import plain_layer_config
+from peregrine.models.draft_heads.opened import Blueprint, OpenedHead, is_ignorable, require_same
+from peregrine.models.draft_heads.parts import DraftHead
+from peregrine.models.families import family_of
+from peregrine.models.layers import Linear
+
+
+class EagleHead(DraftHead):
+    """EAGLE: one linear over (embedding, normed target hidden), plain layers, the target's output head.
+
+    The first layer has no input norm, and no norm stands before the output head.
+    """
+
+    draft_to_target: Tensor | None = None
+
+    def __init__(
+        self,
+        layer: ModelConfig,
+        target: Decoder,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        own_embedding: bool,
+        own_head: bool,
+        fuse_bias: bool,
+    ) -> None:
+        super().__init__(layer, layer.num_layers, (target.config.num_layers,), target)
+        hidden_size, last = layer.hidden_size, layer.num_layers - 1
+        with torch.device("meta"):
+            if own_embedding:
+                self.embedding = nn.Parameter(torch.empty(layer.vocab_size, hidden_size))
+            self.fc = Linear(2 * hidden_size, hidden_size, fuse_bias)
+            self.layers = nn.ModuleList(
+                Layer(layer, i, split=i == last, normed_input=i > 0) for i in range(layer.num_layers)
+            )
+            self.head = Linear(hidden_size, layer.vocab_size) if own_head else None
+        self.place(device, dtype, target)
+
+    def fuse(self, tapped: Tensor) -> Tensor:
+        """The only tap, as it is."""
+        return tapped
+
+    def forward(
+        self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, live: Tensor | None = None
+    ) -> Tensor:
+        """tokens [N], hidden [N, H], positions [N] -> [N, H], or [R, H] for the live rows."""
+        values = self.fc(torch.cat((self.embed(tokens), hidden), dim=1))
+        stream = Residual(values, values)  # the first layer has no input norm
+        return self.through(list(self.layers), stream, positions, attend, live, None).values
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[n, H] -> [n, V]."""
+        return self.score(hidden)
+
+
+def eagle_blueprint(source: OpenedHead, target: Decoder) -> Blueprint:
+    fields, names = source.fields, source.stored
+    layer = plain_layer_config(fields.layer)
+    require_same(fields.layer, "vocab_size", layer.vocab_size, target.config.vocab_size, "vocabulary")
+    require_same(fields.layer, "hidden_size", layer.hidden_size, target.config.hidden_size, "hidden size")
+    hidden, bias = layer.hidden_size, "fc.bias" in names
+    own_embedding, own_head = "embed_tokens.weight" in names, "lm_head.weight" in names
+    plan = linear_plan("fc", {"fc": (hidden, 2 * hidden)}, bias)
+    for i in range(layer.num_layers):
+        plan |= family_of(layer).layer_plan(layer, f"layers.{i}", f"layers.{i}", hidden, i == layer.num_layers - 1)
+    del plan["layers.0.input_norm.weight"]
+    if own_embedding:
+        plan["embedding"] = (Piece("embed_tokens.weight", (layer.vocab_size, hidden)),)
+    if own_head:
+        plan["head.weight"] = (Piece("lm_head.weight", (layer.vocab_size, hidden)),)
+    return Blueprint(
+        plan, is_ignorable, lambda device, dtype: EagleHead(layer, target, device, dtype, own_embedding, own_head, bias)
+    )

@@ -1,0 +1,265 @@
+"""EAGLE-3: a layer over (embedding, fused target states), with its own norm, output head and often vocabulary."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from peregrine.attention import Attend
+from peregrine.errors import CheckpointError
+from peregrine.kernels.norm import norm_pair
+from peregrine.kernels.residual import Residual, normed
+from peregrine.kernels.runtime.cpu_graph import CpuGraphs
+from peregrine.models.checkpoint.plan import Piece, Plan, linear_plan
+from peregrine.models.config import ModelConfig
+from peregrine.models.decoder import Decoder
+from peregrine.models.decoder_layer import Layer
+from peregrine.models.draft_heads.formats import plain_layer_config, read_taps, read_variant
+from peregrine.models.draft_heads.opened import Blueprint, OpenedHead, is_ignorable, require_same
+from peregrine.models.draft_heads.parts import DraftHead, input_norm
+from peregrine.models.families import family_of
+from peregrine.models.layers import MLP, QKV, Attention, Linear, LiveRows, RMSNorm
+
+MAX_SHELF_ROWS = 64  # larger windows are not run from recorded kernel calls
+_INTEGERS = ("I64", "I32")
+
+
+@dataclass(frozen=True, slots=True)
+class Eagle3Config:
+    """Shape and variant of an EAGLE-3 head."""
+
+    layer: ModelConfig  # of its layers; vocab_size is the target's
+    taps: tuple[int, ...]
+    target_hidden_size: int
+    draft_vocab_size: int
+    own_embedding: bool
+    own_head: bool
+    fuse_bias: bool = False
+    norm_before_residual: bool = False  # the residual is the normed hidden state instead of the plain one
+    norm_each_tap: bool = False  # every tap has a norm of its own before fusing
+    norm_all_taps: bool = False  # the taps, side by side, have one norm before fusing
+    norm_output: bool = False  # the next step reads the normed hidden state
+
+
+class Eagle3Head(DraftHead):
+    """EAGLE-3: taps fused by one linear, a layer over (embedding, hidden), a norm and a head of its own.
+
+    The hidden state it returns has not passed the final norm, unless the variant says so.
+    """
+
+    def __init__(
+        self,
+        config: Eagle3Config,
+        target: Decoder,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        draft_to_target: Tensor | None = None,
+    ) -> None:
+        layer = config.layer
+        super().__init__(layer, layer.num_layers, config.taps, target)
+        self.config = config
+        hidden_size, last = layer.hidden_size, layer.num_layers - 1
+        tapped_size = len(config.taps) * config.target_hidden_size
+        with torch.device("meta"):
+            if config.own_embedding:
+                self.embedding = nn.Parameter(torch.empty(layer.vocab_size, hidden_size))
+            self.fc = Linear(tapped_size, hidden_size, config.fuse_bias)
+            self.tap_norms = nn.ModuleList(
+                RMSNorm(config.target_hidden_size, layer.norm_eps) for _ in config.taps if config.norm_each_tap
+            )
+            self.taps_norm = RMSNorm(tapped_size, layer.norm_eps) if config.norm_all_taps else None
+            self.first = Eagle3Layer(layer, last == 0, config.norm_before_residual)
+            self.layers = nn.ModuleList(Layer(layer, i, i == last) for i in range(1, layer.num_layers))
+            self.norm = RMSNorm(hidden_size, layer.norm_eps)
+            self.head = Linear(hidden_size, config.draft_vocab_size) if config.own_head else None
+        self.place(device, dtype, target)
+        self.register_buffer(
+            "draft_to_target", None if draft_to_target is None else draft_to_target.to(device), persistent=False
+        )
+
+    def fuse(self, tapped: Tensor) -> Tensor:
+        """[N, len(taps) * Ht] -> [N, H]."""
+        if self.taps_norm is not None:
+            tapped = self.taps_norm(tapped)
+        if len(self.tap_norms):
+            pieces = torch.split(tapped, self.config.target_hidden_size, dim=1)
+            tapped = torch.cat(
+                [norm(piece.contiguous()) for norm, piece in zip(self.tap_norms, pieces, strict=True)], dim=1
+            )
+        fused: Tensor = self.fc(tapped)
+        return fused
+
+    def forward(
+        self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, live: Tensor | None = None
+    ) -> Tensor:
+        """tokens [N], hidden [N, H], positions [N] -> [N, H], or [R, H] for the live rows."""
+        layers = list(self.layers)
+        last_norm = self.norm if self.config.norm_output else None
+        stream = self.first.forward(
+            tokens,
+            self.token_embedding,
+            hidden,
+            positions,
+            self.rope_table,
+            attend,
+            None if layers else live,
+            input_norm(layers[0]) if layers else last_norm,
+        )
+        if layers:
+            stream = self.through(layers, stream, positions, attend, live, last_norm)
+        return normed(stream)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[n, H] -> [n, Vd]."""
+        return self.score(hidden if self.config.norm_output else self.norm(hidden))
+
+
+class Eagle3Layer(nn.Module):
+    """A layer that reads embedding and hidden state side by side; the hidden state is the residual."""
+
+    def __init__(self, config: ModelConfig, split: bool, norm_before_residual: bool) -> None:
+        super().__init__()
+        self.norm_before_residual = norm_before_residual
+        self.shelf = CpuGraphs(max_rows=MAX_SHELF_ROWS)
+        self.input_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.attention = Attention(config, 0, 2 * config.hidden_size, split)
+        self.post_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        embedding: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        table: Tensor,
+        attend: Attend,
+        live: Tensor | None,
+        next_norm: RMSNorm | None,
+    ) -> Residual:
+        """The stream that leaves the layer, ready for the norm that comes next."""
+        norms = self.input_norm.weight, self.hidden_norm.weight
+        both = norm_pair(tokens, embedding, norms[0], hidden, norms[1], self.input_norm.eps)  # [N, 2 H]
+        values = both[:, hidden.shape[1] :].contiguous() if self.norm_before_residual else hidden
+        if live is None:
+            heads = self._ask(both, positions, table)
+        else:
+            chosen = both.index_select(0, live)
+            asking = LiveRows(live, Residual(chosen, chosen), positions.index_select(0, live))
+            # What is normed already is read as it is.
+            heads = self.attention.project(Residual(both, both), positions, table, asking)
+            values = values.index_select(0, live)
+        return self._leave(heads.ask(attend, 0), values, next_norm)
+
+    def _ask(self, both: Tensor, positions: Tensor, table: Tensor) -> QKV:
+        if not self._remembers:
+            return self.attention.project(Residual(both, both), positions, table)
+
+        def step(both: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+            heads = self.attention.project(Residual(both, both), positions, table)
+            return heads.q, heads.k, heads.v
+
+        q, k, v = self.shelf.run(0, step, both, positions)
+        return QKV(q, k, v)
+
+    def _leave(self, attended: Tensor, values: Tensor, next_norm: RMSNorm | None) -> Residual:
+        def leave(attended: Tensor, values: Tensor) -> Residual:
+            stream = self.attention.out.join(attended.flatten(1), Residual(values, values), self.post_norm)
+            return self.mlp.forward(stream, next_norm)
+
+        def step(attended: Tensor, values: Tensor) -> tuple[Tensor, ...]:
+            stream = leave(attended, values)
+            return stream.values, stream.ready
+
+        if not self._remembers:
+            return leave(attended, values)
+        values, ready = self.shelf.run(1, step, attended, values)
+        return Residual(values, ready)
+
+    @property
+    def _remembers(self) -> bool:
+        """Whether steps of kernels alone are run from memory: once it is packed for the CPU."""
+        packed = self.mlp.down.packed
+        return packed is not None and packed.panels is not None
+
+
+def eagle3_plan(config: Eagle3Config) -> Plan:
+    """Which canonical tensors (SafeAILab's names) make up an EAGLE-3 head."""
+    layer, hidden = config.layer, config.layer.hidden_size
+    tapped_size = len(config.taps) * config.target_hidden_size
+    plan = linear_plan("fc", {"fc": (hidden, tapped_size)}, config.fuse_bias)
+    norms = {"norm": ("norm", hidden), "first.input_norm": ("midlayer.input_layernorm", hidden)}
+    norms["first.hidden_norm"] = ("midlayer.hidden_norm", hidden)
+    norms["first.post_norm"] = ("midlayer.post_attention_layernorm", hidden)
+    if config.norm_all_taps:
+        norms["taps_norm"] = ("input_norm", tapped_size)
+    for i in range(len(config.taps) if config.norm_each_tap else 0):
+        norms[f"tap_norms.{i}"] = (f"fc_norm.{i}", config.target_hidden_size)
+    plan |= {f"{ours}.weight": (Piece(f"{name}.weight", (size,)),) for ours, (name, size) in norms.items()}
+    split = layer.num_layers == 1
+    plan |= family_of(layer).attention_plan(layer, "first.attention", "midlayer.self_attn", 2 * hidden, split)
+    plan |= family_of(layer).mlp_plan(layer, "first.mlp", "midlayer.mlp")
+    for i in range(1, layer.num_layers):
+        plan |= family_of(layer).layer_plan(layer, f"layers.{i - 1}", f"layers.{i}", hidden, i == layer.num_layers - 1)
+    if config.own_embedding:
+        plan["embedding"] = (Piece("embed_tokens.weight", (layer.vocab_size, hidden)),)
+    if config.own_head:
+        plan["head.weight"] = (Piece("lm_head.weight", (config.draft_vocab_size, hidden)),)
+    return plan
+
+
+def eagle3_blueprint(source: OpenedHead, target: Decoder) -> Blueprint:
+    fields, names = source.fields, source.stored
+    layer, variant = plain_layer_config(fields.layer), read_variant(fields)
+    require_same(fields.layer, "vocab_size", layer.vocab_size, target.config.vocab_size, "vocabulary")
+    seen_size = fields.outer.whole("target_hidden_size", layer.hidden_size)
+    require_same(fields.outer, "target_hidden_size", seen_size, target.config.hidden_size, "idea of the hidden size")
+    draft_vocab_size = fields.outer.whole("draft_vocab_size", layer.vocab_size)
+    same_size = layer.hidden_size == target.config.hidden_size
+    config = Eagle3Config(
+        layer=layer,
+        taps=read_taps(fields, target.config.num_layers),
+        target_hidden_size=seen_size,
+        draft_vocab_size=draft_vocab_size,
+        own_embedding="embed_tokens.weight" in names or not same_size,
+        own_head="lm_head.weight" in names or not same_size or draft_vocab_size != layer.vocab_size,
+        fuse_bias="fc.bias" in names,
+        norm_before_residual=variant.norm_before_residual,
+        norm_each_tap=variant.norm_each_tap,
+        norm_all_taps=variant.norm_all_taps,
+        norm_output=variant.norm_output,
+    )
+    if config.own_embedding and not config.own_head and fields.layer.flag("tie_word_embeddings", False):
+        raise fields.layer.refusal("tie_word_embeddings", "no lm_head.weight is stored", "store it untied")
+    draft_to_target = _draft_to_target(source, config)
+    return Blueprint(
+        eagle3_plan(config),
+        is_ignorable,
+        lambda device, dtype: Eagle3Head(config, target, device, dtype, draft_to_target),
+    )
+
+
+def _draft_to_target(source: OpenedHead, config: Eagle3Config) -> Tensor | None:
+    """The target id of each draft id; None where the vocabularies are the same. [Vd] i64"""
+    weights, size = source.weights, config.draft_vocab_size
+    place = f"d2t in {str(weights.folder)!r}"
+    if "d2t" not in source.stored:
+        if size != config.layer.vocab_size:
+            raise CheckpointError(
+                f"no {place}: the head guesses {size} of the target's {config.layer.vocab_size} tokens and "
+                "must say which; use the files the config belongs to"
+            )
+        return None
+    name = source.stored["d2t"]
+    if weights.shape(name) != (size,) or weights.stored_dtype(name) not in _INTEGERS:
+        found = f"{weights.stored_dtype(name)} {list(weights.shape(name))}"
+        raise CheckpointError(f"{place} is {found}, not whole numbers [{size}]; use the files the config belongs to")
+    own = torch.arange(size)
+    ids = weights.tensor(name).long() + own
+    if not torch.equal(ids.clamp(0, config.layer.vocab_size - 1), ids):
+        raise CheckpointError(
+            f"{place} maps outside the target's {config.layer.vocab_size} tokens; it must hold offsets, "
+            "target id minus draft id"
+        )
+    return None if size == config.layer.vocab_size and torch.equal(ids, own) else ids

@@ -1,0 +1,133 @@
+"""MTP (NEXTN): a decoder layer of the target's own kind that reads (embedding, hidden state): DeepSeek, MiMo."""
+
+import torch
+from torch import Tensor, nn
+
+from peregrine.attention import Attend
+from peregrine.errors import CheckpointError
+from peregrine.kernels.residual import normed, start_stream
+from peregrine.models.checkpoint.plan import Piece, linear_plan
+from peregrine.models.checkpoint.weights import Weights, listed
+from peregrine.models.config import ModelConfig
+from peregrine.models.decoder import Decoder
+from peregrine.models.decoder_layer import Layer
+from peregrine.models.draft_heads.formats import (
+    MIMO_PREFIX,
+    SPECULATORS_MTP_PREFIX,
+    layer_config,
+    mtp_prefixes,
+    prediction_layer,
+)
+from peregrine.models.draft_heads.opened import Blueprint, OpenedHead, is_ignorable, require_same
+from peregrine.models.draft_heads.parts import DraftHead, input_norm
+from peregrine.models.families import family_of
+from peregrine.models.layers import Linear, RMSNorm
+
+_NEXTN_NAMES = {"fc": "eh_proj", "embedding_norm": "enorm", "hidden_norm": "hnorm", "norm": "shared_head.norm"}
+# The target's own, of which a layer's may be copies; a tied head is the embedding.
+_TARGET_NAMES = {
+    "embedding": ("model.embed_tokens.weight",),
+    "head.weight": ("lm_head.weight", "model.embed_tokens.weight"),
+}
+_MTP_NAMES = {
+    "fc": "input_proj",
+    "embedding_norm": "token_layernorm",
+    "hidden_norm": "hidden_layernorm",
+    "norm": "final_layernorm",
+}
+
+
+class MTPHead(DraftHead):
+    """MTP (NEXTN): both halves normed, one linear, a decoder layer, a norm, an output head.
+
+    The layer is one like the target's, latent attention and experts included. The next step reads the normed hidden
+    state. MiMo puts the hidden state before the embedding. Embedding and output head are the target's, unless the
+    checkpoint has others.
+    """
+
+    draft_to_target: Tensor | None = None
+
+    def __init__(
+        self,
+        layer: ModelConfig,
+        target: Decoder,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        hidden_first: bool,
+        own_embedding: bool = False,
+        own_head: bool = False,
+    ) -> None:
+        super().__init__(layer, 1, (target.config.num_layers,), target)
+        self.hidden_first = hidden_first
+        with torch.device("meta"):
+            if own_embedding:
+                self.embedding = nn.Parameter(torch.empty(layer.vocab_size, layer.hidden_size))
+            self.embedding_norm = RMSNorm(layer.hidden_size, layer.norm_eps)
+            self.hidden_norm = RMSNorm(layer.hidden_size, layer.norm_eps)
+            self.fc = Linear(2 * layer.hidden_size, layer.hidden_size)
+            self.layers = nn.ModuleList([Layer(layer, 0, split=True)])
+            self.norm = RMSNorm(layer.hidden_size, layer.norm_eps)
+            self.head = Linear(layer.hidden_size, layer.vocab_size) if own_head else None
+        self.place(device, dtype, target)
+
+    def fuse(self, tapped: Tensor) -> Tensor:
+        """The only tap, as it is."""
+        return tapped
+
+    def forward(
+        self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, live: Tensor | None = None
+    ) -> Tensor:
+        """tokens [N], hidden [N, H], positions [N] -> [N, H], or [R, H] for the live rows."""
+        halves = (self.embedding_norm(self.embed(tokens)), self.hidden_norm(hidden))
+        values = self.fc(torch.cat(halves[::-1] if self.hidden_first else halves, dim=1))
+        norm = input_norm(self.layers[0])
+        assert norm is not None
+        stream = start_stream(values, norm.weight, norm.eps)
+        return normed(self.through(list(self.layers), stream, positions, attend, live, self.norm))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[n, H] -> [n, V]."""
+        return self.score(hidden)
+
+
+def mtp_blueprint(source: OpenedHead, target: Decoder) -> Blueprint:
+    fields, weights = source.fields, source.weights
+    config, prefixes = layer_config(fields.layer), mtp_prefixes(weights.names())
+    require_same(fields.layer, "vocab_size", config.vocab_size, target.config.vocab_size, "vocabulary")
+    require_same(fields.layer, "hidden_size", config.hidden_size, target.config.hidden_size, "hidden size")
+    if len(prefixes) != 1 or fields.outer.whole("num_nextn_predict_layers", 1, minimum=0) > 1:
+        raise CheckpointError(
+            f"{str(weights.folder)!r} holds {len(prefixes)} prediction layers "
+            f"({listed(prefixes) or 'none'}); exactly one is supported"
+        )
+    prefix, hidden = prefixes[0], config.hidden_size
+    layer = prediction_layer(config, has_experts=f"{prefix}mlp.gate.weight" in weights.names())
+    plain = prefix in (MIMO_PREFIX, SPECULATORS_MTP_PREFIX)
+    names = _MTP_NAMES if plain else _NEXTN_NAMES
+    plan = linear_plan("fc", {prefix + names["fc"]: (hidden, 2 * hidden)}, bias=False)
+    for ours in ("embedding_norm", "hidden_norm", "norm"):
+        plan[f"{ours}.weight"] = (Piece(f"{prefix}{names[ours]}.weight", (hidden,)),)
+    stored = prefix.removesuffix(".")
+    plan |= family_of(layer).layer_plan(layer, "layers.0", stored, hidden, split=True, moe=layer.has_experts(0))
+    # DeepSeek's files repeat the target's embedding and head beside the layer.
+    copies = {"embedding": f"{prefix}embed_tokens.weight", "head.weight": f"{prefix}shared_head.head.weight"}
+    own = {
+        ours: (Piece(name, (config.vocab_size, hidden)),)
+        for ours, name in copies.items()
+        if _differs(weights, name, _TARGET_NAMES[ours])
+    }
+    return Blueprint(
+        plan | own,
+        lambda name: not name.startswith(prefix) or name in copies.values() or is_ignorable(name),
+        lambda device, dtype: MTPHead(
+            layer, target, device, dtype, prefix == MIMO_PREFIX, "embedding" in own, "head.weight" in own
+        ),
+    )
+
+
+def _differs(weights: Weights, name: str, of_target: tuple[str, ...]) -> bool:
+    """Whether a tensor is stored that is no copy of the target's, which lies in the same folder if anywhere."""
+    if name not in weights.names():
+        return False
+    targets = [other for other in of_target if other in weights.names()]
+    return not targets or not torch.equal(weights.tensor(name), weights.tensor(targets[0]))

@@ -1,0 +1,110 @@
+"""What every draft head has: its layers' config, rotary table, and embedding and output head, own or the target's."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from peregrine.attention import Attend, LayerAttention
+from peregrine.kernels.residual import Residual
+from peregrine.models.config import ModelConfig
+from peregrine.models.decoder import Decoder
+from peregrine.models.decoder_layer import Layer
+from peregrine.models.layers import Linear, LiveRows, RMSNorm
+from peregrine.models.rope_table import SPARE_POSITIONS, rope_table
+
+
+@dataclass(frozen=True, slots=True)
+class Lender:
+    """What a head borrows from its target; held so that it is not counted among the head's parameters."""
+
+    embedding: Tensor  # [V, Ht]
+    head: Linear
+
+
+class DraftHead(nn.Module, ABC):
+    """What every head has: layers' shape, rotary table, own or borrowed embedding and output head."""
+
+    rope_table: Tensor
+    embedding: nn.Parameter | None
+    head: Linear | None
+    draft_to_target: Tensor | None  # [Vd] i64 target id of each draft id; None: the same vocabulary
+
+    def __init__(self, layer: ModelConfig, num_layers: int, taps: tuple[int, ...], target: Decoder) -> None:
+        super().__init__()
+        self.layer_config = layer
+        self.taps = taps
+        self.num_layers = num_layers
+        self.kv_shape = layer.kv_shape
+        self.lender = Lender(target.embedding, target.head)
+        self.embedding, self.head = None, None
+
+    def place(self, device: torch.device | str, dtype: torch.dtype, target: Decoder) -> None:
+        """Give the parameters, made without memory, a place; and make the table as long as the target's."""
+        self.to(dtype).to_empty(device=device)
+        layer, config = self.layer_config, target.config
+        table = target.rope_table
+        if (layer.rope, layer.rope_dim) != (config.rope, config.rope_dim):
+            table = rope_table(layer.rope, layer.rope_dim, len(table) - SPARE_POSITIONS, device)
+        self.register_buffer("rope_table", table.to(device), persistent=False)
+
+    @abstractmethod
+    def fuse(self, tapped: Tensor) -> Tensor:
+        """The target's taps as one hidden state each. [N, len(taps) * Ht] -> [N, H]"""
+
+    @abstractmethod
+    def forward(
+        self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, live: Tensor | None = None
+    ) -> Tensor:
+        """tokens [N], hidden [N, H], positions [N] -> the next hidden states, [N, H], or [R, H] of live rows."""
+
+    @abstractmethod
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Scores of the draft vocabulary. [n, H] -> [n, Vd]"""
+
+    def layer_attention(self) -> list[LayerAttention]:
+        """How each layer attends, for `bind`."""
+        return self.layer_config.layer_attention()[: self.num_layers]
+
+    @property
+    def token_embedding(self) -> Tensor:
+        """[V, H], the head's own or the target's."""
+        return self.lender.embedding if self.embedding is None else self.embedding
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """[N] -> [N, H]."""
+        return F.embedding(tokens, self.token_embedding)
+
+    def score(self, hidden: Tensor) -> Tensor:
+        """[n, H] -> [n, Vd], by the head's own output head or the target's."""
+        scores: Tensor = (self.lender.head if self.head is None else self.head)(hidden)
+        return scores
+
+    def through(
+        self,
+        layers: Sequence[nn.Module],
+        stream: Residual,
+        positions: Tensor,
+        attend: Attend,
+        live: Tensor | None,
+        last_norm: RMSNorm | None,
+    ) -> Residual:
+        """The stream after plain layers, ready for the last norm; the last layer computes live rows alone."""
+        for i, layer in enumerate(layers):
+            assert isinstance(layer, Layer)
+            last = i == len(layers) - 1
+            asking = LiveRows.of(live if last else None, stream, positions)
+            heads = layer.attention.project(stream, positions, self.rope_table, asking)
+            attended = heads.ask(attend, layer.attention.layer)
+            next_norm = last_norm if last else input_norm(layers[i + 1])
+            stream = layer.leave(attended, asking.stream if asking else stream, next_norm)
+        return stream
+
+
+def input_norm(layer: nn.Module) -> RMSNorm | None:
+    """The norm a plain layer begins with."""
+    assert isinstance(layer, Layer)
+    return layer.input_norm

@@ -1,0 +1,108 @@
+"""Model families: one file each, with what differs from the plain decoder and what its tensors are called.
+
+A new family is a subclass of `Family` in a file of its own and an entry in `FAMILIES`. What the decoder
+cannot do yet becomes a field of `ModelConfig` that the decoder reads; until then the family refuses it by name.
+"""
+
+from pathlib import Path
+
+from peregrine.models.checkpoint.folder import Fields, open_folder
+from peregrine.models.checkpoint.fp8 import read_blocks
+from peregrine.models.config import ModelConfig
+from peregrine.models.families.deepseek import DeepseekV2, DeepseekV3
+from peregrine.models.families.family import Family
+from peregrine.models.families.llama import Llama
+from peregrine.models.families.mistral import Mistral
+from peregrine.models.families.mixtral import Mixtral
+from peregrine.models.families.qwen2 import Qwen2
+from peregrine.models.families.qwen3 import Qwen3
+from peregrine.models.families.qwen3_moe import Qwen3MoE
+from peregrine.models.rope_table import read_rope, usable_positions
+
+FAMILIES: tuple[Family, ...] = (
+    *(Llama(), Mistral(), Qwen2(), Qwen3(), Qwen3MoE(), Mixtral(), DeepseekV2(), DeepseekV3()),
+)
+ARCHITECTURES = {architecture: family for family in FAMILIES for architecture in family.architectures}
+ACTIVATIONS = ("silu", "swish")
+_QUANTIZED = ("compression_config", "quantize_config")
+
+
+def read_config(folder: str | Path) -> ModelConfig:
+    """The config of a checkpoint folder; generation_config.json wins for the special token ids."""
+    path = open_folder(folder)
+    fields, generation = Fields.read(path / "config.json"), path / "generation_config.json"
+    return parse_config(fields, Fields.read(generation) if generation.exists() else None)
+
+
+def parse_config(fields: Fields, generation: Fields | None = None) -> ModelConfig:
+    """The config that the fields of a config.json describe; `generation` wins for the special token ids."""
+    family = _find_family(fields)
+    _refuse_unsupported(fields)
+    num_layers = fields.whole("num_hidden_layers")
+    num_heads = fields.whole("num_attention_heads")
+    num_kv_heads = fields.whole("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise fields.refusal(
+            "num_key_value_heads", f"does not divide num_attention_heads={num_heads}", "correct the config"
+        )
+    hidden_size = fields.whole("hidden_size")
+    declared = fields.whole("max_position_embeddings", 2048)
+    rope = read_rope(fields, declared)
+    mla, biases = family.mla(fields, rope), family.biases(fields)
+    specials = generation if generation is not None else Fields(fields.source, {})
+    bos_ids = (specials if "bos_token_id" in specials else fields).wholes("bos_token_id")
+    return ModelConfig(
+        family=family.model_type,
+        vocab_size=fields.whole("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=fields.whole("intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=family.head_dim(fields, hidden_size, num_heads) if mla is None else mla.q_dim,
+        norm_eps=fields.number("rms_norm_eps", 1e-6),
+        rope=rope,
+        max_positions=usable_positions(rope, declared),
+        windows=family.windows(fields, num_layers),
+        tied=fields.flag("tie_word_embeddings", False),
+        qkv_bias=biases.qkv,
+        out_bias=biases.out,
+        mlp_bias=biases.mlp,
+        qk_norm=family.qk_norm,
+        mla=mla,
+        experts=family.experts(fields, num_layers),
+        num_extra_layers=fields.whole("num_nextn_predict_layers", 0, minimum=0),
+        bos_id=bos_ids[0] if bos_ids else None,
+        eos_ids=(specials if "eos_token_id" in specials else fields).wholes("eos_token_id"),
+    )
+
+
+def family_of(config: ModelConfig) -> Family:
+    """The family that a config was read by."""
+    return next(family for family in FAMILIES if family.model_type == config.family)
+
+
+def _find_family(fields: Fields) -> Family:
+    supported = f"supported are {', '.join(ARCHITECTURES)}"
+    architectures, model_type = fields.texts("architectures"), fields.text("model_type", "")
+    if not architectures:
+        for family in FAMILIES:
+            if family.model_type == model_type:
+                return family
+        raise fields.refusal("architectures", f"the config names no architecture; {supported}", "add the field")
+    for architecture in architectures:
+        if architecture in ARCHITECTURES:
+            return ARCHITECTURES[architecture]
+    raise fields.refusal("architectures", f"not supported; {supported}", "choose a checkpoint of one of those")
+
+
+def _refuse_unsupported(fields: Fields) -> None:
+    for name in _QUANTIZED:
+        if name in fields:
+            raise fields.refusal(
+                name, "quantized weights are not supported", "use the float32, float16 or bfloat16 checkpoint"
+            )
+    read_blocks(fields)
+    if fields.text("hidden_act", "silu") not in ACTIVATIONS:
+        supported = ", ".join(ACTIVATIONS)
+        raise fields.refusal("hidden_act", f"not supported; supported are {supported}", "choose another checkpoint")
