@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,6 +63,11 @@ def upload(values: Sequence[int] | Sequence[float], device: torch.device) -> tor
     """A tensor of these values on the device; the host does not wait for the copy."""
     tensor = torch.tensor(values)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def current_device(device: torch.device) -> AbstractContextManager[object]:
+    """Make a CUDA device the thread's current one: kernels, events and graphs go to that one, not to their tensors'."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def read_hardware() -> Hardware:

@@ -121,9 +121,7 @@ class LLM:
 
     def drop_cached(self) -> int | None:
         """Empty the prefix cache: how many pages that freed, or None, and nothing done, while requests run."""
-        freed: list[int | None] = []
-        self.loop.call(lambda: freed.append(self.engine.drop_cached()))
-        return freed[0]
+        return self.loop.call(self.engine.drop_cached)
 
     def close(self) -> None:
         """Stop the engine's thread and free what it holds."""
