@@ -114,7 +114,7 @@ def count_network(network: nn.Module, clock: Clock, undo: ExitStack) -> None:
         if isinstance(module, Linear):
             count_calls(module, "forward", "kernels", clock, undo)
         if isinstance(module, Decoder | Eagle3Layer):
-            count_calls(module.shelf, "run", "kernels", clock, undo)
+            count_calls(module.graphs, "run", "kernels", clock, undo)
 
 
 def count_calls(owner: object, method: str, name: str, clock: Clock, undo: ExitStack) -> None:

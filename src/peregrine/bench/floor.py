@@ -9,7 +9,7 @@ from torch import nn
 
 from peregrine.cache.store import KVStore
 from peregrine.engine.engine import Engine
-from peregrine.kernels.moe import Choice
+from peregrine.kernels.moe import ExpertChoice
 from peregrine.kernels.residual import Residual
 from peregrine.models.draft_heads import DraftHead, Eagle3Head
 from peregrine.models.experts import Experts, Router
@@ -61,7 +61,7 @@ def experts_read(engine: Engine, rounds: int, every: int = 1) -> tuple[float, fl
     read: list[tuple[Experts, int, int]] = []  # who was asked, by how many tokens, and how many experts they hit
     choose, graphs = Router.choose, engine.runner.graphs
 
-    def counted(router: Router, stream: Residual) -> Choice:
+    def counted(router: Router, stream: Residual) -> ExpertChoice:
         choice = choose(router, stream)
         read.append((mixtures[id(router)], len(choice.experts), len(torch.unique(choice.experts))))
         return choice

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from peregrine.attention import Attend, LayerAttention
 from peregrine.cache.store import KVShape
-from peregrine.kernels.residual import Residual, normed, start_stream
+from peregrine.kernels.residual import Residual, normed, start_residual
 from peregrine.models.config import ModelConfig
 from peregrine.models.decoder import Decoder
 from peregrine.models.decoder_layer import Layer
@@ -227,7 +227,7 @@ class MTPHead(Head):
         values = self.fc(torch.cat(halves[::-1] if self.hidden_first else halves, dim=1))
         norm = input_norm(self.layers[0])
         assert norm is not None
-        stream = start_stream(values, norm.weight, norm.eps)
+        stream = start_residual(values, norm.weight, norm.eps)
         return normed(self.through(list(self.layers), stream, positions, attend, live, self.norm))
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from peregrine.kernels.moe import (
-    Choice,
+    ExpertChoice,
     PackedExperts,
     join_experts,
     pack_experts,
@@ -34,7 +34,7 @@ class Router(Linear):
 
     def __init__(self, in_size: int, experts: ExpertsConfig) -> None:
         super().__init__(in_size, experts.num_experts)
-        self.law = experts.law
+        self.rule = experts.rule
         bias = torch.empty(experts.num_experts, dtype=torch.float32)
         self.choice_bias = nn.Parameter(bias) if experts.has_bias else None
 
@@ -53,12 +53,12 @@ class Router(Linear):
         if not keep_weight:
             self.weight = None
 
-    def choose(self, stream: Residual) -> Choice:
+    def choose(self, stream: Residual) -> ExpertChoice:
         """The experts of each row of the normed stream."""
         if self.packed is not None:
-            return route(stream, self.packed, self.law, self.choice_bias)
+            return route(stream, self.packed, self.rule, self.choice_bias)
         assert self.weight is not None
-        return route_torch(F.linear(stream.ready.float(), self.weight.float()), self.law, self.choice_bias)
+        return route_torch(F.linear(stream.ready.float(), self.weight.float()), self.rule, self.choice_bias)
 
 
 class ExpertLinear(Packable):

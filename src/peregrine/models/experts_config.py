@@ -49,7 +49,7 @@ class ExpertsConfig:
         return self.shared_size // self.inner_size
 
     @property
-    def law(self) -> RoutingRule:
+    def rule(self) -> RoutingRule:
         """How a token's scores become its experts and their weights."""
         return RoutingRule(
             num_experts=self.num_experts,

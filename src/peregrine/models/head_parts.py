@@ -17,7 +17,7 @@ from peregrine.models.decoder_layer import Layer
 from peregrine.models.layers import MLP, QKV, Attention, Linear, LiveRows, RMSNorm
 from peregrine.models.rope_table import SPARE_POSITIONS, rope_table
 
-MAX_SHELF_ROWS = 64  # larger windows are not run from remembered kernel calls
+MAX_GRAPH_ROWS = 64  # larger windows are not run from remembered kernel calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +85,11 @@ class Head(nn.Module):
         for i, layer in enumerate(layers):
             assert isinstance(layer, Layer)
             last = i == len(layers) - 1
-            asking = LiveRows.of(live if last else None, stream, positions)
-            heads = layer.attention.project(stream, positions, self.rope_table, asking)
-            attended = heads.ask(attend, layer.attention.layer)
+            live_rows = LiveRows.of(live if last else None, stream, positions)
+            heads = layer.attention.project(stream, positions, self.rope_table, live_rows)
+            attended = heads.attend(attend, layer.attention.layer)
             next_norm = last_norm if last else input_norm(layers[i + 1])
-            stream = layer.leave(attended, asking.stream if asking else stream, next_norm)
+            stream = layer.after_attention(attended, live_rows.residual if live_rows else stream, next_norm)
         return stream
 
 
@@ -105,7 +105,7 @@ class Eagle3Layer(nn.Module):
     def __init__(self, config: ModelConfig, split: bool, norm_before_residual: bool) -> None:
         super().__init__()
         self.norm_before_residual = norm_before_residual
-        self.shelf = CpuGraphs(max_rows=MAX_SHELF_ROWS)
+        self.graphs = CpuGraphs(max_rows=MAX_GRAPH_ROWS)
         self.input_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.hidden_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.attention = Attention(config, 0, 2 * config.hidden_size, split)
@@ -131,11 +131,11 @@ class Eagle3Layer(nn.Module):
             heads = self._ask(both, positions, table)
         else:
             chosen = both.index_select(0, live)
-            asking = LiveRows(live, Residual(chosen, chosen), positions.index_select(0, live))
+            live_rows = LiveRows(live, Residual(chosen, chosen), positions.index_select(0, live))
             # What is normed already is read as it is.
-            heads = self.attention.project(Residual(both, both), positions, table, asking)
+            heads = self.attention.project(Residual(both, both), positions, table, live_rows)
             values = values.index_select(0, live)
-        return self._leave(heads.ask(attend, 0), values, next_norm)
+        return self._leave(heads.attend(attend, 0), values, next_norm)
 
     def _ask(self, both: Tensor, positions: Tensor, table: Tensor) -> QKV:
         if not self._remembers:
@@ -145,7 +145,7 @@ class Eagle3Layer(nn.Module):
             heads = self.attention.project(Residual(both, both), positions, table)
             return heads.q, heads.k, heads.v
 
-        q, k, v = self.shelf.run(0, step, both, positions)
+        q, k, v = self.graphs.run(0, step, both, positions)
         return QKV(q, k, v)
 
     def _leave(self, attended: Tensor, values: Tensor, next_norm: RMSNorm | None) -> Residual:
@@ -159,7 +159,7 @@ class Eagle3Layer(nn.Module):
 
         if not self._remembers:
             return leave(attended, values)
-        values, ready = self.shelf.run(1, step, attended, values)
+        values, ready = self.graphs.run(1, step, attended, values)
         return Residual(values, ready)
 
     @property

@@ -150,8 +150,8 @@ def latent_plan(config: ModelConfig, latent: MLAConfig, parameter: str, stored: 
         return weight.view(heads, -1, rank)  # [h, nope + value, rank]
 
     for name, take in (
-        ("absorb", lambda weight: by_head(weight)[:, : latent.nope_dim].transpose(1, 2)),
-        ("back", lambda weight: by_head(weight)[:, latent.nope_dim :]),
+        ("w_uk", lambda weight: by_head(weight)[:, : latent.nope_dim].transpose(1, 2)),
+        ("w_uv", lambda weight: by_head(weight)[:, latent.nope_dim :]),
     ):
         plan[f"{parameter}.{name}.weight"] = (Piece(f"{stored}.kv_b_proj.weight", both, take),)
     out = {f"{stored}.o_proj": (hidden, heads * latent.value_dim)}

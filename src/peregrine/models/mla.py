@@ -1,7 +1,7 @@
 """MLAConfig attention (MLA): a token leaves one latent for all heads, and heads read it through weights of their own.
 
 Attention itself is of one shared key whose first part is its value. The weights that would make keys and values of
-every head out of a latent are applied to the queries (`absorb`) and to the answers (`back`) instead, for one token and
+every head out of a latent are applied to the queries (`w_uk`) and to the answers (`w_uv`) instead, for one token and
 for a thousand: what a token reads has the same bits whether it was part of a prompt, cached or generated.
 """
 
@@ -65,38 +65,38 @@ class MLAAttention(nn.Module):
         self.q_norm = None if latent.q_rank is None else RMSNorm(latent.q_rank, NORM_EPS)
         self.q_up = None if latent.q_rank is None else Linear(latent.q_rank, heads_size)
         self.kv_norm = RMSNorm(latent.kv_rank, NORM_EPS)
-        self.absorb = PerHeadLinear(self.num_heads, latent.nope_dim, latent.kv_rank)
-        self.back = PerHeadLinear(self.num_heads, latent.kv_rank, latent.value_dim)
+        self.w_uk = PerHeadLinear(self.num_heads, latent.nope_dim, latent.kv_rank)
+        self.w_uv = PerHeadLinear(self.num_heads, latent.kv_rank, latent.value_dim)
         self.out = Linear(self.num_heads * latent.value_dim, hidden, config.out_bias)
 
-    def project(self, stream: Residual, positions: Tensor, table: Tensor, asking: LiveRows | None = None) -> QKV:
-        """Queries and keys of the normed stream [N, in]; queries of the asking rows, if not all ask."""
-        q, kv = self._read(stream, asking)
+    def project(self, stream: Residual, positions: Tensor, table: Tensor, live_rows: LiveRows | None = None) -> QKV:
+        """Queries and keys of the normed stream [N, in]; queries of the live_rows rows, if not all ask."""
+        q, kv = self._read(stream, live_rows)
         nope, q_rope = torch.split_with_sizes(q, (self.latent.nope_dim, self.latent.rope_dim), 2)
-        q_positions = positions if asking is None else asking.positions
+        q_positions = positions if live_rows is None else live_rows.positions
         turn = DeferredMLARope(q_rope, q_positions, positions, table, self.kv_norm.weight, self.kv_norm.eps)
         k = kv[:, None]
         if self.out.packed is not None and triton_ready(q):
             absorbed = q.new_empty(q.shape[0], self.num_heads, self.latent.key_dim)
-            self.absorb.forward(nope, out=absorbed[..., : self.latent.kv_rank])
+            self.w_uk.forward(nope, out=absorbed[..., : self.latent.kv_rank])
             return QKV(absorbed, k, k[..., : self.latent.kv_rank], turn)
-        q, k = turn_latent(self.absorb.forward(nope), k, turn)
+        q, k = turn_latent(self.w_uk.forward(nope), k, turn)
         return QKV(q, k, k[..., : self.latent.kv_rank])
 
-    def _read(self, stream: Residual, asking: LiveRows | None) -> tuple[Tensor, Tensor]:
+    def _read(self, stream: Residual, live_rows: LiveRows | None) -> tuple[Tensor, Tensor]:
         """The linears before the rotation: queries [R, heads, nope + rope] and keys [N, key_dim], not normed."""
         if self.qkv is not None:
-            assert asking is None, "this layer projects queries with keys"
+            assert live_rows is None, "this layer projects queries with keys"
             q, kv = torch.split_with_sizes(self.qkv.of(stream), (self.q_size, self.latent.key_dim), 1)
         else:
             assert self.q is not None
             assert self.kv is not None
             kv = self.kv.of(stream)
-            q = self.q.of(stream if asking is None else asking.stream)
+            q = self.q.of(stream if live_rows is None else live_rows.residual)
         if self.q_norm is not None and self.q_up is not None:
             q = self.q_up.forward(self.q_norm.forward(q))
         return q.view(q.shape[0], self.num_heads, self.latent.q_dim), kv
 
-    def answer(self, attended: Tensor) -> Tensor:
+    def merge_heads(self, attended: Tensor) -> Tensor:
         """What the queries found among latents [N, heads, kv_rank], as `out` reads it. -> [N, heads * value_dim]"""
-        return self.back.forward(attended).flatten(1)
+        return self.w_uv.forward(attended).flatten(1)
