@@ -299,14 +299,3 @@ def test_bfloat16_models_route_in_float32() -> None:
     expected = best / best.sum(1, keepdim=True) * 2.5
     torch.testing.assert_close(packed.weights[:, :2].double(), expected, rtol=1e-6, atol=0.0)
     assert experts.forward(stream, None).values.dtype == torch.bfloat16
-
-
-def test_active_bytes_follow_the_experts_that_are_hit() -> None:
-    config = tiny_config("DeepseekV2", "DeepseekV2ForCausalLM")
-    experts = Experts(config)
-    draw_weights(experts, torch.Generator().manual_seed(2))
-    pack_linears(experts)
-    each = 4 * 3 * 16 * 32
-    assert experts.active_bytes(1) == pytest.approx((3 + 2) * each)
-    assert experts.active_bytes(2) == pytest.approx((3 + 3 * 5 / 8 + 2) * each)
-    assert experts.active_bytes(1000) == pytest.approx((8 + 2) * each)

@@ -16,7 +16,7 @@ from peregrine.kernels.sampling import Features
 from peregrine.sampling import MAX_LOGPROBS
 from peregrine.spec.bound import BoundModel
 from peregrine.spec.judge import Judge
-from peregrine.spec.round import Logprobs, run_round
+from peregrine.spec.round import Logprobs, Mark, no_mark, run_round
 from peregrine.spec.state import Rows, SeatState
 from peregrine.spec.types import Drafter
 
@@ -69,6 +69,9 @@ class Runner:
         self.target, self.drafter, self.judge, self.seats = target, drafter, judge, seats
         self.graphs = graphs
         self.device = seats.history.device
+        self.eager = False  # True: recorded graphs are not used; for benchmarks whose host must see a round's values
+        # Besides run_round's stages: "launch", "copy" (results to the host), "launched", "wait", "read".
+        self.mark: Mark = no_mark
         self.in_flight: deque[RoundInFlight] = deque()
         self._rings: dict[tuple[tuple[int, ...], torch.dtype], Ring] = {}
 
@@ -85,17 +88,19 @@ class Runner:
 
     def rows(self, count: int, places: Callable[[], int]) -> Rows:
         """The first `count` seats, touching no place at or past `places()`; recorded rounds may touch every place."""
-        if self.graphs is not None:
+        if self.graphs is not None and not self.eager:
             return Rows(count, self.seats.max_places)
         return self.seats.rows(count, places())
 
     def launch(self, requests: list[Request], rows: Rows, features: Features) -> None:
         """Queue one round for the requests in seats 0 .. len(requests) - 1; rows past them are pads."""
+        self.mark("launch")
         windows = self._windows(rows) if any(r.params.report_drafts for r in requests) else None
-        if self.graphs is None:
+        if self.graphs is None or self.eager:
             verdict, logprobs = self._round(rows, features)
         else:
             verdict, logprobs = self._replay(rows, features)
+        self.mark("copy")
         packed = self._to_host(verdict.table)
         values = None
         if logprobs is not None:
@@ -108,9 +113,10 @@ class Runner:
         for request in requests:
             request.rounds_in_flight += 1
         self.in_flight.append(RoundInFlight(list(requests), packed, values, windows, ready))
+        self.mark("launched")
 
     def _round(self, rows: Rows, features: Features) -> tuple[Verdict, Logprobs | None]:
-        return run_round(self.target, self.drafter, self.judge, self.seats, rows, features)
+        return run_round(self.target, self.drafter, self.judge, self.seats, rows, features, self.mark)
 
     def _replay(self, rows: Rows, features: Features) -> tuple[Verdict, Logprobs | None]:
         """Replay the cheapest recorded variant that covers the features."""
@@ -129,8 +135,10 @@ class Runner:
     def read(self) -> list[RowResult]:
         """Wait for the oldest round in flight; returns what it did for each request."""
         flight = self.in_flight.popleft()
+        self.mark("wait")
         if flight.ready is not None:
             flight.ready.synchronize()
+        self.mark("read")
         lines = flight.verdict.tolist()
         results = []
         for row, (request, line) in enumerate(zip(flight.requests, lines, strict=False)):  # pads come last
