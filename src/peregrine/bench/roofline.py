@@ -72,7 +72,7 @@ def round_passes(engine: Engine, rows: int) -> Iterator[Pass]:
             yield Pass([(decoder, num_tokens)], store, num_heads, num_tokens)
     if isinstance(reader, HeadReader) and isinstance(reader.head, Head):
         head = reader.head
-        fuse = [head.fc] if isinstance(head, Eagle3Head) else []  # taps are fused once
+        fuse: list[nn.Module] = [head.fc] if isinstance(head, Eagle3Head) else []  # taps are fused once
         parts = [part for part in head.children() if part not in fuse]
         parts += [head.lender.head] if head.head is None else []
         for index, num_tokens in enumerate([rows, *steps]):

@@ -148,7 +148,7 @@ def device_seconds(call: Callable[[], object]) -> float:
         call()
     last.record()
     last.synchronize()
-    return first.elapsed_time(last) / 1e3 / PEAK_REPEATS
+    return float(first.elapsed_time(last)) / 1e3 / PEAK_REPEATS
 
 
 def new_event() -> torch.cuda.Event:
