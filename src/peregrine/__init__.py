@@ -2,7 +2,7 @@
 
     from peregrine import LLM, SamplingParams
 
-The two names load on first use, so that `import peregrine` and `peregrine --help` never wait for torch.
+Both names are imported on first use, so that `import peregrine` and `peregrine --help` never wait for torch.
 """
 
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ __all__ = ["LLM", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> object:
-    """The public name, imported now; any other name is an ordinary AttributeError."""
+    """Import a public name on first use."""
     if name == "LLM":
         from peregrine.llm import LLM
 

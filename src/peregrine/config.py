@@ -1,4 +1,4 @@
-"""What an engine is asked for, and the decisions made from it: each with its reason, none in silence."""
+"""The options of an engine, and the decisions made from them, each with its reason."""
 
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -8,6 +8,16 @@ from peregrine.errors import ConfigError
 MAX_NODES = 64  # a tree node's ancestors are one 64-bit word
 MAX_DRAFTS = 16
 MAX_LAG = 8
+# Lowest and highest value of whole-number options.
+LIMITS = {
+    "num_drafts": (0, MAX_DRAFTS),
+    "page_size": (1, 1024),
+    "max_rows": (1, 4096),
+    "max_len": (2, None),
+    "num_pages": (2, None),
+    "prefill_chunk": (1, None),
+    "lag": (0, MAX_LAG),
+}
 
 T = TypeVar("T")
 
@@ -46,7 +56,7 @@ class TreeShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """What an engine is asked for; None and "auto" leave the choice to it."""
+    """The options of an engine; None and "auto" leave the choice to it."""
 
     model: str = option("merlin", "a folder in Hugging Face format, or the name of an embedded model", "MODEL")
     drafter: str = option(
@@ -74,20 +84,12 @@ class EngineConfig:
     prefill_chunk: int = option(256, "prompt tokens read in one forward pass; chunks end at its multiples", "TOKENS")
     prefix_cache: bool = option(True, "keep the KV of prompts and reuse it for prompts that begin the same way")
     lag: int | None = None  # rounds queued before the oldest is read; None: 0 on CPU, 1 elsewhere
-    row_sizes: tuple[int, ...] | None = None  # batches are padded to one of these; None: as graphs need it
+    row_sizes: tuple[int, ...] | None = None  # batches are padded to one of these; None: powers of two for graphs
     simulate_accept: float | None = None  # benchmarks only: draw the acceptance length with this mean
 
     def __post_init__(self) -> None:
-        for name, value, low, high in (
-            ("num_drafts", self.num_drafts, 0, MAX_DRAFTS),
-            ("page_size", self.page_size, 1, 1024),
-            ("max_rows", self.max_rows, 1, 4096),
-            ("max_len", self.max_len, 2, None),
-            ("num_pages", self.num_pages, 2, None),
-            ("prefill_chunk", self.prefill_chunk, 1, None),
-            ("lag", self.lag, 0, MAX_LAG),
-        ):
-            check_integer(name, value, low, high)
+        for name, (low, high) in LIMITS.items():
+            check_integer(name, getattr(self, name), low, high)
         if self.page_size & (self.page_size - 1):
             raise ConfigError(f"page_size={self.page_size}: must be a power of two, such as 16, 32 or 64")
         if self.row_sizes is not None and (not self.row_sizes or max(self.row_sizes) < self.max_rows):

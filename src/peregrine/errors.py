@@ -1,8 +1,8 @@
-"""What can go wrong, in words a user can act on."""
+"""Every error Peregrine raises on purpose, with messages a user can act on."""
 
 
 class PeregrineError(Exception):
-    """Anything Peregrine refuses or cannot do; the message is written for the person who asked."""
+    """Base class; the message is written for the user."""
 
 
 class ConfigError(PeregrineError, ValueError):
@@ -10,7 +10,7 @@ class ConfigError(PeregrineError, ValueError):
 
 
 class CheckpointError(PeregrineError):
-    """A model folder that cannot be loaded: missing, malformed, unsupported or not fitting."""
+    """A model folder that cannot be loaded: missing, malformed, unsupported, or not matching its config."""
 
 
 class OutOfPages(PeregrineError):

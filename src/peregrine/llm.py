@@ -1,4 +1,4 @@
-"""The offline front door: prompts in, outputs out, whole or as they come."""
+"""The offline interface: prompts in, outputs out, whole or as a stream of deltas."""
 
 import asyncio
 import contextlib
@@ -12,8 +12,8 @@ from tqdm import tqdm
 
 from peregrine.config import Decision, EngineConfig, TreeShape
 from peregrine.engine.build import build_engine
-from peregrine.engine.loop import EngineLoop, Sink
-from peregrine.engine.request import Delta, Output, Request, Stats, Timing
+from peregrine.engine.loop import EngineLoop
+from peregrine.engine.request import Delta, Output, Request
 from peregrine.errors import ConfigError, EngineFault, RequestError
 from peregrine.sampling import SamplingParams
 from peregrine.text.chat import encode_chat
@@ -36,7 +36,7 @@ class LLM:
         self.decisions: tuple[Decision, ...] = built.decisions
         self.engine = built.engine
         self.loop = EngineLoop(built.engine)
-        # At exit, too: a thread that is inside a kernel when the interpreter goes takes the process down with it.
+        # Also runs at exit: a thread still inside a kernel when the interpreter ends crashes the process.
         self._close = weakref.finalize(self, self.loop.close)
 
     def generate(
@@ -48,66 +48,63 @@ class LLM:
     ) -> list[Output]:
         """One output per prompt, in order. A prompt is text or token ids.
 
-        A request that is refused among several comes back as an output with finish_reason "error" and costs the
-        others nothing; a single refused prompt raises.
+        Of several prompts, a refused one gives an output with finish_reason "error" and the others run; a refused
+        single prompt raises RequestError.
         """
         many = as_prompts(prompts)
-        each = as_params(params, len(many))
-        results: queue.SimpleQueue[tuple[int, Delta | EngineFault]] = queue.SimpleQueue()
-        outputs: dict[int, Output] = {}
-        requests: dict[int, Request] = {}
-        for index, (prompt, wish) in enumerate(zip(many, each, strict=True)):
-            try:
-                ids = self.encode(prompt)
-                requests[index] = self.loop.submit(ids, wish, numbered(results, index))
-            except RequestError as error:
-                if len(many) == 1:
-                    raise
-                outputs[index] = refused(error)
-        bar = tqdm(total=len(many), initial=len(outputs), unit="prompt", disable=not progress or len(many) == 1)
-        with bar, self._abort_on_exit(requests, outputs):
-            while len(outputs) < len(many):
-                index, delta = results.get()
-                if isinstance(delta, EngineFault):
-                    raise delta
-                if delta.output is not None:
-                    outputs[index] = delta.output
-                    bar.update()
+        results: queue.SimpleQueue[Delta | EngineFault] = queue.SimpleQueue()
+        outputs: dict[int, Output] = {}  # by index of the prompt
+        requests: dict[int, tuple[int, Request]] = {}  # by request id: index of the prompt, request
+        try:
+            for index, (prompt, one) in enumerate(zip(many, as_params(params, len(many)), strict=True)):
+                try:
+                    request = self.loop.submit(self.encode(prompt), one, results.put)
+                    requests[request.id] = index, request
+                except RequestError as error:
+                    if len(many) == 1:
+                        raise
+                    outputs[index] = Output(-1, [], "", [], "error", error=str(error))
+            hidden = not progress or len(many) == 1
+            with tqdm(total=len(many), initial=len(outputs), unit="prompt", disable=hidden) as bar:
+                while len(outputs) < len(many):
+                    delta = checked(results.get())
+                    if delta.output is not None:
+                        outputs[requests.pop(delta.request_id)[0]] = delta.output
+                        bar.update()
+        finally:  # nothing keeps running after an interrupted call
+            for _, request in requests.values():
+                self.loop.abort(request)
         return [outputs[index] for index in range(len(many))]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
-        """Deltas as they come; the last one carries the output. Closing the iterator aborts the request."""
+        """Yield deltas as they come; the last one carries the output. Closing the iterator aborts the request."""
         results: queue.SimpleQueue[Delta | EngineFault] = queue.SimpleQueue()
         request = self.loop.submit(self.encode(prompt), params or SamplingParams(), results.put)
         try:
-            while True:
-                delta = results.get()
-                if isinstance(delta, EngineFault):
-                    raise delta
+            output = None
+            while output is None:
+                delta = checked(results.get())
                 yield delta
-                if delta.output is not None:
-                    return
+                output = delta.output
         finally:
             self.loop.abort(request)
 
     async def astream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[Delta]:
-        """The same for asyncio; many may run side by side and share rounds."""
+        """`stream` for asyncio; streams that run side by side share rounds."""
         results: asyncio.Queue[Delta | EngineFault] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
         def sink(delta: Delta | EngineFault) -> None:
-            with contextlib.suppress(RuntimeError):  # the event loop has gone; nobody listens
+            with contextlib.suppress(RuntimeError):  # the event loop was closed
                 loop.call_soon_threadsafe(results.put_nowait, delta)
 
         request = self.loop.submit(self.encode(prompt), params or SamplingParams(), sink)
         try:
-            while True:
-                delta = await results.get()
-                if isinstance(delta, EngineFault):
-                    raise delta
+            output = None
+            while output is None:
+                delta = checked(await results.get())
                 yield delta
-                if delta.output is not None:
-                    return
+                output = delta.output
         finally:
             self.loop.abort(request)
 
@@ -120,10 +117,8 @@ class LLM:
         return encode_chat(self.tokenizer, messages)
 
     def drop_cached(self) -> int | None:
-        """Empty the prefix cache: how many pages that freed, or None, and nothing done, while requests run."""
-        freed: list[int | None] = []
-        self.loop.call(lambda: freed.append(self.engine.drop_cached()))
-        return freed[0]
+        """Evict every page of the prefix cache; returns how many, or None if requests are running."""
+        return self.loop.call(self.engine.drop_cached)
 
     def close(self) -> None:
         """Stop the engine's thread and free what it holds."""
@@ -137,19 +132,16 @@ class LLM:
     ) -> None:
         self.close()
 
-    @contextlib.contextmanager
-    def _abort_on_exit(self, requests: dict[int, Request], outputs: dict[int, Output]) -> Iterator[None]:
-        """Leave nothing running behind an interrupted call."""
-        try:
-            yield
-        finally:
-            for index, request in requests.items():
-                if index not in outputs:
-                    self.loop.abort(request)
+
+def checked(delta: Delta | EngineFault) -> Delta:
+    """The delta; raises a fault."""
+    if isinstance(delta, EngineFault):
+        raise delta
+    return delta
 
 
 def engine_config(model: str, options: dict[str, object]) -> EngineConfig:
-    """EngineConfig from loose options; unknown names are refused by name."""
+    """EngineConfig from keyword options; ConfigError names an unknown one."""
     known = [entry.name for entry in fields(EngineConfig)]
     for name in options:
         if name not in known:
@@ -160,11 +152,6 @@ def engine_config(model: str, options: dict[str, object]) -> EngineConfig:
             raise ConfigError(f"tree={tree!r}: is not (depth, width, nodes)")
         options = {**options, "tree": TreeShape(*tree)}
     return EngineConfig(model=model, **options)  # type: ignore[arg-type]
-
-
-def numbered(results: "queue.SimpleQueue[tuple[int, Delta | EngineFault]]", index: int) -> Sink:
-    """A sink that says whose delta it is."""
-    return lambda delta: results.put((index, delta))
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -183,22 +170,3 @@ def as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: i
             "params", f"{len(params)} sets", f"there are {count} prompts", "pass one set, or one per prompt"
         )
     return list(params)
-
-
-def refused(error: RequestError) -> Output:
-    """The output of a request that was never admitted."""
-    return Output(
-        request_id=-1,
-        prompt_token_ids=[],
-        text="",
-        token_ids=[],
-        finish_reason="error",
-        stop_reason=None,
-        error=str(error),
-        seed=0,
-        drafted=[],
-        logprobs=None,
-        stats=Stats(),
-        timing=Timing(0.0, 0.0, 0.0, 0.0),
-        simulated=False,
-    )

@@ -8,19 +8,8 @@ from typing import TextIO
 from peregrine.errors import ConfigError
 
 LEVELS = ("debug", "info", "warning", "error")
-STYLES = {
-    "bold": 1,
-    "dim": 2,
-    "underline": 4,
-    "red": 31,
-    "green": 32,
-    "yellow": 33,
-    "blue": 34,
-    "magenta": 35,
-    "cyan": 36,
-}
-# NO_COLOR speaks of colour alone; weight and underline stay.
-COLOURS = {name for name, code in STYLES.items() if code >= 30}
+STYLES = {"bold": 1, "dim": 2, "underline": 4, "red": 31, "green": 32, "yellow": 33, "cyan": 36}
+COLOURS = {name for name, code in STYLES.items() if code >= 30}  # NO_COLOR turns these off, and no other style
 LEVEL_STYLES = {"DEBUG": "dim", "INFO": "cyan", "WARNING": "yellow", "ERROR": "red"}
 
 logger = logging.getLogger("peregrine")
@@ -37,7 +26,7 @@ def style(text: str, *names: str, stream: TextIO | None = None) -> str:
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """Whether a person with a terminal that knows escape codes reads this stream."""
+    """Whether the stream is a terminal that understands escape codes."""
     return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 

@@ -1,8 +1,9 @@
-"""What a request may ask of the choosing law; wrong values are refused here, before anything runs."""
+"""Sampling parameters of a request; wrong values are refused here, before anything runs."""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from types import UnionType
 
 from peregrine.config import option
 from peregrine.errors import RequestError
@@ -13,15 +14,35 @@ MAX_BIAS = 512
 MAX_LOGPROBS = 64
 SEED_BITS = 63
 
+# Field: lowest and highest value, whether the lowest itself is refused, what to pass instead.
+NUMBERS = {
+    "temperature": (0.0, 100.0, False, "use 0 for greedy, 1 for the model's own distribution"),
+    "top_p": (0.0, 1.0, True, "use a share of the mass in (0, 1]"),
+    "min_p": (0.0, 1.0, False, "use a share of the largest probability in [0, 1]"),
+    "repetition_penalty": (0.0, 100.0, True, "use 1 for none"),
+    "presence_penalty": (-2.0, 2.0, False, "use a value in [-2, 2]"),
+    "frequency_penalty": (-2.0, 2.0, False, "use a value in [-2, 2]"),
+}
+# Field: lowest and highest value, what to pass instead. All but top_k and min_tokens may be None.
+INTEGERS = {
+    "top_k": (0, None, "use 0 for no limit"),
+    "seed": (0, 2**SEED_BITS - 1, "use a non-negative 63-bit integer"),
+    "max_tokens": (1, None, "use at least 1, or None for the rest of the context"),
+    "min_tokens": (0, None, "use 0 or more"),
+    "logprobs": (0, MAX_LOGPROBS, f"use 0 to {MAX_LOGPROBS}, or None"),
+    "prompt_logprobs": (0, MAX_LOGPROBS, f"use 0 to {MAX_LOGPROBS}, or None"),
+    "num_drafts": (0, None, "use 0 for no speculation"),
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How the tokens of one request are chosen and when they end.
 
-    Order of the law: logit_bias, penalties, min_tokens, temperature, top_k, top_p, min_p, then noise from the
-    seed. Temperature 0 takes the largest logit. `logprobs=n` returns the chosen token's and the n largest
-    log-probabilities of the model's own distribution, before all of the above; `prompt_logprobs=n` the same for
-    the prompt's tokens, which are then read anew, past the prefix cache.
+    Applied in this order: logit_bias, penalties, min_tokens, temperature, top_k, top_p, min_p, then noise from the
+    seed. Temperature 0 takes the largest logit. `logprobs=n` returns log-probabilities of the chosen token and the n
+    likeliest ones in the model's own distribution, before all of the above. `prompt_logprobs=n` returns them for the
+    prompt's tokens; such a prompt is always read in full, without the prefix cache.
     """
 
     temperature: float = option(1.0, "0 takes the likeliest token, 1 samples the model's own distribution", "T")
@@ -50,22 +71,14 @@ class SamplingParams:
     report_drafts: bool = False  # deltas carry the drafts of their round, rejected ones too
 
     def __post_init__(self) -> None:
-        self._check_number("temperature", 0.0, 100.0, "use 0 for greedy, 1 for the model's own distribution")
-        self._check_number("top_p", 0.0, 1.0, "use a share of the mass in (0, 1]", open_low=True)
-        self._check_number("min_p", 0.0, 1.0, "use a share of the largest probability in [0, 1]")
-        self._check_number("repetition_penalty", 0.0, 100.0, "use 1 for none", open_low=True)
-        self._check_number("presence_penalty", -2.0, 2.0, "use a value in [-2, 2]")
-        self._check_number("frequency_penalty", -2.0, 2.0, "use a value in [-2, 2]")
-        self._check_integer("top_k", 0, None, "use 0 for no limit")
-        self._check_integer("seed", 0, 2**SEED_BITS - 1, "use a non-negative 63-bit integer", optional=True)
-        self._check_integer("max_tokens", 1, None, "use at least 1, or None for the rest of the context", optional=True)
-        self._check_integer("min_tokens", 0, None, "use 0 or more")
-        for name in ("logprobs", "prompt_logprobs"):
-            self._check_integer(name, 0, MAX_LOGPROBS, f"use 0 to {MAX_LOGPROBS}, or None", optional=True)
-        self._check_integer("num_drafts", 0, None, "use 0 for no speculation", optional=True)
+        for name, limits in NUMBERS.items():
+            _check_number(name, getattr(self, name), *limits)
+        for name, (low, high, remedy) in INTEGERS.items():
+            if getattr(self, name) is not None or name in ("top_k", "min_tokens"):
+                _check_integer(name, getattr(self, name), low, high, remedy)
         for name in ("ignore_eos", "skip_special_tokens", "detokenize", "report_drafts"):
-            if not isinstance(self._value(name), bool):
-                raise RequestError(name, self._value(name), "is not true or false", "pass a bool")
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(name, getattr(self, name), "is not true or false", "pass a bool")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError("min_tokens", self.min_tokens, f"exceeds max_tokens={self.max_tokens}", "lower it")
         self._check_stops()
@@ -75,27 +88,6 @@ class SamplingParams:
     def stops(self) -> tuple[str, ...]:
         """Stop strings, always as a tuple."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-
-    def _value(self, name: str) -> object:
-        value: object = object.__getattribute__(self, name)
-        return value
-
-    def _check_number(self, name: str, low: float, high: float, remedy: str, open_low: bool = False) -> None:
-        value = self._value(name)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise RequestError(name, value, "is not a number", remedy)
-        if not math.isfinite(value) or not low <= value <= high or (open_low and value == low):
-            raise RequestError(name, value, f"is outside {'(' if open_low else '['}{low:g}, {high:g}]", remedy)
-
-    def _check_integer(self, name: str, low: int, high: int | None, remedy: str, optional: bool = False) -> None:
-        value = self._value(name)
-        if value is None and optional:
-            return
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise RequestError(name, value, "is not an integer", remedy)
-        if value < low or (high is not None and value > high):
-            limits = f"below {low}" if value < low else f"above {high}"
-            raise RequestError(name, value, f"is {limits}", remedy)
 
     def _check_stops(self) -> None:
         if not isinstance(self.stop, str | list | tuple):
@@ -108,7 +100,7 @@ class SamplingParams:
         if self.stops and not self.detokenize:
             raise RequestError("detokenize", False, "stop strings are found in text", "leave stop out, or set it")
         ids = self.stop_token_ids
-        if not isinstance(ids, list | tuple) or any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
+        if not isinstance(ids, list | tuple) or not all(_is(int, i) for i in ids):
             raise RequestError("stop_token_ids", ids, "is not a list of token ids", "pass integers")
         if len(ids) > MAX_STOP_IDS // 2:
             raise RequestError("stop_token_ids", ids, f"holds {len(ids)} ids", f"pass at most {MAX_STOP_IDS // 2}")
@@ -119,14 +111,33 @@ class SamplingParams:
         if len(self.logit_bias) > MAX_BIAS:
             raise RequestError("logit_bias", len(self.logit_bias), "holds too many entries", f"pass at most {MAX_BIAS}")
         for token, bias in self.logit_bias.items():
-            if isinstance(token, bool) or not isinstance(token, int):
+            if not _is(int, token):
                 raise RequestError("logit_bias", token, "has a key that is not a token id", "use integer keys")
-            if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
+            if not _is(int | float, bias) or not -100 <= bias <= 100:
                 raise RequestError("logit_bias", {token: bias}, "is outside [-100, 100]", "use a value in that range")
 
 
+def _is(kind: type | UnionType, value: object) -> bool:
+    """Whether the value is of this kind of number; True and False are not numbers."""
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _check_number(name: str, value: float, low: float, high: float, open_low: bool, remedy: str) -> None:
+    if not _is(int | float, value):
+        raise RequestError(name, value, "is not a number", remedy)
+    if not math.isfinite(value) or not low <= value <= high or (open_low and value == low):
+        raise RequestError(name, value, f"is outside {'(' if open_low else '['}{low:g}, {high:g}]", remedy)
+
+
+def _check_integer(name: str, value: int, low: int, high: int | None, remedy: str) -> None:
+    if not _is(int, value):
+        raise RequestError(name, value, "is not an integer", remedy)
+    if value < low or (high is not None and value > high):
+        raise RequestError(name, value, f"is below {low}" if value < low else f"is above {high}", remedy)
+
+
 def sampling_params(**values: object) -> SamplingParams:
-    """SamplingParams from loose values (a request body, a command line); unknown names are refused by name."""
+    """SamplingParams from a request body or a command line; RequestError names an unknown parameter."""
     known = [entry.name for entry in fields(SamplingParams)]
     for name, value in values.items():
         if name not in known:

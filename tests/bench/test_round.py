@@ -1,18 +1,29 @@
-"""`peregrine bench round`: an engine that every case fits, a floor that counts what a round must read."""
+"""`peregrine bench round`: an engine that every case fits, a roofline that counts what a round must read."""
 
 import json
 
 import pytest
 import torch
+from torch import nn
 
 from peregrine.bench import round as rounds
-from peregrine.bench.floor import experts_read, has_experts, round_bytes, stores_of, weight_bytes
+from peregrine.bench.roofline import (
+    expected_hits,
+    expert_work,
+    experts_read,
+    mixtures_of,
+    round_work,
+    stores_of,
+    weight_work,
+)
 from peregrine.bench.round import HOST_ROUNDS, REST, Case, check_cases, engine_config
 from peregrine.bench.seating import fill_stores, seat, unseat
 from peregrine.cli.main import main
 from peregrine.config import TreeShape
+from peregrine.engine.engine import Engine
 from peregrine.errors import ConfigError
 from peregrine.sampling import SamplingParams
+from peregrine.spec.round import no_mark
 from spec.expert_models import latent_mtp_model
 from spec.harness import (
     HEAD_DIM,
@@ -33,6 +44,14 @@ Q, KV = HEADS * HEAD_DIM, 2 * KV_HEADS * HEAD_DIM
 KEYS = KV * 4  # bytes of one token's keys and values in one layer
 
 
+def num_bytes(engine: Engine, rows: int, context: float) -> float:
+    return round_work(engine, rows, context).num_bytes
+
+
+def weights(module: nn.Module, num_tokens: int) -> float:
+    return weight_work(module, num_tokens).num_bytes
+
+
 def linear(outputs: int, inputs: int) -> int:
     """Bytes in float32; the CPU's layout fills outputs up to whole panels of 16."""
     return -(-outputs // 16) * 16 * inputs * 4
@@ -50,10 +69,10 @@ MODEL = (LAYERS - 1) * LAYER + LAST_LAYER + OUTPUT
 
 def test_plain_decoding_reads_weights_and_keys_once() -> None:
     engine = build().engine
-    assert round_bytes(engine, 1, 0) == MODEL
-    assert round_bytes(engine, 3, 100) == MODEL + 3 * 100 * LAYERS * KEYS
+    assert num_bytes(engine, 1, 0) == MODEL
+    assert num_bytes(engine, 3, 100) == MODEL + 3 * 100 * LAYERS * KEYS
     ngram = build(drafter="ngram").engine
-    assert round_bytes(ngram, 3, 100) == MODEL + 3 * 100 * LAYERS * KEYS
+    assert num_bytes(ngram, 3, 100) == MODEL + 3 * 100 * LAYERS * KEYS
 
 
 @pytest.mark.parametrize("guess", [{"num_drafts": 3}, {"tree": (3, 2, 8)}], ids=["chain", "tree"])
@@ -61,18 +80,18 @@ def test_a_draft_head_is_read_on_every_pass_and_fuses_once(guess: dict[str, obje
     engine = build(drafter=str(eagle3_head()), **guess).engine  # type: ignore[arg-type]
     each = layer(2 * HIDDEN, split=True) + linear(200, HIDDEN) + 2 * 50 * KEYS
     fuse = linear(HIDDEN, 3 * HIDDEN)
-    assert round_bytes(engine, 2, 50) == MODEL + 2 * 50 * LAYERS * KEYS + fuse + 3 * each
+    assert num_bytes(engine, 2, 50) == MODEL + 2 * 50 * LAYERS * KEYS + fuse + 3 * each
 
 
 def test_a_borrowed_output_head_is_read_too() -> None:
     engine = build(drafter=str(eagle_head()), num_drafts=2).engine
     each = LAST_LAYER + linear(HIDDEN, 2 * HIDDEN) + OUTPUT
-    assert round_bytes(engine, 1, 0) == MODEL + 2 * each
+    assert num_bytes(engine, 1, 0) == MODEL + 2 * each
 
 
 def test_a_draft_model_is_read_on_every_pass() -> None:
     engine = build(drafter=str(noisy_model()), num_drafts=4).engine
-    assert round_bytes(engine, 1, 10) == 5 * (MODEL + 10 * LAYERS * KEYS)
+    assert num_bytes(engine, 1, 10) == 5 * (MODEL + 10 * LAYERS * KEYS)
 
 
 @pytest.mark.parametrize(
@@ -109,12 +128,24 @@ def test_what_was_asked_for_is_kept() -> None:
 
 @pytest.mark.parametrize("experts", [0.0, 12.34])
 def test_a_table_has_a_line_for_each_case(experts: float) -> None:
-    figures = rounds.Figures(8, 2048, 5.0, 3.0, 4800.0, 4.0, 1.25, 16.0, experts, 80.0, 0.004)
-    facts = {"asked": {"model": "m"}, "copy_tb_per_s": 4.1, "start_s": 9.0}
-    lines = rounds.show(facts | {"cases": [rounds.asdict(figures)]}).splitlines()
+    case = rounds.Figures(8, 2048, 5.0, 3.0, 4800.0, 4.0, 1.25, 2.0, 1.25, 16.0, experts, 80.0, 0.004)
+    facts = {"asked": {"model": "m"}, "copy_tb_per_s": 4.1, "matrix_tflop_per_s": 700.0, "start_s": 9.0}
+    lines = rounds.show(facts | {"cases": [rounds.asdict(case)]}).splitlines()
     assert len(lines) == 3
     counted = ["12.3"] if experts else []
-    assert lines[-1].split() == ["8", "2048", "5.000", "4.000", "1.250", "3.00", "4800", "80", "0.4%", *counted]
+    assert lines[-1].split() == [
+        "8",
+        "2048",
+        "5.000",
+        "4.000",
+        "1.250",
+        "2.000",
+        "3.00",
+        "4800",
+        "80",
+        "0.4%",
+        *counted,
+    ]
     assert ("experts" in lines[1]) == bool(experts)
 
 
@@ -154,8 +185,8 @@ def test_experts_count_as_often_as_tokens_hit_them_and_latents_once() -> None:
     hit = 8 * (1 - (1 - 2 / 8) ** 2) + 1  # by two tokens, two of eight each, and the one for all
     layers = sum(read) + 3 * (each + linear(48, heads * dim)) + dense + 2 * (linear(8, 48) + hit * expert)
     expected = layers + linear(VOCAB, 48)
-    assert round_bytes(engine, 1, 0) == pytest.approx(expected, abs=1)
-    assert round_bytes(engine, 1, 10) == pytest.approx(expected + 10 * 3 * (kv_rank + rope) * 4, abs=1)
+    assert num_bytes(engine, 1, 0) == pytest.approx(expected, abs=1)
+    assert num_bytes(engine, 1, 10) == pytest.approx(expected + 10 * 3 * (kv_rank + rope) * 4, abs=1)
 
 
 def hits(num_tokens: int) -> float:
@@ -166,25 +197,44 @@ def hits(num_tokens: int) -> float:
 EXPERT = linear(2 * 32, 48) + linear(48, 32)
 
 
+def test_experts_are_read_as_often_as_random_choices_hit_them() -> None:
+    [*_, mixture] = mixtures_of(build(latent_model()).engine)
+    for num_tokens, expected in ((1, 2 + 1), (2, 2 + 2 * 6 / 8 + 1), (1000, 8 + 1)):
+        assert expected_hits(mixture, num_tokens) == pytest.approx(expected)
+        work = expert_work(mixture, expected, num_tokens)
+        assert work.num_bytes == pytest.approx(expected * EXPERT)
+        assert work.operations == pytest.approx(2 * num_tokens * (2 + 1) * EXPERT / 4)  # by two experts and the shared
+
+
+def test_every_token_meets_every_weight_and_every_key() -> None:
+    engine = build(drafter=str(eagle3_head()), num_drafts=3).engine
+    each = layer(2 * HIDDEN, split=True) + linear(200, HIDDEN)  # float32: four bytes a weight
+    fuse = linear(HIDDEN, 3 * HIDDEN)
+    operations = 2 * (2 * 4 * MODEL + 2 * 4 * fuse + 3 * 2 * each) / 4
+    keys = 2 * 2 * Q * 50  # of one query in one layer: scores and sums over 50 places
+    operations += (2 * 4 * LAYERS + 3 * 2) * keys
+    assert round_work(engine, 2, 50).operations == pytest.approx(operations)
+
+
 @pytest.mark.parametrize(("guess", "step"), [({"num_drafts": 3}, 1), ({"tree": (3, 2, 8)}, 2)])
 def test_a_prediction_layers_experts_count_by_the_tokens_of_each_pass(guess: dict[str, object], step: int) -> None:
     """The first pass has one live token a row, the others as many as a level of the tree is wide."""
     engine = build(latent_mtp_model(), drafter="mtp", **guess).engine  # type: ignore[arg-type]
     head, target = engine.runner.drafter.reader.head, engine.runner.target.decoder
     nodes = engine.runner.drafter.shape.nodes
-    without = weight_bytes(head, 0) - EXPERT + linear(VOCAB, 48)
+    without = weights(head, 0) - EXPERT + linear(VOCAB, 48)
     passes = [without + EXPERT * hits(2 * tokens) for tokens in (1, step, step)]
     latents = 2 * 10 * (32 + 8) * 4
-    expected = weight_bytes(target, 2 * nodes) + sum(passes) + latents * (3 + 3)
-    assert round_bytes(engine, 2, 10) == pytest.approx(expected, abs=1)
+    expected = weights(target, 2 * nodes) + sum(passes) + latents * (3 + 3)
+    assert num_bytes(engine, 2, 10) == pytest.approx(expected, abs=1)
 
 
 def test_a_draft_models_experts_count_by_the_path_and_then_by_each_guess() -> None:
     engine = build(latent_model(), drafter=str(latent_model()), num_drafts=2).engine
-    dense = weight_bytes(engine.runner.target.decoder, 0) - 2 * EXPERT  # two layers have experts
+    dense = weights(engine.runner.target.decoder, 0) - 2 * EXPERT  # two layers have experts
     verify, path, last, guess = 2 * hits(3), hits(3), hits(1), 2 * hits(1)
     expected = 3 * dense + EXPERT * (verify + path + last + guess)
-    assert round_bytes(engine, 1, 0) == pytest.approx(expected, abs=1)
+    assert num_bytes(engine, 1, 0) == pytest.approx(expected, abs=1)
 
 
 @pytest.mark.parametrize("guess", [{"num_drafts": 3}, {"tree": (3, 2, 8)}], ids=["chain", "tree"])
@@ -205,6 +255,8 @@ def test_experts_are_counted_as_more_rounds_read_them(guess: dict[str, object]) 
     few, alone = experts_read(engine, 2)
     assert 3 <= alone <= hits
     assert abs(few) < 5 * 9 * EXPERT  # of one round, not of both
+    assert not engine.runner.eager
+    assert all(mixture.on_choice is None for mixture in mixtures_of(engine))
     before = len(engine.running[0].generated)
     some, _ = experts_read(engine, 3, every=2)
     assert abs(some) < 5 * 9 * EXPERT  # the second of the three is not counted
@@ -234,8 +286,8 @@ def test_rounds_that_are_counted_are_those_that_were_timed() -> None:
 
 def test_a_dense_round_reads_no_experts() -> None:
     engine = build().engine
-    assert not has_experts(engine)
-    assert has_experts(build(latent_mtp_model(), drafter="mtp").engine)
+    assert not mixtures_of(engine)
+    assert mixtures_of(build(latent_mtp_model(), drafter="mtp").engine)
     engine.enqueue(engine.prepare([3, 4], SamplingParams(max_tokens=4, detokenize=False)))
     engine.seat_unread()
     assert experts_read(engine, 1) == (0.0, 0.0)
@@ -254,7 +306,6 @@ def test_the_host_is_timed_by_rounds_like_any_other() -> None:
     request = engine.prepare([3, 4], params)
     engine.enqueue(request)
     engine.seat_unread()
-    launch, read = engine.runner.launch, engine.runner.read
     assert 0 < rounds.time_host(engine) < 10
     assert len(request.generated) == HOST_ROUNDS
-    assert (engine.runner.launch, engine.runner.read) == (launch, read)  # left as they were
+    assert engine.runner.mark is no_mark  # left as it was

@@ -163,3 +163,44 @@ def test_waiting_requests_start_in_order_of_arrival() -> None:
     outputs = run(build(max_rows=1).engine, some)
     ends = [o.timing.total_s for o in outputs]
     assert ends == sorted(ends)
+
+
+def test_a_request_that_found_no_pages_is_not_matched_again_until_pages_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = build(num_pages=20, page_size=16, max_rows=4, prefill_chunk=64).engine
+    tree = engine.ledger.tree
+    assert tree is not None
+    matched: list[int] = []  # lengths of the token lists that were looked up
+    match = tree.match
+    monkeypatch.setattr(tree, "match", lambda tokens: (matched.append(len(tokens)), match(tokens))[1])
+    greedy = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
+    some = [Case((1, 2, 3), greedy), Case(tuple(range(1, 291)), replace(greedy, max_tokens=4))]
+    outputs = run(engine, some, arrivals=[0, 20])
+    assert outputs[1].timing.queue_s > outputs[0].timing.total_s / 2  # it waited for most of the first one's rounds
+    assert len(matched) <= 4
+    assert tokens(outputs) == tokens([run(build().engine, [case])[0] for case in some])
+
+
+def test_prefill_copies_a_prompt_a_few_times_not_once_per_chunk() -> None:
+    copied = 0
+
+    class Tokens(list[int]):
+        def __add__(self, other: list[int]) -> list[int]:  # type: ignore[override]
+            nonlocal copied
+            copied += len(self) + len(other)
+            return [*self, *other]
+
+        def __getitem__(self, key: int | slice) -> int | list[int]:  # type: ignore[override]
+            nonlocal copied
+            taken = super().__getitem__(key)
+            copied += len(taken) if isinstance(taken, list) else 0
+            return taken
+
+    engine = build(prefill_chunk=8, prefix_cache=False).engine
+    request = engine.prepare(Tokens(range(1, 290)), SamplingParams(temperature=0, max_tokens=2))
+    if request.tokens is request.tokens:  # held, not made anew
+        request.tokens = Tokens(request.tokens)
+    engine.enqueue(request)
+    with torch.inference_mode():
+        while engine.has_work:
+            engine.step()
+    assert 0 < copied <= 3 * 290  # the tokens, the tokens after them, and the seat's

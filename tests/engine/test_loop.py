@@ -52,3 +52,15 @@ def test_the_cache_is_dropped_between_requests_only() -> None:
 def test_too_many_stop_strings_are_refused() -> None:
     with pytest.raises(RequestError, match="stop='65 strings': are too many; pass at most 64"):
         SamplingParams(stop=[str(i) for i in range(65)])
+
+
+def test_an_error_in_a_call_reaches_its_caller_alone() -> None:
+    with LLM(str(tiny_model()), drafter="none", num_pages=100) as llm:
+        expected = llm.generate([1, 2], GREEDY)[0].token_ids
+        stream = llm.stream([1, 2], GREEDY)
+        tokens = next(stream).token_ids
+        with pytest.raises(ZeroDivisionError):
+            llm.loop.call(lambda: 1 // 0)
+        assert llm.loop.alive
+        assert tokens + [token for delta in stream for token in delta.token_ids] == expected
+        assert llm.loop.call(lambda: 7) == 7

@@ -12,7 +12,7 @@ from kernels.compile_experts import MODELS
 from peregrine.kernels.linear.reference import PackedWeight
 from peregrine.kernels.moe.experts import PackedExperts, join_experts, pack_experts
 from peregrine.kernels.moe.route import pack_router, route, route_torch
-from peregrine.kernels.moe.routing_rule import Choice, RoutingRule
+from peregrine.kernels.moe.routing_rule import ExpertChoice, RoutingRule
 from peregrine.kernels.moe.tiles import ExpertTile
 from peregrine.kernels.residual.reference import Residual
 
@@ -39,7 +39,7 @@ class Problem:
         ready = (values.float() * self.norm.float()).bfloat16()
         return Residual(values, ready, squares, torch.zeros_like(squares), EPS)
 
-    def choose(self, rows: slice) -> Choice:
+    def choose(self, rows: slice) -> ExpertChoice:
         return route(self.stream(rows), self.router, self.law, self.bias)
 
     def run(self, rows: slice) -> tuple[Tensor, ...]:
@@ -163,8 +163,8 @@ def test_blocks_are_alike_planned_and_direct(problem: Problem, monkeypatch: pyte
 def test_one_expert_may_get_everything(problem: Problem) -> None:
     """As many blocks of one expert as there are rows for, and none of the others."""
     stream = problem.stream(slice(0, 300))
-    crowd = Choice(torch.full((300, 1), 7, dtype=torch.int32, device="cuda"), torch.ones(300, 1, device="cuda"))
-    alone = Choice(crowd.experts[:1], crowd.weights[:1])
+    crowd = ExpertChoice(torch.full((300, 1), 7, dtype=torch.int32, device="cuda"), torch.ones(300, 1, device="cuda"))
+    alone = ExpertChoice(crowd.experts[:1], crowd.weights[:1])
     whole = join_experts(stream, crowd, problem.gate_up, problem.down, problem.norm, EPS)
     first = join_experts(problem.stream(slice(0, 1)), alone, problem.gate_up, problem.down, problem.norm, EPS)
     assert torch.equal(first.values, whole.values[:1])

@@ -185,7 +185,7 @@ def test_one_launch_turns_and_stores_as_the_twin_does() -> None:
     torch.testing.assert_close(held[slots], right_k)
 
 
-@pytest.mark.parametrize(("inputs", "outputs"), [(128, 512), (512, 128)], ids=["absorb", "back"])
+@pytest.mark.parametrize(("inputs", "outputs"), [(128, 512), (512, 128)], ids=["w_uk", "w_uv"])
 def test_heads_have_the_same_bits_in_any_company(inputs: int, outputs: int) -> None:
     torch.manual_seed(0)
     x = torch.randn(4096, 16, inputs + 64, device=DEVICE, dtype=torch.bfloat16)[..., :inputs]

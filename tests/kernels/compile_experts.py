@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from peregrine.kernels.moe.routing_rule import Choice, RoutingRule
+from peregrine.kernels.moe.routing_rule import ExpertChoice, RoutingRule
 
 LITE = RoutingRule(
     num_experts=64,
@@ -48,6 +48,6 @@ def compile_experts() -> None:
         for rows in (4, 4096):
             x, squares = shape(rows, hidden), shape(rows, dtype=torch.int64)
             bias = shape(law.num_experts, dtype=torch.float32) if law.sigmoid else None
-            choice = Choice(*route_gpu.route(x, squares, 1e-6, shape(law.num_experts, hidden), law, bias))
+            choice = ExpertChoice(*route_gpu.route(x, squares, 1e-6, shape(law.num_experts, hidden), law, bias))
             stream = Residual(x, x, squares, squares, 1e-6)
             experts_gpu.join_experts(stream, choice, *weights, shape(hidden), squares, squares)

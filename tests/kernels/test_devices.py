@@ -1,10 +1,12 @@
-"""Kernels are launched as the device at hand can run them: early from Hopper on, in tiles that fit its processors."""
+"""Kernels are launched as the device can run them: with PDL from Hopper on, in tiles that fit its shared memory."""
 
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -20,11 +22,9 @@ SHAPES = {"plain": (6144, 4096, False), "split": (4096, 14336, False), "gated": 
 SHAPES |= {"wide": (128256, 4096, False)}
 
 
-@pytest.mark.parametrize(
-    ("generation", "interpreted", "early"), [(9, False, True), (8, False, False), (9, True, False)]
-)
-def test_kernels_start_early_from_hopper_on(
-    generation: int, interpreted: bool, early: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("generation", "interpreted", "pdl"), [(9, False, True), (8, False, False), (9, True, False)])
+def test_kernels_are_launched_with_pdl_from_hopper_on(
+    generation: int, interpreted: bool, pdl: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[dict[str, object]] = []
 
@@ -34,9 +34,34 @@ def test_kernels_start_early_from_hopper_on(
 
     monkeypatch.setattr(gpu, "generation", lambda: generation)
     monkeypatch.setattr(gpu, "triton_interprets", lambda: interpreted)
-    gpu.launch(Kernel(), (1,), early=True)
+    gpu.launch(Kernel(), (1,), pdl=True)
     gpu.launch(Kernel(), (1,))
-    assert asked == [{"launch_pdl": True} if early else {}, {}]
+    assert asked == [{"launch_pdl": True} if pdl else {}, {}]
+
+
+def test_a_device_is_asked_for_itself_whichever_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two unlike GPUs: an A100 as device 0, which is current, and an H200 as device 1."""
+
+    class Properties(NamedTuple):
+        shared_memory_per_block_optin: int
+        multi_processor_count: int
+
+    known = {0: ((8, 0), Properties(163 * 1024, 108)), 1: ((9, 0), Properties(227 * 1024, 132))}
+
+    def index(device: torch.device | int | None = None) -> int:
+        return device if isinstance(device, int) else (device.index or 0) if device is not None else 0
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(known))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: known[index(device)][0])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: known[index(device)][1])
+    for number, (capability, properties) in known.items():
+        device = torch.device("cuda", number)
+        assert gpu.shared_bytes.__wrapped__(device) == properties.shared_memory_per_block_optin
+        assert gpu.multiprocessors(device, 1) == properties.multi_processor_count
+        tensor = SimpleNamespace(is_cuda=True, device=device)
+        assert gpu.is_hopper(tensor) == (capability[0] == gpu.HOPPER)  # type: ignore[arg-type]
+    assert gpu.generation.__wrapped__() == 8, "kernels are compiled once per process: for the older of the two"
 
 
 @pytest.mark.parametrize("device", SMALLER)

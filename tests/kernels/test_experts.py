@@ -13,7 +13,7 @@ from kernels.interpreted import needs_interpreter
 from peregrine.errors import ConfigError
 from peregrine.kernels.moe import experts as kernels
 from peregrine.kernels.moe.experts import PackedExperts, experts_mlp, join_experts, pack_experts, plain_experts
-from peregrine.kernels.moe.routing_rule import Choice
+from peregrine.kernels.moe.routing_rule import ExpertChoice
 from peregrine.kernels.moe.tiles import CROWDED, DIRECT_ROWS, GATED, PLAIN, ExpertTile, pick_expert_tiles
 from peregrine.kernels.residual.reference import Residual
 
@@ -35,23 +35,23 @@ def packed() -> tuple[PackedExperts, PackedExperts]:
     return pack_experts(gate_up, NUM_EXPERTS), pack_experts(down, NUM_EXPERTS)
 
 
-def choice_of(num_rows: int, choices: int = 3, seed: int = 0, first: int = 0) -> Choice:
+def choice_of(num_rows: int, choices: int = 3, seed: int = 0, first: int = 0) -> ExpertChoice:
     """Each row's experts at random, none twice and none before the first."""
     order = first + draw(num_rows, NUM_EXPERTS - first, seed=seed).argsort(dim=1)[:, :choices]
-    return Choice(order.int(), draw(num_rows, choices, seed=seed + 1).abs())
+    return ExpertChoice(order.int(), draw(num_rows, choices, seed=seed + 1).abs())
 
 
 CHOICES = {
     "alone": choice_of(1),
     "some": choice_of(9),
     "many": choice_of(70),
-    "all to one": Choice(torch.full((21, 1), 4, dtype=torch.int32), draw(21, 1)),
+    "all to one": ExpertChoice(torch.full((21, 1), 4, dtype=torch.int32), draw(21, 1)),
     "nobody to the first": choice_of(12, first=3),
 }
 each_choice = pytest.mark.parametrize("choice", CHOICES.values(), ids=CHOICES)
 
 
-def by_hand(x: Tensor, choice: Choice) -> Tensor:
+def by_hand(x: Tensor, choice: ExpertChoice) -> Tensor:
     """Row by row and expert by expert, in float64."""
     gate_up, down = (
         stack.double().view(NUM_EXPERTS, -1, size) for stack, size in zip(stacks(), (HIDDEN, INNER), strict=True)
@@ -65,7 +65,7 @@ def by_hand(x: Tensor, choice: Choice) -> Tensor:
 
 
 @each_choice
-def test_the_twin_is_the_loop(choice: Choice) -> None:
+def test_the_twin_is_the_loop(choice: ExpertChoice) -> None:
     x = draw(len(choice.experts), HIDDEN, seed=3)
     torch.testing.assert_close(experts_mlp(x, choice, *packed()).double(), by_hand(x, choice), rtol=1e-5, atol=1e-5)
 
@@ -74,7 +74,7 @@ def test_a_row_has_the_same_bits_in_any_company() -> None:
     choice, x = CHOICES["many"], draw(70, HIDDEN, seed=3)
     whole = experts_mlp(x, choice, *packed())
     for rows in (slice(0, 1), slice(5, 9), slice(60, 70), slice(69, 70)):
-        own = Choice(choice.experts[rows], choice.weights[rows])
+        own = ExpertChoice(choice.experts[rows], choice.weights[rows])
         assert torch.equal(experts_mlp(x[rows], own, *packed()), whole[rows])
 
 
@@ -88,7 +88,7 @@ def test_answers_are_added_in_the_order_of_the_choice() -> None:
     x[0, 0] = 1.0
     stacked = pack_experts(gate_up.flatten(0, 1), NUM_EXPERTS), pack_experts(down.flatten(0, 1), NUM_EXPERTS)
     for experts, expected in (([0, 1, 2], 1.0), ([2, 0, 1], 0.0)):
-        found = experts_mlp(x, Choice(torch.tensor([experts]), weights), *stacked)
+        found = experts_mlp(x, ExpertChoice(torch.tensor([experts]), weights), *stacked)
         assert found[0, 0].item() == pytest.approx(expected, abs=1e-3)
 
 
@@ -151,7 +151,7 @@ def squares_of(values: Tensor) -> Tensor:
 
 @needs_interpreter
 @each_choice
-def test_the_kernels_are_the_twin(choice: Choice, triton_experts: tuple[PackedExperts, ...]) -> None:
+def test_the_kernels_are_the_twin(choice: ExpertChoice, triton_experts: tuple[PackedExperts, ...]) -> None:
     num_rows = len(choice.experts)
     values, norm, next_norm = draw(num_rows, HIDDEN, seed=3), draw(HIDDEN, seed=4), draw(HIDDEN, seed=5)
     stale = squares_of(values)
@@ -193,7 +193,7 @@ def whole_stacks() -> tuple[Tensor, Tensor]:
     return gate_up, whole_numbers(-1, 1, NUM_EXPERTS, HIDDEN, INNER, seed=3)
 
 
-def whole_twin(x: Tensor, choice: Choice) -> Tensor:
+def whole_twin(x: Tensor, choice: ExpertChoice) -> Tensor:
     return experts_mlp(x, choice, *(pack_experts(stack.flatten(0, 1), NUM_EXPERTS) for stack in whole_stacks()))
 
 
@@ -202,11 +202,11 @@ def test_the_kernels_answer_alike_in_any_company_and_tile() -> None:
     from peregrine.kernels.moe import experts_triton as experts_gpu
 
     stacked, x = whole_stacks(), whole_numbers(1, 2, 70, HIDDEN, seed=4)
-    choice = Choice(CHOICES["many"].experts, whole_numbers(1, 4, 70, 3, seed=5))
+    choice = ExpertChoice(CHOICES["many"].experts, whole_numbers(1, 4, 70, 3, seed=5))
     whole = experts_gpu.answer(x, None, choice, *stacked).view(70, 3, HIDDEN)
     assert torch.equal(whole.sum(dim=1), whole_twin(x, choice))
     for rows in (slice(0, 1), slice(5, 9), slice(66, 70)):
-        own = Choice(choice.experts[rows].contiguous(), choice.weights[rows].contiguous())
+        own = ExpertChoice(choice.experts[rows].contiguous(), choice.weights[rows].contiguous())
         alone = experts_gpu.answer(x[rows], None, own, *stacked)
         assert torch.equal(alone.view(-1, 3, HIDDEN), whole[rows])
     for rows, cols, depth in ((32, 16, 16), (64, 64, 16), (128, 32, 16)):
@@ -215,24 +215,24 @@ def test_the_kernels_answer_alike_in_any_company_and_tile() -> None:
         assert torch.equal(again.view(70, 3, HIDDEN), whole)
 
 
-def crowd_of(num_rows: int) -> Choice:
+def crowd_of(num_rows: int) -> ExpertChoice:
     """All rows choose the same three experts, each in another order."""
     turns = (torch.arange(num_rows)[:, None] + torch.arange(3)) % 3
-    return Choice(torch.tensor([5, 0, 3])[turns].int(), draw(num_rows, 3))
+    return ExpertChoice(torch.tensor([5, 0, 3])[turns].int(), draw(num_rows, 3))
 
 
-def shared_of(num_rows: int) -> Choice:
+def shared_of(num_rows: int) -> ExpertChoice:
     """The last two experts are everybody's, the first three come from the others: five places of eight."""
     own = draw(num_rows, NUM_EXPERTS - 2).argsort(dim=1)[:, :3]
     shared = torch.tensor([NUM_EXPERTS - 2, NUM_EXPERTS - 1]).expand(num_rows, 2)
-    return Choice(torch.cat([own, shared], dim=1).int(), draw(num_rows, 5))
+    return ExpertChoice(torch.cat([own, shared], dim=1).int(), draw(num_rows, 5))
 
 
 @needs_interpreter
 @pytest.mark.parametrize("num_rows", [1, 3, 16, 17, 32, 33])
 @pytest.mark.parametrize("draw_choice", [choice_of, crowd_of, shared_of])
 def test_few_rows_are_answered_alike_without_a_plan(
-    draw_choice: Callable[[int], Choice], num_rows: int, monkeypatch: pytest.MonkeyPatch
+    draw_choice: Callable[[int], ExpertChoice], num_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last row is a pad, and not a number: nobody else may notice."""
     from peregrine.kernels.moe import experts_triton as experts_gpu
@@ -245,7 +245,7 @@ def test_few_rows_are_answered_alike_without_a_plan(
 
     monkeypatch.setattr(experts_gpu, "plan", count_plans)
     stacked, experts = whole_stacks(), draw_choice(num_rows).experts
-    choice = Choice(experts, whole_numbers(1, 4, *experts.shape, seed=5))
+    choice = ExpertChoice(experts, whole_numbers(1, 4, *experts.shape, seed=5))
     x = whole_numbers(1, 2, num_rows, HIDDEN, seed=4)
     twin = whole_twin(x, choice)
     if num_rows > 1:
@@ -292,7 +292,7 @@ def test_long_inputs_are_cut(triton_experts: tuple[PackedExperts, ...], monkeypa
     assert whole.squares is not None
     assert cut.squares is not None
     assert torch.equal(whole.squares, cut.squares)
-    nothing = Choice(choice.experts[:0], choice.weights[:0])
+    nothing = ExpertChoice(choice.experts[:0], choice.weights[:0])
     assert join_experts(
         Residual(x[:0], x[:0]), nothing, triton_experts[0], triton_experts[1], None, 0.0
     ).values.shape == (0, HIDDEN)

@@ -20,7 +20,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors count as lying on an H200."""
     for plans in (dense, latent):
         monkeypatch.setattr(plans, "is_hopper", lambda tensor: True)
-        monkeypatch.setattr(plans, "processors", lambda device, elsewhere: PROCESSORS)
+        monkeypatch.setattr(plans, "multiprocessors", lambda device, elsewhere: PROCESSORS)
 
 
 def plan_of(rows: int, q_len: int, page_size: int = 16, tree: bool = False) -> GpuPlan:

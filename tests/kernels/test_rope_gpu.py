@@ -8,7 +8,7 @@ from torch import Tensor
 
 from peregrine.cache.store import KVShape, KVStore
 from peregrine.hardware import triton_interprets
-from peregrine.kernels.rope.reference import DeferredRope, turn_heads
+from peregrine.kernels.rope.reference import DeferredRope, rotate_heads
 from peregrine.kernels.runtime.gpu import TRITON_PRESENT
 
 if not (TRITON_PRESENT and triton_interprets()):
@@ -57,7 +57,7 @@ def test_one_launch_does_what_the_twins_do(norms: bool, head_dim: int, tokens: i
     for held in (store.keys, store.values, expected.keys, expected.values):
         held.fill_(9.0)  # slots that are not written keep it
     turned = turn_and_store(q, k, v, turn, slots, layer_of(store))
-    expected_q, expected_k = turn_heads(q, k, turn)
+    expected_q, expected_k = rotate_heads(q, k, turn)
     expected.write(0, slots, expected_k, v)
     torch.testing.assert_close(turned, expected_q)
     torch.testing.assert_close(store.keys, expected.keys)

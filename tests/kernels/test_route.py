@@ -10,7 +10,7 @@ from torch import Tensor
 from kernels.compile_experts import LITE
 from kernels.interpreted import needs_interpreter
 from peregrine.kernels.moe.route import pack_router, route, route_torch
-from peregrine.kernels.moe.routing_rule import LEAST_SUM, Choice, RoutingRule
+from peregrine.kernels.moe.routing_rule import LEAST_SUM, ExpertChoice, RoutingRule
 from peregrine.kernels.residual.reference import Residual
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, of nan
@@ -164,10 +164,10 @@ def test_a_row_routes_alike_in_any_company(law: RoutingRule) -> None:
         assert torch.equal(alone.weights, whole.weights[first:last])
 
 
-def on_gpu(x: Tensor, weight: Tensor, law: RoutingRule, squares: Tensor | None = None) -> Choice:
+def on_gpu(x: Tensor, weight: Tensor, law: RoutingRule, squares: Tensor | None = None) -> ExpertChoice:
     from peregrine.kernels.moe import route_triton as route_gpu
 
-    return Choice(*route_gpu.route(x, squares, 1e-6, weight, law, bias_of(law)))
+    return ExpertChoice(*route_gpu.route(x, squares, 1e-6, weight, law, bias_of(law)))
 
 
 @needs_interpreter

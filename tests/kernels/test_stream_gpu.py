@@ -10,10 +10,10 @@ from peregrine.hardware import triton_interprets
 from peregrine.kernels.linear.reference import PackedWeight
 from peregrine.kernels.residual.reference import (
     Residual,
-    embed_stream,
+    embed_residual,
     join_stream,
     normed,
-    start_stream,
+    start_residual,
     stream_gate,
     stream_linear,
 )
@@ -86,7 +86,7 @@ def test_layers_are_the_twins(rows: int, monkeypatch: pytest.MonkeyPatch) -> Non
     tokens = torch.arange(rows) * 7 % VOCAB
 
     def run() -> tuple[Residual, Tensor, Tensor]:
-        stream = embed_stream(tokens, EMBEDDING, NORMS[0], EPS)
+        stream = embed_residual(tokens, EMBEDDING, NORMS[0], EPS)
         stream = layer(layer(stream, NORMS[1]), NORMS[2])
         return stream, normed(stream), stream_linear(stream, LAST)
 
@@ -101,7 +101,7 @@ def test_layers_are_the_twins(rows: int, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_sums_that_are_no_longer_read_serve_the_addition_after_next(monkeypatch: pytest.MonkeyPatch) -> None:
     send_models_to_triton(monkeypatch)
-    first = embed_stream(torch.arange(5), EMBEDDING, NORMS[0], EPS)
+    first = embed_residual(torch.arange(5), EMBEDDING, NORMS[0], EPS)
     second = layer(first, NORMS[1])
     assert second.squares is first.spare
     assert second.spare is first.squares
@@ -118,16 +118,16 @@ def test_a_stream_without_sums_gets_them_where_a_norm_follows(
 ) -> None:
     """As the first layer of a draft head, whose input is read as it is."""
     values, x = draw(5, HIDDEN, seed=4), draw(5, INNER, seed=5)
-    expected = normed(join_stream(x, DOWN, start_stream(values, None, EPS), norm, EPS))
+    expected = normed(join_stream(x, DOWN, start_residual(values, None, EPS), norm, EPS))
     send_models_to_triton(monkeypatch)
-    stream = join_stream(x, DOWN, start_stream(values, None, EPS), norm, EPS)
+    stream = join_stream(x, DOWN, start_residual(values, None, EPS), norm, EPS)
     assert (stream.squares is None) == (norm is None)
     torch.testing.assert_close(normed(stream), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_chosen_rows_go_on_as_they_would_in_company(monkeypatch: pytest.MonkeyPatch) -> None:
     send_models_to_triton(monkeypatch)
-    stream = embed_stream(torch.arange(9), EMBEDDING, NORMS[0], EPS)
+    stream = embed_residual(torch.arange(9), EMBEDDING, NORMS[0], EPS)
     chosen = torch.tensor([7, 0, 4])
     alone = stream.rows(chosen)
     assert torch.equal(alone.values, stream.values[chosen])

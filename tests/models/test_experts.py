@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kernels.interpreted import needs_interpreter, send_models_to_triton
 from peregrine.errors import CheckpointError
-from peregrine.kernels.residual.reference import Residual, normed, start_stream
+from peregrine.kernels.residual.reference import Residual, normed, start_residual
 from peregrine.models.checkpoint.folder import Fields
 from peregrine.models.checkpoint.weights import Weights
 from peregrine.models.config import ExpertsConfig, ModelConfig
@@ -101,7 +101,7 @@ def test_deepseek_v3_and_kimi() -> None:
     assert experts.layers == (False, False, False, True, True)
     kimi = read("deepseek_v3", KIMI)
     assert (kimi.num_experts, kimi.num_groups, kimi.layers[0], kimi.layers[1]) == (384, 1, False, True)
-    assert kimi.routing.num_choices == 9
+    assert kimi.rule.num_choices == 9
 
 
 def test_qwen3_has_experts_where_its_config_says_so() -> None:
@@ -215,7 +215,7 @@ def load(folder: Path, config: ModelConfig, pack: bool) -> Experts:
 def streams(config: ModelConfig, num_rows: int = 20) -> tuple[Residual, Tensor]:
     """A normed stream, and its normed values."""
     values = torch.randn(num_rows, config.hidden_size, generator=torch.Generator().manual_seed(1)) * 2
-    stream = start_stream(values, torch.ones(config.hidden_size), 1e-6)
+    stream = start_residual(values, torch.ones(config.hidden_size), 1e-6)
     return stream, stream.ready
 
 
@@ -301,14 +301,3 @@ def test_bfloat16_models_route_in_float32() -> None:
     expected = best / best.sum(1, keepdim=True) * 2.5
     torch.testing.assert_close(packed.weights[:, :2].double(), expected, rtol=1e-6, atol=0.0)
     assert experts.forward(stream, None).values.dtype == torch.bfloat16
-
-
-def test_active_bytes_follow_the_experts_that_are_hit() -> None:
-    config = tiny_config("DeepseekV2", "DeepseekV2ForCausalLM")
-    experts = Experts(config)
-    draw_weights(experts, torch.Generator().manual_seed(2))
-    pack_linears(experts)
-    each = 4 * 3 * 16 * 32
-    assert experts.active_bytes(1) == pytest.approx((3 + 2) * each)
-    assert experts.active_bytes(2) == pytest.approx((3 + 3 * 5 / 8 + 2) * each)
-    assert experts.active_bytes(1000) == pytest.approx((8 + 2) * each)

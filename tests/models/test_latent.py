@@ -51,7 +51,7 @@ def test_sizes_and_switches() -> None:
     assert (config.kv_shape.num_heads, config.kv_shape.value_dim, config.kv_shape.shared) == (1, 32, True)
     assert config.layer_attention()[0].scale == 20**-0.5
     assert [config.has_experts(i) for i in range(3)] == [False, True, True]
-    assert read(q_lora_rank=None).latent.q_rank is None
+    assert read(q_lora_rank=None).mla.q_rank is None
     kimi = read(model_type="kimi_k2", n_group=1, topk_group=1, n_routed_experts=24)
     assert kimi.family == "deepseek_v3"
 
@@ -172,11 +172,11 @@ def test_absorbed_is_expanded(write_checkpoint: Callable[..., Path], dense_cache
     nowhere = torch.zeros(9, dtype=torch.int64)  # every token at the same position: nothing is turned
     table = rope_table(decoder.config.rope, decoder.config.rope_dim, 4, "cpu")
     heads = attention.project(Residual(x, x), nowhere, table)
-    attended = heads.ask(dense_cache(own).bind(torch.arange(9)), layer)
+    attended = heads.attend(dense_cache(own).bind(torch.arange(9)), layer)
     prefix = f"model.layers.{layer}.self_attn."
     stored = {name: t for name, t in load_file(folder / "model.safetensors").items() if prefix in name}
     expected = expanded(attention, stored, x.double(), own[layer].scale)
-    torch.testing.assert_close(attention.answer(attended).double(), expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(attention.merge_heads(attended).double(), expected, atol=1e-4, rtol=1e-4)
 
 
 @torch.no_grad()

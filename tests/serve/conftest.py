@@ -27,7 +27,7 @@ class Served:
 
     @property
     def llm(self) -> LLM:
-        return self.service.desk.llm
+        return self.service.gateway.llm
 
     def http(self, **options: object) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=60, **options)  # type: ignore[arg-type]
@@ -38,7 +38,7 @@ class Served:
     def wait_idle(self) -> None:
         """Until nothing runs; the engine hears of a client that left a moment after it did."""
         for _ in range(3000):
-            if not self.service.desk.num_open and not self.llm.engine.has_work:
+            if not self.service.gateway.num_open and not self.llm.engine.has_work:
                 return
             threading.Event().wait(0.01)
         raise AssertionError("something still runs")
@@ -74,10 +74,10 @@ def start(open_llm: Callable[[], LLM], **settings: object) -> Served:
 
 def wait_ready(served: Served) -> None:
     for _ in range(6000):
-        if served.service.trouble is None:
+        if served.service.status.trouble is None:
             return
         threading.Event().wait(0.01)
-    raise AssertionError(served.service.trouble)
+    raise AssertionError(served.service.status.trouble)
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,7 @@ import torch
 from peregrine.kernels.runtime.cpu import load_kernels
 from peregrine.llm import LLM
 from peregrine.serve.batch import Batch
-from peregrine.serve.ledger import Ledger
+from peregrine.serve.batch_output import BatchOutput
 
 KILLS = 20
 
@@ -31,8 +31,8 @@ def start_batch(model: str, source: Path, target: Path) -> int:
         return child
     code = 1
     try:
-        with Ledger(target) as ledger, LLM(model, drafter="none", num_pages=400) as llm:
-            Batch(source, ledger, llm, "tiny").run()
+        with BatchOutput(target) as output, LLM(model, drafter="none", num_pages=400) as llm:
+            Batch(source, output, llm, "tiny").run()
         code = 0
     finally:
         os._exit(code)

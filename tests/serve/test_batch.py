@@ -14,7 +14,7 @@ import pytest
 from peregrine import SamplingParams
 from peregrine.errors import ConfigError
 from peregrine.serve.batch import Batch
-from peregrine.serve.ledger import Ledger
+from peregrine.serve.batch_output import BatchOutput
 from serve.conftest import Served
 from spec.harness import tiny_model
 
@@ -38,8 +38,8 @@ def read(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def run(server: Served, source: Path, target: Path) -> Batch:
-    with Ledger(target) as ledger:
-        batch = Batch(source, ledger, server.llm, "merlin")
+    with BatchOutput(target) as output:
+        batch = Batch(source, output, server.llm, "merlin")
         batch.run()
     return batch
 
@@ -132,7 +132,7 @@ def test_outputs_of_something_else_are_not_continued(server: Served, tmp_path: P
     other.write_text("hello\n")
     with pytest.raises(ConfigError, match="line 1: is not a line of a batch's output"):
         run(server, source, other)
-    with Ledger(tmp_path / "out.jsonl"), pytest.raises(ConfigError, match="another batch is writing"):
+    with BatchOutput(tmp_path / "out.jsonl"), pytest.raises(ConfigError, match="another batch is writing"):
         run(server, source, tmp_path / "out.jsonl")
 
 

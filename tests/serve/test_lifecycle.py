@@ -52,7 +52,7 @@ def test_a_client_that_leaves_takes_its_request_with_it(server: Served, http: ht
     with http.stream("POST", "/v1/completions", json={**ENDLESS, "n": 2, "stream": True}) as stream:
         lines = stream.iter_lines()
         next(lines)
-        assert server.service.desk.num_open == 2
+        assert server.service.gateway.num_open == 2
     server.wait_idle()
     with server.http() as impatient, pytest.raises(httpx.ReadTimeout):
         impatient.post("/v1/completions", json=ENDLESS, timeout=0.3)  # not streamed: the same
@@ -93,7 +93,7 @@ def test_an_engine_fault_is_told_to_all_and_turns_health_red() -> None:
             whole: list[httpx.Response] = []
             asked = threading.Thread(target=lambda: whole.append(http.post("/v1/completions", json=ENDLESS)))
             asked.start()
-            while served.service.desk.num_open < 2:
+            while served.service.gateway.num_open < 2:
                 time.sleep(0.01)
 
             def explode(*_: object) -> None:
@@ -110,7 +110,7 @@ def test_an_engine_fault_is_told_to_all_and_turns_health_red() -> None:
             assert "MemoryError: no more; restart" in health.json()["error"]["message"]
             assert http.post("/v1/completions", json={"prompt": "x"}).status_code == 503
             assert http.post("/flush_cache").status_code == 500
-            assert served.service.desk.num_open == 0
+            assert served.service.gateway.num_open == 0
     finally:
         served.stop()
 

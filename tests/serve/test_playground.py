@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from peregrine import LLM, SamplingParams
-from peregrine.serve.pages import STATIC
+from peregrine.serve.static_files import STATIC
 from serve.browser import CTRL, SHIFT, Page, browse, browser_path
 from serve.conftest import Served, start, wait_ready
 

@@ -145,7 +145,7 @@ def test_limits() -> None:
                     target=lambda: http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1})
                 )
                 waiting.start()
-                while served.service.desk.num_open < 2:
+                while served.service.gateway.num_open < 2:
                     time.sleep(0.01)
                 full = http.post("/v1/completions", json={"prompt": "x"})
                 assert full.status_code == 429

@@ -37,4 +37,4 @@ def test_a_storm_leaves_nothing_behind(server: Served, wishes) -> None:
     assert memory[2] - memory[1] < 24
     check_pages(server.llm.engine)
     assert not server.llm.loop._sinks
-    assert not server.service.desk._open
+    assert not server.service.gateway._requests

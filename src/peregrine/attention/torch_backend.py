@@ -19,7 +19,7 @@ from peregrine.kernels.attention import (
     slots_of_rows,
     turn_latent,
 )
-from peregrine.kernels.rope import turn_heads
+from peregrine.kernels.rope import rotate_heads
 
 
 class TorchBackend:
@@ -58,7 +58,7 @@ class TorchBackend:
             if isinstance(turn, DeferredMLARope):
                 q, k = turn_latent(q, k, turn)
             elif turn is not None:
-                q, k = turn_heads(q, k, turn)
+                q, k = rotate_heads(q, k, turn)
             store.write(layer, metadata.slots, k, v)
             if not len(q):
                 return q[..., : v.shape[2]]

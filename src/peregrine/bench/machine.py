@@ -1,4 +1,4 @@
-"""Facts of the machine a figure was measured on."""
+"""The machine that a figure was measured on."""
 
 from dataclasses import asdict
 
@@ -6,5 +6,5 @@ from peregrine.hardware import read_hardware
 
 
 def machine_facts() -> dict[str, object]:
-    """What this machine is, as plain values."""
+    """Facts about this machine, as plain values."""
     return asdict(read_hardware())

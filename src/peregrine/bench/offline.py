@@ -1,7 +1,7 @@
 """`peregrine bench offline`: this engine against itself and against transformers, same prompts, one run.
 
-Reported: tokens/s plain and speculative, acceptance length, time per round by stage, the share of a round that
-is outside matrix products and attention, memory beyond weights and KV pages, time from import to first token.
+Reported: tokens/s plain and speculative, acceptance length, time per round by stage, the share of a round outside
+compiled kernels, memory beyond weights and KV pages, time from import to first token.
 """
 
 import json
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from peregrine.bench.clock import Clock, watch
+from peregrine.bench.clock import timed_rounds
 from peregrine.bench.machine import machine_facts
 from peregrine.errors import ConfigError
 from peregrine.hardware import version_of
@@ -55,7 +55,7 @@ class Plan:
     tokens: int = 128  # per request
     repeats: int = 3  # the median counts
     temperature: float = 0.0
-    peer: bool = True  # transformers, too
+    peer: bool = True  # measure transformers, too
 
 
 def run(plan: Plan, options: dict[str, object]) -> dict[str, object]:
@@ -87,7 +87,7 @@ def run(plan: Plan, options: dict[str, object]) -> dict[str, object]:
 
 
 def measure_rows(plan: Plan, rows: int, slow: LLM, fast: LLM, peer: object) -> dict[str, object]:
-    """Plain, speculative and peer at one batch size."""
+    """Plain, speculative and transformers at one batch size."""
     plain, plain_tokens = measure(slow, rows, plan)
     speculative, speculative_tokens = measure(fast, rows, plan)
     line: dict[str, object] = {"rows": rows, "plain": plain, "speculative": speculative}
@@ -106,7 +106,7 @@ def sampling(plan: Plan) -> SamplingParams:
 
 
 def measure(llm: LLM, rows: int, plan: Plan) -> tuple[dict[str, object], list[list[int]]]:
-    """Tokens/s of one batch, generated from scratch each time, and where a round's time goes."""
+    """Tokens/s and acceptance of one batch, and where a round's time goes; and the tokens."""
     prompts = [PROMPTS[i % len(PROMPTS)] for i in range(rows)]
     speeds = []
     outputs = llm.generate(prompts, sampling(plan), progress=False)  # warm-up
@@ -115,36 +115,34 @@ def measure(llm: LLM, rows: int, plan: Plan) -> tuple[dict[str, object], list[li
         outputs = llm.generate(prompts, sampling(plan), progress=False)
         speeds.append(sum(len(o.token_ids) for o in outputs) / (time.perf_counter() - start))
     rounds = sum(o.stats.rounds for o in outputs)
-    stages = stage_times(llm, prompts, plan)
-    accept = sum(o.stats.accepted for o in outputs) / rounds
-    return {"tokens_per_s": round(statistics.median(speeds), 1), "accept_length": round(accept, 3), "stages": stages}, [
-        o.token_ids for o in outputs
-    ]
+    figures = {
+        "tokens_per_s": round(statistics.median(speeds), 1),
+        "accept_length": round(sum(o.stats.accepted for o in outputs) / rounds, 3),
+        "stages": stage_times(llm, prompts, plan),
+    }
+    return figures, [o.token_ids for o in outputs]
 
 
 def stage_times(llm: LLM, prompts: Sequence[str], plan: Plan) -> dict[str, float]:
     """Milliseconds per round by stage, and the share of a round outside compiled kernels."""
-    clock = Clock()
-    with watch(llm.engine, clock):
+    with timed_rounds(llm.engine) as clock:
         start = time.perf_counter()
         llm.generate(list(prompts), sampling(plan), progress=False)
         total = time.perf_counter() - start
-    rounds = max(1, clock.calls["round"])
-    spent = {name: clock.seconds[name] / rounds * 1e3 for name in ("round", "verify", "judge", "propose", "kernels")}
-    rest = spent["round"] - spent["verify"] - spent["judge"] - spent["propose"]
-    return {
-        "round_ms": round(spent["round"], 3),
-        "verify_ms": round(spent["verify"], 3),
-        "judge_ms": round(spent["judge"], 3),
-        "propose_ms": round(spent["propose"], 3),
-        "commit_and_rest_ms": round(rest, 3),
-        "host_between_rounds_ms": round(total / rounds * 1e3 - spent["round"], 3),
-        "outside_kernels": round(1 - spent["kernels"] / spent["round"], 3),
+    ms = 1e3 / max(1, clock.rounds)
+    stages = {f"{name}_ms": clock.seconds[name] * ms for name in ("verify", "judge", "propose")}
+    times = {
+        "round_ms": clock.round_seconds * ms,
+        **stages,
+        "commit_and_rest_ms": clock.round_seconds * ms - sum(stages.values()),
+        "host_between_rounds_ms": (total - clock.round_seconds) * ms,
+        "outside_kernels": 1 - clock.kernel_seconds / clock.round_seconds,
     }
+    return {name: round(value, 3) for name, value in times.items()}
 
 
 def load_peer(folder: str) -> object:
-    """transformers' model of the same checkpoint, in float32."""
+    """The same checkpoint in transformers, in float32."""
     if version_of("transformers") is None:
         raise ConfigError("transformers is not installed; install peregrine[test] or pass --no-peer")
     from transformers import AutoModelForCausalLM
@@ -155,7 +153,7 @@ def load_peer(folder: str) -> object:
 
 @torch.inference_mode()
 def measure_peer(peer: object, llm: LLM, rows: int, plan: Plan) -> float:
-    """Tokens/s of transformers' generate on the same batch; prompts are cut to one length so that none is padded."""
+    """Tokens/s of transformers' generate on the same batch; prompts are cut to one length, so that none is padded."""
     ids = [llm.encode(PROMPTS[i % len(PROMPTS)]) for i in range(rows)]
     shortest = min(len(i) for i in ids)
     batch = torch.tensor([i[:shortest] for i in ids])
@@ -176,7 +174,7 @@ def measure_peer(peer: object, llm: LLM, rows: int, plan: Plan) -> float:
 
 
 def start_up_seconds(model: str, options: dict[str, object]) -> float:
-    """Import to first token, in a fresh process."""
+    """Seconds from import to first token, in a fresh process."""
     written = ", ".join(f"{name}={value!r}" for name, value in options.items())
     code = START_UP.format(model=model, options=written)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -198,12 +196,12 @@ def memory_facts(llm: LLM, before: float) -> dict[str, float]:
 
 
 def peak_mib() -> float:
-    """The most memory this process has had so far."""
+    """The peak of this process's memory so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def show(result: dict[str, object]) -> str:
-    """The result as a table for people."""
+    """The result as a table."""
     lines = [f"model {result['model']}, drafter {result['drafter']}, {result['tokens']} tokens per request"]
     lines.append(f"import to first token: {result['start_up_s']} s; memory: {json.dumps(result['memory'])}")
     for line in result["rows"]:  # type: ignore[attr-defined]

@@ -1,15 +1,15 @@
-"""Requests that are seated to be measured: prompts nobody reads, on pages of noise, the same each time."""
+"""Running requests for benchmarks: their prompts are not read, their pages hold noise, the same each time."""
 
 import torch
 
-from peregrine.bench.floor import stores_of
+from peregrine.bench.roofline import stores_of
 from peregrine.engine.engine import Engine
 from peregrine.engine.request import Request
 from peregrine.sampling import SamplingParams
 
 
 def seat(engine: Engine, rows: int, context: int, max_tokens: int) -> list[Request]:
-    """So many requests of such a length on their seats; their prompts count as read, and are noise."""
+    """Admit `rows` requests with random prompts of `context` tokens, which count as read."""
     fill_stores(engine)
     generator = torch.Generator().manual_seed(context)
     prompts = torch.randint(0, engine.limits.vocab_size, (rows, context), generator=generator).tolist()
@@ -22,7 +22,7 @@ def seat(engine: Engine, rows: int, context: int, max_tokens: int) -> list[Reque
 
 
 def unseat(engine: Engine, requests: list[Request]) -> None:
-    """Send them away."""
+    """Abort the requests, and let the rounds in flight end."""
     for request in requests:
         engine.abort(request)
     while engine.has_work:
@@ -30,7 +30,7 @@ def unseat(engine: Engine, requests: list[Request]) -> None:
 
 
 def step(engine: Engine, rounds: int) -> None:
-    """So many rounds, to the end of the last one."""
+    """Run rounds, and wait for the device."""
     for _ in range(rounds):
         engine.step()
     if torch.cuda.is_available():
@@ -38,15 +38,15 @@ def step(engine: Engine, rounds: int) -> None:
 
 
 def mean_tokens(requests: list[Request]) -> float:
-    """How long they are by now."""
+    """The requests' mean length."""
     return sum(request.num_tokens for request in requests) / len(requests)
 
 
 def fill_stores(engine: Engine) -> None:
-    """Noise for keys and values: prompts are not read, and a round takes as long whatever pages hold, but not zeros.
+    """Fill keys and values with noise; for zeros a device draws less power and runs faster.
 
-    A device draws less power for zeros, and then runs faster. All pages hold the same, each time: what a request reads
-    does not depend on the pages it gets, nor on who had them before.
+    All pages of a layer hold the same noise, each time: what a request reads does not depend on the pages it gets, nor
+    on the requests that had them before.
     """
     generator = torch.Generator().manual_seed(0)
     for store in stores_of(engine):

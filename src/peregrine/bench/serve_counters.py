@@ -1,4 +1,4 @@
-"""How speculation went on a server, from the counters it publishes at /metrics under vLLM's names."""
+"""Acceptance on a server, from the counters that it publishes at /metrics under vLLM's names."""
 
 import re
 from collections import defaultdict
@@ -21,7 +21,7 @@ class Counters:
     by_position: tuple[int, ...]  # correct drafts by depth
 
     def since(self, earlier: "Counters") -> dict[str, object] | None:
-        """What came in between; None if nothing was drafted."""
+        """Acceptance between two readings; None if nothing was drafted."""
         rounds = self.rounds - earlier.rounds
         drafted, correct = self.drafted - earlier.drafted, self.correct - earlier.correct
         if rounds <= 0:
@@ -38,11 +38,11 @@ class Counters:
 
 
 def read_counters(exposition: str) -> Counters | None:
-    """The counters in Prometheus' text format; None if there are none."""
+    """Read the counters from Prometheus' text format; None if there are none."""
     totals: dict[str, int] = defaultdict(int)
     positions: dict[int, int] = defaultdict(int)
     found = [match for line in exposition.splitlines() if (match := LINE.match(line))]
-    # Where a counter stands there with and without the suffix it is the same one twice.
+    # A counter that is listed both with and without the suffix is one counter.
     suffixed = {match["name"] for match in found if match["total"]}
     for match in found:
         name, value = match["name"], int(float(match["value"]))

@@ -1,4 +1,4 @@
-"""The arithmetic of a serving benchmark, with the definitions of `vllm bench serve`. No clock, no network.
+"""The arithmetic of a serving benchmark, with the definitions of `vllm bench serve`.
 
 send          first chunk       chunk        last chunk
  |---- TTFT ------|---- ITL ------|---- ITL ------|
@@ -17,19 +17,19 @@ Figures = dict[str, float] | None
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """One request as its client saw it; seconds on the client's clock."""
+    """One request as its client saw it; times are seconds of the client's clock."""
 
     sent: float
     times: tuple[float, ...]  # when each chunk came
     output_tokens: int
     prompt_tokens: int | None
-    from_usage: bool  # the server said how many tokens; else its chunks were counted
+    from_usage: bool  # output_tokens is the server's own count; else chunks were counted
     connect_s: float
     error: str | None = None
 
     @staticmethod
     def failed(sent: float, error: str) -> "Exchange":
-        """A request that got no whole answer."""
+        """A request that was not answered completely."""
         return Exchange(sent, (), 0, None, False, 0.0, error)
 
     @property
@@ -42,7 +42,7 @@ class Exchange:
 
     @property
     def tpot_s(self) -> float | None:
-        """None for a single token, which has no time after the first."""
+        """Seconds per token after the first; None for a single token."""
         if self.output_tokens < 2:
             return None
         return (self.latency_s - self.ttft_s) / (self.output_tokens - 1)
@@ -54,24 +54,24 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a good request keeps, in milliseconds; None: anything is good."""
+    """Upper bounds for a good request, in milliseconds; None: no bound."""
 
     ttft_ms: float | None = None
     tpot_ms: float | None = None
 
     def given(self) -> dict[str, float]:
-        """Those that were set."""
+        """The limits that are set."""
         limits = {"ttft_ms": self.ttft_ms, "tpot_ms": self.tpot_ms}
         return {name: limit for name, limit in limits.items() if limit is not None}
 
     def kept_by(self, exchange: Exchange) -> bool:
-        """Whether a completed request was good. One token has no TPOT and breaks no limit on it."""
+        """Whether a completed request was good; a single token has no TPOT and keeps any limit on it."""
         seen = {"ttft_ms": exchange.ttft_s * 1e3, "tpot_ms": (exchange.tpot_s or 0.0) * 1e3}
         return all(seen[name] <= limit for name, limit in self.given().items())
 
 
 def summarise(exchanges: Sequence[Exchange], seconds: float, limits: Limits) -> dict[str, object]:
-    """Everything one case says; a rate is per second of the whole case, failed requests are counted apart."""
+    """All figures of one case; rates are per second of the whole case, and no rate or latency includes failures."""
     done = [exchange for exchange in exchanges if exchange.error is None]
     errors = Counter(exchange.error for exchange in exchanges if exchange.error is not None)
     output_tokens = sum(exchange.output_tokens for exchange in done)
@@ -98,7 +98,7 @@ def summarise(exchanges: Sequence[Exchange], seconds: float, limits: Limits) -> 
 
 
 def figures(seconds: Sequence[float]) -> Figures:
-    """Mean and percentiles in milliseconds, interpolated between neighbours; None of nothing."""
+    """Mean and percentiles in milliseconds, interpolated linearly; None if there are no values."""
     if not seconds:
         return None
     places = np.percentile(seconds, PERCENTILES)

@@ -1,4 +1,4 @@
-"""A serving benchmark's result for people."""
+"""The result of `bench serve` as a table."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ HEAD = f"{'':>6}{'mean':>10}{'p50':>10}{'p90':>10}{'p99':>10}   ms"
 
 
 def show(result: dict[str, Any]) -> str:
-    """Every case with its latencies; what went wrong is said first."""
+    """Every case with its latencies; failures come first."""
     lines = [
         f"{result['model']} at {result['url']}: {result['requests']} requests per case, "
         f"{result['prompts']} prompts, up to {result['max_tokens']} tokens, temperature {result['temperature']:g}"
@@ -48,12 +48,12 @@ def show_case(case: dict[str, Any], limits: dict[str, float]) -> list[str]:
 
 
 def title_of(case: dict[str, Any]) -> str:
-    """A case in words."""
+    """A case's load in words."""
     return f"{case['concurrency']} at a time" if case["rate"] is None else f"{case['rate']:g} per second"
 
 
 def acceptance_line(acceptance: dict[str, Any] | None) -> str:
-    """How speculation went, if the server said so."""
+    """Acceptance as one line, if the server publishes it."""
     if acceptance is None:
         return "acceptance: the server counted no drafts"
     positions = " ".join(f"{share:.2f}" for share in acceptance["by_position"])

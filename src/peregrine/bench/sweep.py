@@ -1,6 +1,6 @@
 """`peregrine bench sweep`: chains and trees of drafts in one process, on one machine and one set of prompts.
 
-Which is best depends on all three: how often guesses are right, what checking them costs, and how many requests run.
+Which shape is best depends on how often drafts are right, what verifying them costs, and how many requests run.
 """
 
 import statistics
@@ -48,9 +48,9 @@ class Plan:
 
 
 def run(plan: Plan, options: dict[str, object]) -> dict[str, Any]:
-    """Measure every shape, each time on an engine of its own.
+    """Measure every shape on an engine of its own, and return everything as plain values.
 
-    Repeats are passes over all shapes: a machine that is busy for a while slows all of them, not one.
+    Repeats are passes over all shapes, so that a machine that is busy for a while slows all of them.
     """
     for name in SWEPT:
         if name in options:
@@ -58,8 +58,8 @@ def run(plan: Plan, options: dict[str, object]) -> dict[str, Any]:
     shapes = plan.shapes()
     passes: dict[str, list[Pass]] = {name: [] for name in shapes}
     refused: dict[str, str] = {}
-    turns = [name for _ in range(plan.repeats) for name in shapes]
-    for name in tqdm(turns, "shapes", leave=False, disable=None):
+    order = [name for _ in range(plan.repeats) for name in shapes]
+    for name in tqdm(order, "shapes", leave=False, disable=None):
         if name in refused:
             continue
         try:
@@ -90,7 +90,7 @@ def run(plan: Plan, options: dict[str, object]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One shape once over all prompts."""
+    """One pass of one shape over all prompts."""
 
     drafter: str
     tokens_per_s: float
@@ -99,11 +99,11 @@ class Pass:
 
 
 def measure(llm: LLM, plan: Plan) -> Pass:
-    """Warm up, then read and continue every prompt."""
+    """Warm up, then time the generation for all prompts."""
     params = SamplingParams(temperature=plan.temperature, seed=1, max_tokens=plan.tokens, ignore_eos=True)
     asked = [prompt if isinstance(prompt, str) else llm.encode_chat(prompt) for prompt in plan.prompts]
     llm.generate(asked[: plan.rows], params, progress=False)
-    llm.drop_cached()  # what the warm-up has read is read again
+    llm.drop_cached()  # so that the prefix cache does not help
     start = time.perf_counter()
     outputs = llm.generate(asked, params, progress=False)
     seconds = time.perf_counter() - start
@@ -116,7 +116,7 @@ def measure(llm: LLM, plan: Plan) -> Pass:
 
 
 def summary(name: str, passes: Sequence[Pass]) -> dict[str, Any]:
-    """A shape's line; what was accepted is the same in every pass."""
+    """A shape's line; acceptance is the same in every pass."""
     speeds = [each.tokens_per_s for each in passes]
     return {
         "shape": name,
@@ -129,7 +129,7 @@ def summary(name: str, passes: Sequence[Pass]) -> dict[str, Any]:
 
 
 def acceptance_of(outputs: Sequence[Output]) -> dict[str, Any]:
-    """Tokens per round, and the share of rounds whose draft was right at each depth; all rounds count."""
+    """Tokens per round, and the share of all rounds whose draft was right at each depth."""
     depth = max(len(output.stats.accept_histogram) for output in outputs)
     histogram = [0] * depth
     for output in outputs:
@@ -150,14 +150,14 @@ def best_of(lines: Sequence[dict[str, Any]]) -> str | None:
 
 
 def tied_with(best: str | None, lines: Sequence[dict[str, Any]]) -> list[str]:
-    """Shapes whose fastest repeat reaches the best one's slowest: the repeats cannot tell them apart."""
+    """Shapes whose fastest pass reaches the best one's slowest: the repeats do not separate them."""
     slowest = next((line["slowest"] for line in lines if line["shape"] == best), None)
     ran = [line for line in lines if "refused" not in line and line["shape"] != best]
     return [str(line["shape"]) for line in ran if line["fastest"] >= slowest]
 
 
 def show(result: dict[str, Any]) -> str:
-    """The result as a table for people."""
+    """The result as a table."""
     lines = [
         f"model {result['model']}, {result['prompts']} prompts of {result['tokens']} tokens, "
         f"{result['rows']} at a time, {result['repeats']} repeats",
@@ -178,7 +178,7 @@ def show(result: dict[str, Any]) -> str:
 
 
 def verdict(result: dict[str, Any]) -> str:
-    """Which shape is best here, and how sure that is."""
+    """Which shape is best, by how much, and which others are within the spread."""
     by_name = {line["shape"]: line for line in result["shapes"]}
     text = f"best for this machine and these prompts: {result['best']}"
     plain = by_name.get("plain", {})

@@ -32,13 +32,13 @@ def run(args: argparse.Namespace) -> int:
     """Answer what has no answer yet; 1 if some requests were refused."""
     need_serve_extra()
     from peregrine.serve.batch import Batch, check_source
-    from peregrine.serve.ledger import Ledger
+    from peregrine.serve.batch_output import BatchOutput
 
     options = engine_options(args)
     name = args.name or Path(str(options.get("model", EngineConfig().model))).name
     check_source(args.source)
-    with Ledger(args.target) as ledger, open_llm(options) as llm:
-        batch = Batch(args.source, ledger, llm, name)
+    with BatchOutput(args.target) as output, open_llm(options) as llm:
+        batch = Batch(args.source, output, llm, name)
         batch.run()
     print(f"{len(batch.ids)} requests answered, {batch.num_refused} of them refused in this run", file=sys.stderr)
     return 1 if batch.num_refused else 0

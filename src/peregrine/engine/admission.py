@@ -1,4 +1,4 @@
-"""What a request must satisfy before it may wait in line; each refusal names the field, the value and the remedy."""
+"""Checks a request before it is queued; each refusal names the field, the value and the remedy."""
 
 import secrets
 from collections.abc import Iterable
@@ -17,21 +17,26 @@ class Limits:
 
     vocab_size: int
     max_len: int
-    num_places: int  # places in all pages a single request may hold
+    num_places: int  # in all pages together
     span: int  # places past its length a round may write
     num_drafts: int
     eos_ids: tuple[int, ...]
 
     def check_ids(self, field: str, ids: Iterable[int]) -> None:
         """Refuse ids the model does not have."""
-        bad = [i for i in ids if not 0 <= i < self.vocab_size]
+        bad = [i for i in ids if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < self.vocab_size]
         if bad:
             raise RequestError(field, bad[0], "is not a token id", f"ids run from 0 to {self.vocab_size - 1}")
 
 
 def admit(request_id: int, prompt: list[int], params: SamplingParams, limits: Limits) -> Request:
-    """A request that is sure to fit when it is alone; RequestError otherwise."""
-    _check_prompt(prompt, limits)
+    """A request that fits into the engine when it runs alone; RequestError if it cannot."""
+    if not prompt:
+        raise RequestError("prompt", prompt, "is empty", "pass at least one token")
+    if len(prompt) >= limits.max_len:
+        problem = f"{len(prompt)} tokens leave no room in the context of {limits.max_len}"
+        raise RequestError("prompt", f"{len(prompt)} tokens", problem, f"shorten it to {limits.max_len - 1} or fewer")
+    limits.check_ids("prompt", prompt)
     limits.check_ids("logit_bias", params.logit_bias)
     limits.check_ids("stop_token_ids", params.stop_token_ids)
     if params.num_drafts is not None and params.num_drafts > limits.num_drafts:
@@ -49,19 +54,8 @@ def admit(request_id: int, prompt: list[int], params: SamplingParams, limits: Li
     return Request(request_id, prompt, params, seed, limit)
 
 
-def _check_prompt(prompt: list[int], limits: Limits) -> None:
-    if not prompt:
-        raise RequestError("prompt", prompt, "is empty", "pass at least one token")
-    if len(prompt) >= limits.max_len:
-        problem = f"{len(prompt)} tokens leave no room in the context of {limits.max_len}"
-        raise RequestError("prompt", f"{len(prompt)} tokens", problem, f"shorten it to {limits.max_len - 1} or fewer")
-    bad = [t for t in prompt if isinstance(t, bool) or not isinstance(t, int) or not 0 <= t < limits.vocab_size]
-    if bad:
-        raise RequestError("prompt", bad[0], "is not a token id", f"ids run from 0 to {limits.vocab_size - 1}")
-
-
 def seat_entry(request: Request, limits: Limits) -> SeatEntry:
-    """What the device must know of the request, now or after it was put back."""
+    """The seat buffers' values for the request, whether it is new or was preempted."""
     params = request.params
     stop_ids = list(dict.fromkeys([*params.stop_token_ids, *(() if params.ignore_eos else limits.eos_ids)]))
     return SeatEntry(
@@ -84,7 +78,7 @@ def seat_entry(request: Request, limits: Limits) -> SeatEntry:
 
 
 def features_of(requests: list[Request]) -> Features:
-    """What the batch uses at all; a row that does not use a feature gets the same bits with it on."""
+    """The union of what the requests use; a row that does not use a feature gets the same bits with it on."""
     params = [request.params for request in requests]
     asked = [p.logprobs for p in params if p.logprobs is not None]
     sampled = [p for p in params if p.temperature > 0]

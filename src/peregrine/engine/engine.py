@@ -1,4 +1,4 @@
-"""Requests in, tokens out: continuous batching of rounds, with prompt chunks read between them."""
+"""The engine: continuous batching of speculative rounds, with prompt chunks read between them."""
 
 import itertools
 from collections import deque
@@ -6,16 +6,17 @@ from dataclasses import dataclass, replace
 
 from peregrine.engine.admission import Limits, admit, features_of, seat_entry
 from peregrine.engine.page_ledger import PageLedger
-from peregrine.engine.prefill import next_stretches, read_stretches
+from peregrine.engine.prefill import next_chunks, read_chunks
 from peregrine.engine.request import Delta, Output, Request, TokenLogprob
 from peregrine.engine.runner import RowResult, Runner
+from peregrine.hardware import current_device
 from peregrine.kernels.round import FINISH_FAULT, FINISH_LENGTH, FINISH_NONE, FINISH_STOP
 from peregrine.kernels.sampling import Features
 from peregrine.sampling import SamplingParams
 from peregrine.text.stream import TextStream
 from peregrine.text.tokenizer import Tokenizer
 
-ENDINGS = {FINISH_NONE: None, FINISH_STOP: "stop", FINISH_LENGTH: "length", FINISH_FAULT: "error"}
+FINISH_REASONS = {FINISH_NONE: None, FINISH_STOP: "stop", FINISH_LENGTH: "length", FINISH_FAULT: "error"}
 FAULT = "the model's logits held NaN or inf after {count} tokens; check the checkpoint and the dtype"
 
 
@@ -24,7 +25,7 @@ class BatchPolicy:
     """How requests are batched."""
 
     max_rows: int
-    prefill_chunk: int  # borders of prompt chunks lie at its multiples; also the most tokens read in one step
+    prefill_chunk: int  # chunks end at its multiples; also the most tokens prefilled in one step
     lag: int  # rounds queued before the oldest is read
     row_sizes: tuple[int, ...] | None  # batches are padded to one of these
 
@@ -44,13 +45,14 @@ class Engine:
         self.runner, self.ledger, self.limits, self.tokenizer = runner, ledger, limits, tokenizer
         self.policy, self.simulated = policy, simulated
         self.waiting: deque[Request] = deque()
-        self.reading: list[Request] = []  # prompts being read, in order of arrival
+        self.reading: list[Request] = []  # in prefill, in order of admission
         self.running: list[Request] = []  # index = seat
-        self._ids, self._turns = itertools.count(), itertools.count()
+        self._ids, self._admissions = itertools.count(), itertools.count()
         shape = runner.drafter.shape
         self._most_accepted, self._span = shape.depth + 1, shape.span  # of one round
-        self._ended: list[Delta] = []  # of requests that ended outside a round
-        self._features: Features | None = None  # what those who run ask for; None: not known since the last change
+        self._blocked: tuple[int, int] | None = None  # (request that found too few pages, ledger's version then)
+        self._ended: list[Delta] = []  # last deltas of requests that ended outside a round
+        self._features: Features | None = None  # of the running requests; None: to be computed again
 
     @property
     def has_work(self) -> bool:
@@ -58,11 +60,11 @@ class Engine:
 
     @property
     def num_requests(self) -> int:
-        """Requests that wait, are being read, or run."""
+        """Requests that wait, are in prefill, or run."""
         return len(self.waiting) + len(self.reading) + len(self.running)
 
     def prepare(self, prompt: list[int], params: SamplingParams) -> Request:
-        """A request that can be served as asked; RequestError otherwise. Touches nothing of the engine's."""
+        """A checked request, not yet in the queue; RequestError if it cannot be served as asked."""
         request = admit(next(self._ids), prompt, params, self.limits)
         if self.tokenizer is not None and params.detokenize:
             request.stream = TextStream(
@@ -75,75 +77,75 @@ class Engine:
         return request
 
     def enqueue(self, request: Request) -> None:
-        """Let a prepared request wait for its turn."""
+        """Put a prepared request at the end of the queue."""
         self.waiting.append(request)
 
     def abort(self, request: Request) -> None:
-        """End a request now, wherever it is; its pages come back at once. A finished one is left alone."""
+        """End a request now, wherever it is, and free its pages; does nothing if it has finished."""
         if request.seat is not None or request in self.reading or request in self.waiting:
-            self._ended.append(self._finish(request, Delta(request.id, "", [], [], None, None), "abort"))
+            self._ended.append(self._finish(request, Delta(request.id), "abort"))
 
     def drop_cached(self) -> int | None:
-        """Empty the prefix cache: how many pages that freed, or None, and nothing done, while there is work."""
+        """Evict every page of the prefix cache; returns how many, or None if the engine is busy."""
         return None if self.has_work else self.ledger.drop_cached()
 
     def step(self) -> list[Delta]:
-        """Seat who fits, read one prompt chunk, queue the next round, then read the oldest one in flight."""
-        deltas, self._ended = self._ended, []
-        self._seat_waiting()
-        self._read_prompts()
-        deltas += self._make_room()
-        launched = self._launch()
-        while len(self.runner.in_flight) > (self.policy.lag if launched else 0):
-            deltas += self._collect()
-        return deltas
+        """Admit requests, prefill one chunk, queue the next round, then read the oldest rounds in flight."""
+        with current_device(self.runner.device):
+            deltas, self._ended = self._ended, []
+            self._admit_waiting()
+            self._prefill()
+            deltas += self._make_room()
+            launched = self._launch()
+            while len(self.runner.in_flight) > (self.policy.lag if launched else 0):
+                deltas += self._collect()
+            return deltas
 
     # Prompts.
 
-    def _seat_waiting(self) -> None:
+    def _admit_waiting(self) -> None:
+        """Move requests from the queue into prefill, in order, while there are rows and pages for them."""
         while self.waiting and len(self.running) + len(self.reading) < self.policy.max_rows:
             request = self.waiting[0]
-            self.ledger.match(request)
-            if not self.ledger.reserve(request, self._reach(request)):
-                self.ledger.release(request)
+            if self._blocked == (request.id, self.ledger.version):
+                return
+            if not self.ledger.admit(request, self._reach(request)):
+                self._blocked = request.id, self.ledger.version
                 return
             self.waiting.popleft()
-            request.begin(next(self._turns))
+            request.begin(next(self._admissions))
             self.reading.append(request)
 
-    def _read_prompts(self) -> None:
+    def _prefill(self) -> None:
+        """Read the next chunk of prompts, and seat the requests whose prompts are read."""
         unread = [request for request in self.reading if request.read_len < request.num_tokens - 1]
         if unread:
-            read_stretches(
-                self.runner.target,
-                self.runner.drafter,
-                next_stretches(unread, self.policy.prefill_chunk),
-                self.ledger.page_size,
-            )
+            chunks = next_chunks(unread, self.policy.prefill_chunk)
+            read_chunks(self.runner.target, self.runner.drafter, chunks, self.ledger.page_size)
         for request in [r for r in self.reading if r.read_len == r.num_tokens - 1]:
             self.reading.remove(request)
             self.ledger.share(request)
-            self._sit(request)
+            self._take_seat(request)
 
     def seat_unread(self) -> None:
-        """Seat who fits of those that wait, and leave their prompts unread: for who measures rounds, not tokens."""
-        self._seat_waiting()
+        """Benchmark hook: admit and seat waiting requests without prefill."""
+        self._admit_waiting()
         for request in self.reading:
             request.read_len = request.num_tokens - 1
-            self._sit(request)
+            self._take_seat(request)
         self.reading.clear()
 
     # Seats.
 
-    def _sit(self, request: Request) -> None:
+    def _take_seat(self, request: Request) -> None:
         seat = request.seat = len(self.running)
         self.running.append(request)
         self._features = None
         self.runner.seats.join(seat, seat_entry(request, self.limits))
         self.runner.seats.set_pages([(seat, 0, request.pages)])
 
-    def _leave(self, request: Request) -> None:
-        """Free the request's seat; the last seat's holder moves into it, so that seats stay compact."""
+    def _free_seat(self, request: Request) -> None:
+        """Free the request's seat; the request in the last seat moves into it, so that seats stay compact."""
         seat, last = request.seat, len(self.running) - 1
         assert seat is not None
         if seat == last:
@@ -159,30 +161,30 @@ class Engine:
     # Rounds.
 
     def _reach(self, request: Request) -> int:
-        """Places the request may touch in its next round, whatever the rounds in flight bring."""
+        """Places the request may touch in its next round, whatever the rounds in flight accept."""
         newest = request.num_tokens - 1 + request.rounds_in_flight * self._most_accepted
         return min(newest, request.limit - 1) + self._span
 
     def _make_room(self) -> list[Delta]:
-        """Pages for the next round of every running request; when they run out, the youngest is put back."""
+        """Reserve pages for the next round of every running request; if they run out, preempt the youngest."""
         deltas: list[Delta] = []
         before = [(request, len(request.pages)) for request in self.running]
         for request, _ in before:
             while request.seat is not None and not self.ledger.reserve(request, self._reach(request)):
                 if self.runner.in_flight:
-                    deltas += self._collect()  # what is in flight may end a request, and is needed to put one back
+                    deltas += self._collect()  # may end a request; and a preempted one must have no round in flight
                 else:
-                    self._preempt(max(self.running + self.reading, key=lambda r: r.turn))
+                    self._preempt(max(self.running + self.reading, key=lambda r: r.order))
         grown = [(r.seat, held, r.pages[held:]) for r, held in before if r.seat is not None and len(r.pages) > held]
         self.runner.seats.set_pages(grown)
         return deltas
 
     def _preempt(self, request: Request) -> None:
-        """Preempt: free the pages, wait at the front, read everything again later. Its tokens do not change."""
+        """Free the request's pages and queue it first; its tokens are read again later and do not change."""
         request.stats.preemptions += 1
         if request.seat is not None:
             request.read_len = request.num_tokens - 1
-            self._leave(request)
+            self._free_seat(request)
         else:
             self.reading.remove(request)
         self.ledger.release(request)
@@ -201,17 +203,12 @@ class Engine:
         return True
 
     def _collect(self) -> list[Delta]:
-        """Read the oldest round; a request that has left since is not listened to."""
-        deltas = []
-        for result in self.runner.read():
-            if result.request.seat is not None:
-                delta = self._take(result)
-                if delta is not None:
-                    deltas.append(delta)
-        return deltas
+        """Read the oldest round. Results of requests that already finished are dropped."""
+        taken = [self._take(result) for result in self.runner.read() if result.request.seat is not None]
+        return [delta for delta in taken if delta is not None]
 
     def _take(self, result: RowResult) -> Delta | None:
-        """Add a round's tokens to its request, and end it if they say so."""
+        """Add a round's tokens to its request, and finish it if they end it."""
         request, tokens = result.request, result.tokens
         if not tokens and not result.finish:
             return None
@@ -221,8 +218,8 @@ class Engine:
             for token, (chosen, ids, top) in zip(tokens, result.logprobs, strict=True):
                 likeliest = tuple(zip(ids[:count], top[:count], strict=True))
                 request.logprobs.append(TokenLogprob(token, chosen, likeliest))
-        is_first = len(request.generated) == len(tokens)
-        text, reason = "", ENDINGS[result.finish]
+        is_first = request.num_generated == len(tokens)
+        text, reason = "", FINISH_REASONS[result.finish]
         stop: str | int | None = tokens[-1] if result.finish == FINISH_STOP else None
         if request.stream is not None:
             silent = 1 if result.finish == FINISH_STOP else 0  # the stop token itself has no text
@@ -232,29 +229,26 @@ class Engine:
             if piece.stopped is not None:
                 request.trim(len(tokens) - piece.kept)
                 tokens, reason, stop = tokens[: piece.kept], "stop", piece.stopped
+        start = request.num_generated - len(tokens)
         delta = Delta(
             request_id=request.id,
             text=text,
             token_ids=tokens,
-            drafted=request.drafted[len(request.drafted) - len(tokens) :],
-            finish_reason=None,
-            output=None,
+            drafted=request.drafted[start:],
             offered=result.drafted,
-            logprobs=None
-            if request.params.logprobs is None
-            else request.logprobs[len(request.logprobs) - len(tokens) :],
+            logprobs=None if request.params.logprobs is None else request.logprobs[start:],
             prompt_logprobs=request.prompt_logprobs() if is_first else None,
             drafts=result.drafts if request.params.report_drafts else None,
         )
         return delta if reason is None else self._finish(request, delta, reason, stop)
 
     def _finish(self, request: Request, last: Delta, reason: str, stop: str | int | None = None) -> Delta:
-        """Give back the seat and every page, and say the last word."""
+        """Free the request's seat and pages; returns its last delta, which carries the output."""
         text = last.text
         if request.seat is not None:
-            # Only places whose KV is known to be sound may be shared.
+            # After a fault, none of its KV is known to be sound: nothing may be shared.
             request.read_len = 0 if reason == "error" else request.num_tokens - 1
-            self._leave(request)
+            self._free_seat(request)
         elif request in self.reading:
             self.reading.remove(request)
         else:
@@ -269,10 +263,10 @@ class Engine:
             request_id=request.id,
             prompt_token_ids=request.prompt,
             text=request.text,
-            token_ids=list(request.generated),
+            token_ids=request.generated,
             finish_reason=reason,
             stop_reason=stop,
-            error=FAULT.format(count=len(request.generated)) if reason == "error" else None,
+            error=FAULT.format(count=request.num_generated) if reason == "error" else None,
             seed=request.seed,
             drafted=list(request.drafted),
             logprobs=list(request.logprobs) if request.params.logprobs is not None else None,

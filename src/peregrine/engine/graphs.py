@@ -1,9 +1,8 @@
-"""Device graphs of any callable: run once to warm up, recorded once, then replayed. The only CUDA-graph code.
+"""CUDA graphs of any callable: run once to warm up, captured once, then replayed. The only CUDA-graph code.
 
-A replay repeats the launches of the recording on the same memory: whatever the callable reads it must read from
-buffers that stay where they are, and what it returns is overwritten by the next replay. Graphs share one pool of
-memory, which is sound because they run one after the other on one stream and what they return is copied away in that
-stream's order.
+A replay repeats the captured launches on the same memory. So a callable must read its inputs from buffers that stay
+where they are, and what it returned is overwritten by the next replay. All graphs share one memory pool: they run one
+after the other on one stream, and their results are copied away in that stream's order.
 """
 
 from collections.abc import Callable, Hashable
@@ -15,32 +14,34 @@ Result = TypeVar("Result")
 
 
 class Graphs(Generic[Result]):
-    """One recording per key. Keys stand for all that changes which launches are made."""
+    """One captured graph per key. A key must name everything that changes which kernels are launched."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._pool = torch.cuda.graph_pool_handle()
+        # torch's default capture stream belongs to the device that captured first in this process.
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._recorded: dict[Hashable, tuple[torch.cuda.CUDAGraph, Result]] = {}
 
     def __len__(self) -> int:
         return len(self._recorded)
 
     def record(self, key: Hashable, call: Callable[[], Result]) -> int:
-        """Warm up and record; returns the bytes of device memory it took. The call is run, so it must do no harm."""
+        """Warm up and capture `call`; returns the bytes of device memory this took. `call` really runs, once."""
         before = torch.cuda.mem_get_info(self.device)[0]
-        side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(side):
+        current = torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
             call()
-        torch.cuda.current_stream(self.device).wait_stream(side)
+        current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             result = call()
         self._recorded[key] = graph, result
         return max(0, before - torch.cuda.mem_get_info(self.device)[0])
 
     def replay(self, key: Hashable) -> Result:
-        """Queue the recorded launches; what comes back is valid until the next replay of this key."""
+        """Queue the captured launches; the result is valid until the next replay of this key."""
         graph, result = self._recorded[key]
         graph.replay()
         return result

@@ -1,4 +1,4 @@
-"""Values on their way from the device to the host: copied without a wait, read once they have copied."""
+"""Copies from the device to the host that do not make the host wait."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class Ring:
         self._buffers = deque(torch.empty(like.shape, dtype=like.dtype, pin_memory=pinned) for _ in range(RING_SIZE))
 
     def copy(self, value: Tensor) -> Tensor:
-        """Queue a copy into the buffer that was used longest ago."""
+        """Queue a copy of `value` into the least recently used buffer; returns that buffer."""
         buffer = self._buffers[0]
         self._buffers.rotate(-1)
         return buffer.copy_(value, non_blocking=True)
@@ -27,23 +27,23 @@ class Ring:
 
 @dataclass(frozen=True, slots=True)
 class HostCopy:
-    """Host copies of values that are kept for longer than a ring holds them."""
+    """Tensors being copied to host memory of their own, for values that must outlive a ring's buffers."""
 
     values: tuple[Tensor, ...]
-    ready: torch.cuda.Event | None  # None: there was nothing to copy
+    ready: torch.cuda.Event | None  # passed once the copies are done; None: the values were on the host already
 
     @staticmethod
     def of(*values: Tensor) -> "HostCopy":
-        """Queue the copies, into pinned memory of their own."""
+        """Queue copies of the values; tensors on the host are kept as they are."""
         if not values[0].is_cuda:
             return HostCopy(values, None)
-        copied = tuple(value.to("cpu", non_blocking=True) for value in values)
+        copies = tuple(value.to("cpu", non_blocking=True) for value in values)
         ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
         ready.record()
-        return HostCopy(copied, ready)
+        return HostCopy(copies, ready)
 
     def read(self) -> tuple[Tensor, ...]:
-        """The values, once they are there."""
+        """Wait for the copies and return them."""
         if self.ready is not None:
             self.ready.synchronize()
         return self.values

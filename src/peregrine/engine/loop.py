@@ -1,8 +1,10 @@
-"""The engine's own thread: requests go in as messages, deltas come out through each request's sink."""
+"""The engine's thread: requests go in as messages, deltas come out through a callback per request."""
 
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, wait
+from typing import TypeVar
 
 import torch
 
@@ -11,8 +13,10 @@ from peregrine.engine.request import Delta, Request
 from peregrine.errors import EngineFault
 from peregrine.sampling import SamplingParams
 
-# Called in the engine's thread, once per delta; a fault is the last thing a sink hears.
+# Called in the engine's thread, once per delta; after an EngineFault nothing follows.
 Sink = Callable[[Delta | EngineFault], None]
+Value = TypeVar("Value")
+CLOSED = "the engine has been closed; make a new one"
 
 
 class EngineLoop:
@@ -31,31 +35,34 @@ class EngineLoop:
     def submit(self, prompt: list[int], params: SamplingParams, sink: Sink) -> Request:
         """Admit a request in the caller's thread (RequestError is raised here) and hand it to the engine."""
         request = self.engine.prepare(prompt, params)
-        with self._entrance:  # once the engine has ended nobody enters unheard
+        with self._entrance:  # no sink is added once the engine's thread has told its sinks that it ends
             if self.fault is not None:
                 raise self.fault
             if not self._open:
-                raise EngineFault("the engine has been closed; make a new one")
+                raise EngineFault(CLOSED)
             self._sinks[request.id] = sink
         self._inbox.put(lambda: self.engine.enqueue(request))
         return request
 
     def abort(self, request: Request) -> None:
-        """End a request soon; its sink hears a last delta with finish_reason "abort" unless it has ended already."""
+        """End a request soon; unless it has ended, its sink gets a last delta with finish_reason "abort"."""
         self._inbox.put(lambda: self.engine.abort(request))
 
-    def call(self, action: Callable[[], object]) -> None:
-        """Run something in the engine's thread between two steps, and wait for it."""
-        done = threading.Event()
+    def call(self, action: Callable[[], Value]) -> Value:
+        """Run `action` in the engine's thread between two steps; returns its result or raises its exception here."""
+        future: Future[Value] = Future()
 
         def run() -> None:
-            action()
-            done.set()
+            try:
+                future.set_result(action())
+            except Exception as error:  # the caller's alone: the engine goes on
+                future.set_exception(error)
 
         self._inbox.put(run)
-        while not done.wait(0.1):
-            if not self._thread.is_alive():
-                raise self.fault or EngineFault("the engine has been closed; make a new one")
+        while not wait([future], timeout=0.1).done:
+            if not self._thread.is_alive() and not future.done():
+                raise self.fault or EngineFault(CLOSED)
+        return future.result()
 
     @property
     def alive(self) -> bool:
@@ -63,7 +70,7 @@ class EngineLoop:
         return self._open and self._thread.is_alive()
 
     def close(self) -> None:
-        """Stop after the current step; requests in flight hear a fault."""
+        """Stop after the current step; the sinks of unfinished requests get a fault."""
         if self._open:
             with self._entrance:
                 self._open = False
@@ -87,7 +94,7 @@ class EngineLoop:
             self._end(fault)
 
     def _listen(self) -> None:
-        """Take every message there is; wait for one when there is no work."""
+        """Handle every message in the inbox; wait for one when there is no work."""
         if not self.engine.has_work:
             self._inbox.get()()
         while not self._inbox.empty():

@@ -76,7 +76,7 @@ def scratch_bytes(asked: EngineConfig, config: ModelConfig, max_len: int, dtype:
         tiles = min(SHARED_TILES, asked.max_rows * -(-nodes * config.num_heads // LATENT_TILE))
         round_bytes = tiles * latent_splits(max_len) * LATENT_TILE * 4 * latent.kv_rank
     if experts is not None:
-        answers = experts.routing.num_choices * (experts.inner_size + config.hidden_size)
+        answers = experts.rule.num_choices * (experts.inner_size + config.hidden_size)
         mlp = max(mlp, answers * size + 4 * experts.num_experts)
     return asked.prefill_chunk * (4 * config.hidden_size * size + max(attention, mlp)) + round_bytes
 

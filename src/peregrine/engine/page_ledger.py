@@ -1,4 +1,4 @@
-"""Which pages a request holds, from its first match in the prefix tree to its last page given back.
+"""Which pages a request holds, from its match in the prefix tree until its last page is released.
 
 |-- matched, locked --|-- own, full: also in the tree once read --|-- own, partial --|-- reserved for rounds --|
       unlock                        release                            release               release
@@ -14,23 +14,29 @@ class PageLedger:
 
     def __init__(self, pool: PagePool, tree: PrefixTree | None, page_size: int, lookahead: int) -> None:
         self.pool, self.tree, self.page_size, self.lookahead = pool, tree, page_size, lookahead
+        self.version = 0  # changes whenever pages are released or shared: else no request fits that did not before
 
-    def match(self, request: Request) -> None:
-        """Take the longest cached prefix of what the request must read; its newest token is never part of it."""
+    def admit(self, request: Request, places: int) -> bool:
+        """Match the request's cached prefix and reserve pages for `places`; False, and nothing held, if they lack."""
+        self._match(request)
+        if self.reserve(request, places):
+            return True
+        self.release(request)
+        return False
+
+    def _match(self, request: Request) -> None:
+        """Lock the longest cached prefix of the tokens to be read; the newest token is never part of it."""
         assert not request.pages
         request.read_len = 0
-        if request.wants_scores:  # every place must be read
+        if request.wants_scores:  # every prompt token must be read to be scored
             request.forget_scores()
-            return
-        if self.tree is None:
-            return
-        readable = request.num_tokens - 1 + self.lookahead
-        match = self.tree.match(request.tokens[:readable])
-        self.tree.lock(match)
-        request.match, request.pages, request.read_len = match, list(match.pages), match.num_tokens
+        elif self.tree is not None:
+            match = self.tree.match(request.tokens[: request.num_tokens - 1 + self.lookahead])
+            self.tree.lock(match)
+            request.match, request.pages, request.read_len = match, list(match.pages), match.num_tokens
 
     def reserve(self, request: Request, places: int) -> bool:
-        """Pages for the request's first `places` places; False, and nothing taken, if there are too few."""
+        """Extend the request's pages to hold `places` places; False, and nothing taken, if pages lack."""
         missing = -(-places // self.page_size) - len(request.pages)
         if missing <= 0:
             return True
@@ -42,7 +48,8 @@ class PageLedger:
         return True
 
     def share(self, request: Request) -> None:
-        """Let other requests find the full pages read so far; the request goes on holding them."""
+        """Insert the full pages read so far into the prefix tree; the request keeps holding them."""
+        self.version += 1
         if self.tree is None:
             return
         tokens = request.tokens[: request.read_len + self.lookahead]
@@ -51,7 +58,7 @@ class PageLedger:
         self.pool.release(self.tree.insert(tokens, pages))
 
     def release(self, request: Request) -> None:
-        """Give back everything; full pages stay in the tree, evictable."""
+        """Give back every page of the request; its full pages stay in the tree, evictable."""
         self.share(request)
         matched = 0
         if request.match is not None and self.tree is not None:
@@ -61,9 +68,5 @@ class PageLedger:
         request.match, request.pages, request.read_len = None, [], 0
 
     def drop_cached(self) -> int:
-        """Forget every cached page that nobody holds; returns how many."""
+        """Evict every cached page that no request holds; returns how many."""
         return 0 if self.tree is None else self.tree.clear()
-
-    def pages_for(self, places: int) -> int:
-        """Pages that hold this many places."""
-        return -(-places // self.page_size)

@@ -1,4 +1,4 @@
-"""Queue rounds and read their verdicts later."""
+"""Queues rounds on the device and reads their verdicts later."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -16,12 +16,12 @@ from peregrine.kernels.sampling import Features
 from peregrine.sampling import MAX_LOGPROBS
 from peregrine.spec.bound import BoundModel
 from peregrine.spec.judge import Judge
-from peregrine.spec.round import Logprobs, run_round
+from peregrine.spec.round import Logprobs, Mark, no_mark, run_round
 from peregrine.spec.state import Rows, SeatState
 from peregrine.spec.types import Drafter
 
 ALL_PARTS = Features(sampled=True, filtered=True, penalised=True, biased=True, floored=True)
-# What is recorded on a device, cheapest first.
+# The recorded variants of a round, cheapest first.
 VARIANTS = (
     Features(),
     Features(sampled=True),
@@ -33,7 +33,7 @@ VARIANTS = (
 
 @dataclass(frozen=True, slots=True)
 class RowResult:
-    """What one round did for one request, on the host."""
+    """What one round did for one request."""
 
     request: Request
     tokens: list[int]
@@ -46,12 +46,12 @@ class RowResult:
 
 @dataclass(frozen=True, slots=True)
 class RoundInFlight:
-    """A queued round: who sat where, and its verdict on the way to the host."""
+    """A queued round: its requests by seat, and its verdict on the way to the host."""
 
     requests: list[Request]
-    verdict: Tensor  # [R, HEADER + 2 W] i64 on the host, valid once `ready` has passed
+    verdict: Tensor  # [R, HEADER + 2 W] i64 on the host, valid after `ready`
     logprobs: tuple[Tensor, Tensor, Tensor] | None
-    windows: Tensor | None  # [R, 3, T] i64 on the host: tokens, parents, offered or not; if somebody asked
+    windows: Tensor | None  # [R, 3, T] i64 on the host: tokens, parents, offered or not; for report_drafts
     ready: torch.cuda.Event | None
 
 
@@ -68,33 +68,39 @@ class Runner:
     ) -> None:
         self.target, self.drafter, self.judge, self.seats = target, drafter, judge, seats
         self.graphs = graphs
+        self.device = seats.history.device
+        self.eager = False  # True: recorded graphs are not used; for benchmarks whose host must see a round's values
+        # Besides run_round's stages: "launch", "copy" (results to the host), "launched", "wait", "read".
+        self.mark: Mark = no_mark
         self.in_flight: deque[RoundInFlight] = deque()
         self._rings: dict[tuple[tuple[int, ...], torch.dtype], Ring] = {}
 
     def record(self, row_sizes: Sequence[int]) -> Iterator[int]:
         """Record the graphs of every batch size and variant; yields the bytes each one took.
 
-        Seats are pads while this runs, so rounds change nothing that counts.
+        All seats must be pads: the recorded rounds really run once.
         """
         assert self.graphs is not None
-        for count in sorted(row_sizes, reverse=True):  # smaller ones find room where larger ones had it
+        for count in sorted(row_sizes, reverse=True):  # smaller graphs reuse the memory of larger ones
             for variant in VARIANTS:
                 rows = Rows(count, self.seats.max_places)
                 yield self.graphs.record((rows, variant), partial(self._round, rows, variant))
 
     def rows(self, count: int, places: Callable[[], int]) -> Rows:
-        """A batch that touches no place at or past `places()`; a recorded one may touch every place."""
-        if self.graphs is not None:
+        """The first `count` seats, touching no place at or past `places()`; recorded rounds may touch every place."""
+        if self.graphs is not None and not self.eager:
             return Rows(count, self.seats.max_places)
         return self.seats.rows(count, places())
 
     def launch(self, requests: list[Request], rows: Rows, features: Features) -> None:
         """Queue one round for the requests in seats 0 .. len(requests) - 1; rows past them are pads."""
+        self.mark("launch")
         windows = self._windows(rows) if any(r.params.report_drafts for r in requests) else None
-        if self.graphs is None:
+        if self.graphs is None or self.eager:
             verdict, logprobs = self._round(rows, features)
         else:
             verdict, logprobs = self._replay(rows, features)
+        self.mark("copy")
         packed = self._to_host(verdict.table)
         values = None
         if logprobs is not None:
@@ -107,17 +113,18 @@ class Runner:
         for request in requests:
             request.rounds_in_flight += 1
         self.in_flight.append(RoundInFlight(list(requests), packed, values, windows, ready))
+        self.mark("launched")
 
     def _round(self, rows: Rows, features: Features) -> tuple[Verdict, Logprobs | None]:
-        return run_round(self.target, self.drafter, self.judge, self.seats, rows, features)
+        return run_round(self.target, self.drafter, self.judge, self.seats, rows, features, self.mark)
 
     def _replay(self, rows: Rows, features: Features) -> tuple[Verdict, Logprobs | None]:
-        """The round from its graph, in the cheapest variant that does all that is asked for."""
+        """Replay the cheapest recorded variant that covers the features."""
         assert self.graphs is not None
         return self.graphs.replay((rows, next(v for v in VARIANTS if v.covers(features))))
 
     def _to_host(self, value: Tensor) -> Tensor:
-        """The value on its way into the host's memory: pinned, in a ring, so that no copy waits."""
+        """Queue a copy into a pinned buffer of a ring; a value on the host is returned as it is."""
         if not value.is_cuda:
             return value
         key = tuple(value.shape), value.dtype
@@ -126,10 +133,12 @@ class Runner:
         return self._rings[key].copy(value)
 
     def read(self) -> list[RowResult]:
-        """Wait for the oldest round in flight and say what it did."""
+        """Wait for the oldest round in flight; returns what it did for each request."""
         flight = self.in_flight.popleft()
+        self.mark("wait")
         if flight.ready is not None:
             flight.ready.synchronize()
+        self.mark("read")
         lines = flight.verdict.tolist()
         results = []
         for row, (request, line) in enumerate(zip(flight.requests, lines, strict=False)):  # pads come last
@@ -146,7 +155,7 @@ class Runner:
         return results
 
     def _windows(self, rows: Rows) -> Tensor:
-        """The windows a round is about to verify, copied before it overwrites them."""
+        """Tokens, parents and offered flags of the windows to be verified, as copies: the round overwrites them."""
         nodes = self.seats.view(rows).nodes()
         offered = (nodes.depths > 0) & (nodes.depths <= nodes.offered[:, None])  # [R, T]
         return torch.stack([nodes.tokens, nodes.parents.expand_as(nodes.tokens), offered.long()], dim=1)
@@ -155,13 +164,13 @@ class Runner:
 def path_logprobs(
     copied: tuple[Tensor, Tensor, Tensor], row: int, accept: int
 ) -> list[tuple[float, list[int], list[float]]]:
-    """The log-probabilities of one row's accepted tokens: chosen, likeliest ids, theirs."""
+    """(chosen, top ids, top values) of each of one row's accepted tokens."""
     chosen, ids, top = (values[row, :accept].tolist() for values in copied)
     return list(zip(chosen, ids, top, strict=True))
 
 
 def offered_drafts(window: Tensor, correct: list[int]) -> RoundDrafts:
-    """The offered drafts of one row, from its tokens, parents and offered flags [3, T]."""
+    """The drafts one row offered, from its window [3, T] of tokens, parents and offered flags."""
     tokens, parents, offered = window.tolist()
-    count = sum(offered)  # nodes are in order of depth, so those offered come first
+    count = sum(offered)  # nodes are ordered by depth, so offered ones come first
     return RoundDrafts(tokens[1 : count + 1], parents[1 : count + 1], correct)

@@ -57,7 +57,7 @@ class ExpertsConfig:
         return self.shared_size // self.inner_size
 
     @property
-    def routing(self) -> RoutingRule:
+    def rule(self) -> RoutingRule:
         """How a token's logits become its experts and their weights."""
         return RoutingRule(
             num_experts=self.num_experts,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from peregrine.attention import Attend, LayerAttention
-from peregrine.kernels.residual import Residual, embed_stream, normed, start_stream
+from peregrine.kernels.residual import Residual, embed_residual, normed, start_residual
 from peregrine.kernels.runtime.cpu_graph import CpuGraphs
 from peregrine.models.config import ModelConfig
 from peregrine.models.decoder_layer import Layer
@@ -20,7 +20,7 @@ from peregrine.models.layers import QKV, Linear, LiveRows, RMSNorm, pack_linears
 from peregrine.models.rope_table import rope_table
 
 # Windows whose activations fit in this are run from remembered kernel calls; larger ones do not need it.
-MAX_SHELF_BYTES = 8 * 2**20
+MAX_GRAPH_BYTES = 8 * 2**20
 
 
 class Decoder(nn.Module):
@@ -38,7 +38,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         token_bytes = 4 * (6 * config.hidden_size + 3 * config.intermediate_size) * config.num_layers
-        self.shelf = CpuGraphs(max_rows=MAX_SHELF_BYTES // token_bytes)
+        self.graphs = CpuGraphs(max_rows=MAX_GRAPH_BYTES // token_bytes)
         # Calls are remembered where a layer is the same kernels for every token.
         self.remembers = config.mla is None and config.experts is None
         last = config.num_layers - 1
@@ -77,20 +77,20 @@ class Decoder(nn.Module):
         """
         num_layers = len(self.layers)
         last, tap_normed = num_layers - 1, num_layers in taps
-        asking_rows = None if tap_normed else live
+        queried = None if tap_normed else live
         tapped: dict[int, Tensor] = {}
-        stream, heads = self.enter(tokens), None
+        stream, heads = self.embed(tokens), None
         for i in range(num_layers):
             if i in taps:
                 tapped[i] = stream.values
-            asking = LiveRows.of(asking_rows, stream, positions) if i == last else None
+            live_rows = LiveRows.of(queried, stream, positions) if i == last else None
             if heads is None:
-                heads = self.layer(i).attention.project(stream, positions, self.rope_table, asking)
-            attended = heads.ask(attend, i)
+                heads = self.layer(i).attention.project(stream, positions, self.rope_table, live_rows)
+            attended = heads.attend(attend, i)
             if i == last:
-                stream = self.layer(i).leave(attended, asking.stream if asking else stream, self.norm)
+                stream = self.layer(i).after_attention(attended, live_rows.residual if live_rows else stream, self.norm)
             else:
-                all_ask = asking_rows is None or i + 1 < last
+                all_ask = queried is None or i + 1 < last
                 heads, stream = self._cross(i, attended, stream, positions, all_ask)
         hidden = normed(stream)
         if tap_normed:
@@ -98,13 +98,13 @@ class Decoder(nn.Module):
             hidden = hidden if live is None else hidden.index_select(0, live)
         return hidden, torch.cat([tapped[i] for i in taps], dim=1) if taps else None
 
-    def enter(self, tokens: Tensor) -> Residual:
+    def embed(self, tokens: Tensor) -> Residual:
         """The embeddings of tokens [N], ready for the first layer."""
         norm = self.layer(0).input_norm
         assert norm is not None
         if self.head.packed is None:
-            return start_stream(F.embedding(tokens, self.embedding), norm.weight, norm.eps)
-        return embed_stream(tokens, self.embedding, norm.weight, norm.eps)
+            return start_residual(F.embedding(tokens, self.embedding), norm.weight, norm.eps)
+        return embed_residual(tokens, self.embedding, norm.weight, norm.eps)
 
     def layer(self, i: int) -> Layer:
         """The i-th layer."""
@@ -119,14 +119,14 @@ class Decoder(nn.Module):
         layer, following = self.layer(i), self.layer(i + 1)
         packed = self.head.packed
         if not self.remembers or packed is None or packed.panels is None or not all_ask:
-            return None, layer.leave(attended, stream, following.input_norm)
+            return None, layer.after_attention(attended, stream, following.input_norm)
 
         def step(attended: Tensor, values: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
-            after = layer.leave(attended, Residual(values, values), following.input_norm)
+            after = layer.after_attention(attended, Residual(values, values), following.input_norm)
             heads = following.attention.project(after, positions, self.rope_table)
             return heads.q, heads.k, heads.v, after.values
 
-        q, k, v, values = self.shelf.run(i, step, attended, stream.values, positions)
+        q, k, v, values = self.graphs.run(i, step, attended, stream.values, positions)
         return QKV(q, k, v), Residual(values, values)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ class Layer(nn.Module):
         self.post_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp: MLP | Experts = Experts(config) if config.has_experts(layer) else MLP(config)
 
-    def leave(self, attended: Tensor, stream: Residual, next_norm: RMSNorm | None) -> Residual:
+    def after_attention(self, attended: Tensor, stream: Residual, next_norm: RMSNorm | None) -> Residual:
         """The second half of the layer, after attention has answered [N, Hq, D]."""
-        stream = self.attention.out.join(self.attention.answer(attended), stream, self.post_norm)
+        stream = self.attention.out.join(self.attention.merge_heads(attended), stream, self.post_norm)
         return self.mlp.forward(stream, next_norm)

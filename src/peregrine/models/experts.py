@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from peregrine.kernels.moe import (
-    Choice,
+    ExpertChoice,
     PackedExperts,
     join_experts,
     pack_experts,
@@ -31,7 +31,7 @@ class Router(Linear):
 
     def __init__(self, in_size: int, experts: ExpertsConfig) -> None:
         super().__init__(in_size, experts.num_experts)
-        self.law = experts.routing
+        self.rule = experts.rule
         bias = torch.empty(experts.num_experts, dtype=torch.float32)
         self.choice_bias = nn.Parameter(bias) if experts.has_bias else None
 
@@ -50,12 +50,12 @@ class Router(Linear):
         if not keep_weight:
             self.weight = None
 
-    def choose(self, stream: Residual) -> Choice:
+    def choose(self, stream: Residual) -> ExpertChoice:
         """The experts of each row of the normed stream."""
         if self.packed is not None:
-            return route(stream, self.packed, self.law, self.choice_bias)
+            return route(stream, self.packed, self.rule, self.choice_bias)
         assert self.weight is not None
-        return route_torch(F.linear(stream.ready.float(), self.weight.float()), self.law, self.choice_bias)
+        return route_torch(F.linear(stream.ready.float(), self.weight.float()), self.rule, self.choice_bias)
 
 
 class ExpertLinear(Packable):
@@ -85,13 +85,6 @@ class ExpertLinear(Packable):
         assert self.weight is not None
         return plain_experts(self.weight, self.num_experts)
 
-    def expert_bytes(self) -> int:
-        """What one expert's linear takes in memory."""
-        one = self.experts().experts[0]
-        weight = one.weight if one.panels is None else one.panels
-        assert weight is not None
-        return weight.numel() * weight.element_size()
-
 
 class Experts(nn.Module):
     """The router, and the gated MLPs it chooses from, gate and up fused."""
@@ -104,25 +97,15 @@ class Experts(nn.Module):
         self.router = Router(size, config.experts)
         self.gate_up = ExpertLinear(count, size, 2 * inner)
         self.down = ExpertLinear(count, inner, size)
+        self.on_choice: Callable[[ExpertChoice], None] | None = None  # benchmarks count the experts that are read
 
     def forward(self, stream: Residual, next_norm: RMSNorm | None) -> Residual:
         """The stream with the experts' answers to its norm added to it, ready for the norm that comes next."""
         weight, eps = (None, 0.0) if next_norm is None else (next_norm.weight, next_norm.eps)
         choice = self.router.choose(stream)
+        if self.on_choice is not None:
+            self.on_choice(choice)
         return join_experts(stream, choice, self.gate_up.experts(), self.down.experts(), weight, eps)
-
-    def expected_hits(self, num_tokens: int) -> float:
-        """How many experts so many tokens read if they choose at random, those that all pass through included."""
-        chosen, count = self.config.top_k, self.config.num_experts
-        return count * (1 - (1 - chosen / count) ** num_tokens) + self.config.num_shared
-
-    def active_bytes(self, num_tokens: int) -> float:
-        """Bytes of those experts; the router is a linear of its own."""
-        return self.expected_hits(num_tokens) * self.expert_bytes()
-
-    def expert_bytes(self) -> int:
-        """Bytes of one expert's weights."""
-        return self.gate_up.expert_bytes() + self.down.expert_bytes()
 
 
 def stacked_experts(config: ExpertsConfig) -> int:

@@ -17,7 +17,7 @@ from peregrine.attention import Attend, Deferred
 from peregrine.kernels.activation import silu_mul
 from peregrine.kernels.linear import PackedWeight, linear, pack_weight
 from peregrine.kernels.norm import rms_norm
-from peregrine.kernels.residual import Residual, add_to_stream, join_stream, stream_gate, stream_linear
+from peregrine.kernels.residual import Residual, add_to_residual, join_stream, stream_gate, stream_linear
 from peregrine.kernels.rope import DeferredRope, rope
 from peregrine.kernels.runtime.gpu import triton_ready
 from peregrine.models.config import ModelConfig
@@ -77,7 +77,7 @@ class Linear(Packable):
         """The stream with the linear of x added to it, ready for the norm that comes next, if one does."""
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
         if self.packed is None:
-            return add_to_stream(self.forward(x), stream, weight, eps)
+            return add_to_residual(self.forward(x), stream, weight, eps)
         return join_stream(x, self.packed, stream, weight, eps)
 
 
@@ -101,11 +101,11 @@ class QKV:
     q: Tensor  # [N or R, Hq, D]
     k: Tensor  # [N, Hkv, D]
     v: Tensor  # [N, Hkv, Dv]
-    turn: Deferred | None = None
+    rope: Deferred | None = None  # set if the backend must still apply it
 
-    def ask(self, attend: Attend, layer: int) -> Tensor:
+    def attend(self, attend: Attend, layer: int) -> Tensor:
         """What the queries found. [N or R, Hq, Dv]"""
-        return attend(layer, self.q, self.k, self.v, self.turn)
+        return attend(layer, self.q, self.k, self.v, self.rope)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class LiveRows:
     """The rows that ask something of a layer whose keys and values are computed for all."""
 
     rows: Tensor  # [R] i64
-    stream: Residual  # [R, H]
+    residual: Residual  # [R, H]
     positions: Tensor  # [R] i64
 
     @staticmethod
@@ -143,11 +143,11 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
 
-    def project(self, stream: Residual, positions: Tensor, table: Tensor, asking: "LiveRows | None" = None) -> QKV:
-        """Queries, keys and values of the normed stream [N, in]; queries of the asking rows, if not all ask."""
-        q_positions = positions if asking is None else asking.positions
+    def project(self, stream: Residual, positions: Tensor, table: Tensor, live_rows: "LiveRows | None" = None) -> QKV:
+        """Queries, keys and values of the normed stream [N, in]; queries of the live_rows rows, if not all ask."""
+        q_positions = positions if live_rows is None else live_rows.positions
         if self.qkv is not None:
-            assert asking is None, "this layer projects queries with keys and values"
+            assert live_rows is None, "this layer projects queries with keys and values"
             heads = self.qkv.of(stream).view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
             q, kv = torch.split_with_sizes(heads, (self.num_heads, 2 * self.num_kv_heads), 1)
         else:
@@ -155,7 +155,7 @@ class Attention(nn.Module):
             assert self.kv is not None
             heads = None
             kv = self.kv.of(stream).view(-1, 2 * self.num_kv_heads, self.head_dim)
-            q = self.q.of(stream if asking is None else asking.stream).view(-1, self.num_heads, self.head_dim)
+            q = self.q.of(stream if live_rows is None else live_rows.residual).view(-1, self.num_heads, self.head_dim)
         k, v = torch.split_with_sizes(kv, (self.num_kv_heads, self.num_kv_heads), 1)
         if self.out.packed is not None and triton_ready(q):
             return QKV(q, k, v, self._turn(q_positions, positions, table))
@@ -167,7 +167,7 @@ class Attention(nn.Module):
             return QKV(q, k, v)
         return QKV(rope(q, q_positions, table), rope(k, positions, table), v)
 
-    def answer(self, attended: Tensor) -> Tensor:
+    def merge_heads(self, attended: Tensor) -> Tensor:
         """What the queries found [N, Hq, D], as `out` reads it. -> [N, Hq * D]"""
         return attended.flatten(1)
 

@@ -70,11 +70,11 @@ class MLAAttention(nn.Module):
         self.w_uv = PerHeadLinear(self.num_heads, latent.kv_rank, latent.value_dim)
         self.out = Linear(self.num_heads * latent.value_dim, hidden, config.out_bias)
 
-    def project(self, stream: Residual, positions: Tensor, table: Tensor, asking: LiveRows | None = None) -> QKV:
-        """Queries and keys of the normed stream [N, in]; queries of the asking rows, if not all ask."""
-        q, kv = self._read(stream, asking)
+    def project(self, stream: Residual, positions: Tensor, table: Tensor, live_rows: LiveRows | None = None) -> QKV:
+        """Queries and keys of the normed stream [N, in]; queries of the live_rows rows, if not all ask."""
+        q, kv = self._read(stream, live_rows)
         nope, q_rope = torch.split_with_sizes(q, (self.latent.nope_dim, self.latent.rope_dim), 2)
-        q_positions = positions if asking is None else asking.positions
+        q_positions = positions if live_rows is None else live_rows.positions
         turn = DeferredMLARope(q_rope, q_positions, positions, table, self.kv_norm.weight, self.kv_norm.eps)
         k = kv[:, None]
         if self.out.packed is not None and triton_ready(q):
@@ -84,20 +84,20 @@ class MLAAttention(nn.Module):
         q, k = turn_latent(self.w_uk.forward(nope), k, turn)
         return QKV(q, k, k[..., : self.latent.kv_rank])
 
-    def _read(self, stream: Residual, asking: LiveRows | None) -> tuple[Tensor, Tensor]:
+    def _read(self, stream: Residual, live_rows: LiveRows | None) -> tuple[Tensor, Tensor]:
         """The linears before the rotation: queries [R, heads, nope + rope] and keys [N, key_dim], not normed."""
         if self.qkv is not None:
-            assert asking is None, "this layer projects queries with keys"
+            assert live_rows is None, "this layer projects queries with keys"
             q, kv = torch.split_with_sizes(self.qkv.of(stream), (self.q_size, self.latent.key_dim), 1)
         else:
             assert self.q is not None
             assert self.kv is not None
             kv = self.kv.of(stream)
-            q = self.q.of(stream if asking is None else asking.stream)
+            q = self.q.of(stream if live_rows is None else live_rows.residual)
         if self.q_norm is not None and self.q_up is not None:
             q = self.q_up.forward(self.q_norm.forward(q))
         return q.view(q.shape[0], self.num_heads, self.latent.q_dim), kv
 
-    def answer(self, attended: Tensor) -> Tensor:
+    def merge_heads(self, attended: Tensor) -> Tensor:
         """What the queries found among latents [N, heads, kv_rank], as `out` reads it. -> [N, heads * value_dim]"""
         return self.w_uv.forward(attended).flatten(1)

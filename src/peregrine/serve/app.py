@@ -1,8 +1,7 @@
-"""The routes. Each turns a body into a job, or reads off what the service knows."""
+"""The routes: each checks a body and hands it to the engine, or reports what the service knows."""
 
 import asyncio
-from collections.abc import Callable
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 from fastapi import APIRouter, FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
@@ -12,26 +11,23 @@ from starlette.responses import PlainTextResponse, Response
 from peregrine import __version__
 from peregrine.errors import PeregrineError
 from peregrine.llm import LLM
-from peregrine.serve.answer import Answer
-from peregrine.serve.desk import Desk
 from peregrine.serve.errors import ApiError, api_error, body_error
-from peregrine.serve.guard import Guard
 from peregrine.serve.info import server_info
-from peregrine.serve.job import Job, chat_job, completion_job, plain_messages
-from peregrine.serve.pages import pages
+from peregrine.serve.job import plain_messages
+from peregrine.serve.middleware import AccessMiddleware
 from peregrine.serve.protocol import ChatBody, CompletionBody, DetokenizeBody, ErrorBody, TokenizeBody
-from peregrine.serve.responses import JobResponse, error_response, json_response
+from peregrine.serve.responses import CHAT_COMPLETIONS, COMPLETIONS, Endpoint, ResponseWriter
 from peregrine.serve.service import Service
+from peregrine.serve.static_files import static_routes
+from peregrine.serve.streaming import JobResponse, error_response, json_response
 
-LARGE_BODY = 32 * 2**10  # bytes; encoding a longer prompt would hold up the event loop
+LARGE_BODY = 32 * 2**10  # bytes; a longer prompt is encoded in a thread, not in the event loop
 POLL_S = 0.02
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-Body = TypeVar("Body", CompletionBody, ChatBody)
-
 
 def refusals(*statuses: int) -> dict[int | str, dict[str, object]]:
-    """For the API's description: which errors an endpoint may answer."""
+    """For the API's description: which error statuses an endpoint may have."""
     return {status: {"model": ErrorBody} for status in statuses}
 
 
@@ -42,75 +38,66 @@ def make_app(service: Service) -> FastAPI:
         version=__version__,
         description="OpenAI's API over a speculative decoding engine.",
         responses=refusals(401, 408, 413, 500),
-        docs_url=None,  # FastAPI's own pages load their scripts from other hosts; /docs is ours
+        docs_url=None,  # FastAPI's own pages load their scripts from other hosts; static_routes has /docs
         redoc_url=None,
     )
-    app.include_router(generation_routes(service))
-    app.include_router(text_routes(service))
-    app.include_router(model_routes(service))
-    app.include_router(service_routes(service))
-    app.include_router(pages())
-    app.add_exception_handler(RequestValidationError, refuse_body)
-    app.add_exception_handler(PeregrineError, refuse)
-    app.add_exception_handler(HTTPException, refuse_route)
-    app.add_exception_handler(Exception, refuse)
-    app.add_middleware(Guard, settings=service.settings, count=service.metrics.count_http)
+    for routes in (generation_routes, text_routes, model_routes, service_routes):
+        app.include_router(routes(service))
+    app.include_router(static_routes())
+    for kind in (RequestValidationError, HTTPException, PeregrineError, Exception):
+        app.add_exception_handler(kind, refuse)
+    app.add_middleware(AccessMiddleware, settings=service.settings, count=service.metrics.count_http)
     return app
 
 
-async def refuse_body(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    return error_response(body_error(error.errors()))
-
-
 async def refuse(request: Request, error: Exception) -> Response:
+    """The response to anything that a route or the framework raises."""
+    match error:
+        case RequestValidationError():
+            return error_response(body_error(error.errors()))
+        case HTTPException():
+            message = f"{request.method} {request.url.path}: {error.detail}; see /docs for what there is"
+            return error_response(ApiError(error.status_code, message, headers=dict(error.headers or {})))
     return error_response(api_error(error))
 
 
-async def refuse_route(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path}: {error.detail}; see /docs for what there is"
-    return error_response(ApiError(error.status_code, message, headers=dict(error.headers or {})))
-
-
 def generation_routes(service: Service) -> APIRouter:
-    """What generates."""
-    answers: dict[int | str, dict[str, object]] = {
+    """The endpoints that generate text."""
+    described: dict[int | str, dict[str, object]] = {
         200: {"content": {"application/json": {}, "text/event-stream": {}}},
         **refusals(400, 404, 429, 503),
     }
-    router = APIRouter(tags=["generate"], responses=answers)
+    router = APIRouter(tags=["generate"], responses=described)
 
-    async def respond(request: Request, body: Body, make: Callable[[Body, LLM], Job]) -> Response:
-        desk = service.open_desk
+    async def respond(request: Request, endpoint: Endpoint, body: CompletionBody | ChatBody) -> Response:
+        gateway = service.open_gateway
         service.check_name(body.model)
-        if len(await request.body()) > LARGE_BODY:
-            job = await asyncio.to_thread(make, body, desk.llm)
-        else:
-            job = make(body, desk.llm)
-        return JobResponse(desk, Answer.to(job, service.name, desk.llm.tokenizer))
+        asked = (endpoint, body, gateway.llm, service.name)
+        large = len(await request.body()) > LARGE_BODY
+        writer = await asyncio.to_thread(ResponseWriter, *asked) if large else ResponseWriter(*asked)
+        return JobResponse(gateway, writer)
 
     @router.post("/v1/completions")
     async def completions(request: Request, body: CompletionBody) -> Response:
         """Continue prompts."""
-        return await respond(request, body, completion_job)
+        return await respond(request, COMPLETIONS, body)
 
     @router.post("/v1/chat/completions")
     async def chat_completions(request: Request, body: ChatBody) -> Response:
         """Take the assistant's turn in a chat."""
-        return await respond(request, body, chat_job)
+        return await respond(request, CHAT_COMPLETIONS, body)
 
     return router
 
 
 def text_routes(service: Service) -> APIRouter:
-    """What needs the tokenizer alone."""
+    """The endpoints that need the tokenizer alone."""
     router = APIRouter(tags=["text"], responses=refusals(400, 404, 503))
 
     @router.post("/tokenize")
     async def tokenize(body: TokenizeBody) -> Response:
         """Token ids of a text or a chat."""
-        llm = service.desk.llm
+        llm = service.gateway.llm
         service.check_name(body.model)
         if body.messages is not None:
             ids = await asyncio.to_thread(llm.encode_chat, plain_messages(body.messages))
@@ -121,7 +108,7 @@ def text_routes(service: Service) -> APIRouter:
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeBody) -> Response:
         """The text of token ids."""
-        llm = service.desk.llm
+        llm = service.gateway.llm
         service.check_name(body.model)
         llm.engine.limits.check_ids("tokens", body.tokens)
         text = await asyncio.to_thread(llm.tokenizer.decode, body.tokens, body.skip_special_tokens)
@@ -131,7 +118,7 @@ def text_routes(service: Service) -> APIRouter:
 
 
 def model_routes(service: Service) -> APIRouter:
-    """Which model there is."""
+    """The endpoints that describe the model."""
     router = APIRouter(tags=["server"], responses=refusals(503))
 
     def card() -> dict[str, object]:
@@ -140,17 +127,17 @@ def model_routes(service: Service) -> APIRouter:
             "object": "model",
             "created": int(service.started),
             "owned_by": "peregrine",
-            "max_model_len": service.desk.llm.engine.limits.max_len,
+            "max_model_len": service.gateway.llm.engine.limits.max_len,
         }
 
     @router.get("/v1/models")
     async def models() -> Response:
-        """The one model there is."""
+        """The one model that is served."""
         return json_response({"object": "list", "data": [card()]})
 
     @router.get("/v1/models/{model:path}", responses=refusals(404))
     async def model(model: str) -> Response:
-        """The same by its name."""
+        """The served model, by its name."""
         service.check_name(model)
         return json_response(card())
 
@@ -158,15 +145,16 @@ def model_routes(service: Service) -> APIRouter:
 
 
 def service_routes(service: Service) -> APIRouter:
-    """What is said about the server, and the one thing that can be done to it."""
+    """The endpoints that report about the server, and /flush_cache."""
     router = APIRouter(tags=["server"])
 
     @router.get("/health", responses=refusals(503))
     async def health() -> Response:
         """200 when a request sent now would be served, else 503 with the reason."""
-        if service.trouble is not None:
-            return error_response(ApiError(503, service.trouble, code=service.phase))
-        return json_response({"status": service.phase})
+        phase, trouble = service.status
+        if trouble is not None:
+            return error_response(ApiError(503, trouble, code=phase))
+        return json_response({"status": phase})
 
     @router.get("/version")
     async def version() -> Response:
@@ -186,20 +174,20 @@ def service_routes(service: Service) -> APIRouter:
     @router.post("/flush_cache", responses=refusals(400, 409, 503))
     async def flush_cache(timeout: Annotated[float, Query(ge=0, le=3600, allow_inf_nan=False)] = 0) -> Response:
         """Empty the prefix cache; waits up to `timeout` seconds for the engine to be idle."""
-        return json_response({"pages_freed": await drop_cached(service.desk, timeout)})
+        return json_response({"pages_freed": await drop_cached(service.gateway.llm, timeout)})
 
     return router
 
 
-async def drop_cached(desk: Desk, seconds: float) -> int:
+async def drop_cached(llm: LLM, seconds: float) -> int:
     """Empty the prefix cache as soon as nothing runs; ApiError if that takes too long."""
     clock = asyncio.get_running_loop()
     end = clock.time() + seconds
     while True:
-        freed = await asyncio.to_thread(desk.llm.drop_cached)
+        freed = await asyncio.to_thread(llm.drop_cached)
         if freed is not None:
             return freed
         if clock.time() >= end:
-            count = desk.llm.engine.num_requests
+            count = llm.engine.num_requests
             raise ApiError(409, f"{count} generations are running or waiting; wait with ?timeout=SECONDS")
         await asyncio.sleep(POLL_S)

@@ -1,4 +1,4 @@
-"""A file of requests through a local engine, in OpenAI's batch format. Killed at any moment, it goes on where it was.
+"""A file of requests through a local engine, in OpenAI's batch format; an interrupted run can be continued.
 
     in   {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {...}}
     out  {"id": "x", "custom_id": "a", "response": {"status_code": 200, "request_id": "y", "body": {}}, "error": null}
@@ -21,16 +21,14 @@ from peregrine.engine.loop import Sink
 from peregrine.engine.request import Delta
 from peregrine.errors import ConfigError, EngineFault, PeregrineError, RequestError
 from peregrine.llm import LLM
-from peregrine.serve.answer import Answer
+from peregrine.serve.batch_output import BatchOutput
+from peregrine.serve.choices import Json
 from peregrine.serve.errors import ApiError, api_error, body_error
-from peregrine.serve.job import Job, chat_job, completion_job, named_as_in
-from peregrine.serve.ledger import Ledger
-from peregrine.serve.protocol import ChatBody, CompletionBody
+from peregrine.serve.job import named_as_in
+from peregrine.serve.responses import ENDPOINTS, ResponseWriter
 
 FIELDS = {"custom_id", "method", "url", "body"}
-ROWS_AHEAD = 2  # generations handed to the engine, per row: its queue never runs dry
-
-Json = dict[str, object]
+ROWS_AHEAD = 2  # generations submitted to the engine, per row: its queue never runs dry
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,36 +36,37 @@ class Entry:
     """A request that the engine has."""
 
     custom_id: str
-    answer: Answer
+    writer: ResponseWriter
     deltas: list[list[Delta]]  # of each generation, so far
 
     @property
     def complete(self) -> bool:
-        return all(pile and pile[-1].output is not None for pile in self.deltas)
+        """Whether every generation has ended."""
+        return all(deltas and deltas[-1].output is not None for deltas in self.deltas)
 
 
 class Batch:
     """Feeds an engine from a file and writes what comes back."""
 
-    def __init__(self, source: Path, ledger: Ledger, llm: LLM, name: str) -> None:
-        self.source, self.ledger, self.llm, self.name = source, ledger, llm, name
+    def __init__(self, source: Path, output: BatchOutput, llm: LLM, name: str) -> None:
+        self.source, self.output, self.llm, self.name = source, output, llm, name
         self.ids = check_source(source)
-        strange = sorted(ledger.finished - self.ids)
+        strange = sorted(output.finished - self.ids)
         if strange:
             problem = f"answers {strange[0]!r}, which {source} does not ask"
-            raise ConfigError(f"{ledger.path}: {problem}; name another output file")
+            raise ConfigError(f"{output.path}: {problem}; name another output file")
         self.num_refused = 0
         self._num_open = 0  # generations the engine has and has not ended
         self._num_tokens = 0
-        self._post: queue.SimpleQueue[tuple[Entry, int, Delta | EngineFault]] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Entry, int, Delta | EngineFault]] = queue.SimpleQueue()
 
     def run(self) -> None:
         """Answer every request that has no line yet."""
         room = ROWS_AHEAD * self.llm.engine.policy.max_rows
         start = time.perf_counter()
-        with tqdm(total=len(self.ids), initial=len(self.ledger.finished), unit="request", disable=None) as bar:
+        with tqdm(total=len(self.ids), initial=len(self.output.finished), unit="request", disable=None) as bar:
             for request in read_requests(self.source):
-                if request["custom_id"] not in self.ledger.finished:
+                if request["custom_id"] not in self.output.finished:
                     bar.update(self._submit(request))
                 while self._num_open >= room:
                     bar.update(self._collect())
@@ -76,11 +75,12 @@ class Batch:
                 bar.update(self._collect())
 
     def _submit(self, request: Json) -> int:
-        """Hand a request to the engine; returns the lines written, which is one if it was refused."""
+        """Hand a request to the engine; returns the number of lines written: 1 if it was refused, else 0."""
         custom_id = str(request["custom_id"])
         try:
-            job = job_of(request, self.name, self.llm)
-            entry = Entry(custom_id, Answer.to(job, self.name, self.llm.tokenizer), [[] for _ in range(job.size)])
+            writer = writer_of(request, self.name, self.llm)
+            job = writer.job
+            entry = Entry(custom_id, writer, [[] for _ in range(job.size)])
             with named_as_in(job.body):
                 for index in range(job.size):
                     self.llm.loop.submit(*job.generation(index), self._sink(entry, index))
@@ -88,45 +88,46 @@ class Batch:
         except EngineFault:
             raise
         except PeregrineError as error:
-            refusal = api_error(error)
-            self.num_refused += 1
-            self.ledger.append([line_of(custom_id, refusal.status, refusal.body())])
+            self.output.append([self._refusal(custom_id, error)])
             return 1
         return 0
 
     def _sink(self, entry: Entry, index: int) -> Sink:
-        return lambda delta: self._post.put((entry, index, delta))
+        return lambda delta: self._queue.put((entry, index, delta))
 
     def _collect(self) -> int:
         """Wait for deltas, take all there are, and write the requests they complete; returns how many."""
         lines = []
         while True:
-            entry, index, delta = self._post.get()
+            entry, index, delta = self._queue.get()
             if isinstance(delta, EngineFault):
                 raise delta
             entry.deltas[index].append(delta)
             self._num_tokens += len(delta.token_ids)
             self._num_open -= delta.output is not None
             if entry.complete:
-                lines.append(self._answer(entry))
-            if self._post.empty():
+                lines.append(self._line(entry))
+            if self._queue.empty():
                 break
         if lines:
-            self.ledger.append(lines)
+            self.output.append(lines)
         return len(lines)
 
-    def _answer(self, entry: Entry) -> Json:
+    def _line(self, entry: Entry) -> Json:
         try:
-            return line_of(entry.custom_id, 200, entry.answer.whole(entry.deltas))
+            return line_of(entry.custom_id, 200, entry.writer.whole(entry.deltas))
         except EngineFault as error:  # this request's own, such as logits that hold NaN
-            self.num_refused += 1
-            failure = api_error(error)
-            return line_of(entry.custom_id, failure.status, failure.body())
+            return self._refusal(entry.custom_id, error)
+
+    def _refusal(self, custom_id: str, error: PeregrineError) -> Json:
+        self.num_refused += 1
+        refusal = api_error(error)
+        return line_of(custom_id, refusal.status, refusal.body())
 
 
-def job_of(request: Json, name: str, llm: LLM) -> Job:
-    """What one line asks."""
-    body = request["body"]
+def writer_of(request: Json, name: str, llm: LLM) -> ResponseWriter:
+    """The request of one line, ready for the engine; PeregrineError if it is refused."""
+    body, url = request["body"], request["url"]
     if request["method"] != "POST":
         raise RequestError("method", request["method"], "is not POST", "use POST")
     if isinstance(body, dict) and body.get("stream"):
@@ -134,26 +135,22 @@ def job_of(request: Json, name: str, llm: LLM) -> Job:
     if isinstance(body, dict) and body.get("model") not in (None, name):
         message = f"model={body['model']!r}: is not loaded; use {name!r}, or leave it out"
         raise ApiError(404, message, "model", "model_not_found")
+    if not isinstance(url, str) or url not in ENDPOINTS:
+        raise ApiError(404, f"url={url!r}: is not one of {' and '.join(ENDPOINTS)}", "url")
     try:
-        match request["url"]:
-            case "/v1/completions":
-                return completion_job(CompletionBody.model_validate(body), llm)
-            case "/v1/chat/completions":
-                return chat_job(ChatBody.model_validate(body), llm)
+        return ResponseWriter(ENDPOINTS[url], ENDPOINTS[url].body.model_validate(body), llm, name)
     except ValidationError as error:
         raise body_error(error.errors()) from error
-    message = f"url={request['url']!r}: is not one of /v1/completions and /v1/chat/completions"
-    raise ApiError(404, message, "url")
 
 
 def line_of(custom_id: str, status: int, body: Json) -> Json:
-    """A line of the output."""
+    """One line of the output."""
     response = {"status_code": status, "request_id": f"req_{secrets.token_hex(12)}", "body": body}
     return {"id": f"batch_req_{secrets.token_hex(12)}", "custom_id": custom_id, "response": response, "error": None}
 
 
 def read_requests(source: Path) -> Iterator[Json]:
-    """The requests of a file, in order; ConfigError names a line that is none."""
+    """The requests of a file, in order; ConfigError names the first line that is not a request."""
     try:
         with source.open("rb") as file:
             for number, line in enumerate(file, start=1):
@@ -164,7 +161,7 @@ def read_requests(source: Path) -> Iterator[Json]:
 
 
 def check_request(line: bytes, place: str) -> Json:
-    """A line as an object with the four fields; what its body holds is the request's own affair."""
+    """A line as an object with the four fields; its body is not looked at."""
     try:
         request = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -177,7 +174,7 @@ def check_request(line: bytes, place: str) -> Json:
 
 
 def check_source(source: Path) -> set[str]:
-    """The ids of all requests, each there once; nothing runs before the whole file has been looked at."""
+    """The ids of all requests; ConfigError if the file is not a batch or an id is there twice."""
     ids: set[str] = set()
     for request in read_requests(source):
         if request["custom_id"] in ids:

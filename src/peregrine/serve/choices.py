@@ -1,9 +1,12 @@
-"""From deltas to the choices of a response. A chunk tells what has come since the last one; a whole answer is one
-chunk that tells everything, so both are written by the same code."""
+"""From deltas to the choices of a response.
 
+A chunk of a stream covers what has come since the last one; a whole response is one chunk that covers everything, so
+both are written by the same code.
+"""
+
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import chain
-from typing import Protocol
 
 from peregrine.engine.request import Delta, Output, Stats, TokenLogprob
 from peregrine.serve.job import Job
@@ -13,75 +16,77 @@ from peregrine.text.tokenizer import Tokenizer
 Json = dict[str, object]
 
 
-class Teller(Protocol):
+class ChoiceWriter(ABC):
     """Writes the choices of one generation."""
 
-    def piece(self, deltas: Sequence[Delta], whole: bool) -> Json:
-        """The choice that tells these deltas: a chunk of a stream, or the whole of an answer."""
-        ...
+    def __init__(self, job: Job, index: int, tokenizer: Tokenizer) -> None:
+        self.job, self.index, self.tokenizer = job, index, tokenizer
+
+    def write(self, deltas: Sequence[Delta], whole: bool) -> Json:
+        """The choice that covers these deltas: of a whole response, or of a chunk."""
+        output = deltas[-1].output
+        choice: Json = {"index": self.index, **self.content(deltas, whole), "finish_reason": None}
+        if output is not None:
+            choice["finish_reason"] = "length" if self.job.scores_only else output.finish_reason
+            choice |= {"stop_reason": output.stop_reason, "seed": output.seed}
+        if self.job.body.return_speculation:
+            choice["speculation"] = speculation_fields(deltas, output, self.tokenizer)
+        return choice
+
+    @abstractmethod
+    def content(self, deltas: Sequence[Delta], whole: bool) -> Json:
+        """The text of these deltas and its `logprobs`, as this endpoint names them."""
 
 
-class CompletionTeller:
+class CompletionWriter(ChoiceWriter):
     """Choices of /v1/completions."""
 
     def __init__(self, job: Job, index: int, tokenizer: Tokenizer) -> None:
+        super().__init__(job, index, tokenizer)
         prompt, params = job.generation(index)
-        self._index, self._job, self._tokenizer = index, job, tokenizer
         self._echo = job.echoes[index // len(job.params)] if job.echoes is not None else ""
         self._logprobs = None
         if params.logprobs is not None:
             echoed = job.echoes is not None
             self._logprobs = CompletionLogprobs(tokenizer, prompt, echoed, params.skip_special_tokens)
 
-    def piece(self, deltas: Sequence[Delta], whole: bool) -> Json:
-        echo, self._echo = self._echo, ""
-        text = "" if self._job.scores_only else "".join(delta.text for delta in deltas)
-        told: Json = {"index": self._index, "text": echo + text, "logprobs": None}
-        if self._logprobs is not None:
-            tokens = [] if self._job.scores_only else joined_logprobs(deltas)
-            told["logprobs"] = self._logprobs.tell(tokens, deltas[0].prompt_logprobs if deltas else None)
-        return told | common_fields(self._job, deltas, self._tokenizer)
+    def content(self, deltas: Sequence[Delta], whole: bool) -> Json:
+        echo, self._echo = self._echo, ""  # the first chunk begins with it
+        if self.job.scores_only:
+            text, tokens = "", []
+        else:
+            text, tokens = joined_text(deltas), joined_logprobs(deltas)
+        logprobs = None if self._logprobs is None else self._logprobs.fields(tokens, deltas[0].prompt_logprobs)
+        return {"text": echo + text, "logprobs": logprobs}
 
 
-class ChatTeller:
+class ChatWriter(ChoiceWriter):
     """Choices of /v1/chat/completions."""
 
-    def __init__(self, job: Job, index: int, tokenizer: Tokenizer) -> None:
-        self._index, self._job, self._tokenizer = index, job, tokenizer
-        self._begun = False
+    _begun = False
 
-    def piece(self, deltas: Sequence[Delta], whole: bool) -> Json:
-        message: Json = {"content": "".join(delta.text for delta in deltas)}
-        if not self._begun:
-            message = {"role": "assistant", **message}
+    def content(self, deltas: Sequence[Delta], whole: bool) -> Json:
+        role = {} if self._begun else {"role": "assistant"}  # the first chunk names it
         self._begun = True
-        told: Json = {"index": self._index, "message" if whole else "delta": message, "logprobs": None}
-        if self._job.body.logprobs:
-            told["logprobs"] = chat_logprobs(self._tokenizer, joined_logprobs(deltas))
-        return told | common_fields(self._job, deltas, self._tokenizer)
+        return {
+            "message" if whole else "delta": {**role, "content": joined_text(deltas)},
+            "logprobs": chat_logprobs(self.tokenizer, joined_logprobs(deltas)) if self.job.body.logprobs else None,
+        }
+
+
+def joined_text(deltas: Sequence[Delta]) -> str:
+    return "".join(delta.text for delta in deltas)
 
 
 def joined_logprobs(deltas: Sequence[Delta]) -> list[TokenLogprob]:
     return list(chain.from_iterable(delta.logprobs or () for delta in deltas))
 
 
-def common_fields(job: Job, deltas: Sequence[Delta], tokenizer: Tokenizer) -> Json:
-    """How it ended, with which seed, and how speculation went if that was asked for."""
-    output = deltas[-1].output if deltas else None
-    told: Json = {"finish_reason": None}
-    if output is not None:
-        reason = "length" if job.scores_only else output.finish_reason
-        told = {"finish_reason": reason, "stop_reason": output.stop_reason, "seed": output.seed}
-    if job.body.return_speculation:
-        told["speculation"] = speculation_fields(deltas, output, tokenizer)
-    return told
-
-
 def speculation_fields(deltas: Sequence[Delta], output: Output | None, tokenizer: Tokenizer) -> Json:
-    """Each token's provenance, each round's drafts, and at the end the acceptance of the whole request."""
+    """Which tokens were drafted, each round's drafts, and with the last chunk the acceptance of the whole request."""
     told: Json = {
         "tokens": [
-            {"id": token, "text": token_text(tokenizer, token), "drafted": drafted}
+            {**token_fields(token, tokenizer), "drafted": drafted}
             for delta in deltas
             for token, drafted in zip(delta.token_ids, delta.drafted, strict=True)
         ],
@@ -90,17 +95,16 @@ def speculation_fields(deltas: Sequence[Delta], output: Output | None, tokenizer
     return told if output is None else {**told, "acceptance": acceptance_fields(output.stats)}
 
 
+def token_fields(token: int, tokenizer: Tokenizer) -> Json:
+    return {"id": token, "text": token_text(tokenizer, token)}
+
+
 def round_fields(delta: Delta, tokenizer: Tokenizer) -> Json:
-    """One round: how many tokens it brought, and its drafts as the nodes of a tree whose node 0 came before."""
+    """One round: its number of tokens, and its drafts as nodes 1, 2, ... of a tree; node 0 is the token before."""
     drafts: list[Json] = []
     if delta.drafts is not None:
         drafts = [
-            {
-                "id": token,
-                "text": token_text(tokenizer, token),
-                "parent": parent,
-                "correct": node in delta.drafts.correct,
-            }
+            {**token_fields(token, tokenizer), "parent": parent, "correct": node in delta.drafts.correct}
             for node, (token, parent) in enumerate(zip(delta.drafts.tokens, delta.drafts.parents, strict=True), start=1)
         ]
     return {"num_tokens": len(delta.token_ids), "offered": delta.offered, "drafts": drafts}

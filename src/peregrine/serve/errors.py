@@ -37,12 +37,12 @@ class ApiError(PeregrineError):
         self.code = code or usual
 
     def body(self) -> dict[str, object]:
-        """The JSON that says it."""
+        """The error as OpenAI's JSON."""
         return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
 
 
 def api_error(error: Exception) -> ApiError:
-    """What the caller is told of any failure."""
+    """Any failure as the error its client gets."""
     match error:
         case ApiError():
             return error
@@ -54,7 +54,7 @@ def api_error(error: Exception) -> ApiError:
 
 
 def body_error(problems: Sequence[Any]) -> ApiError:
-    """What is wrong with a body, from pydantic's list of problems: the first is named."""
+    """What is wrong with a body, from pydantic's list of problems; the first one is reported."""
     problem = problems[0]
     place = field_path(problem["loc"])
     field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).lstrip(".")
@@ -73,7 +73,7 @@ def body_error(problems: Sequence[Any]) -> ApiError:
 
 
 def field_path(location: Sequence[str | int]) -> list[Any]:
-    """Where in the body, without the words pydantic puts between."""
+    """Where in the body a problem lies, without the tags of unions and the leading "body" that pydantic adds."""
     return [
         part
         for index, part in enumerate(location)

@@ -1,9 +1,9 @@
-"""From a body to what the engine is asked: prompts as token ids, and one set of sampling parameters per choice."""
+"""From a request body to the engine's requests: prompts as token ids, and one set of sampling parameters per choice."""
 
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from peregrine.errors import RequestError
 from peregrine.llm import LLM
@@ -11,35 +11,33 @@ from peregrine.sampling import SEED_BITS, SamplingParams
 from peregrine.serve.protocol import ChatBody, CompletionBody, Generation, Message
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default
-# Fields of SamplingParams that a body has under the same name.
-SAME_NAME = {
-    *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
-    *("stop", "stop_token_ids", "min_tokens", "ignore_eos", "skip_special_tokens"),
-}
+# Fields of a body that SamplingParams has under the same name and with the same kind of value.
+SAME_NAME = {entry.name for entry in fields(SamplingParams)} & set(Generation.model_fields) - {"seed", "logit_bias"}
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One body, ready for the engine. Generation p * n + c is choice c of prompt p."""
+    """One body as generations for the engine; generation p * n + c is choice c of prompt p."""
 
     prompts: list[list[int]]
     params: list[SamplingParams]  # one per choice
-    echoes: list[str] | None  # the prompts' texts, to be put in front
+    echoes: list[str] | None  # the prompts' texts, if the body asks for them in front of the output
     body: CompletionBody | ChatBody
     scores_only: bool  # max_tokens 0: the prompt is scored, and the one token generated with it is dropped
 
     @property
     def size(self) -> int:
-        """Generations in all."""
+        """Number of generations."""
         return len(self.prompts) * len(self.params)
 
     def generation(self, index: int) -> tuple[list[int], SamplingParams]:
+        """Prompt and parameters of one generation."""
         return self.prompts[index // len(self.params)], self.params[index % len(self.params)]
 
 
 @contextmanager
 def named_as_in(body: CompletionBody | ChatBody) -> Iterator[None]:
-    """Refusals speak of fields by the names the body has for them."""
+    """A RequestError raised inside names the field as the body does: max_completion_tokens, not max_tokens."""
     names = {"num_drafts": "speculation.num_drafts", "text": "prompt"}
     if isinstance(body, ChatBody):
         used = "max_tokens" if body.max_tokens is not None else "max_completion_tokens"
@@ -52,7 +50,7 @@ def named_as_in(body: CompletionBody | ChatBody) -> Iterator[None]:
 
 
 def completion_job(body: CompletionBody, llm: LLM) -> Job:
-    """POST /v1/completions"""
+    """The job of a body of POST /v1/completions."""
     prompts = prompt_list(body)
     max_tokens = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     scores_only = max_tokens == 0 and body.echo is True
@@ -72,7 +70,7 @@ def completion_job(body: CompletionBody, llm: LLM) -> Job:
 
 
 def prompt_list(body: CompletionBody) -> list[str] | list[list[int]]:
-    """The prompts as a list, whichever of the four ways they were sent."""
+    """The prompts as a list; a body has a text, texts, token ids, or lists of token ids."""
     prompt = body.prompt
     if isinstance(prompt, str):
         return [prompt]
@@ -84,7 +82,7 @@ def prompt_list(body: CompletionBody) -> list[str] | list[list[int]]:
 
 
 def chat_job(body: ChatBody, llm: LLM) -> Job:
-    """POST /v1/chat/completions"""
+    """The job of a body of POST /v1/chat/completions."""
     if body.max_tokens is not None and body.max_completion_tokens is not None:
         problem = "max_completion_tokens was given, too"
         raise RequestError("max_tokens", body.max_tokens, problem, "keep one of them")
@@ -99,9 +97,9 @@ def chat_job(body: ChatBody, llm: LLM) -> Job:
 
 def plain_messages(messages: list[Message]) -> list[dict[str, str]]:
     """Messages as chat templates read them."""
-    named = [{"name": message.name} if message.name is not None else {} for message in messages]
     return [
-        {"role": message.role, "content": message.text, **name} for message, name in zip(messages, named, strict=True)
+        {"role": message.role, "content": message.text, **({} if message.name is None else {"name": message.name})}
+        for message in messages
     ]
 
 

@@ -1,4 +1,4 @@
-"""Log-probabilities in the two shapes of OpenAI's API."""
+"""Log-probabilities in the two formats of OpenAI's API: completions and chat."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from peregrine.text.tokenizer import Tokenizer
 
 
 def spelling(tokenizer: Tokenizer, token_id: int) -> bytes:
-    """The bytes a token stands for, perhaps a part of a character."""
+    """The bytes a token stands for, which may be a part of a character."""
     if tokenizer.byte_level:
         return tokenizer.token_bytes(token_id)
     if token_id in tokenizer.byte_ids:
@@ -17,7 +17,7 @@ def spelling(tokenizer: Tokenizer, token_id: int) -> bytes:
 
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> str:
-    """A token as text; one that is no text by itself is written bytes:\\xe2\\x82, so that no two look alike."""
+    """A token as text; one whose bytes are no text by themselves is written as bytes:\\xe2\\x82."""
     spelled = spelling(tokenizer, token_id)
     try:
         return spelled.decode()
@@ -26,7 +26,7 @@ def token_text(tokenizer: Tokenizer, token_id: int) -> str:
 
 
 class CompletionLogprobs:
-    """`logprobs` of /v1/completions, piece by piece; offsets count characters of the choice's whole text."""
+    """`logprobs` of /v1/completions, chunk by chunk; offsets count characters of the choice's whole text."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], echoed: bool, skip_special: bool) -> None:
         self._tokenizer, self._prompt = tokenizer, prompt
@@ -35,25 +35,24 @@ class CompletionLogprobs:
         self._offset = 0
         self._echoed = echoed
 
-    def tell(self, tokens: Sequence[TokenLogprob], prompt: Sequence[TokenLogprob] | None) -> dict[str, list[object]]:
-        """The tokens of one piece; the first piece of an echo begins with the prompt's."""
+    def fields(self, tokens: Sequence[TokenLogprob], prompt: Sequence[TokenLogprob] | None) -> dict[str, list[object]]:
+        """The tokens of one chunk; the first chunk of an echo begins with the prompt's."""
         told: dict[str, list[object]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         if self._echoed and prompt is not None:
-            self._add(told, self._prompt[0], None)  # nothing comes before it, so it has no probability
-            for entry in prompt:
-                self._add(told, entry.token_id, entry)
+            self._add(told, self._prompt[0], None)  # no token comes before it, so it has no probability
+            tokens = [*prompt, *tokens]
         for entry in tokens:
             self._add(told, entry.token_id, entry)
         return told
 
     def _add(self, told: dict[str, list[object]], token_id: int, entry: TokenLogprob | None) -> None:
         told["tokens"].append(token_text(self._tokenizer, token_id))
-        told["token_logprobs"].append(None if entry is None else entry.logprob)
-        told["top_logprobs"].append(
-            None
-            if entry is None
-            else {token_text(self._tokenizer, i): v for i, v in (*entry.top, (token_id, entry.logprob))}
-        )
+        logprob, top = None, None
+        if entry is not None:
+            logprob = entry.logprob
+            top = {token_text(self._tokenizer, i): v for i, v in (*entry.top, (token_id, logprob))}
+        told["token_logprobs"].append(logprob)
+        told["top_logprobs"].append(top)
         told["text_offset"].append(self._offset)
         self._offset += len(self._detokenizer.push([token_id]))
 
@@ -61,12 +60,9 @@ class CompletionLogprobs:
 def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprob]) -> dict[str, object]:
     """`logprobs` of /v1/chat/completions."""
 
-    def tell(token_id: int, logprob: float) -> dict[str, object]:
-        return {
-            "token": token_text(tokenizer, token_id),
-            "logprob": logprob,
-            "bytes": list(spelling(tokenizer, token_id)),
-        }
+    def fields(token_id: int, logprob: float) -> dict[str, object]:
+        spelled = list(spelling(tokenizer, token_id))
+        return {"token": token_text(tokenizer, token_id), "logprob": logprob, "bytes": spelled}
 
-    content = [{**tell(t.token_id, t.logprob), "top_logprobs": [tell(i, value) for i, value in t.top]} for t in tokens]
+    content = [{**fields(t.token_id, t.logprob), "top_logprobs": [fields(i, v) for i, v in t.top]} for t in tokens]
     return {"content": content, "refusal": None}

@@ -1,28 +1,59 @@
-"""What Prometheus may scrape. Counts are plain integers, added to as deltas pass by and read when somebody looks."""
+"""Counters for Prometheus: plain integers, added to as deltas pass by, and written out when they are scraped."""
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from peregrine.engine.engine import Engine
 from peregrine.engine.request import Delta, Output
 from peregrine.llm import LLM
 
 QUICK = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 LONG = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 300.0)
+# Responses on other paths are counted together: a client could invent any number of them.
+PATHS = frozenset(
+    {
+        *("/v1/completions", "/v1/chat/completions", "/v1/models", "/tokenize", "/detokenize"),
+        *("/health", "/version", "/server_info", "/flush_cache", "/metrics"),
+    }
+)
+
+
+def engine_load(engine: Engine) -> dict[str, int]:
+    """Requests and pages as they are now."""
+    pool, tree = engine.ledger.pool, engine.ledger.tree
+    return {
+        "running": len(engine.running),
+        "reading": len(engine.reading),
+        "waiting": len(engine.waiting),
+        "pages": pool.num_pages - 1,
+        "pages_free": pool.num_free,
+        "pages_cached": tree.num_cached if tree else 0,
+    }
+
+
+LOAD_HELP = {
+    "running": "Generations in rounds.",
+    "reading": "Generations whose prompt is being read.",
+    "waiting": "Generations in the queue.",
+    "pages": "Pages of the KV cache.",
+    "pages_free": "Pages that are not in use.",
+    "pages_cached": "Pages in the prefix cache, held ones included.",
+}
 
 
 class Metrics(Collector):
     """The server's counters. Acceptance lengths count the bonus token, correct drafts do not."""
 
-    def __init__(self, paths: frozenset[str]) -> None:
+    def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._paths = paths  # others are counted as one
         self._llm: LLM | None = None
         self._model = ""
-        self.http: dict[tuple[str, int], int] = {}
-        self.finished: dict[str, int] = {}
+        self.http: Counter[tuple[str, ...]] = Counter()  # responses by path and status
+        self.finished: Counter[tuple[str, ...]] = Counter()  # generations by finish reason
         self.prompt_tokens = self.cached_tokens = self.generated_tokens = self.preemptions = 0
         self.rounds = 0
         self.num_drafts = self.num_draft_tokens = 0  # rounds with drafts, and the drafts in them
@@ -42,12 +73,11 @@ class Metrics(Collector):
         self._llm, self._model = llm, model
 
     def count_http(self, path: str, status: int) -> None:
-        """One answer was begun."""
-        key = (path if path in self._paths else "other", status)
-        self.http[key] = self.http.get(key, 0) + 1
+        """A response was begun."""
+        self.http[path if path in PATHS else "other", str(status)] += 1
 
     def observe(self, delta: Delta) -> None:
-        """Count what one round did for one request."""
+        """Count what one round did for one generation."""
         self.generated_tokens += len(delta.token_ids)
         if delta.token_ids:
             self.rounds += 1
@@ -62,7 +92,7 @@ class Metrics(Collector):
             self._observe_end(delta.output)
 
     def _observe_end(self, output: Output) -> None:
-        self.finished[output.finish_reason] = self.finished.get(output.finish_reason, 0) + 1
+        self.finished[(output.finish_reason,)] += 1
         self.prompt_tokens += len(output.prompt_token_ids)
         self.cached_tokens += output.stats.cached_tokens
         self.preemptions += output.stats.preemptions
@@ -89,59 +119,43 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
         """Everything but the histograms."""
-        http = CounterMetricFamily("peregrine_http_responses", "Answers.", labels=("path", "status"))
-        for (path, status), count in sorted(self.http.items()):
-            http.add_metric((path, str(status)), count)
-        yield http
-        ends = CounterMetricFamily("peregrine_generations", "Generations ended.", labels=("finish_reason",))
-        for reason, count in sorted(self.finished.items()):
-            ends.add_metric((reason,), count)
-        yield ends
+        yield labelled("peregrine_http_responses", "Responses.", ("path", "status"), self.http)
+        yield labelled("peregrine_generations", "Generations ended.", ("finish_reason",), self.finished)
         for name, text, count in (
             ("prompt_tokens", "Prompt tokens of ended generations.", self.prompt_tokens),
             ("cached_prompt_tokens", "Of these, found in the prefix cache.", self.cached_tokens),
             ("generated_tokens", "Tokens generated.", self.generated_tokens),
             ("rounds", "Rounds, counted per generation.", self.rounds),
-            ("preemptions", "Generations put back for want of pages.", self.preemptions),
+            ("preemptions", "Preemptions of generations for want of pages.", self.preemptions),
             ("draft_tokens", "Drafts offered to the target.", self.num_draft_tokens),
             ("correct_draft_tokens", "Drafts that became output.", self.correct),
         ):
             yield CounterMetricFamily(f"peregrine_{name}", text, value=count)
         yield GaugeMetricFamily("peregrine_accept_length", "Tokens per round so far.", value=self.accept_length)
         yield from self._speculation()
-        yield from self._engine()
+        if self._llm is not None:  # it is loaded
+            for name, count in engine_load(self._llm.engine).items():
+                yield GaugeMetricFamily(f"peregrine_{name}", LOAD_HELP[name], value=count)
 
     def _speculation(self) -> Iterator[CounterMetricFamily]:
-        """The same under vLLM's names, for tools that know those."""
+        """The counts of drafts under vLLM's names, for tools that know those."""
+        model: tuple[str, ...] = (self._model,)
         for name, text, count in (
             ("num_drafts", "Rounds with drafts.", self.num_drafts),
             ("num_draft_tokens", "Drafts offered to the target.", self.num_draft_tokens),
             ("num_accepted_tokens", "Drafts that became output.", self.correct),
         ):
-            family = CounterMetricFamily(f"vllm:spec_decode_{name}", text, labels=("model_name",))
-            family.add_metric((self._model,), count)
-            yield family
-        family = CounterMetricFamily(
-            "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Drafts that became output, by depth.",
-            labels=("model_name", "position"),
-        )
-        for position, count in enumerate(self.correct_by_position):
-            family.add_metric((self._model, str(position)), count)
-        yield family
+            yield labelled(f"vllm:spec_decode_{name}", text, ("model_name",), {model: count})
+        by_position = {(*model, str(position)): count for position, count in enumerate(self.correct_by_position)}
+        name = "vllm:spec_decode_num_accepted_tokens_per_pos"
+        yield labelled(name, "Drafts that became output, by depth.", ("model_name", "position"), by_position)
 
-    def _engine(self) -> Iterator[GaugeMetricFamily]:
-        """Queues and pages as they are now; none while the model loads."""
-        if self._llm is None:
-            return
-        engine = self._llm.engine
-        pool, tree = engine.ledger.pool, engine.ledger.tree
-        for name, text, count in (
-            ("running", "Generations in rounds.", len(engine.running)),
-            ("reading", "Generations whose prompt is being read.", len(engine.reading)),
-            ("waiting", "Generations in the queue.", len(engine.waiting)),
-            ("pages", "Pages of the KV cache.", pool.num_pages - 1),
-            ("pages_free", "Pages nobody uses.", pool.num_free),
-            ("pages_cached", "Pages in the prefix cache, held ones included.", tree.num_cached if tree else 0),
-        ):
-            yield GaugeMetricFamily(f"peregrine_{name}", text, value=count)
+
+def labelled(
+    name: str, text: str, labels: tuple[str, ...], counts: Mapping[tuple[str, ...], int]
+) -> CounterMetricFamily:
+    """A counter with a value for each combination of labels."""
+    family = CounterMetricFamily(name, text, labels=labels)
+    for values, count in sorted(counts.items()):
+        family.add_metric(values, count)
+    return family

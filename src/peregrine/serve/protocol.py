@@ -1,34 +1,36 @@
-"""What a body may hold, one model per endpoint. Nothing is ignored in silence:
+"""Request bodies, one pydantic model per endpoint. Nothing is ignored in silence:
 
 - a field of the models below is honoured, except those of `WithoutEffect`, which cannot change an output here;
-- a field in `REFUSED` would change the output and is not supported: 400, unless it holds a value that asks for nothing;
-- any other field is unknown: 400.
+- a field in `REFUSED` would change the output and is not supported: status 400, unless its value asks for nothing;
+- any other field is unknown: status 400.
 
-A wrong body is refused at its first mistake: listing all mistakes of a large one would take seconds.
+A wrong body is refused at its first mistake: to list all mistakes of a large one would take seconds.
 """
 
+from dataclasses import fields
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, FailFast, Field, Tag, model_validator
 
 from peregrine.errors import RequestError
-from peregrine.sampling import MAX_BIAS
+from peregrine.sampling import MAX_BIAS, SamplingParams
 
 MAX_CHOICES = 128
 MAX_LABELS = 16
 
+UNCONSTRAINED = "constrained output is not supported; describe the format in the prompt"
 # field -> (values that ask for nothing, what to do instead)
 REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "audio": ((), "ask for text"),
     "best_of": ((1,), "use n and choose among the answers"),
     "function_call": (("none",), "write the functions into the messages"),
     "functions": (([],), "write the functions into the messages"),
-    "guided_choice": ((), "constrained output is not supported; describe the format in the prompt"),
-    "guided_json": ((), "constrained output is not supported; describe the format in the prompt"),
-    "guided_regex": ((), "constrained output is not supported; describe the format in the prompt"),
+    "guided_choice": ((), UNCONSTRAINED),
+    "guided_json": ((), UNCONSTRAINED),
+    "guided_regex": ((), UNCONSTRAINED),
     "modalities": ((["text"],), "only text is generated"),
     "reasoning_effort": (("none",), "the model has no such switch; ask in the messages"),
-    "response_format": (({"type": "text"},), "constrained output is not supported; describe the format in the prompt"),
+    "response_format": (({"type": "text"},), UNCONSTRAINED),
     "suffix": (("",), "text is generated after a prompt only; put what matters before it"),
     "tool_choice": (("none",), "write the tools into the messages"),
     "tools": (([],), "write the tools into the messages"),
@@ -41,7 +43,7 @@ Item = TypeVar("Item")
 
 
 class FirstMistake(FailFast):
-    """End at a list's first wrong item; hashable, since Python hashes what is annotated inside a union."""
+    """Stop at a list's first wrong item. Hashable, because Python hashes annotations inside a union."""
 
     __hash__ = object.__hash__
 
@@ -61,7 +63,7 @@ def at_most(count: int) -> BeforeValidator:
 
 
 def prompt_kind(prompt: Any) -> str:
-    """Which of the four kinds of prompt this is meant to be, by its first element."""
+    """The tag of the kind of prompt this is, by its first element."""
     if not isinstance(prompt, list):
         return "<text>"
     first = prompt[0] if prompt else ""
@@ -78,7 +80,7 @@ Prompts = Annotated[
 
 
 def text_or_list(value: Any) -> str:
-    """Whether this is meant to be a text or a list."""
+    """The tag of a value that may be a text or a list."""
     return "<list>" if isinstance(value, list) else "<text>"
 
 
@@ -88,21 +90,21 @@ TextOrTexts = Annotated[
 
 
 class Body(BaseModel):
-    """Strict: a wrong type is refused, not converted, and so is an unknown field."""
+    """A strict model: a wrong type is refused, not converted, and an unknown field is refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
     def refuse_unsupported(cls, body: Any) -> Any:
-        """Name the first field that is unknown or asks for something we do not do; drop those that ask for nothing."""
+        """Refuse the first field that is unknown or unsupported; drop unsupported ones whose value asks for nothing."""
         if not isinstance(body, dict):
             return body
         for name, value in body.items():
             if name in cls.model_fields:
                 continue
             if name not in REFUSED:
-                written = str(name).encode(errors="backslashreplace").decode()  # a lone surrogate is no text
+                written = str(name).encode(errors="backslashreplace").decode()  # UTF-8 has no lone surrogates
                 raise RequestError(written, value, "is not a field of this endpoint", "leave it out")
             neutral, remedy = REFUSED[name]
             if value is not None and value not in neutral:
@@ -113,9 +115,9 @@ class Body(BaseModel):
 class WithoutEffect(Body):
     """Fields of OpenAI's API that are accepted because they cannot change an output of this server."""
 
-    user: str | None = Field(None, description="Who asks; not used.")
+    user: str | None = Field(None, description="The end user; not used.")
     metadata: Annotated[dict[str, str], at_most(MAX_LABELS)] | None = Field(
-        None, description="Labels for the caller's own books; not used."
+        None, description="Labels for the client's own records; not used."
     )
     store: bool | None = Field(None, description="Nothing is stored.")
     service_tier: str | None = Field(None, description="There is one tier.")
@@ -127,46 +129,52 @@ class WithoutEffect(Body):
 
 
 class StreamOptions(Body):
-    """What a stream tells beside its text."""
+    """What a stream has beside its text."""
 
     include_usage: bool | None = Field(None, description="Send token counts in a last chunk.")
     include_obfuscation: bool | None = Field(None, description="Accepted; chunks are never padded.")
 
 
 class Speculation(Body):
-    """How far the drafter may guess for this request."""
+    """Limits on speculation for this request."""
 
     num_drafts: int = Field(ge=0, description="Drafts per round; 0: no speculation. Changes speed, never the text.")
 
 
+def sampling_field(name: str) -> Any:
+    """An optional field that SamplingParams has, too, and describes."""
+    entry = next(entry for entry in fields(SamplingParams) if entry.name == name)
+    return Field(None, description=f"{entry.metadata['help']} (default: {entry.default})")
+
+
 class Generation(WithoutEffect):
-    """What both ways of generating have in common. Defaults and limits are those of SamplingParams."""
+    """Fields that completions and chat completions share. Defaults and limits are those of SamplingParams."""
 
     model: str | None = Field(None, description="The served model's name, as /v1/models lists it.")
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = Field(
         None, description="Choices per prompt; choice i has the seed `seed + i`."
     )
     seed: int | None = Field(None, ge=0, description="The same seed gives the same text; drawn and reported if absent.")
-    temperature: float | None = Field(None, description="0 takes the likeliest token; default 1.")
-    top_p: float | None = Field(None, description="Choose among the likeliest tokens that hold this share of the mass.")
-    top_k: int | None = Field(None, description="Choose among the k likeliest tokens; 0: all.")
-    min_p: float | None = Field(None, description="Drop tokens below this share of the largest probability.")
-    presence_penalty: float | None = Field(None, description="Subtracted once from tokens generated before.")
-    frequency_penalty: float | None = Field(None, description="Subtracted for each time a token was generated.")
-    repetition_penalty: float | None = Field(None, description="Divides the logits of tokens seen before; 1: off.")
+    temperature: float | None = sampling_field("temperature")
+    top_p: float | None = sampling_field("top_p")
+    top_k: int | None = sampling_field("top_k")
+    min_p: float | None = sampling_field("min_p")
+    presence_penalty: float | None = sampling_field("presence_penalty")
+    frequency_penalty: float | None = sampling_field("frequency_penalty")
+    repetition_penalty: float | None = sampling_field("repetition_penalty")
     logit_bias: Annotated[dict[str, float], at_most(MAX_BIAS)] | None = Field(
         None, description="Token id (as a string) to a bias in [-100, 100]."
     )
     stop: TextOrTexts | None = Field(None, description="The text ends before any of these.")
     stop_token_ids: Many[int] | None = Field(None, description="The text ends at any of these tokens.")
-    min_tokens: int | None = Field(None, description="Tokens before the text may end.")
-    ignore_eos: bool | None = Field(None, description="Do not end at the model's end-of-text token.")
-    skip_special_tokens: bool | None = Field(None, description="Leave special tokens out of the text; default true.")
+    min_tokens: int | None = sampling_field("min_tokens")
+    ignore_eos: bool | None = sampling_field("ignore_eos")
+    skip_special_tokens: bool | None = sampling_field("skip_special_tokens")
     stream: bool | None = Field(None, description="Send the text as server-sent events while it is generated.")
     stream_options: StreamOptions | None = Field(None, description="Only with `stream`.")
     speculation: Speculation | None = Field(None, description="A cap on this request's drafts.")
     return_speculation: bool | None = Field(
-        None, description="Add each token's provenance and the acceptance to choices and chunks."
+        None, description="Report which tokens were drafted, each round's drafts, and the acceptance."
     )
 
     @model_validator(mode="after")
@@ -177,7 +185,7 @@ class Generation(WithoutEffect):
 
 
 class CompletionBody(Generation):
-    """POST /v1/completions"""
+    """The body of POST /v1/completions."""
 
     prompt: Prompts = Field(description="Text, token ids, or a list of either; each prompt gets n choices.")
     max_tokens: int | None = Field(None, description="Tokens to generate at most; default 16.")
@@ -186,7 +194,7 @@ class CompletionBody(Generation):
 
 
 class TextPart(Body):
-    """A part of a message; text is the only kind there is."""
+    """A part of a message; only text is supported."""
 
     type: str = Field(pattern="^text$")
     text: str
@@ -194,14 +202,14 @@ class TextPart(Body):
     @model_validator(mode="before")
     @classmethod
     def refuse_other_kinds(cls, part: Any) -> Any:
-        """Before its fields are looked at: those of an image would be unknown, which is not the point."""
+        """Refuse a part by its type, before its fields are refused as unknown."""
         if isinstance(part, dict) and part.get("type") != "text":
             raise RequestError("type", part.get("type"), "is not supported", "send parts of the type text")
         return part
 
 
 class Message(Body):
-    """One turn of a chat; what roles exist is for the model's template to say."""
+    """One message of a chat; the model's template decides which roles there are."""
 
     role: str = Field(min_length=1)
     content: Annotated[
@@ -217,7 +225,7 @@ class Message(Body):
 
 
 class ChatBody(Generation):
-    """POST /v1/chat/completions"""
+    """The body of POST /v1/chat/completions."""
 
     messages: Many[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(
@@ -225,11 +233,11 @@ class ChatBody(Generation):
     )
     max_tokens: int | None = Field(None, description="The older name of max_completion_tokens; not both.")
     logprobs: bool | None = Field(None, description="Report each token's log-probability.")
-    top_logprobs: int | None = Field(None, description="And the n largest; only with `logprobs`.")
+    top_logprobs: int | None = Field(None, description="Report the n largest ones, too; only with `logprobs`.")
 
 
 class TokenizeBody(Body):
-    """POST /tokenize: a text, or a chat as the model's template writes it."""
+    """The body of POST /tokenize: a text, or a chat, which goes through the model's template."""
 
     model: str | None = None
     prompt: str | None = None
@@ -244,7 +252,7 @@ class TokenizeBody(Body):
 
 
 class DetokenizeBody(Body):
-    """POST /detokenize"""
+    """The body of POST /detokenize."""
 
     model: str | None = None
     tokens: Many[int]
@@ -261,6 +269,6 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """How every refusal looks."""
+    """The body of every error response."""
 
     error: ErrorDetail

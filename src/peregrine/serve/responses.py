@@ -1,93 +1,95 @@
-"""Responses that follow a job to its end: whole, or as server-sent events. A client that goes away ends its job."""
+"""Response bodies of the two generating endpoints: the envelope with its choices and usage, whole or as events."""
 
-import asyncio
-import contextlib
-from collections.abc import AsyncIterator
+import json
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from peregrine import __version__
+from peregrine.engine.request import Delta, Output
+from peregrine.errors import EngineFault
+from peregrine.llm import LLM
+from peregrine.serve.choices import ChatWriter, ChoiceWriter, CompletionWriter, Json, usage_fields
+from peregrine.serve.errors import ApiError
+from peregrine.serve.job import Job, chat_job, completion_job
+from peregrine.serve.protocol import ChatBody, CompletionBody
 
-from peregrine.engine.request import Output
-from peregrine.errors import PeregrineError
-from peregrine.serve.answer import Answer, encode, error_event, output_of
-from peregrine.serve.desk import ClientGone, Desk, Reply
-from peregrine.serve.errors import ApiError, api_error
-
-JSON_TYPE = "application/json"
-
-
-def json_response(value: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(encode(value), status, headers, JSON_TYPE)
-
-
-def error_response(error: ApiError) -> Response:
-    return json_response(error.body(), error.status, error.headers)
+DONE = b"data: [DONE]\n\n"
 
 
-class JobResponse(Response):
-    """Runs a job while its client waits."""
-
-    def __init__(self, desk: Desk, answer: Answer) -> None:
-        super().__init__()
-        self._desk, self._answer = desk, answer
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        streamed = self._answer.job.body.stream is True
-        tell = self._stream if streamed else self._whole
-        with contextlib.suppress(ClientGone):
-            try:
-                async with self._desk.take(self._answer.job, eager=streamed) as reply, watched(receive, reply):
-                    await tell(scope, receive, send, reply)
-            except PeregrineError as error:
-                await error_response(api_error(error))(scope, receive, send)
-
-    async def _whole(self, scope: Scope, receive: Receive, send: Send, reply: Reply) -> None:
-        fetched = await reply.fetch()
-        body = self._answer.whole([deltas for _, deltas in fetched])
-        await json_response(body)(scope, receive, send)
-
-    async def _stream(self, scope: Scope, receive: Receive, send: Send, reply: Reply) -> None:
-        """One event per generation and fetch; an error before the first event is an ordinary response."""
-        news = await reply.fetch()
-        await send({"type": "http.response.start", "status": 200, "headers": EVENT_HEADERS})
-        told: dict[int, Output] = {}  # what has arrived meanwhile does not count until it is told
-        try:
-            while True:
-                for index, deltas in news:
-                    if deltas[-1].output is not None:
-                        told[index] = output_of(deltas)
-                    await send_body(send, self._answer.event(index, deltas), more=True)
-                if len(told) == self._answer.job.size:
-                    break
-                news = await reply.fetch()
-            outputs = [told[index] for index in sorted(told)]
-            await send_body(send, self._answer.last_events(outputs), more=False)
-        except PeregrineError as error:
-            await send_body(send, error_event(api_error(error)), more=False)
+def encode(value: object) -> bytes:
+    """JSON in ASCII, which can hold any text, even a lone surrogate in an error message."""
+    return json.dumps(value, separators=(",", ":")).encode()
 
 
-EVENT_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # proxies pass events on as they come
-]
+def event(value: object) -> bytes:
+    """A server-sent event."""
+    return b"data: " + encode(value) + b"\n\n"
 
 
-async def send_body(send: Send, body: bytes, more: bool) -> None:
-    await send({"type": "http.response.body", "body": body, "more_body": more})
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where the two generating endpoints differ."""
+
+    body: type[CompletionBody] | type[ChatBody]
+    make_job: Callable[[Any, LLM], Job]
+    choice_writer: type[ChoiceWriter]
+    id_prefix: str
+    object: str  # of a whole response
+    chunk_object: str
 
 
-@contextlib.asynccontextmanager
-async def watched(receive: Receive, reply: Reply) -> AsyncIterator[None]:
-    """Tell the reply when the client goes away."""
+COMPLETIONS = Endpoint(CompletionBody, completion_job, CompletionWriter, "cmpl", "text_completion", "text_completion")
+CHAT_COMPLETIONS = Endpoint(ChatBody, chat_job, ChatWriter, "chatcmpl", "chat.completion", "chat.completion.chunk")
+ENDPOINTS = {"/v1/completions": COMPLETIONS, "/v1/chat/completions": CHAT_COMPLETIONS}
 
-    async def watch() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        reply.abandon()
 
-    watcher = asyncio.create_task(watch())
-    try:
-        yield
-    finally:
-        watcher.cancel()
+class ResponseWriter:
+    """Writes the response to one body, which it turns into a job for the engine; `name` is the served model's."""
+
+    def __init__(self, endpoint: Endpoint, body: CompletionBody | ChatBody, llm: LLM, name: str) -> None:
+        self.job = job = endpoint.make_job(body, llm)
+        self._endpoint = endpoint
+        self._writers = [endpoint.choice_writer(job, index, llm.tokenizer) for index in range(job.size)]
+        self._tells_usage = body.stream_options is not None and body.stream_options.include_usage is True
+        self._envelope: Json = {
+            "id": f"{endpoint.id_prefix}-{secrets.token_hex(12)}",
+            "created": int(time.time()),
+            "model": name,
+            "system_fingerprint": f"peregrine-{__version__}",
+        }
+
+    def whole(self, deltas: Sequence[Sequence[Delta]]) -> Json:
+        """The body of a response that is not streamed, from all deltas of each generation."""
+        outputs = [final_output(each) for each in deltas]
+        return {
+            **self._envelope,
+            "object": self._endpoint.object,
+            "choices": [writer.write(each, whole=True) for writer, each in zip(self._writers, deltas, strict=True)],
+            "usage": usage_fields(self.job, outputs),
+        }
+
+    def event(self, index: int, deltas: Sequence[Delta]) -> bytes:
+        """The event of a stream that covers what has come for one generation."""
+        return self._event([self._writers[index].write(deltas, whole=False)], None)
+
+    def last_events(self, outputs: Sequence[Output]) -> bytes:
+        """What ends a stream."""
+        return self._event([], usage_fields(self.job, outputs)) + DONE if self._tells_usage else DONE
+
+    def _event(self, choices: list[Json], usage: Json | None) -> bytes:
+        chunk: Json = {**self._envelope, "object": self._endpoint.chunk_object, "choices": choices}
+        return event(chunk | {"usage": usage} if self._tells_usage else chunk)
+
+
+def final_output(deltas: Sequence[Delta]) -> Output:
+    """The output that the last delta of a finished generation carries; raises if it failed or was aborted."""
+    output = deltas[-1].output
+    assert output is not None
+    if output.finish_reason == "error":
+        raise EngineFault(str(output.error))
+    if output.finish_reason == "abort":
+        raise ApiError(503, "the server is shutting down; send the request again", code="shutting_down")
+    return output

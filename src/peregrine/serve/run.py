@@ -6,7 +6,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from concurrent.futures import Future
 
 import uvicorn
 
@@ -17,9 +17,8 @@ from peregrine.serve.app import make_app
 from peregrine.serve.service import Service
 from peregrine.serve.settings import ServeConfig
 
-POLL_S = 0.02
-BACKLOG = 2048  # connections that may knock at once
-LAST_WORDS_S = 5  # for connections to hear that their request was cut off
+BACKLOG = 2048  # connections that may wait to be accepted
+SHUTDOWN_S = 5  # for responses to be sent after the last generation has ended
 
 
 class Listener(uvicorn.Server):
@@ -31,7 +30,7 @@ class Listener(uvicorn.Server):
 
 
 def serve(model: str, open_llm: Callable[[], LLM], settings: ServeConfig) -> None:
-    """Serve until a signal ends it; a model that cannot be loaded raises what was wrong with it."""
+    """Serve until a signal ends it; what `open_llm` raises is raised here."""
     listening = open_socket(settings)
 
     async def until_signal() -> None:
@@ -39,10 +38,8 @@ def serve(model: str, open_llm: Callable[[], LLM], settings: ServeConfig) -> Non
         handle_signals(ending)
         await serve_on(listening, Service(model, settings), open_llm, ending)
 
-    try:
+    with listening:
         asyncio.run(until_signal())
-    finally:
-        listening.close()
 
 
 def open_socket(settings: ServeConfig) -> socket.socket:
@@ -58,19 +55,19 @@ def open_socket(settings: ServeConfig) -> socket.socket:
 async def serve_on(
     listening: socket.socket, service: Service, open_llm: Callable[[], LLM], ending: asyncio.Event
 ) -> None:
-    """Listen on a socket from loading to the last answer, which comes after `ending` is set."""
+    """Listen on a socket while the model loads and until `ending` is set; then drain."""
     config = uvicorn.Config(
         make_app(service),
         log_level="warning",
         access_log=False,
         lifespan="off",
         server_header=False,
-        timeout_graceful_shutdown=LAST_WORDS_S,
+        timeout_graceful_shutdown=SHUTDOWN_S,
     )
     listener = Listener(config)
     host, port = listening.getsockname()[:2]
     logger.info("listening on http://%s:%d, loading %s", host, port, service.name)
-    answering = asyncio.create_task(listener.serve([listening]))
+    listens = asyncio.create_task(listener.serve([listening]))
     llm = None
     try:
         llm = await load(open_llm, ending)
@@ -81,55 +78,46 @@ async def serve_on(
             await drain(service)
     finally:
         listener.should_exit = True
-        await answering
+        await listens
         if llm is not None:
             llm.close()
 
 
 async def load(open_llm: Callable[[], LLM], ending: asyncio.Event) -> LLM | None:
-    """The model, or None if a signal came first."""
-    events = asyncio.get_running_loop()
-    loaded: asyncio.Future[LLM] = events.create_future()
-
-    def settle(set_result: Callable[..., None], value: object) -> None:
-        if not loaded.done():
-            set_result(value)
+    """The model, loaded in a thread; None if a signal came first."""
+    future: Future[LLM] = Future()
+    future.set_running_or_notify_cancel()
 
     def run() -> None:
         try:
-            llm = open_llm()
+            future.set_result(open_llm())
         except BaseException as error:
-            events.call_soon_threadsafe(settle, loaded.set_exception, error)
-        else:
-            events.call_soon_threadsafe(settle, loaded.set_result, llm)
+            future.set_exception(error)
 
     # A daemon: a signal does not wait for a large model to be read to its end.
     threading.Thread(target=run, name="peregrine-load", daemon=True).start()
-    stopped = asyncio.create_task(ending.wait())
-    either: set[asyncio.Future[Any]] = {loaded, stopped}
-    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-    stopped.cancel()
-    return loaded.result() if loaded.done() else None
+    loaded, ended = asyncio.wrap_future(future), asyncio.create_task(ending.wait())
+    await asyncio.wait((loaded, ended), return_when=asyncio.FIRST_COMPLETED)
+    ended.cancel()
+    if loaded.done():
+        return loaded.result()
+    loaded.cancel()
+    return None
 
 
 async def drain(service: Service) -> None:
-    """Let what runs go on until the deadline, take nothing new, then cut off the rest."""
+    """Let what runs go on until the deadline, take nothing new, then abort the rest."""
     service.draining = True
-    desk = service.desk
-    logger.info("draining: %d generations, %g s at most", desk.num_open, service.settings.drain_seconds)
-    await until(lambda: not desk.num_open or desk.llm.loop.fault is not None, service.settings.drain_seconds)
-    desk.abort_all()
-
-
-async def until(condition: Callable[[], bool], seconds: float) -> None:
-    """Wait for a condition, but not forever."""
-    end = asyncio.get_running_loop().time() + seconds
-    while not condition() and asyncio.get_running_loop().time() < end:
-        await asyncio.sleep(POLL_S)
+    gateway, seconds = service.gateway, service.settings.drain_seconds
+    logger.info("draining: %d generations, %g s at most", gateway.num_open, seconds)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await gateway.idle.wait()
+    gateway.abort_all()
 
 
 def handle_signals(ending: asyncio.Event) -> None:
-    """The first SIGTERM or SIGINT begins the end; a second one is not waited for."""
+    """The first SIGTERM or SIGINT sets `ending`; a second one ends the process at once."""
     loop = asyncio.get_running_loop()
     numbers = (signal.SIGTERM, signal.SIGINT)
 

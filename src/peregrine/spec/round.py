@@ -10,6 +10,7 @@ Plain decoding is a round with no drafts. A CPU calls this function; a GPU captu
 graph: it never waits for the device, never branches on device data, and its shapes depend on `rows` alone.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -20,6 +21,12 @@ from peregrine.spec.bound import BoundModel
 from peregrine.spec.judge import Judge
 from peregrine.spec.state import Rows, SeatState
 from peregrine.spec.types import Drafter, DraftShape, Seen
+
+Mark = Callable[[str], None]  # called with the name of each stage as it begins; benchmarks time stages with it
+
+
+def no_mark(stage: str) -> None:
+    """Stages are not timed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,28 +39,34 @@ class Logprobs:
 
 
 def run_round(
-    target: BoundModel, drafter: Drafter, judge: Judge, seats: SeatState, rows: Rows, features: Features
+    target: BoundModel,
+    drafter: Drafter,
+    judge: Judge,
+    seats: SeatState,
+    rows: Rows,
+    features: Features,
+    mark: Mark = no_mark,
 ) -> tuple[Verdict, Logprobs | None]:
     """Advance every row by 1 to K + 1 tokens; `seats` is read and written in place."""
     state, shape = seats.view(rows), seats.shape
     num_rows, num_nodes = state.window_tokens.shape
 
-    # Verify.
+    mark("verify")
     places = state.pages.window(state.past_lens, state.links.depths)
     ancestors = None if shape.is_chain else state.links.ancestors
     metadata = state.pages.uniform(places.positions, places.past_lens, places.slots, ancestors)
     hidden, taps = target.read(state.window_tokens.flatten(), metadata, drafter.taps)  # [R * T, H]
     logits = target.decoder.logits(hidden).view(num_rows, num_nodes, -1)  # [R, T, V]
 
-    # Judge.
+    mark("judge")
     choices = judge(logits, places, state, features)  # [R, T]
 
-    # Commit.
+    mark("commit")
     verdict = state.commit(choices)
     if not shape.is_chain:
         move_path(target.store.parts, places.past_lens, verdict, state.pages.table, state.pages.page_size)
 
-    # Propose.
+    mark("propose")
     if taps is not None:
         taps = on_path(taps.view(num_rows, num_nodes, -1), verdict, shape)
     seen = Seen(

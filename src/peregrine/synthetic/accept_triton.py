@@ -29,7 +29,7 @@ def bend_choices(
         BELOW=math.floor((accept - whole) * 2**32),
         NODES=max(2, triton.next_power_of_2(num_nodes)),
         num_warps=4,
-        early=True,
+        pdl=True,
     )
     return bent
 

@@ -1,4 +1,4 @@
-"""Prompts to measure with: four built-in sets, written for this purpose, and files of the user's own.
+"""Prompts for benchmarks: four built-in sets, and JSONL files.
 
 A line of a file is {"prompt": "..."} for text to be continued, or {"messages": [{"role": ..., "content": ...}, ...]}
 for a chat.
@@ -29,7 +29,7 @@ def load_prompts(file: Path | None, name: str) -> list[Prompt]:
 
 
 def read_prompts(file: Path) -> list[Prompt]:
-    """Every prompt of a JSONL file; ConfigError names the line that is none."""
+    """Every prompt of a JSONL file; ConfigError names a line that holds none."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -62,7 +62,7 @@ def is_message(entry: object) -> bool:
 
 
 def long_prompts() -> Iterator[Prompt]:
-    """Every passage of the set `summarise` after the others, then a question; no two begin alike."""
+    """All passages of the set `summarise`, rotated so that no two prompts share a prefix, then a question."""
     passages = [text.partition("\n\n")[2] for text in map(last_words, read_prompts(FOLDER / "summarise.jsonl"))]
     for first in range(len(passages)):
         order = [*passages[first:], *passages[:first]]
@@ -71,11 +71,11 @@ def long_prompts() -> Iterator[Prompt]:
 
 
 def last_words(prompt: Prompt) -> str:
-    """What the user said last."""
+    """The prompt's text, or its last message."""
     return prompt if isinstance(prompt, str) else prompt[-1]["content"]
 
 
 def repeated(prompts: list[Prompt], count: int) -> list[Prompt]:
-    """`count` prompts, from the beginning again when they run out."""
+    """`count` prompts, starting over when they run out."""
     whole, rest = divmod(count, len(prompts))
     return prompts * whole + list(islice(prompts, rest))

@@ -132,7 +132,7 @@ def turn_latent_gpu(q: Tensor, k: Tensor, turn: DeferredMLARope, slots: Tensor, 
         ROPE=rope,
         HALF=triton.next_power_of_2(rope // 2),
         num_warps=4,
-        early=True,
+        pdl=True,
     )
     return q
 

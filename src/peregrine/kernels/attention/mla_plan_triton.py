@@ -14,7 +14,7 @@ from peregrine.kernels.attention.mla import latent_splits
 from peregrine.kernels.attention.mla_triton import latent_kernel, latent_merge_kernel
 from peregrine.kernels.attention.plan_triton import MERGE_REGISTERS, GpuPlan, checked_queries, padded
 from peregrine.kernels.attention.splits_triton import FLOAT32_BLOCK, queries_per_tile, tiles_per_query
-from peregrine.kernels.runtime.gpu import is_hopper, launch, processors
+from peregrine.kernels.runtime.gpu import is_hopper, launch, multiprocessors
 
 BLOCK = 64  # key indices per product; a divisor of every split's width
 # (query, head) pairs that a tile may have, and the warps that share it; more pairs would not fit into registers.
@@ -46,7 +46,7 @@ def latent_decode_gpu(
     tiles = -(-q_len // queries_per_tile(heads, tile)) * tiles_per_query(heads, tile)  # of one row
     max_splits = latent_splits(num_pages * plan.page_size)
     if programs is None:
-        cores = processors(q.device, CORES_OF_THE_INTERPRETER)
+        cores = multiprocessors(q.device, CORES_OF_THE_INTERPRETER)
         programs = max(1, min(max_splits, cores // (num_rows * tiles)))
         if programs == 1:  # who shares with no other need not put splits aside
             return latent_context_gpu(q, keys, plan, rank, scale, asked)
@@ -71,7 +71,7 @@ def latent_decode_gpu(
         enable_fp_fusion=False,
         num_warps=1,
         maxnreg=MERGE_REGISTERS,
-        early=True,
+        pdl=True,
     )
     return out
 
@@ -140,7 +140,7 @@ def _launch_hopper(
         STAGES=2,
         maxnreg=HOPPER_REGISTERS[constants["ROWS"]],
         enable_fp_fusion=False,
-        early=True,
+        pdl=True,
     )
 
 
@@ -162,7 +162,7 @@ def _launch(
         *(plan.limits, plan.paths, *held, scale, *_sizes(q, plan, held[0])),
         **constants,
         APART=len(grid) == 3,
-        early=True,
+        pdl=True,
     )
 
 

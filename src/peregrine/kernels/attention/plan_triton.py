@@ -23,7 +23,7 @@ from peregrine.kernels.attention.splits_triton import (
     tiles_per_query,
 )
 from peregrine.kernels.attention.triton import context_kernel, decode_kernel
-from peregrine.kernels.runtime.gpu import is_hopper, launch, processors
+from peregrine.kernels.runtime.gpu import is_hopper, launch, multiprocessors
 
 TALL_TILE = 64  # query rows of a tile of long windows
 PROGRAMS_PER_CORE = 2  # decode programs per multiprocessor: more do not fit beside each other
@@ -128,7 +128,7 @@ def decode_gpu(
         q_stride=q.stride(0),
         **sizes,
         **{name: value for name, value in constants.items() if name != "SINKS"},
-        early=True,
+        pdl=True,
     )
     launch_merge(out, kv, sinks, plan, (part_sums, part_stats), tiles, sizes, constants)
     return out
@@ -157,7 +157,7 @@ def launch_merge(
         enable_fp_fusion=False,
         num_warps=1,
         maxnreg=MERGE_REGISTERS,
-        early=True,
+        pdl=True,
     )
 
 
@@ -185,7 +185,7 @@ def hopper_gpu(q: Tensor, kv: StoredKV, plan: GpuPlan, scale: float) -> Tensor:
         num_warps=4,
         maxnreg=HOPPER_REGISTERS,
         enable_fp_fusion=False,
-        early=True,
+        pdl=True,
     )
     return out
 
@@ -213,7 +213,7 @@ def hopper_tile(q_len: int, group: int) -> int:
 
 def _programs_each(tiles: int, device: torch.device) -> int:
     """Programs that may share the keys of each of so many tiles: as many as run beside each other, or one."""
-    return max(1, PROGRAMS_PER_CORE * processors(device, CORES_OF_THE_INTERPRETER) // tiles)
+    return max(1, PROGRAMS_PER_CORE * multiprocessors(device, CORES_OF_THE_INTERPRETER) // tiles)
 
 
 def context_gpu(
@@ -244,7 +244,7 @@ def context_gpu(
         *(plan.positions, plan.q_starts, plan.past_lens, plan.page_table, plan.limits, plan.paths),
         *(scale, window or 0, num_rows, q.stride(0), num_pages),
         **constants,
-        early=True,
+        pdl=True,
     )
     return out
 

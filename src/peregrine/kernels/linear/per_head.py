@@ -23,14 +23,6 @@ class PackedPerHead:
     weight: Tensor | None  # [h, O, K] dense, for a GPU's kernel
     linears: tuple[PackedWeight, ...] | None  # one for each head, for the CPU and the twin
 
-    @property
-    def num_bytes(self) -> int:
-        """What all heads' weights take in memory."""
-        held = [self.weight]
-        for one in self.linears or ():
-            held += [one.weight, one.panels]
-        return sum(weight.numel() * weight.element_size() for weight in held if weight is not None)
-
 
 def pack_per_head(weight: Tensor) -> PackedPerHead:
     """Lay out the values of weight [h, O, K]; no gradient will reach them."""

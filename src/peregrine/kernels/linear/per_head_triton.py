@@ -88,7 +88,7 @@ def per_head_linear_gpu(x: Tensor, weight: Tensor, out: Tensor | None = None) ->
             DEPTH=min(inputs & -inputs, DEEP if rows <= FEW_ROWS else MAX_DEPTH),
             num_warps=4,
             num_stages=3,
-            early=True,
+            pdl=True,
         )
     return out
 

@@ -204,7 +204,7 @@ def run(
             from peregrine.kernels.linear.hopper import hopper_kernel, tiled
 
             tiles = tiled(x[rows], tile.rows, tile.depth), tiled(weight, tile.cols, tile.depth)
-            launch(hopper_kernel, grid, *tiles, *beside, eps, **constants, STAGES=tile.stages, early=True)
+            launch(hopper_kernel, grid, *tiles, *beside, eps, **constants, STAGES=tile.stages, pdl=True)
         else:
             sizes = x.stride(0), eps
             launch(linear_kernel, grid, x[rows], weight, *beside, *sizes, **constants, num_stages=tile.stages)

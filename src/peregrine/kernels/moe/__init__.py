@@ -2,10 +2,10 @@
 
 from peregrine.kernels.moe.experts import PackedExperts, join_experts, pack_experts, plain_experts
 from peregrine.kernels.moe.route import pack_router, route, route_torch
-from peregrine.kernels.moe.routing_rule import Choice, RoutingRule
+from peregrine.kernels.moe.routing_rule import ExpertChoice, RoutingRule
 
 __all__ = [
-    "Choice",
+    "ExpertChoice",
     "PackedExperts",
     "RoutingRule",
     "join_experts",

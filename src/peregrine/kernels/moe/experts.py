@@ -12,8 +12,8 @@ from torch import Tensor
 
 from peregrine.kernels.activation import silu_mul
 from peregrine.kernels.linear import PackedWeight, linear, pack_weight
-from peregrine.kernels.moe.routing_rule import Choice
-from peregrine.kernels.residual import Residual, add_to_stream
+from peregrine.kernels.moe.routing_rule import ExpertChoice
+from peregrine.kernels.residual import Residual, add_to_residual
 from peregrine.kernels.runtime.dispatch import DeviceFile
 from peregrine.kernels.runtime.gpu import triton_ready
 
@@ -43,7 +43,7 @@ def plain_experts(weight: Tensor, num_experts: int) -> PackedExperts:
 
 def join_experts(
     stream: Residual,
-    choice: Choice,
+    choice: ExpertChoice,
     gate_up: PackedExperts,  # gates first, then ups: O = 2 * inner
     down: PackedExperts,
     norm: Tensor | None,
@@ -51,7 +51,7 @@ def join_experts(
 ) -> Residual:
     """The stream with the experts' answers to its norm added to it, ready for the norm that comes next."""
     if gate_up.weight is None or down.weight is None or not triton_ready(stream.ready):
-        return add_to_stream(experts_mlp(stream.ready, choice, gate_up, down), stream, norm, eps)
+        return add_to_residual(experts_mlp(stream.ready, choice, gate_up, down), stream, norm, eps)
     squares, stale = stream.spare, stream.squares
     if squares is None or stale is None:
         squares, stale = torch.zeros(2, len(stream.ready), dtype=torch.int64, device=stream.ready.device)
@@ -59,7 +59,7 @@ def join_experts(
     return Residual(values, values) if norm is None else Residual(values, scaled, squares, stale, eps)
 
 
-def experts_mlp(x: Tensor, choice: Choice, gate_up: PackedExperts, down: PackedExperts) -> Tensor:
+def experts_mlp(x: Tensor, choice: ExpertChoice, gate_up: PackedExperts, down: PackedExperts) -> Tensor:
     """The twin, without the residual: [N, H] -> [N, H]. Differentiable; its cost follows the experts that are hit."""
     num_rows, choices = choice.experts.shape
     flat = choice.experts.flatten()

@@ -18,7 +18,7 @@ from torch import Tensor
 from peregrine.kernels.linear.tiles import Room
 from peregrine.kernels.linear.triton import MAX_SQUARE, SQUARE_UNIT
 from peregrine.kernels.moe.plan_triton import direct_block, most_blocks, plan, planned_block
-from peregrine.kernels.moe.routing_rule import Choice
+from peregrine.kernels.moe.routing_rule import ExpertChoice
 from peregrine.kernels.moe.tiles import DIRECT_ROWS, ExpertTile, pick_expert_tiles
 from peregrine.kernels.residual import Residual
 from peregrine.kernels.runtime.gpu import dense_rows, launch, shared_bytes
@@ -30,7 +30,7 @@ COMBINED = 512  # outputs of a program that adds up answers
 
 def join_experts(
     stream: Residual,
-    choice: Choice,
+    choice: ExpertChoice,
     gate_up: Tensor,
     down: Tensor,
     norm: Tensor | None,
@@ -46,7 +46,7 @@ def join_experts(
     for first in range(0, len(residual), MAX_ROWS):
         rows = slice(first, first + MAX_ROWS)
         scale = None if stream.squares is None else (stream.squares[rows], stream.eps)
-        own = Choice(choice.experts[rows].contiguous(), choice.weights[rows].contiguous())
+        own = ExpertChoice(choice.experts[rows].contiguous(), choice.weights[rows].contiguous())
         answers = answer(stream.ready[rows], scale, own, gate_up, down)
         combine(answers, residual[rows], norm, (out[rows], scaled[rows], squares[rows], stale_squares[rows]))
     return out, scaled
@@ -55,7 +55,7 @@ def join_experts(
 def answer(
     x: Tensor,
     scale: tuple[Tensor, float] | None,
-    choice: Choice,
+    choice: ExpertChoice,
     gate_up: Tensor,
     down: Tensor,
     tiles: tuple[ExpertTile, ExpertTile] | None = None,
@@ -93,7 +93,7 @@ def answer(
             DEPTH=tile.depth,
             num_warps=tile.warps,
             num_stages=tile.stages,
-            early=True,
+            pdl=True,
         )
     return answers
 
@@ -176,7 +176,7 @@ def combine(answers: Tensor, residual: Tensor, norm: Tensor | None, made: tuple[
         READY=norm is not None,
         BLOCK=COMBINED,
         num_warps=4,
-        early=True,
+        pdl=True,
     )
 
 

@@ -46,7 +46,7 @@ def plan(experts: Tensor, num_experts: int, rows: int) -> tuple[Tensor, Tensor]:
         RANKED=RANKED,
         CHUNK=CHUNK,
         num_warps=4,
-        early=True,
+        pdl=True,
     )
     return order, blocks
 

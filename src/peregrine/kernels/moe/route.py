@@ -12,7 +12,7 @@ from torch import Tensor
 
 from peregrine.kernels.activation import sigmoid
 from peregrine.kernels.linear import PackedWeight, linear, pack_weight
-from peregrine.kernels.moe.routing_rule import LEAST_SUM, Choice, RoutingRule
+from peregrine.kernels.moe.routing_rule import LEAST_SUM, ExpertChoice, RoutingRule
 from peregrine.kernels.residual import Residual
 from peregrine.kernels.runtime.dispatch import DeviceFile
 from peregrine.kernels.runtime.gpu import triton_ready
@@ -25,14 +25,14 @@ def pack_router(weight: Tensor) -> PackedWeight:
     return pack_weight(weight if triton_ready(weight) else weight.float())
 
 
-def route(stream: Residual, packed: PackedWeight, law: RoutingRule, bias: Tensor | None) -> Choice:
+def route(stream: Residual, packed: PackedWeight, law: RoutingRule, bias: Tensor | None) -> ExpertChoice:
     """The experts of each row of the normed stream; bias is [E] f32."""
     if packed.weight is not None and triton_ready(packed.weight):
-        return Choice(*_triton.route(stream.ready, stream.squares, stream.eps, packed.weight, law, bias))
+        return ExpertChoice(*_triton.route(stream.ready, stream.squares, stream.eps, packed.weight, law, bias))
     return route_torch(linear(stream.ready.float(), packed), law, bias)
 
 
-def route_torch(logits: Tensor, law: RoutingRule, bias: Tensor | None) -> Choice:
+def route_torch(logits: Tensor, law: RoutingRule, bias: Tensor | None) -> ExpertChoice:
     """The twin, from the router's logits on: [N, E] f32. Differentiable in them."""
     scores = sigmoid(logits) if law.sigmoid else logits.softmax(dim=-1)
     choice = (scores if bias is None else scores + bias).detach()
@@ -47,7 +47,7 @@ def route_torch(logits: Tensor, law: RoutingRule, bias: Tensor | None) -> Choice
     shared = torch.arange(law.num_experts, law.num_experts + law.num_shared, device=logits.device)
     experts = torch.cat([chosen, shared.expand(len(logits), -1)], dim=1)
     ones = weights.new_ones(len(logits), law.num_shared)
-    return Choice(experts.int(), torch.cat([weights, ones], dim=1))
+    return ExpertChoice(experts.int(), torch.cat([weights, ones], dim=1))
 
 
 def _within_groups(choice: Tensor, law: RoutingRule) -> Tensor:

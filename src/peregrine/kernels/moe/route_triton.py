@@ -54,7 +54,7 @@ def route(
         DEPTH=pick_depth(size // split),
         num_warps=warps,
         num_stages=4,
-        early=True,
+        pdl=True,
     )
     in_group = law.num_experts // law.num_groups
     launch(
@@ -79,7 +79,7 @@ def route(
         WIDTH=triton.next_power_of_2(in_group),
         SLOTS=triton.next_power_of_2(law.num_choices),
         num_warps=1,
-        early=True,
+        pdl=True,
     )
     return experts, weights
 

@@ -28,7 +28,7 @@ class RoutingRule:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ExpertChoice:
     """Which experts each row goes through, best first and shared ones last, and what their answers count."""
 
     experts: Tensor  # [N, choices] i32

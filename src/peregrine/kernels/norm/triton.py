@@ -54,7 +54,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     block = triton.next_power_of_2(size)
     if len(rows):
-        launch(rms_norm_kernel, (len(rows),), rows, weight, out, rows.stride(0), eps, H=size, BLOCK=block, early=True)
+        launch(rms_norm_kernel, (len(rows),), rows, weight, out, rows.stride(0), eps, H=size, BLOCK=block, pdl=True)
     return out
 
 
@@ -78,6 +78,6 @@ def norm_pair(
         eps,
         H=size,
         BLOCK=triton.next_power_of_2(size),
-        early=True,
+        pdl=True,
     )
     return out

@@ -2,22 +2,22 @@
 
 from peregrine.kernels.residual.reference import (
     Residual,
-    add_to_stream,
-    embed_stream,
+    add_to_residual,
+    embed_residual,
     join_stream,
     normed,
-    start_stream,
+    start_residual,
     stream_gate,
     stream_linear,
 )
 
 __all__ = [
     "Residual",
-    "add_to_stream",
-    "embed_stream",
+    "add_to_residual",
+    "embed_residual",
     "join_stream",
     "normed",
-    "start_stream",
+    "start_residual",
     "stream_gate",
     "stream_linear",
 ]

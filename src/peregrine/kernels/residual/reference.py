@@ -39,15 +39,15 @@ class Residual:
         return Residual(values, ready, squares, torch.zeros_like(squares), self.eps)
 
 
-def start_stream(values: Tensor, norm: Tensor | None, eps: float) -> Residual:
+def start_residual(values: Tensor, norm: Tensor | None, eps: float) -> Residual:
     """A stream of these values [N, H]; without a norm the next linear reads them as they are."""
     return Residual(values, values if norm is None else rms_norm(values, norm, eps))
 
 
-def embed_stream(tokens: Tensor, embedding: Tensor, norm: Tensor | None, eps: float) -> Residual:
+def embed_residual(tokens: Tensor, embedding: Tensor, norm: Tensor | None, eps: float) -> Residual:
     """A stream of the tokens' embeddings: [N] -> [N, H]."""
     if norm is None or not triton_ready(embedding):
-        return start_stream(F.embedding(tokens, embedding), norm, eps)
+        return start_residual(F.embedding(tokens, embedding), norm, eps)
     values, scaled, squares, spare = _triton.embed(tokens, embedding, norm)
     return Residual(values, scaled, squares, spare, eps)
 
@@ -73,7 +73,7 @@ def stream_gate(stream: Residual, packed: PackedWeight) -> Tensor:
 def join_stream(x: Tensor, packed: PackedWeight, stream: Residual, norm: Tensor | None, eps: float) -> Residual:
     """The stream with the linear of x [N, I] added to it, ready for the norm that comes next."""
     if norm is None or packed.weight is None or not triton_ready(packed.weight):
-        return add_to_stream(linear(x, packed), stream, norm, eps)
+        return add_to_residual(linear(x, packed), stream, norm, eps)
     squares = stream.spare
     if squares is None or stream.squares is None:
         squares = torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
@@ -82,7 +82,7 @@ def join_stream(x: Tensor, packed: PackedWeight, stream: Residual, norm: Tensor 
     return Residual(values, scaled, squares, stale, eps)
 
 
-def add_to_stream(update: Tensor, stream: Residual, norm: Tensor | None, eps: float) -> Residual:
+def add_to_residual(update: Tensor, stream: Residual, norm: Tensor | None, eps: float) -> Residual:
     """The stream with an update [N, H] added to it."""
     if norm is None:
         values = update + stream.values

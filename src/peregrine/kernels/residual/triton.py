@@ -66,7 +66,7 @@ def embed(tokens: Tensor, embedding: Tensor, norm: Tensor) -> tuple[Tensor, Tens
             spare,
             H=size,
             BLOCK=block,
-            early=True,
+            pdl=True,
         )
     return values, scaled, squares, spare
 
@@ -76,7 +76,5 @@ def finish_norm(scaled: Tensor, squares: Tensor, eps: float) -> Tensor:
     out = torch.empty_like(scaled)
     block = triton.next_power_of_2(scaled.shape[1])
     if len(scaled):
-        launch(
-            finish_norm_kernel, (len(scaled),), scaled, squares, out, eps, H=scaled.shape[1], BLOCK=block, early=True
-        )
+        launch(finish_norm_kernel, (len(scaled),), scaled, squares, out, eps, H=scaled.shape[1], BLOCK=block, pdl=True)
     return out

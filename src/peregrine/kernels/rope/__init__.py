@@ -1,5 +1,5 @@
 """Rotary embeddings."""
 
-from peregrine.kernels.rope.reference import DeferredRope, rope, turn_heads
+from peregrine.kernels.rope.reference import DeferredRope, rope, rotate_heads
 
-__all__ = ["DeferredRope", "rope", "turn_heads"]
+__all__ = ["DeferredRope", "rope", "rotate_heads"]

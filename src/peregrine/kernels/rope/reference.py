@@ -42,7 +42,7 @@ def rope_torch(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
     return turned.to(x.dtype)
 
 
-def turn_heads(q: Tensor, k: Tensor, turn: DeferredRope) -> tuple[Tensor, Tensor]:
+def rotate_heads(q: Tensor, k: Tensor, turn: DeferredRope) -> tuple[Tensor, Tensor]:
     """Queries [R, Hq, D] and keys [N, Hkv, D], normed and turned; a GPU does this while it stores the keys."""
     if turn.q_norm is not None and turn.k_norm is not None:
         q, k = rms_norm_torch(q, turn.q_norm, turn.eps), rms_norm_torch(k, turn.k_norm, turn.eps)

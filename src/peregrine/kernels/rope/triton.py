@@ -151,6 +151,6 @@ def turn_and_store(
         LARGEST=torch.finfo(keys.dtype).max,
         EACH=HEADS_EACH,
         num_warps=4,
-        early=True,
+        pdl=True,
     )
     return out

@@ -40,7 +40,7 @@ def keep_drafts(
         SAME_DEPTH=isinstance(depths, int),
         LINKED=bool(links),
         num_warps=1,
-        early=True,
+        pdl=True,
     )
 
 

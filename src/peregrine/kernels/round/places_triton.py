@@ -22,7 +22,7 @@ def window_places(past_lens: Tensor, depths: Tensor, table: Tensor, page_size: i
         *(past_lens, depths, table, past_copy, positions, next_positions, slots),
         *(depths.stride(0), table.stride(0), page_size, max_len, num_nodes, count),
         BLOCK=BLOCK,
-        early=True,
+        pdl=True,
     )
     return past_copy, positions.view(depths.shape), next_positions.view(depths.shape), slots
 
@@ -47,7 +47,7 @@ def path_places(
         *(past_lens, new_past_lens, history, table, tokens, positions, slots, live, live_positions),
         *(history.stride(0), table.stride(0), page_size, max_len, behind, width, count),
         BLOCK=BLOCK,
-        early=True,
+        pdl=True,
     )
     return tokens, positions.view(num_rows, width), slots, live, live_positions.view(num_rows, 1)
 
@@ -67,7 +67,7 @@ def ahead_places(
         *(new_past_lens, table, base_lens, positions, slots, next_positions),
         *(table.stride(0), page_size, max_len, first_place, width, step_size, depth),
         BLOCK=BLOCK,
-        early=True,
+        pdl=True,
     )
     shape = num_rows, width
     return (

@@ -30,7 +30,7 @@ def commit(choices: Tensor, nodes: Nodes, ends: Ends, history: Tensor, depth: in
         NODES=max(2, triton.next_power_of_2(num_nodes)),
         STOPS=triton.next_power_of_2(ends.stop_ids.shape[1]),
         num_warps=1,  # a row's lengths are read and written: threads of one warp do both in step
-        early=True,
+        pdl=True,
     )
     return table
 

@@ -11,7 +11,8 @@ import importlib
 import importlib.util
 import struct
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -60,9 +61,10 @@ Call = tuple[ctypes.c_int64, Callable[..., Any], tuple[Any, ...]]
 
 
 class _Notes(threading.local):
-    """Where this thread's kernel calls are noted, if anywhere; see `tape.py`."""
+    """What is noted of this thread's kernel calls; None: nothing."""
 
-    calls: list[Call] | None = None
+    calls: list[Call] | None = None  # the calls themselves, see `cpu_graph.py`
+    seconds: float | None = None  # the time spent in them
 
 
 _notes = _Notes()
@@ -77,6 +79,27 @@ def note_calls() -> Iterator[list[Call]]:
         yield calls
     finally:
         _notes.calls = before
+
+
+def start_kernel_clock() -> None:
+    """Add up the time that this thread spends in compiled kernels from now on; for benchmarks."""
+    _notes.seconds = 0.0
+
+
+def stop_kernel_clock() -> float:
+    """Seconds in compiled kernels since this thread's `start_kernel_clock`."""
+    seconds, _notes.seconds = _notes.seconds, None
+    return seconds or 0.0
+
+
+def run_calls(calls: Sequence[Call]) -> None:
+    """Make noted calls again, in order."""
+    began = time.perf_counter() if _notes.seconds is not None else 0.0
+    for counter, function, arguments in calls:
+        counter.value = 0
+        function(*arguments)
+    if _notes.seconds is not None:
+        _notes.seconds += time.perf_counter() - began
 
 
 class CpuKernel:
@@ -102,7 +125,10 @@ class CpuKernel:
         call: Call = (claimed, self._alone, (block,))
         if team is not None:
             call = (claimed, team, (self._address, block, min(pieces, threads), 0))
+        began = time.perf_counter() if _notes.seconds is not None else 0.0
         call[1](*call[2])
+        if _notes.seconds is not None:
+            _notes.seconds += time.perf_counter() - began
         if _notes.calls is not None:
             _notes.calls.append(call)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from peregrine.kernels.runtime.cpu import Call, note_calls
+from peregrine.kernels.runtime.cpu import note_calls, run_calls
 
 aten = torch.ops.aten
 ROOM = {aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default}  # make room, write nothing
@@ -37,10 +37,7 @@ class CpuGraph:
         for place, value in zip(self.inputs, inputs, strict=True):
             if place is not value:
                 place.copy_(value)
-        calls: list[Call] = self._calls
-        for counter, function, arguments in calls:
-            counter.value = 0
-            function(*arguments)
+        run_calls(self._calls)
         return self.outputs
 
 

@@ -1,36 +1,37 @@
-"""How a kernel starts before the one before it has ended: programmatic dependent launch, in two words.
+"""Programmatic dependent launch (PDL): a kernel starts before the previous one has ended.
 
-A kernel launched `early` starts once every program of the kernel before has called `release` or ended. Until its own
-`wait` returns it may read weights alone, which nobody writes; after it, all that earlier kernels wrote. If the kernel
-before released only after its own wait, all that was written before *that* kernel may be read as well: so decode
-attention reads lengths and page tables early, because the kernel that turns queries and keys stands before it.
+A kernel launched with `pdl=True` starts once every program of the previous kernel has called `release` or ended. Until
+its own `wait` returns it may read only what no kernel writes, such as weights; after it, everything that earlier
+kernels wrote. If the previous kernel calls `release` only after its own `wait`, then everything written before *that*
+kernel may be read before `wait` too: decode attention reads lengths and page tables early, because the previous kernel
+is the one that rotates queries and keys.
 """
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from peregrine.kernels.runtime.gpu import starts_early
+from peregrine.kernels.runtime.gpu import pdl_ready
 
-EARLY = tl.constexpr(starts_early())  # elsewhere kernels start in order, and have nothing to wait for
+PDL = tl.constexpr(pdl_ready())  # without it kernels run one after the other, and there is nothing to wait for
 
 
 @triton.jit
 def wait():  # type: ignore[no-untyped-def]
-    """Until all that earlier kernels wrote is there."""
-    if EARLY:
+    """Return when everything that earlier kernels wrote can be read."""
+    if PDL:
         gdc_wait()
 
 
 @triton.jit
 def release():  # type: ignore[no-untyped-def]
-    """From now on the next kernel may start, if it was launched early."""
-    if EARLY:
+    """Let the next kernel start, if it is launched with PDL."""
+    if PDL:
         gdc_launch_dependents()
 
 
 @triton.jit
 def enter():  # type: ignore[no-untyped-def]
-    """For kernels that have nothing to do early but to start: wait, then release."""
+    """Wait, then release: for kernels that read nothing before the previous kernel has ended."""
     wait()
     release()

@@ -70,7 +70,7 @@ def best_tokens(
         CHECKED=checked,
         num_warps=max(1, min(32, span // (32 * SCORES_PER_THREAD) * (2 if sampled else 1))),
         enable_fp_fusion=False,  # every variant of the kernel rounds alike
-        early=True,
+        pdl=True,
     )
     if num_spans > 1:
         launch(
@@ -80,7 +80,7 @@ def best_tokens(
             PADDED=triton.next_power_of_2(num_spans),
             NAMED=ids is not None,
             num_warps=1,
-            early=True,
+            pdl=True,
         )
 
 

@@ -20,7 +20,7 @@ from peregrine.models.draft_heads.parts import DraftHead, input_norm
 from peregrine.models.families import family_of
 from peregrine.models.layers import MLP, QKV, Attention, Linear, LiveRows, RMSNorm
 
-MAX_SHELF_ROWS = 64  # larger windows are not run from recorded kernel calls
+MAX_GRAPH_ROWS = 64  # larger windows are not run from recorded kernel calls
 _INTEGERS = ("I64", "I32")
 
 
@@ -120,7 +120,7 @@ class Eagle3Layer(nn.Module):
     def __init__(self, config: ModelConfig, split: bool, norm_before_residual: bool) -> None:
         super().__init__()
         self.norm_before_residual = norm_before_residual
-        self.shelf = CpuGraphs(max_rows=MAX_SHELF_ROWS)
+        self.graphs = CpuGraphs(max_rows=MAX_GRAPH_ROWS)
         self.input_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.hidden_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.attention = Attention(config, 0, 2 * config.hidden_size, split)
@@ -146,11 +146,11 @@ class Eagle3Layer(nn.Module):
             heads = self._ask(both, positions, table)
         else:
             chosen = both.index_select(0, live)
-            asking = LiveRows(live, Residual(chosen, chosen), positions.index_select(0, live))
+            live_rows = LiveRows(live, Residual(chosen, chosen), positions.index_select(0, live))
             # What is normed already is read as it is.
-            heads = self.attention.project(Residual(both, both), positions, table, asking)
+            heads = self.attention.project(Residual(both, both), positions, table, live_rows)
             values = values.index_select(0, live)
-        return self._leave(heads.ask(attend, 0), values, next_norm)
+        return self._leave(heads.attend(attend, 0), values, next_norm)
 
     def _ask(self, both: Tensor, positions: Tensor, table: Tensor) -> QKV:
         if not self._remembers:
@@ -160,7 +160,7 @@ class Eagle3Layer(nn.Module):
             heads = self.attention.project(Residual(both, both), positions, table)
             return heads.q, heads.k, heads.v
 
-        q, k, v = self.shelf.run(0, step, both, positions)
+        q, k, v = self.graphs.run(0, step, both, positions)
         return QKV(q, k, v)
 
     def _leave(self, attended: Tensor, values: Tensor, next_norm: RMSNorm | None) -> Residual:
@@ -174,7 +174,7 @@ class Eagle3Layer(nn.Module):
 
         if not self._remembers:
             return leave(attended, values)
-        values, ready = self.shelf.run(1, step, attended, values)
+        values, ready = self.graphs.run(1, step, attended, values)
         return Residual(values, ready)
 
     @property

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from peregrine.attention import Attend
 from peregrine.errors import CheckpointError
-from peregrine.kernels.residual import normed, start_stream
+from peregrine.kernels.residual import normed, start_residual
 from peregrine.models.checkpoint.plan import Piece, linear_plan
 from peregrine.models.checkpoint.weights import Weights, listed
 from peregrine.models.config import ModelConfig
@@ -82,7 +82,7 @@ class MTPHead(DraftHead):
         values = self.fc(torch.cat(halves[::-1] if self.hidden_first else halves, dim=1))
         norm = input_norm(self.layers[0])
         assert norm is not None
-        stream = start_stream(values, norm.weight, norm.eps)
+        stream = start_residual(values, norm.weight, norm.eps)
         return normed(self.through(list(self.layers), stream, positions, attend, live, self.norm))
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -96,11 +96,11 @@ class DraftHead(nn.Module, ABC):
         for i, layer in enumerate(layers):
             assert isinstance(layer, Layer)
             last = i == len(layers) - 1
-            asking = LiveRows.of(live if last else None, stream, positions)
-            heads = layer.attention.project(stream, positions, self.rope_table, asking)
-            attended = heads.ask(attend, layer.attention.layer)
+            live_rows = LiveRows.of(live if last else None, stream, positions)
+            heads = layer.attention.project(stream, positions, self.rope_table, live_rows)
+            attended = heads.attend(attend, layer.attention.layer)
             next_norm = last_norm if last else input_norm(layers[i + 1])
-            stream = layer.leave(attended, asking.stream if asking else stream, next_norm)
+            stream = layer.after_attention(attended, live_rows.residual if live_rows else stream, next_norm)
         return stream
 
 

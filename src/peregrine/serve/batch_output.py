@@ -1,17 +1,16 @@
-"""The output file of a batch: whole lines, each on the disk before it counts. A kill loses none and repeats none."""
+"""The output file of a batch: whole lines, each on the disk before it counts, so that a kill loses and repeats none."""
 
 import fcntl
 import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 
 from peregrine.errors import ConfigError
 
 
-class Ledger:
-    """Appends lines and knows which requests have theirs. One process at a time."""
+class BatchOutput:
+    """Appends lines and knows which requests have one; locked, so that one process writes it at a time."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -36,12 +35,10 @@ class Ledger:
         os.fsync(self._file)
         self.finished.update(str(line["custom_id"]) for line in lines)
 
-    def __enter__(self) -> "Ledger":
+    def __enter__(self) -> "BatchOutput":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         os.close(self._file)
 
     def _lock(self) -> None:
@@ -51,11 +48,9 @@ class Ledger:
             raise ConfigError(f"{self.path}: another batch is writing it; wait for that one") from error
 
     def _drop_torn_line(self) -> None:
-        """What a kill left of a line that was being written: it never counted."""
+        """Cut off a last line without its line break: a kill interrupted it, and it never counted."""
         with self.path.open("rb") as file:
-            whole = 0
-            for line in file:
-                whole += len(line) if line.endswith(b"\n") else 0
+            whole = sum(len(line) for line in file if line.endswith(b"\n"))
         os.ftruncate(self._file, whole)
         os.fsync(self._file)
 
@@ -72,7 +67,7 @@ class Ledger:
 
 
 def sync_folder(path: Path) -> None:
-    """Make sure that the file's name is on the disk, too."""
+    """Bring the folder's entry of a new file to the disk."""
     folder = os.open(path.resolve().parent, os.O_RDONLY)
     try:
         os.fsync(folder)

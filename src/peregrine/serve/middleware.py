@@ -1,4 +1,4 @@
-"""The outermost layer: who may ask, how much they may send, and a count of what they were answered."""
+"""The outermost layer: API keys, limits on the size and duration of bodies, and a count of responses."""
 
 import asyncio
 import hmac
@@ -7,16 +7,16 @@ from collections.abc import Callable
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from peregrine.serve.errors import ApiError
-from peregrine.serve.responses import error_response
 from peregrine.serve.settings import ServeConfig
+from peregrine.serve.streaming import error_response
 
-# No key needed: they show no text and change nothing.
+# Open without a key: they show no text and change nothing.
 OPEN_PATHS = {"/", "/docs", "/openapi.json", "/health", "/version", "/metrics"}
 BODY_SECONDS = 60.0
 
 
-class Guard:
-    """Checks the key, then reads the whole body within its limits, then lets the application see the request."""
+class AccessMiddleware:
+    """Checks the API key, then reads the whole body within its limits, then hands the request to the application."""
 
     def __init__(self, app: ASGIApp, settings: ServeConfig, count: Callable[[str, int], None]) -> None:
         self._app, self._count = app, count
@@ -51,7 +51,7 @@ class Guard:
         if not self._keys or path in OPEN_PATHS or path.startswith("/static/"):
             return
         scheme, _, sent = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
-        # Every key is compared, and each in constant time: the answer's delay tells nothing.
+        # Every key is compared, and each in constant time: the delay of the response tells nothing.
         known = sum(hmac.compare_digest(sent, key) for key in self._keys)
         if scheme.lower() != b"bearer" or not known:
             message = "the API key is missing or wrong; send it as `Authorization: Bearer KEY`"
@@ -82,14 +82,10 @@ class Guard:
 
 
 def replayed(body: bytes, receive: Receive) -> Receive:
-    """A receive that gives the body once more, then whatever comes after it."""
-    given = False
+    """A receive that gives the body once more, then what comes after it."""
+    messages = iter([{"type": "http.request", "body": body, "more_body": False}])
 
-    async def again() -> Message:
-        nonlocal given
-        if given:
-            return await receive()
-        given = True
-        return {"type": "http.request", "body": body, "more_body": False}
+    async def replay() -> Message:
+        return next(messages, None) or await receive()
 
-    return again
+    return replay

@@ -1,0 +1,155 @@
+"""Between the event loop and the engine's thread: jobs go in if there is room, deltas come back in batches.
+
+Neither side waits for the other. The engine's thread appends deltas to a queue and wakes the event loop once for many;
+a reply keeps what its reader has not fetched, at most its own output; a reader fetches all of it as one piece.
+"""
+
+import asyncio
+import contextlib
+import math
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+
+from peregrine.engine.loop import Sink
+from peregrine.engine.request import Delta, Output, Request
+from peregrine.errors import EngineFault, RequestError
+from peregrine.llm import LLM
+from peregrine.serve.errors import ApiError
+from peregrine.serve.job import Job, named_as_in
+from peregrine.serve.settings import ServeConfig
+
+LONGEST_WAIT_S = 60
+
+
+class ClientGone(Exception):
+    """The client has closed its connection; there is nobody to respond to."""
+
+
+class Reply:
+    """What has come back of one job; used in the event loop alone."""
+
+    def __init__(self, size: int, streamed: bool) -> None:
+        self.outputs: list[Output | None] = [None] * size
+        self._deltas: list[list[Delta]] = [[] for _ in range(size)]  # not fetched yet, per generation
+        self._fault: EngineFault | None = None
+        self._abandoned = False
+        self._streamed = streamed  # wake the reader for every delta, not only at the end
+        self._news = asyncio.Event()
+
+    def put(self, index: int, delta: Delta | EngineFault) -> None:
+        """Take in what the engine sent for one generation."""
+        if isinstance(delta, EngineFault):
+            self._fault = delta
+        else:
+            self._deltas[index].append(delta)
+            self.outputs[index] = delta.output
+        if self._streamed or self._fault is not None or None not in self.outputs:
+            self._news.set()
+
+    def abandon(self) -> None:
+        """The client has gone: `fetch` raises ClientGone."""
+        self._abandoned = True
+        self._news.set()
+
+    async def fetch(self) -> list[tuple[int, list[Delta]]]:
+        """Wait for something new, and take it: (generation, its deltas). Raises ClientGone, or the engine's fault."""
+        await self._news.wait()
+        self._news.clear()
+        if self._abandoned:
+            raise ClientGone
+        if self._fault is not None:
+            raise self._fault
+        fetched = [(index, deltas) for index, deltas in enumerate(self._deltas) if deltas]
+        self._deltas = [[] for _ in self._deltas]
+        return fetched
+
+
+class Gateway:
+    """Admits jobs, bounds how many generations wait, and hands out what the engine sends back."""
+
+    def __init__(self, llm: LLM, settings: ServeConfig, observe: Callable[[Delta], None]) -> None:
+        self.llm, self.max_prompt = llm, settings.max_prompt
+        self.num_rows = llm.engine.policy.max_rows
+        self.capacity = self.num_rows + settings.max_queue
+        self.idle = asyncio.Event()  # set while no generation runs or waits
+        self.idle.set()
+        self._requests: dict[int, Request] = {}  # by id: submitted to the engine and not ended
+        self._observe = observe
+        self._event_loop = asyncio.get_running_loop()
+        self._queue: deque[tuple[Reply, int, Delta | EngineFault]] = deque()  # from the engine's thread
+        self._wakes = False  # a call of _deliver is scheduled
+        self._seconds = 1.0  # a generation's running time, as a moving average
+
+    @property
+    def num_open(self) -> int:
+        """Generations that run or wait."""
+        return len(self._requests)
+
+    def abort_all(self) -> None:
+        """End every generation now; their replies get an output with finish_reason "abort"."""
+        for request in self._requests.values():
+            self.llm.loop.abort(request)
+
+    @contextlib.asynccontextmanager
+    async def submit(self, job: Job, streamed: bool) -> AsyncIterator[Reply]:
+        """Hand a job to the engine; its generations are aborted if the block is left before they have ended."""
+        with named_as_in(job.body):
+            self._check_prompts(job)
+        self._check_room(job)
+        reply = Reply(job.size, streamed)
+        requests: list[Request] = []
+        try:
+            with named_as_in(job.body):
+                for index in range(job.size):
+                    request = self.llm.loop.submit(*job.generation(index), self._sink(reply, index))
+                    self._requests[request.id] = request
+                    self.idle.clear()
+                    requests.append(request)
+            yield reply
+        finally:
+            for request, output in zip(requests, reply.outputs, strict=False):
+                if output is None:
+                    self.llm.loop.abort(request)
+
+    def _check_prompts(self, job: Job) -> None:
+        longest = max(len(prompt) for prompt in job.prompts)
+        if self.max_prompt is not None and longest > self.max_prompt:
+            problem = f"exceeds this server's limit of {self.max_prompt}"
+            raise RequestError("prompt", f"{longest} tokens", problem, "shorten it")
+
+    def _check_room(self, job: Job) -> None:
+        if job.size > self.capacity:
+            problem = f"the body asks for {job.size} generations, more than the {self.capacity} this server takes"
+            raise RequestError("n", job.body.n, problem, "send fewer prompts or a smaller n")
+        if self.num_open + job.size > self.capacity:
+            ahead = max(0, self.num_open - self.num_rows)
+            wait = min(LONGEST_WAIT_S, max(1, math.ceil(self._seconds * ahead / self.num_rows)))
+            message = f"the queue is full: {ahead} generations wait already; try again in {wait} s"
+            raise ApiError(429, message, headers={"Retry-After": str(wait)})
+
+    def _sink(self, reply: Reply, index: int) -> Sink:
+        def put(delta: Delta | EngineFault) -> None:
+            self._queue.append((reply, index, delta))
+            if not self._wakes:
+                self._wakes = True
+                with contextlib.suppress(RuntimeError):  # the event loop is closed; nobody listens
+                    self._event_loop.call_soon_threadsafe(self._deliver)
+
+        return put
+
+    def _deliver(self) -> None:
+        # Before the queue is emptied: what the engine's thread appends from now on schedules another call.
+        self._wakes = False
+        while self._queue:
+            reply, index, delta = self._queue.popleft()
+            if isinstance(delta, EngineFault):
+                self._requests.clear()  # the engine has stopped
+            else:
+                self._observe(delta)
+                if delta.output is not None:
+                    del self._requests[delta.request_id]
+                    timing = delta.output.timing
+                    self._seconds += 0.1 * (timing.total_s - timing.queue_s - self._seconds)
+            if not self._requests:
+                self.idle.set()
+            reply.put(index, delta)

@@ -1,0 +1,40 @@
+"""Files for browsers: the playground at the root, the page of /docs, and their scripts and styles under /static."""
+
+from pathlib import Path
+
+from fastapi import APIRouter
+from starlette.responses import FileResponse, Response
+from starlette.routing import Mount
+from starlette.staticfiles import StaticFiles
+from starlette.types import Scope
+
+STATIC = Path(__file__).parent / "static"
+# A browser asks again each time, so that page, style and script are of one version.
+REVALIDATE = {"Cache-Control": "no-cache"}
+# A browser loads nothing from other hosts for the page, whatever text a model writes into it; data: is the icon.
+OWN_HOST_ONLY = {"Content-Security-Policy": "default-src 'self'; img-src 'self' data:; base-uri 'none'"}
+
+
+class RevalidatedFiles(StaticFiles):
+    """Static files that a browser does not take from its cache without asking."""
+
+    async def get_response(self, path: str, scope: Scope) -> Response:
+        response = await super().get_response(path, scope)
+        response.headers.update(REVALIDATE)
+        return response
+
+
+def static_routes() -> APIRouter:
+    """Routes that are no part of the API."""
+    router = APIRouter(include_in_schema=False)
+
+    @router.get("/")
+    async def index() -> Response:
+        return FileResponse(STATIC / "index.html", headers=REVALIDATE | OWN_HOST_ONLY)
+
+    @router.get("/docs")
+    async def docs() -> Response:
+        return FileResponse(STATIC / "api.html", headers=REVALIDATE | OWN_HOST_ONLY)
+
+    router.routes.append(Mount("/static", RevalidatedFiles(directory=STATIC)))
+    return router
