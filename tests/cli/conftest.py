@@ -12,14 +12,21 @@ from peregrine.engine.request import Delta, Output, Stats, Timing
 from peregrine.errors import CheckpointError, ConfigError
 from peregrine.sampling import SamplingParams
 
-TEXTS = ["A", " bird", " fell", "", " é"]  # what each token adds; the fourth is half of a character
+TOKENS = [b"A", b" bird", b" fell", b" \xc3", b"\xa9"]  # the last two make an é
+TEXTS = ["A", " bird", " fell", "", " é"]  # as streamed: the space waits for its character
 
 
 class Letters:
-    """A tokenizer of five tokens: their texts, and U+FFFD for half a character at the end."""
+    """A byte-level tokenizer of five tokens."""
+
+    byte_level = True
+    special_ids: frozenset[int] = frozenset()
+
+    def token_bytes(self, token: int) -> bytes:
+        return TOKENS[token]
 
     def decode(self, ids: list[int]) -> str:
-        return "".join(TEXTS[i] for i in ids) + (" \ufffd" if ids[-1:] == [3] else "")
+        return b"".join(TOKENS[i] for i in ids).decode(errors="replace")
 
 
 def make_output(tokens: list[int], drafted: list[bool], reason: str, prompt: object, seed: int) -> Output:
@@ -75,6 +82,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
         def __exit__(self, *error: object) -> None:
             record.closed += 1
+
+        def encode(self, prompt: str) -> list[int]:
+            return [0]
 
         def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
             assert [message["role"] for message in messages] == ["user"]

@@ -33,7 +33,7 @@ def test_every_shape_has_a_line(peregrine: Run) -> None:
 
 
 @needs_interpreter
-def test_latent_attention_stands_beside_the_other(peregrine: Run) -> None:
+def test_mla_is_measured_beside_the_other(peregrine: Run) -> None:
     argv = ("bench", "kernels", "--device", "cpu", "--dtype", "float32", *SMALL, "--latent", "4", "32", "16")
     code, out, _ = peregrine(*argv, "--json")
     result = json.loads(out)
@@ -52,7 +52,7 @@ def test_latent_attention_stands_beside_the_other(peregrine: Run) -> None:
         (("--device", "cpu", "--kv-dtype", "float9"), "kv_dtype='float9': choose auto or float8"),
         (
             ("--device", "cpu", "--latent", "16", "512", "64", "--kv-dtype", "float8"),
-            "kv_dtype='float8': latent attention has kv_dtype auto alone",
+            "kv_dtype='float8': MLA has kv_dtype auto alone",
         ),
     ],
 )

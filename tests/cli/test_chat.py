@@ -25,7 +25,7 @@ class Terminal(io.StringIO):
 class Speaker:
     """Stands in for an LLM: says its words in rounds of two, the first of each drafted."""
 
-    tokenizer = SimpleNamespace(decode=lambda ids: "".join(WORDS[i] for i in ids))
+    tokenizer = SimpleNamespace(byte_level=True, special_ids=frozenset(), token_bytes=lambda i: WORDS[i].encode())
     engine = SimpleNamespace(limits=SimpleNamespace(num_drafts=3))
     decisions = (SimpleNamespace(field="model", value="m"), SimpleNamespace(field="drafter", value="d"))
 
@@ -54,7 +54,8 @@ class Speaker:
                 if start >= self.interrupt_after:
                     raise KeyboardInterrupt
                 ids = [start, start + 1]
-                output: Any = SimpleNamespace(finish_reason="stop", error=None, seed=params.seed or 77)
+                said = "".join(WORDS)
+                output: Any = SimpleNamespace(finish_reason="stop", error=None, seed=params.seed or 77, text=said)
                 last = start == 2
                 text = "".join(WORDS[i] for i in ids)
                 yield Delta(0, text, ids, [True, False], "stop" if last else None, output if last else None, offered=3)

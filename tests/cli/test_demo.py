@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-from peregrine.cli.demo import pieces
-
 Run = Callable[..., tuple[int, str, str]]
 
 
@@ -70,13 +68,3 @@ def test_stand_in_model_is_announced(calls: Any, peregrine: Run, monkeypatch: py
     assert "random weights" in out.splitlines()[0]
     assert "peregrine-demo-" in str(calls.options[0]["model"])
     assert not Path(str(calls.options[0]["model"])).exists()
-
-
-def test_half_a_character_waits_for_its_other_half() -> None:
-    class Step:
-        token_ids, drafted = [0xC3, 0xA9, 0x21], [True, False, True]
-
-    def decode(ids: list[int]) -> str:
-        return bytes(ids).decode(errors="replace")
-
-    assert list(pieces([], Step(), decode, "")) == [("é", False), ("!", True)]  # type: ignore[arg-type]

@@ -13,8 +13,7 @@ from peregrine.sampling import SamplingParams
 @pytest.fixture
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
-    flags.add_sampling_flags(parser)
-    flags.add_engine_flags(parser)
+    flags.add_generation_flags(parser)
     return parser
 
 

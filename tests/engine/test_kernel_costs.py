@@ -3,14 +3,21 @@
 import pytest
 import torch
 
-from peregrine.attention import Kernel, LayerAttention, Window, kernel_for
+from peregrine.attention import AttentionMetadata, Kernel, LayerAttention, Window, kernel_for
 from peregrine.attention.kernel_choice import Shape
+from peregrine.attention.numba_backend import NumbaBackend
 from peregrine.attention.torch_backend import TorchBackend
 from peregrine.attention.triton_backend import ON_CUDA, TritonBackend
 from peregrine.cache.store import KVShape, KVStore
 from peregrine.engine import kernel_costs
 from peregrine.engine.kernel_costs import CONTEXT, choose_kernels, full_window, window_shapes
 from peregrine.llm import engine_config
+from peregrine.models.decoder import Decoder
+from peregrine.models.draft_heads import DraftHead
+from peregrine.sampling import SamplingParams
+from peregrine.spec.readers import ModelReader
+from peregrine.spec.registry import DraftSource
+from spec.harness import Case, build, eagle3_head, noisy_model, run
 
 LAYERS = [LayerAttention(1.0, None, None)]
 
@@ -21,26 +28,70 @@ def store() -> KVStore:
 
 
 @pytest.mark.parametrize(
-    ("options", "drafts", "expected"),
+    ("options", "network", "expected"),
     [
-        ({}, False, [(1, 1), (8, 1)]),
-        ({"num_drafts": 3}, True, [(1, 1), (1, 4), (8, 1), (8, 4)]),
-        ({"tree": (5, 4, 24)}, True, [(1, 1), (1, 6), (8, 1), (8, 6)]),
+        ({"drafter": "none"}, None, {1: False}),
+        ({"drafter": "ngram", "num_drafts": 3}, None, {1: False, 4: False}),
+        ({"drafter": "eagle3", "num_drafts": 3}, DraftHead, {1: False, 4: False}),
+        ({"drafter": "eagle3", "tree": (5, 4, 24)}, DraftHead, {1: False, 4: True, 6: False, 24: True}),
+        ({"drafter": "eagle3", "tree": (3, 4, 24)}, DraftHead, {1: False, 4: True, 24: True}),
+        ({"drafter": "eagle3", "tree": (3, 1, 4)}, DraftHead, {1: False, 4: False}),
+        ({"drafter": "small", "num_drafts": 3}, Decoder, {1: False, 4: False, 5: False}),
+        ({"drafter": "small", "tree": (3, 2, 8)}, Decoder, {1: False, 2: True, 5: False, 8: True}),
     ],
-    ids=["plain", "chain", "tree"],
+    ids=["plain", "ngram", "chain", "tree", "tree as wide as its path", "narrow tree", "model", "model's tree"],
 )
-def test_the_windows_of_a_round(options: dict[str, object], drafts: bool, expected: list[Shape]) -> None:
-    assert window_shapes(engine_config("merlin", options), drafts, (8, 1)) == expected
+def test_the_windows_of_a_round(options: dict[str, object], network: type | None, expected: dict[int, bool]) -> None:
+    """Queries per row, and whether they are a tree's; every batch size has them all."""
+    draft = DraftSource(str(options["drafter"]), None if network is None else network.__new__(network))
+    windows = window_shapes(engine_config("merlin", options), draft, (8, 1))
+    assert windows == {(rows, q_len): tree for rows in (1, 8) for q_len, tree in expected.items()}
+    assert list(windows) == sorted(windows)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_drafts": 3},
+        {"drafter": "ngram", "num_drafts": 3},
+        {"drafter": str(noisy_model()), "num_drafts": 3},
+        {"drafter": str(noisy_model()), "tree": (3, 2, 8)},
+        {"drafter": str(eagle3_head()), "tree": (4, 3, 14)},
+        {"drafter": str(eagle3_head()), "num_drafts": 2},
+    ],
+    ids=["plain", "ngram", "model", "model's tree", "head's tree", "head"],
+)
+def test_a_round_has_no_other_windows(options: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the target and the drafter bind in real rounds is measured, trees as trees."""
+    bound: set[tuple[Shape, bool]] = set()
+    bind = NumbaBackend.bind if not NumbaBackend().missing() else TorchBackend.bind
+
+    def record(self: object, store: KVStore, layers: object, metadata: AttentionMetadata) -> object:
+        window = metadata.window
+        if window.q_len is not None:
+            bound.add(((window.num_rows, window.q_len), metadata.ancestors is not None))
+        return bind(self, store, layers, metadata)  # type: ignore[arg-type]
+
+    for backend in (NumbaBackend, TorchBackend):
+        monkeypatch.setattr(backend, "bind", record)
+    asked = {"drafter": "none", **options}
+    engine = build(**asked).engine
+    run(engine, [Case((5,), SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))])
+    network = getattr(engine.runner.drafter, "reader", None)
+    network = network and (network.model.decoder if isinstance(network, ModelReader) else network.head)
+    measured = window_shapes(engine_config("x", asked), DraftSource(str(asked["drafter"]), network), (1,))
+    assert bound <= set(measured.items())
+    assert {shape for shape, tree in bound if tree} == {shape for shape, tree in measured.items() if tree}
 
 
 def test_the_faster_kernel_serves_and_both_times_are_told(store: KVStore, monkeypatch: pytest.MonkeyPatch) -> None:
     def time_forward(backend: TritonBackend, *others: object) -> float:
-        shape = others[-1]
-        taken = kernel_for(Window.uniform(*shape), ON_CUDA, backend.costs)  # type: ignore[misc]
-        return {Kernel.DECODE: 0.02, Kernel.CONTEXT: 0.01 if shape == (8, 4) else 0.5}[taken]
+        window = others[-1].window  # type: ignore[attr-defined]
+        taken = kernel_for(window, ON_CUDA, backend.costs)
+        return {Kernel.DECODE: 0.02, Kernel.CONTEXT: 0.01 if window.num_rows == 8 else 0.5}[taken]
 
     monkeypatch.setattr(kernel_costs, "time_forward", time_forward)
-    chosen, made = choose_kernels(TritonBackend(), store, LAYERS, 2, torch.float32, [(1, 4), (8, 4)])
+    chosen, made = choose_kernels(TritonBackend(), store, LAYERS, 2, torch.float32, {(1, 4): False, (8, 4): False})
     assert isinstance(chosen, TritonBackend)
     assert kernel_for(Window.uniform(1, 4), ON_CUDA, chosen.costs) is Kernel.DECODE
     assert kernel_for(Window.uniform(8, 4), ON_CUDA, chosen.costs) is Kernel.CONTEXT
@@ -53,9 +104,13 @@ def test_a_backend_with_one_kernel_stays_itself() -> None:
     assert backend.with_costs(kernel_costs.only(Kernel.DECODE, [(1, 1)])) is backend
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (3, 4)])
-def test_what_is_measured_reads_real_pages_and_writes_to_the_scratch_page(store: KVStore, shape: Shape) -> None:
-    window = full_window(store, shape)
+@pytest.mark.parametrize(("shape", "tree"), [((1, 1), False), ((3, 4), False), ((3, 4), True)])
+def test_what_is_measured_reads_real_pages_and_writes_to_the_scratch_page(
+    store: KVStore, shape: Shape, tree: bool
+) -> None:
+    window = full_window(store, shape, tree)
+    assert window.ancestors is None or window.ancestors.tolist() == [[1, 3, 7, 15]] * 3
+    assert (window.ancestors is not None) == tree
     assert window.window == Window.uniform(*shape)
     assert set(window.page_table.flatten().tolist()) <= set(range(1, store.num_pages))
     assert window.page_table.shape[1] * store.page_size >= CONTEXT + shape[1]

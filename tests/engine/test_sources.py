@@ -1,5 +1,6 @@
 """What a model's name comes to: a folder, an embedded model, or the mere shape of one."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,9 +9,10 @@ import torch
 from peregrine.engine.folders import ASSETS
 from peregrine.engine.sources import FolderSource, ShapeSource, open_source
 from peregrine.errors import ConfigError, PeregrineError
+from peregrine.models.checkpoint.weights import Weights
 from peregrine.models.decoder import Decoder
 from peregrine.synthetic.checkpoint import make_random_checkpoint
-from spec.harness import build, mtp_model, tiny_model
+from spec.harness import build, eagle3_head, mtp_model, noisy_model, tiny_model
 
 
 def test_a_name_with_the_prefix_is_a_shape_and_any_other_a_folder() -> None:
@@ -69,3 +71,24 @@ def test_a_shape_has_no_folder_to_draft_from() -> None:
     assert source.dtype == torch.bfloat16
     assert source.automatic_drafter()[0] == "eagle3"
     assert source.tokenizer().vocab_size > 0
+
+
+@pytest.mark.parametrize(
+    ("model", "drafter"), [(mtp_model, "mtp"), (tiny_model, str(eagle3_head())), (tiny_model, str(noisy_model()))]
+)
+def test_a_folder_is_opened_once(model: Callable[[], Path], drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[Path] = []
+    init = Weights.__init__
+
+    def record(self: Weights, folder: Path) -> None:
+        opened.append(folder)
+        init(self, folder)
+
+    monkeypatch.setattr(Weights, "__init__", record)
+    build(model(), drafter=drafter)
+    assert len(opened) == len(set(opened)) == (1 if drafter == "mtp" else 2)
+
+
+def test_no_tensor_is_read_to_learn_a_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Weights, "_read", None)
+    assert FolderSource(tiny_model()).dtype == torch.float32

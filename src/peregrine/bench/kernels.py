@@ -1,14 +1,15 @@
 """`peregrine bench kernels`: the two attention kernels on the windows of a round, against the copy bandwidth.
 
-Each figure is one layer's attention over keys and values that lie in memory, not in a cache: layers take turns, and
-there are enough of them. The share is bytes of keys and values per second over what a copy moves in the same run. In
-latent attention (MLA) a key holds its value, and counts once.
+Each figure is one layer's attention over keys and values that are in memory, not in the device's cache: the layers of a
+store larger than that cache are attended to one after the other. The share is the bandwidth at which keys and values
+are read over that of a copy in the same run; in MLA a key holds its value and counts once.
 """
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,9 +24,10 @@ from peregrine.engine.graphs import Graphs
 from peregrine.errors import ConfigError
 from peregrine.hardware import DTYPES, resolve_device
 
-COLD_BYTES = 2**28  # several times what a device caches
+COLD_BYTES = 2**28  # several times a device's cache
 MAX_LAYERS = 64
 REPEATS = 20
+Json = dict[str, Any]
 WINDOWS = {"a draft step, or the absorb's live token": 1, "verify": 4, "a wide verify": 8}
 
 
@@ -37,7 +39,7 @@ class Plan:
     q_lens: tuple[int, ...] = (1, 4, 8)
     contexts: tuple[int, ...] = (2048, 32768)
     heads: tuple[int, int, int] = (32, 8, 128)  # query heads, KV heads, head dim
-    latent: tuple[int, int, int] | None = None  # of MLA: query heads, entries of the latent and of the turned part
+    latent: tuple[int, int, int] | None = None  # MLA, too: query heads, entries of the latent and of its rotated part
     page_size: int = 16
     dtype: str = "bfloat16"
     kv_dtype: str = "auto"  # or float8
@@ -45,12 +47,11 @@ class Plan:
 
     @property
     def num_heads(self) -> int:
-        """Heads of a query."""
         return self.latent[0] if self.latent else self.heads[0]
 
     @property
     def kv_shape(self) -> KVShape:
-        """What one token leaves in one layer."""
+        """What one token stores in one layer."""
         if self.latent is None:
             return KVShape.of_heads(*self.heads[1:])
         _, rank, rope = self.latent
@@ -58,13 +59,13 @@ class Plan:
 
     @property
     def name(self) -> str:
-        """Which kind of attention this is, in words."""
+        """The kind of attention in words."""
         kv = self.kv_shape
-        held = f"latent of {kv.value_dim} + {kv.key_dim - kv.value_dim}"
-        return f"{self.num_heads} heads on " + (held if kv.shared else f"{kv.num_heads} of {kv.key_dim}")
+        stored = f"latent of {kv.value_dim} + {kv.key_dim - kv.value_dim}"
+        return f"{self.num_heads} heads on " + (stored if kv.shared else f"{kv.num_heads} of {kv.key_dim}")
 
 
-def run(plan: Plan) -> dict[str, object]:
+def run(plan: Plan) -> Json:
     """Measure, and return everything as plain values."""
     device = resolve_device(plan.device)
     backend = TritonBackend()
@@ -76,7 +77,7 @@ def run(plan: Plan) -> dict[str, object]:
     if plan.kv_dtype not in ("auto", "float8"):
         reasons.append(f"kv_dtype={plan.kv_dtype!r}: choose auto or float8")
     if plan.latent and plan.kv_dtype != "auto":
-        reasons.append(f"kv_dtype={plan.kv_dtype!r}: latent attention has kv_dtype auto alone")
+        reasons.append(f"kv_dtype={plan.kv_dtype!r}: MLA has kv_dtype auto alone")
     if reasons:
         raise ConfigError(f"bench kernels: {'; '.join(reasons)}")
     bandwidth = copy_bandwidth() if device.type == "cuda" else None
@@ -98,7 +99,7 @@ def run(plan: Plan) -> dict[str, object]:
     }
 
 
-def measure_context(plan: Plan, context: int, device: torch.device, bandwidth: float | None) -> list[dict[str, object]]:
+def measure_context(plan: Plan, context: int, device: torch.device, bandwidth: float | None) -> list[Json]:
     """Both kernels at one context length, for every number of rows and queries."""
     shapes = [(rows, q_len) for rows in plan.rows for q_len in plan.q_lens]
     costs = measure_costs(shapes, lambda kernel, shape: time_ms(plan, context, kernel, shape, device))
@@ -106,18 +107,18 @@ def measure_context(plan: Plan, context: int, device: torch.device, bandwidth: f
     for rows, q_len in shapes:
         decode_ms, context_ms = costs.times[rows, q_len]
         num_bytes = rows * context * layer_token_bytes(plan)
-        line: dict[str, object] = {"kind": plan.name, "rows": rows, "q_len": q_len, "context": context}
+        line: Json = {"kind": plan.name, "rows": rows, "q_len": q_len, "context": context}
         line |= {"decode_ms": decode_ms, "context_ms": context_ms}
         if bandwidth is not None:
-            floor_ms = num_bytes / bandwidth * 1e3
-            line |= {"decode_share": floor_ms / decode_ms, "context_share": floor_ms / context_ms}
+            memory_ms = num_bytes / bandwidth * 1e3
+            line |= {"decode_share": memory_ms / decode_ms, "context_share": memory_ms / context_ms}
         line["choice"] = kernel_reason(Window.uniform(rows, q_len), TritonBackend().traits, costs)
         lines.append(line)
     return lines
 
 
 def time_ms(plan: Plan, context: int, kernel: Kernel, shape: Shape, device: torch.device) -> float:
-    """Milliseconds of one layer's attention by this kernel, the store of the window's keys and values included."""
+    """Milliseconds of one layer's attention by this kernel, storing the window's keys and values included."""
     rows, q_len = shape
     kv, dtype = plan.kv_shape, DTYPES[plan.dtype]
     store, metadata = make_window(plan, context, shape, device)
@@ -149,7 +150,7 @@ def time_on_gpu(call: Callable[[], list[Tensor]], device: torch.device) -> float
 
 
 def time_on_cpu(call: Callable[[], list[Tensor]], device: torch.device) -> float:
-    """Milliseconds of one call in the interpreter: it shows that the command works, and nothing else."""
+    """Milliseconds of one call in Triton's interpreter: this shows that the command works, and nothing else."""
     start = time.perf_counter()
     call()
     return (time.perf_counter() - start) * 1e3
@@ -163,8 +164,8 @@ def make_window(plan: Plan, context: int, shape: Shape, device: torch.device) ->
     layers = 1 if device.type == "cpu" else max(1, min(MAX_LAYERS, -(-COLD_BYTES // num_bytes)))
     kv_dtype = torch.float8_e4m3fn if plan.kv_dtype == "float8" else DTYPES[plan.dtype]
     store = KVStore(layers, 1 + rows * pages, plan.page_size, plan.kv_shape, kv_dtype, device)
-    for held in store.parts:
-        held.copy_(torch.randn(held.shape[1:], device=device))  # the same in every layer
+    for part in store.parts:
+        part.copy_(torch.randn(part.shape[1:], device=device))  # the same in every layer
     past_lens = torch.full((rows,), context - q_len, device=device)
     places = past_lens[:, None] + torch.arange(q_len, device=device)  # [R, T]
     table = 1 + torch.randperm(rows * pages, device=device).view(rows, pages)
@@ -186,27 +187,24 @@ def layer_token_bytes(plan: Plan) -> int:
     return plan.kv_shape.num_entries * itemsize
 
 
-def show(result: dict[str, object]) -> str:
-    """The result as a table for people."""
+def show(result: Json) -> str:
+    """The result as a table."""
     names = {q_len: name for name, q_len in WINDOWS.items()}
     bandwidth = result["copy_tb_per_s"]
     lines = [f"pages of {result['page_size']}, {result['dtype']}"]
     lines.append("no CUDA device: times are the interpreter's" if bandwidth is None else f"copy {bandwidth:.2f} TB/s")
     lines.append(f"{'rows':>5} {'q_len':>5} {'context':>8} {'decode':>16} {'context':>16}  faster")
-    measured: Sequence[dict[str, object]] = result["lines"]  # type: ignore[assignment]
-    kind = None
-    for line in measured:
-        if line["kind"] != kind:
-            kind = line["kind"]
-            lines.append(f"{kind}:")
-        cells = [f"{_time(line, 'decode'):>16}", f"{_time(line, 'context'):>16}"]
-        faster = "decode" if float(str(line["decode_ms"])) <= float(str(line["context_ms"])) else "context"
-        shape = f"{line['rows']:>5} {line['q_len']:>5} {line['context']:>8}"
-        lines.append(f"{shape} {' '.join(cells)}  {faster:<8} {names.get(int(str(line['q_len'])), '')}".rstrip())
+    for kind, measured in itertools.groupby(result["lines"], key=lambda line: line["kind"]):
+        lines.append(f"{kind}:")
+        for line in measured:
+            shape = f"{line['rows']:>5} {line['q_len']:>5} {line['context']:>8}"
+            faster = "decode" if line["decode_ms"] <= line["context_ms"] else "context"
+            times = f"{time_cell(line, 'decode'):>16} {time_cell(line, 'context'):>16}"
+            lines.append(f"{shape} {times}  {faster:<8} {names.get(line['q_len'], '')}".rstrip())
     return "\n".join(lines)
 
 
-def _time(line: dict[str, object], kernel: str) -> str:
+def time_cell(line: Json, kernel: str) -> str:
+    """A kernel's time, and its share of the bandwidth if that was measured."""
     share = line.get(f"{kernel}_share")
-    shown = f"{line[f'{kernel}_ms']:.4f} ms"
-    return shown if share is None else f"{shown} {float(str(share)):.0%}"
+    return f"{line[f'{kernel}_ms']:.4f} ms" + ("" if share is None else f" {share:.0%}")

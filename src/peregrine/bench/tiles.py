@@ -1,13 +1,14 @@
 """`peregrine bench tiles`: which tile of the linear kernel is fastest for each weight of a model, on this GPU.
 
-A tile's time is that of a recorded graph that goes through copies of the weight, more than a device caches. Tiles
-change no bit, so any of them may be taken; the split does, follows from the weight's shape, and is not tried.
+A tile is timed in a CUDA graph over copies of the weight that are together larger than the device's cache. Any tile
+gives the same bits, so the fastest may be used; another split would not, so it is not tried.
 """
 
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from tqdm import tqdm
 
 from peregrine.bench.kernels import COLD_BYTES, time_on_gpu
 from peregrine.bench.machine import machine_facts
+from peregrine.bench.roofline import tensor_of
 from peregrine.engine.sources import open_source
 from peregrine.errors import ConfigError
 from peregrine.hardware import resolve_device, resolve_dtype
@@ -24,8 +26,8 @@ from peregrine.models.layers import MLP, Linear
 
 COLS, DEPTHS, WARPS, STAGES = (64, 128), (64, 128), (4, 8), (3, 4, 5, 6)
 HOPPER_COLS, HOPPER_STAGES = ((64, 4), (128, 8), (256, 8)), (3, 4, 5, 6, 8)  # cols with their warps
-SHARED_BYTES = 227 * 1024  # of one program, on the devices that have the most
-Entry = tuple[int, int, int, int]  # cols, depth, warps, stages: a line of the table in linear_tiles.py
+SHARED_BYTES = 227 * 1024  # the most shared memory that a program has on any device
+Entry = tuple[int, int, int, int]  # cols, depth, warps, stages: an entry of the tables in kernels/linear/tiles.py
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -35,12 +37,12 @@ class WeightShape:
     outputs: int
     inputs: int
     gate: bool
-    on_hopper: bool = False  # it is multiplied by Hopper's own kernel, which has tiles of its own
+    on_hopper: bool = False  # Hopper's own kernel serves it, which has tiles of its own
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """What was measured for one shape and number of rows; times are microseconds."""
+    """The times of one shape and number of rows, in microseconds."""
 
     outputs: int
     inputs: int
@@ -50,13 +52,13 @@ class Line:
     kind: str
     fastest: Entry
     fastest_us: float
-    chosen: Entry  # what `pick_tile` says
+    chosen: Entry  # by `pick_tile`
     chosen_us: float
     ratio: float  # chosen over fastest
     times: dict[Entry, float]
 
 
-def run(model: str, drafter: str, rows: Sequence[int], dtype: str) -> dict[str, object]:
+def run(model: str, drafter: str, rows: Sequence[int], dtype: str) -> dict[str, Any]:
     """Measure every weight of the model and its drafter, and return everything as plain values."""
     check_rows(rows)
     if not (torch.cuda.is_available() and TRITON_PRESENT):
@@ -84,33 +86,27 @@ def run(model: str, drafter: str, rows: Sequence[int], dtype: str) -> dict[str, 
 
 
 def check_rows(rows: Iterable[int]) -> None:
-    """Refuse rows that no tile is as high as."""
+    """Refuse a number of rows that is no tile's height."""
     for count in rows:
         if count not in HEIGHTS:
             raise ConfigError(f"rows={count}: tiles are {', '.join(map(str, HEIGHTS))} rows high; choose among those")
 
 
 def shapes_of(networks: Iterable[nn.Module]) -> list[WeightShape]:
-    """Every shape of a packed linear, each once."""
+    """The shapes of all packed linears, each once."""
     parts = [part for network in networks for part in network.modules()]
     gated = {id(part.gate_up) for part in parts if isinstance(part, MLP)}
     shapes = set()
     for part in parts:
         if isinstance(part, Linear) and part.packed is not None:
-            packed = part.packed
-            inputs = packed.weight.shape[1] if packed.weight is not None else _panel_inputs(packed.panels)
+            inputs = tensor_of(part.packed).shape[1]  # of a weight [O, I] and of panels [O / 16, I, 16]
             gate = id(part) in gated
-            shapes.add(WeightShape(packed.out_features // (2 if gate else 1), inputs, gate))
+            shapes.add(WeightShape(part.packed.out_features // (2 if gate else 1), inputs, gate))
     return sorted(shapes)
 
 
-def _panel_inputs(panels: Tensor | None) -> int:
-    assert panels is not None
-    return panels.shape[1]
-
-
 def takes_hopper(shape: WeightShape, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether Hopper's own kernel multiplies weights of this shape."""
+    """Whether Hopper's own kernel serves weights of this shape."""
     # Imports triton, which is slow and may be absent.
     from peregrine.kernels.linear.triton import hopper_takes
 
@@ -118,7 +114,7 @@ def takes_hopper(shape: WeightShape, dtype: torch.dtype, device: torch.device) -
 
 
 def candidates(shape: WeightShape, rows: int) -> list[Tile]:
-    """Tiles worth a try: they divide the inputs and fit a program's memory; the chosen one is always among them."""
+    """Tiles that divide the inputs and fit into shared memory, and always the chosen one."""
     split = pick_split(shape.outputs, shape.inputs, shape.gate)
     tried = [pick_tile(rows, shape.outputs, shape.inputs, shape.gate, shape.on_hopper)]
     wide = HOPPER_COLS if shape.on_hopper else tuple(itertools.product(COLS, WARPS))
@@ -131,12 +127,14 @@ def candidates(shape: WeightShape, rows: int) -> list[Tile]:
 
 
 def measure(shape: WeightShape, rows: int, time_us: Callable[[WeightShape, Tile], float | None]) -> Line:
-    """Time all candidates; None stands for a tile that this device has no room for."""
+    """Time all candidates; `time_us` returns None for a tile that does not fit this device."""
     timed = {entry_of(tile): time_us(shape, tile) for tile in candidates(shape, rows)}
     times = {entry: us for entry, us in timed.items() if us is not None}
     chosen = entry_of(pick_tile(rows, shape.outputs, shape.inputs, shape.gate, shape.on_hopper))
     if chosen not in times:
-        raise ConfigError(f"bench tiles: the table's tile {chosen} does not fit this device; change linear_tiles.py")
+        raise ConfigError(
+            f"bench tiles: the table's tile {chosen} does not fit this device; change kernels/linear/tiles.py"
+        )
     fastest = min(times, key=lambda entry: times[entry])
     return Line(
         **asdict(shape),
@@ -156,7 +154,7 @@ def entry_of(tile: Tile) -> Entry:
 
 
 def time_tile(shape: WeightShape, tile: Tile, dtype: torch.dtype, device: torch.device) -> float | None:
-    """Microseconds of one linear; None if its tile needs more of a processor than there is."""
+    """Microseconds of one linear; None if its tile needs more than a multiprocessor has."""
     # Imports triton, which is slow and may be absent.
     from triton.runtime.errors import OutOfResources
 
@@ -183,7 +181,7 @@ def time_tile(shape: WeightShape, tile: Tile, dtype: torch.dtype, device: torch.
 
 
 def best_entries(lines: Iterable[Line]) -> dict[str, dict[int, Entry]]:
-    """For each kind and number of rows the entry that is least slow over all its shapes."""
+    """For each kind and number of rows the entry with the least total slowdown over its shapes."""
     groups: dict[tuple[str, int], list[Line]] = defaultdict(list)
     for line in lines:
         groups[line.kind, line.rows].append(line)
@@ -201,22 +199,20 @@ def entries(times: dict[Entry, float]) -> list[dict[str, object]]:
     return [{"tile": list(entry), "us": us} for entry, us in sorted(times.items(), key=lambda item: item[1])]
 
 
-def show(result: dict[str, object]) -> str:
-    """The result as a table for people, then as lines for linear_tiles.py."""
-    lines: list[dict[str, object]] = result["lines"]  # type: ignore[assignment]
-    tables: dict[str, dict[int, Entry]] = result["tables"]  # type: ignore[assignment]
+def show(result: dict[str, Any]) -> str:
+    """The result as a table, then as entries for kernels/linear/tiles.py."""
     shown = [
         f"{result['model']}, {result['drafter']}, {result['dtype']}; a tile is cols, depth, warps, stages",
         f"{'outputs':>8} {'inputs':>7} {'gate':>5} {'rows':>5} {'fastest':>18} {'us':>8} {'chosen':>18} {'us':>8} "
         f"{'ratio':>6}",
     ]
-    for line in lines:
+    for line in result["lines"]:
         gate = "yes" if line["gate"] else ""
         cells = [f"{line['outputs']:>8} {line['inputs']:>7} {gate:>5} {line['rows']:>5}"]
         for name in ("fastest", "chosen"):
-            cells.append(f"{', '.join(map(str, line[name])):>18} {line[f'{name}_us']:>8.2f}")  # type: ignore[call-overload]
+            cells.append(f"{', '.join(map(str, line[name])):>18} {line[f'{name}_us']:>8.2f}")
         shown.append(" ".join([*cells, f"{line['ratio']:>6.3f}"]))
-    name = "HOPPER_TABLES" if any(line["on_hopper"] for line in lines) else "TABLES"
-    shown.append(f"for {name} in kernels/linear_tiles.py:")
-    shown += [f'    "{kind}": {table},' for kind, table in tables.items()]
+    name = "HOPPER_TABLES" if any(line["on_hopper"] for line in result["lines"]) else "TABLES"
+    shown.append(f"for {name} in kernels/linear/tiles.py:")
+    shown += [f'    "{kind}": {table},' for kind, table in result["tables"].items()]
     return "\n".join(shown)

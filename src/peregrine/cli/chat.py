@@ -5,19 +5,11 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from peregrine.cli.demo import print_pieces
-from peregrine.cli.flags import (
-    Commands,
-    add_engine_flags,
-    add_parser,
-    add_sampling_flags,
-    engine_options,
-    open_llm,
-    sampling_options,
-)
+from peregrine.cli.flags import Commands, add_generation_flags, add_parser, engine_options, open_llm, sampling_options
+from peregrine.cli.printing import DraftMarks, acceptance, print_note, print_stream
 from peregrine.errors import RequestError
 from peregrine.log import style
 from peregrine.sampling import SamplingParams, sampling_params
@@ -46,12 +38,11 @@ def add_command(commands: Commands) -> None:
     description = "Talk to a model. Tokens that were drafted and correct are green and underlined."
     parser = add_parser(commands, "chat", run, "talk to a model in the terminal", description, EPILOG)
     parser.add_argument("--system", metavar="TEXT", help="what the model is told before the conversation")
-    add_sampling_flags(parser, max_tokens=None)
-    add_engine_flags(parser)
+    add_generation_flags(parser, max_tokens=None)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Talk until the input ends, and return 0; piped lines are taken one after another."""
+    """Talk until the input ends, and return 0; lines may come from a pipe."""
     params = sampling_params(**sampling_options(args))
     interactive = sys.stdin.isatty()
     if interactive:
@@ -76,20 +67,25 @@ def read_line(interactive: bool) -> str | None:
                 print()  # the shell's prompt goes on a line of its own
             return None
         except KeyboardInterrupt:
-            tell("\n/quit or Ctrl-D ends the chat")
+            print_note("\n/quit or Ctrl-D ends the chat")
 
 
 @dataclass
 class Chat:
-    """A conversation and how it goes on."""
+    """A conversation, and the parameters of the next turn."""
 
     llm: "LLM"
     params: SamplingParams
     system: str | None
-    messages: list[dict[str, str]] = field(default_factory=list)
-    clock: Callable[[], float] = time.perf_counter
 
     def __post_init__(self) -> None:
+        self._commands: dict[str, Callable[[str], None]] = {
+            "/help": lambda _: print_note(HELP),
+            "/reset": self._reset,
+            "/seed": self._set_seed,
+            "/temperature": self._set_temperature,
+            "/drafts": self._set_drafts,
+        }
         self._reset("")
 
     def greet(self) -> None:
@@ -99,7 +95,7 @@ class Chat:
         print(f"{chosen['model']}, drafter {chosen['drafter']}; {mark}: drafted and correct. /help lists commands.")
 
     def take(self, line: str) -> bool:
-        """Answer a line or obey it; False if it ends the chat. What cannot be done is said, and the chat goes on."""
+        """Answer a line or run its command; False if it ends the chat. A refusal is printed, and the chat goes on."""
         word, _, rest = line.strip().partition(" ")
         try:
             if word == "/quit":
@@ -109,20 +105,10 @@ class Chat:
             elif word in self._commands:
                 self._commands[word](rest.strip())
             else:
-                tell(f"{word}: no such command; /help lists them")
+                print_note(f"{word}: no such command; /help lists them")
         except RequestError as error:
-            tell(f"error: {error}")
+            print_note(f"error: {error}")
         return True
-
-    @property
-    def _commands(self) -> dict[str, Callable[[str], None]]:
-        return {
-            "/help": lambda _: tell(HELP),
-            "/reset": self._reset,
-            "/seed": self._set_seed,
-            "/temperature": self._set_temperature,
-            "/drafts": self._set_drafts,
-        }
 
     def _reset(self, _: str) -> None:
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
@@ -132,11 +118,10 @@ class Chat:
 
     def _set_temperature(self, text: str) -> None:
         try:
-            self.params = replace(self.params, temperature=float(text))
-        except ValueError as error:
-            if isinstance(error, RequestError):
-                raise
+            temperature = float(text)
+        except ValueError:
             raise RequestError("temperature", text, "is not a number", "use 0 to 100") from None
+        self.params = replace(self.params, temperature=temperature)
 
     def _set_drafts(self, text: str) -> None:
         count, most = whole("drafts", text), self.llm.engine.limits.num_drafts
@@ -145,40 +130,38 @@ class Chat:
         self.params = replace(self.params, num_drafts=count)
 
     def _answer(self, text: str) -> None:
-        """One turn. A turn that was refused leaves no trace; one that was stopped keeps what was said."""
+        """One turn. A refused turn leaves the conversation as it was; one that was stopped keeps the text so far."""
+        from peregrine.text.stream import Detokenizer
+
         if not text:
             return
         asked = [*self.messages, {"role": "user", "content": text}]
-        turn, begun = Turn(), self.clock()
+        prompt = self.llm.encode_chat(asked)
+        marks = DraftMarks(Detokenizer(self.llm.tokenizer, prompt, self.params.skip_special_tokens))
+        turn, begun = Turn(), time.perf_counter()
         try:
-            deltas = turn.watch(self.llm.stream(self.llm.encode_chat(asked), self.params))
-            print_pieces(deltas, self.llm.tokenizer.decode, marked=True)
+            print_stream(turn.watch(self.llm.stream(prompt, self.params)), marks)
         except KeyboardInterrupt:
             print()
             turn.ending = "stopped"
         self.messages = [*asked, {"role": "assistant", "content": turn.text}]
-        tell(turn.line(self.clock() - begun))
+        print_note(turn.line(time.perf_counter() - begun))
 
 
-@dataclass
 class Turn:
-    """What one answer came to."""
+    """Text and figures of one answer."""
 
-    text: str = ""
-    tokens: int = 0
-    rounds: int = 0
-    offered: int = 0
-    correct: int = 0
-    ending: str = ""
+    def __init__(self) -> None:
+        from peregrine.engine.request import Stats
+
+        self.text, self.ending, self.stats = "", "", Stats()
 
     def watch(self, deltas: "Iterable[Delta]") -> "Iterator[Delta]":
         """Pass deltas on and count them."""
         for delta in deltas:
             self.text += delta.text
-            self.tokens += len(delta.token_ids)
-            self.rounds += bool(delta.token_ids)
-            self.offered += delta.offered
-            self.correct += sum(delta.drafted)
+            if delta.token_ids:
+                self.stats.count(delta.offered, sum(delta.drafted), len(delta.token_ids))
             if delta.output is not None:
                 failed = delta.output.finish_reason == "error"
                 self.ending = f"failed: {delta.output.error}" if failed else f"seed {delta.output.seed}"
@@ -186,14 +169,9 @@ class Turn:
 
     def line(self, seconds: float) -> str:
         """The turn in one line."""
-        length = self.tokens / self.rounds if self.rounds else 0.0
-        parts = [
-            f"{self.tokens} tokens, {self.tokens / max(seconds, 1e-9):.1f} tokens/s",
-            f"{length:.2f} tokens per round (bonus included)",
-            *([f"{self.correct} of {self.offered} drafts right"] if self.offered else []),
-            self.ending,
-        ]
-        return "; ".join(parts)
+        tokens = self.stats.accepted
+        speed = f"{tokens} tokens, {tokens / max(seconds, 1e-9):.1f} tokens/s"
+        return "; ".join([speed, *acceptance(self.stats), self.ending])
 
 
 def whole(name: str, text: str) -> int:
@@ -202,9 +180,3 @@ def whole(name: str, text: str) -> int:
         return int(text)
     except ValueError:
         raise RequestError(name, text, "is not a whole number", f"write /{name} 3, for example") from None
-
-
-def tell(text: str) -> None:
-    """A line that is no part of the conversation; on stderr, so that a pipe carries answers alone."""
-    sys.stdout.flush()
-    print(style(text, "dim", stream=sys.stderr), file=sys.stderr, flush=True)

@@ -3,7 +3,7 @@
 import argparse
 import json
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from peregrine import __version__
 from peregrine.cli.flags import ENGINE_FLAGS, Commands, add_flags, add_parser, engine_options, open_llm
@@ -27,7 +27,7 @@ ASKABLE = tuple(flag for flag in ENGINE_FLAGS if flag.field in ("model", "device
 HEAD_DIM, PAGE_SIZE = 128, 16
 GIB = 2**30
 
-Report = dict[str, object]
+Report = dict[str, Any]
 
 
 def add_command(commands: Commands) -> None:
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
 
     options = engine_options(args)
     hardware = read_hardware()
-    target = target_report(str(options.get("device", "auto")), str(options.get("dtype", "auto")))
+    target = target_report(options.get("device", "auto"), options.get("dtype", "auto"))
     model = model_report(options) if "model" in options else None
     healthy = target["error"] is None and (model is None or model["error"] is None)
     if args.json:
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def target_report(device_name: str, dtype_name: str) -> Report:
-    """What device and dtype the wishes come to, and each attention backend's reasons not to serve them."""
+    """The device and dtype that the flags resolve to, and each attention backend's reasons not to serve them."""
     import torch
 
     from peregrine.hardware import resolve_device, resolve_dtype
@@ -111,7 +111,7 @@ def kernel_reasons(backends: dict[str, list[str]]) -> dict[str, dict[str, str]]:
     }
 
 
-def model_report(options: dict[str, object]) -> Report:
+def model_report(options: Report) -> Report:
     """Whether the model loads with these options, and what the engine decided for it."""
     try:
         with open_llm(options) as llm:
@@ -122,7 +122,7 @@ def model_report(options: dict[str, object]) -> Report:
 
 
 def hardware_lines(hardware: "Hardware") -> list[str]:
-    """The machine's facts, a line each."""
+    """The machine: versions, CPU, memory and GPUs, a line each."""
     hint = "not installed (pip install 'peregrine[cpu]' for compiled CPU kernels)"
     cpu, total, available = hardware.cpu, hardware.memory_total_bytes, hardware.memory_available_bytes
     facts = [
@@ -144,15 +144,12 @@ def hardware_lines(hardware: "Hardware") -> list[str]:
 def target_lines(target: Report) -> list[str]:
     """The device and dtype that will be used, and the backends for them."""
     if target["error"] is not None:
-        return [style("device", "bold"), failed(str(target["error"]))]
+        return [style("device", "bold"), failed(target["error"])]
     lines = [f"  {'device':<8} {target['device']}, {target['dtype']}"]
     lines.append(style(f"attention backends (heads of {HEAD_DIM}, pages of {PAGE_SIZE})", "bold"))
-    backends, kernels = target["backends"], target["kernels"]
-    assert isinstance(backends, dict)
-    assert isinstance(kernels, dict)
-    for name, reasons in backends.items():
+    for name, reasons in target["backends"].items():
         lines.append(failed(f"{name}: {'; '.join(reasons)}") if reasons else passed(f"{name}: can serve"))
-        lines += [f"      {what}: {reason}" for what, reason in kernels.get(name, {}).items()]
+        lines += [f"      {what}: {reason}" for what, reason in target["kernels"].get(name, {}).items()]
     return lines
 
 
@@ -162,10 +159,8 @@ def model_lines(model: Report | None) -> list[str]:
         return []
     title = style(f"model {model['model']}", "bold")
     if model["error"] is not None:
-        return [title, failed(str(model["error"]))]
-    decisions = model["decisions"]
-    assert isinstance(decisions, list)
-    return [title, passed("loads"), *(f"      {decision}" for decision in decisions)]
+        return [title, failed(model["error"])]
+    return [title, passed("loads"), *(f"      {decision}" for decision in model["decisions"])]
 
 
 def passed(text: str) -> str:

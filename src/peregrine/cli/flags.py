@@ -135,9 +135,10 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, "engine", ENGINE_FLAGS)
 
 
-def add_sampling_flags(parser: argparse.ArgumentParser, **defaults: object) -> None:
-    """Flags for the sampling parameters; `defaults` are this command's own."""
+def add_generation_flags(parser: argparse.ArgumentParser, **defaults: object) -> None:
+    """Flags for the sampling parameters and the engine; `defaults` of sampling parameters are this command's own."""
     add_flags(parser, "sampling", SAMPLING_FLAGS, **defaults)
+    add_engine_flags(parser)
 
 
 def given(args: argparse.Namespace, flags: Collection[Flag]) -> dict[str, Any]:

@@ -6,23 +6,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from peregrine.cli.flags import (
-    Commands,
-    add_engine_flags,
-    add_parser,
-    add_sampling_flags,
-    engine_options,
-    open_llm,
-    sampling_options,
-)
-from peregrine.errors import ConfigError, EngineFault
-from peregrine.log import style
+from peregrine.cli.flags import Commands, add_generation_flags, add_parser, engine_options, open_llm, sampling_options
+from peregrine.cli.printing import acceptance, check_output, print_note, print_stream
+from peregrine.errors import ConfigError
 from peregrine.sampling import sampling_params
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from peregrine.engine.request import Delta, Output
+    from peregrine.engine.request import Output
 
 EPILOG = """examples:
   peregrine generate "Once upon a time"
@@ -41,8 +31,7 @@ def add_command(commands: Commands) -> None:
     parser.add_argument("--file", metavar="PATH", help="read the prompt from a file (its last line break is dropped)")
     parser.add_argument("--chat", action="store_true", help="send the prompt as a user's message in the chat format")
     parser.add_argument("--json", action="store_true", help="print the whole result as JSON when it is complete")
-    add_sampling_flags(parser)
-    add_engine_flags(parser)
+    add_generation_flags(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -56,24 +45,13 @@ def run(args: argparse.Namespace) -> int:
             print(json.dumps(output.to_json(), ensure_ascii=False, indent=2))
         else:
             output = print_stream(llm.stream(asked, params))
-            print(style(stats_line(output), "dim", stream=sys.stderr), file=sys.stderr)
-    if output.finish_reason == "error":
-        raise EngineFault(f"the generation failed: {output.error}")
+            print_note(stats_line(output))
+    check_output(output)
     return 0
 
 
-def print_stream(deltas: "Iterable[Delta]") -> "Output":
-    """Print the text as it comes, and return the output its last delta carries."""
-    for delta in deltas:
-        print(delta.text, end="", flush=True)
-        if delta.output is not None:
-            print("" if delta.output.text.endswith("\n") else "\n", end="", flush=True)
-            return delta.output
-    raise EngineFault("the stream ended without an output")
-
-
 def read_prompt(argument: str | None, file: str | None) -> str:
-    """The prompt from wherever it was given; refused if that is nowhere, or two places."""
+    """The prompt from the argument, the file, or standard input; ConfigError unless exactly one has it."""
     if argument is not None and file is not None:
         raise ConfigError(f"prompt={argument!r} and file={file!r}: both were given; keep one of them")
     if argument is not None:
@@ -90,12 +68,11 @@ def read_prompt(argument: str | None, file: str | None) -> str:
 
 def stats_line(output: "Output") -> str:
     """How the generation went, in one line."""
-    count, timing, stats = len(output.token_ids), output.timing, output.stats
+    count, timing = len(output.token_ids), output.timing
     parts = [
         f"{count} tokens in {timing.total_s:.2f} s ({count / max(timing.total_s, 1e-9):.1f} tokens/s)",
         f"first after {timing.first_token_s * 1000:.0f} ms",
-        f"{stats.accept_length:.2f} tokens per round (bonus included)",
-        *([f"{stats.correct} of {stats.drafted} drafts right"] if stats.drafted else []),
+        *acceptance(output.stats),
         f"ended by {output.finish_reason}",
         f"seed {output.seed}",
     ]

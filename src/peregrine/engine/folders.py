@@ -1,4 +1,4 @@
-"""Where a model lies: a folder, the name of an embedded model, or a hub id in the local cache."""
+"""Finds a model's folder by path, by the name of an embedded model, or by Hugging Face hub id."""
 
 from pathlib import Path
 
@@ -10,13 +10,11 @@ NEEDED = ["*.json", "*.safetensors", "*.jinja"]
 
 def embedded_models() -> list[str]:
     """Names of the models that come with the package."""
-    if not ASSETS.is_dir():
-        return []
     return sorted(path.parent.name for path in ASSETS.glob("*/config.json"))
 
 
 def find_model(name: str) -> Path:
-    """The folder a model's name comes to; CheckpointError says where it was looked for."""
+    """The folder of a model; CheckpointError says where it was looked for."""
     if name in embedded_models():
         return ASSETS / name
     if Path(name).exists():
@@ -31,7 +29,7 @@ def find_model(name: str) -> Path:
 
 
 def from_hub(name: str) -> Path:
-    """The snapshot of a hub id: from the local cache, or downloaded where the network allows."""
+    """The snapshot of a hub id, from the local cache or downloaded."""
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:

@@ -1,6 +1,6 @@
-"""What the attention kernels of a backend cost here, measured while an engine warms up, on its own store."""
+"""Times the attention kernels of a backend while an engine starts, so that each window gets the faster one."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -10,9 +10,14 @@ from peregrine.attention.kernel_choice import Kernel, Shape, kernel_reason, meas
 from peregrine.cache.store import KVStore
 from peregrine.config import Decision, EngineConfig
 from peregrine.engine.graphs import Graphs
+from peregrine.models.decoder import Decoder
+from peregrine.spec.registry import DraftSource
+from peregrine.spec.types import Links
 
-CONTEXT = 2048  # tokens of a row that is measured: where most chats are
+CONTEXT = 2048  # cached tokens of each measured row, as in a usual chat
 REPEATS = 5  # forwards of all layers; the fastest counts
+
+Windows = Mapping[Shape, bool]  # (rows, queries per row) -> whether the queries are nodes of a tree
 
 
 def choose_kernels(
@@ -21,27 +26,36 @@ def choose_kernels(
     layers: Sequence[LayerAttention],
     num_heads: int,
     dtype: torch.dtype,
-    shapes: Sequence[Shape],
+    windows: Windows,
 ) -> tuple[AttentionBackend, Decision]:
-    """The backend, which from now on takes the faster kernel for windows of these shapes, and its reasons."""
+    """The backend with measured costs for these windows, and the Decision that reports them."""
 
     def time_ms(kernel: Kernel, shape: Shape) -> float:
-        return time_forward(backend.with_costs(only(kernel, [shape])), store, layers, num_heads, dtype, shape)
+        metadata = full_window(store, shape, windows[shape])
+        return time_forward(backend.with_costs(only(kernel, [shape])), store, layers, num_heads, dtype, metadata)
 
     with torch.inference_mode():
-        costs = measure_costs(shapes, time_ms)
-    reasons = [kernel_reason(Window.uniform(*shape), backend.traits, costs) for shape in shapes]
-    chosen = backend.with_costs(costs)
-    value = f"measured for {len(shapes)} windows of {CONTEXT} tokens"
-    return chosen, Decision("kernels", value, "; ".join(reasons))
+        costs = measure_costs(list(windows), time_ms)
+    reasons = [kernel_reason(Window.uniform(*shape), backend.traits, costs) for shape in windows]
+    value = f"measured for {len(windows)} windows of {CONTEXT} tokens"
+    return backend.with_costs(costs), Decision("kernels", value, "; ".join(reasons))
 
 
-def window_shapes(asked: EngineConfig, drafts: bool, row_sizes: Sequence[int]) -> list[Shape]:
-    """The uniform windows of a round: a plain or draft step, what is verified, what the drafter reads again."""
-    q_lens = {1}
-    if drafts:
-        q_lens |= {asked.num_drafts + 1} if asked.tree is None else {asked.tree.depth + 1}
-    return [(rows, q_len) for rows in sorted(row_sizes) for q_len in sorted(q_lens)]
+def window_shapes(asked: EngineConfig, draft: DraftSource, row_sizes: Sequence[int]) -> Windows:
+    """The uniform windows of a round at each batch size.
+
+    The target verifies a window of all nodes. A drafter's network reads the accepted path (a draft model with the root
+    before it), its last layer one query per row; then it steps, in a tree over `width` nodes at once.
+    """
+    depth = asked.num_drafts if asked.tree is None else asked.tree.depth
+    q_lens = {1: False}
+    if draft.network is not None:
+        q_lens[depth + 2 if isinstance(draft.network, Decoder) else depth + 1] = False
+    if asked.tree is not None and asked.tree.width > 1:
+        q_lens |= {asked.tree.width: True, asked.tree.nodes: True}
+    elif draft.name != "none":
+        q_lens[depth + 1] = False
+    return {(rows, q_len): q_lens[q_len] for rows in sorted(row_sizes) for q_len in sorted(q_lens)}
 
 
 def time_forward(
@@ -50,11 +64,10 @@ def time_forward(
     layers: Sequence[LayerAttention],
     num_heads: int,
     dtype: torch.dtype,
-    shape: Shape,
+    metadata: AttentionMetadata,
 ) -> float:
-    """Milliseconds of one layer's attention, over all layers in turn: what is read lies in memory, not in a cache."""
+    """Milliseconds of one layer's attention; all layers run in turn, so that keys come from memory, not from L2."""
     device, kv = store.keys.device, store.shape
-    metadata = full_window(store, shape)
     count = len(metadata.positions)
     q = torch.zeros(count, num_heads, kv.key_dim, dtype=dtype, device=device)
     k = torch.zeros(count, kv.num_heads, kv.key_dim, dtype=dtype, device=device)
@@ -64,22 +77,22 @@ def time_forward(
         for layer in range(store.num_layers):
             attend(layer, q, k, k[..., : kv.value_dim])
 
-    graphs: Graphs[None] = Graphs(device)  # launched one by one, the host would be what is measured
-    graphs.record(shape, every_layer)
-    graphs.replay(shape)
+    graphs: Graphs[None] = Graphs(device)  # launched one by one, the host's time would be measured
+    graphs.record("all", every_layer)
+    graphs.replay("all")
     times = []
     for _ in range(REPEATS):
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         first.record()
-        graphs.replay(shape)
+        graphs.replay("all")
         last.record()
         last.synchronize()
         times.append(first.elapsed_time(last) / store.num_layers)
     return float(min(times))
 
 
-def full_window(store: KVStore, shape: Shape) -> AttentionMetadata:
-    """Rows that hold CONTEXT tokens, on whatever pages there are; their new keys go to the scratch page."""
+def full_window(store: KVStore, shape: Shape, tree: bool = False) -> AttentionMetadata:
+    """Rows of CONTEXT cached tokens, on any pages there are; new keys go to the scratch page. A tree is a chain."""
     rows, q_len = shape
     device, page_size = store.keys.device, store.page_size
     pages = -(-(CONTEXT + q_len) // page_size)
@@ -96,5 +109,5 @@ def full_window(store: KVStore, shape: Shape) -> AttentionMetadata:
         page_table=(count(rows * pages) % max(1, store.num_pages - 1) + 1).view(rows, pages),
         page_size=page_size,
         slots=torch.zeros(rows * q_len, dtype=torch.int64, device=device),
-        ancestors=None,
+        ancestors=Links.chain(q_len, device).ancestors.repeat(rows, 1) if tree else None,
     )

@@ -1,4 +1,4 @@
-"""How a device's memory is shared out: pages from what weights leave, and errors that say who asked for what."""
+"""Device memory: how many pages fit beside the weights, and errors that say what did not fit."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,17 +14,17 @@ from peregrine.models.config import ModelConfig
 from peregrine.models.decoder import Decoder
 from peregrine.spec.registry import StoreShape
 
-# Of the memory that is free once weights are loaded; on a GPU the rest is for graphs and prompts.
+# Share of pages in the memory left by weights and scratch; on a GPU the rest is for graphs.
 CPU_SHARE, GPU_SHARE = 0.25, 0.85
-SPARE_PAGES = 8  # of one request, beyond its length: what rounds in flight may write
-LATENT_TILE = 64  # queries times heads that share a split of keys, at most
-SHARED_TILES = 80  # tiles whose splits several programs share: with more of them each has a program of its own
+SPARE_PAGES = 8  # per request, for places past its length that rounds in flight may write
+LATENT_TILE = 64  # most queries times heads in one tile of the MLA kernel
+SHARED_TILES = 80  # most MLA tiles whose keys are split between programs; with more, each tile has one program
 GIB = 2**30
 
 
 @contextmanager
 def explain_memory(device: torch.device, what: str, remedy: str) -> Iterator[None]:
-    """Turn running out of device memory into an error that says what asked for it, and what was free."""
+    """Turn running out of device memory into a ConfigError that says what was to be allocated and what was free."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -37,7 +37,7 @@ def explain_memory(device: torch.device, what: str, remedy: str) -> Iterator[Non
 
 
 def check_room(device: torch.device, what: str, num_bytes: int) -> None:
-    """Refuse what cannot fit before any of it is made."""
+    """Refuse an allocation that cannot fit, before any of it is made."""
     free = free_bytes(device)
     if free is not None and num_bytes > free:
         raise ConfigError(
@@ -47,15 +47,15 @@ def check_room(device: torch.device, what: str, num_bytes: int) -> None:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Memory of the device that nothing holds; None where nobody knows."""
+    """Unused memory of the device; None if unknown."""
     if device.type == "cpu":
         return read_memory()[1]
-    idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # kept by torch for later
+    idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # cached by torch's allocator
     return read_gpu(device.index or 0).memory_free_bytes + idle
 
 
 def store_shape_of(model: Decoder) -> StoreShape:
-    """What a model's own store must hold."""
+    """The shape of a model's KV store."""
     return StoreShape(model.config.num_layers, model.config.kv_shape)
 
 
@@ -65,11 +65,11 @@ def page_bytes(stores: Sequence[StoreShape], page_size: int, dtype: torch.dtype)
 
 
 def scratch_bytes(asked: EngineConfig, config: ModelConfig, max_len: int, dtype: torch.dtype) -> int:
-    """About what the largest chunk of prompts and the largest round work in on a GPU, besides weights and pages."""
+    """Estimate of what the largest prompt chunk and the largest round need on a GPU besides weights and pages."""
     size, latent, experts = dtype.itemsize, config.mla, config.experts
     attention, mlp, round_bytes = (2 * config.num_heads * config.head_dim * size, config.intermediate_size * size, 0)
     if latent is not None:
-        # Projected and absorbed queries, sums in float32, answers before and after they are mapped back.
+        # Queries before and after w_uk, accumulators in float32, outputs before and after w_uv.
         entries = latent.q_dim + latent.key_dim + latent.kv_rank + latent.value_dim
         attention = config.num_heads * (entries * size + 4 * latent.kv_rank)
         nodes = asked.num_drafts + 1 if asked.tree is None else asked.tree.nodes
@@ -89,7 +89,7 @@ def pick_num_pages(
     dtype: torch.dtype,
     scratch: int = 0,
 ) -> tuple[int, str]:
-    """Pages for every seat at full length, or as many as the memory allows beside so many bytes of scratch."""
+    """Pages for every seat at full length, or as many as fit beside `scratch` bytes; and why."""
     if asked.num_pages is not None:
         return asked.num_pages, "asked for"
     size = page_bytes(stores, asked.page_size, dtype)
@@ -110,7 +110,7 @@ def pick_num_pages(
 def make_stores(
     shapes: Sequence[StoreShape], num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
 ) -> list[KVStore]:
-    """Stores of so many pages, one for each shape."""
+    """One store of `num_pages` pages for each shape."""
     size = num_pages * page_bytes(shapes, page_size, dtype)
     what = f"num_pages={num_pages}, {size / GIB:.1f} GiB of keys and values"
     with explain_memory(device, what, "lower num_pages, max_rows or max_len"):

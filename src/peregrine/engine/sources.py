@@ -1,7 +1,8 @@
-"""Where an engine's parts come from: a checkpoint's folder, or the mere shape of a model."""
+"""Where an engine's networks come from: a checkpoint folder, or random weights in the shape of a public model."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from peregrine.engine.folders import ASSETS, find_model
 from peregrine.engine.memory import check_room
 from peregrine.errors import ConfigError
+from peregrine.models.checkpoint.weights import Weights
 from peregrine.models.config import ModelConfig
 from peregrine.models.decoder import Decoder
 from peregrine.models.draft_heads import DraftHead, has_prediction_layer
@@ -18,49 +20,53 @@ from peregrine.spec.registry import DRAFTERS, DraftSource, find_drafter
 from peregrine.synthetic.shapes import PREFIX, draw_decoder, draw_head, draw_prediction_layer, shape_config
 from peregrine.text.tokenizer import Tokenizer
 
-# How to draw the drafters that a shape can have.
+# How to make each drafter that a shape can have.
 SHAPE_DRAFTERS: dict[str, Callable[[Decoder], DraftHead]] = {"eagle3": draw_head, "mtp": draw_prediction_layer}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class FolderSource:
-    """A checkpoint in Hugging Face format."""
+    """A checkpoint folder in Hugging Face format; its config and its weights' headers are read once, on first use."""
 
     folder: Path
 
-    @property
+    @cached_property
     def config(self) -> ModelConfig:
         return read_config(self.folder)
 
+    @cached_property
+    def weights(self) -> Weights:
+        return Weights(self.folder)
+
     @property
     def dtype(self) -> torch.dtype:
-        return stored_dtype(self.folder)
+        return stored_dtype(self.weights)
 
     def describe(self, asked: str) -> tuple[str, str]:
-        """Its name, and why it was taken."""
+        """The folder, and why it was taken."""
         return str(self.folder), "asked for" if str(self.folder) == asked else f"{asked} lies there"
 
     def tokenizer(self) -> Tokenizer:
         return Tokenizer.read(self.folder)
 
     def target(self, device: torch.device, dtype: torch.dtype) -> Decoder:
-        return load_decoder(self.folder, device, dtype)
+        return load_decoder(self.weights, device, dtype)
 
     def automatic_drafter(self) -> tuple[str, str]:
-        """The drafter for those who did not ask for one, and why."""
+        """The drafter that "auto" names, and why."""
         if (self.folder / "eagle3" / "config.json").exists():
             return "eagle3", "the model's folder has a head"
-        if has_prediction_layer(self.folder):
+        if has_prediction_layer(self.weights):
             return "mtp", "the checkpoint has a prediction layer"
         return "none", "the model's folder has no head; ask for ngram or a folder to speculate"
 
     def drafter(self, name: str, target: Decoder) -> DraftSource:
-        return find_drafter(name, self.folder, target)
+        return find_drafter(name, self.weights, target)
 
 
 @dataclass(frozen=True, slots=True)
 class ShapeSource:
-    """Random weights in the shape of a public model, for measuring; text goes through the embedded tokenizer."""
+    """Random weights in the shape of a public model, for benchmarks, with the embedded model's tokenizer."""
 
     name: str
     dtype: torch.dtype = torch.bfloat16
@@ -96,7 +102,7 @@ class ShapeSource:
 
     @property
     def _drafters(self) -> list[str]:
-        """Those the shape can have, the usual one first."""
+        """Drafters the shape can have; "auto" takes the first."""
         return ["mtp", "eagle3"] if self.config.num_extra_layers else ["eagle3"]
 
 
@@ -104,5 +110,5 @@ ModelSource = FolderSource | ShapeSource
 
 
 def open_source(name: str) -> ModelSource:
-    """What a model's name comes to."""
+    """The source a model's name stands for."""
     return ShapeSource(name) if name.startswith(PREFIX) else FolderSource(find_model(name))

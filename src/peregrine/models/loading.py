@@ -19,16 +19,16 @@ _ROTARY = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 
 
 def load_decoder(
-    folder: str | Path,
+    source: str | Path | Weights,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     *,
     pack: bool = True,
     num_positions: int | None = None,
 ) -> Decoder:
-    """The folder's decoder on the device, cast to dtype; packed for inference, or plain to be trained on."""
-    config = read_config(folder)
-    weights = Weights(folder)
+    """The decoder of a folder (or an opened one), cast to dtype; packed for inference, or plain to be trained on."""
+    config = read_config(source.folder if isinstance(source, Weights) else source)
+    weights = Weights.of(source)
     plan = decoder_plan(config)
     weights.check(plan, ignorable=lambda name: _ignorable(name, config))
     _tell_float8(weights.float8_size(plan), dtype)
@@ -48,12 +48,12 @@ def _tell_float8(size: int, dtype: torch.dtype) -> None:
         logger.warning("fp8 weights %.1f GB, held in %s as %.1f GB", size / 1e9, name, held)
 
 
-def stored_dtype(folder: str | Path) -> torch.dtype:
-    """The number format of a checkpoint's embedding, which stands for its weights."""
-    weights, name = Weights(folder), "model.embed_tokens.weight"
+def stored_dtype(source: str | Path | Weights) -> torch.dtype:
+    """The dtype of a checkpoint's embedding, taken as the dtype of its weights; no tensor is read."""
+    weights, name = Weights.of(source), "model.embed_tokens.weight"
     if name not in weights.names():
-        raise CheckpointError(f"no tensor {name} in {str(folder)!r}; give a folder in Hugging Face format")
-    return weights.tensor(name).dtype
+        raise CheckpointError(f"no tensor {name} in {str(weights.folder)!r}; give a folder in Hugging Face format")
+    return weights.dtype(name)
 
 
 def num_weights(config: ModelConfig) -> int:

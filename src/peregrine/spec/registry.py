@@ -8,6 +8,7 @@ from peregrine.attention.backend import AttentionBackend
 from peregrine.cache.store import KVShape, KVStore
 from peregrine.config import TreeShape
 from peregrine.errors import ConfigError
+from peregrine.models.checkpoint.weights import Weights
 from peregrine.models.decoder import Decoder
 from peregrine.models.draft_heads import DraftHead, has_prediction_layer, is_head, load_head
 from peregrine.models.loading import load_decoder
@@ -48,38 +49,39 @@ class DraftSource:
         return StoreShape(self.network.num_layers, self.network.kv_shape)
 
 
-def find_drafter(name: str, model_folder: Path, target: Decoder) -> DraftSource:
-    """The drafter a wish comes to: a name above, a folder, a folder inside the model's, or the model's own MTP."""
+def find_drafter(name: str, model: Weights, target: Decoder) -> DraftSource:
+    """Load a drafter: a name in DRAFTERS, "mtp" for the model's own layer, a folder inside the model's, or a folder."""
     if name in DRAFTERS:
         return DraftSource(name, None)
+    model_folder = model.folder
     beside, elsewhere = model_folder / name, Path(name)
     if name == "mtp":
-        check_prediction_layer(model_folder, target)
-        folder = model_folder
+        check_prediction_layer(model, target)
+        weights = model
     elif beside.is_dir():
-        folder = beside
+        weights = Weights(beside)
     elif elsewhere.is_dir():
-        folder = elsewhere
+        weights = Weights(elsewhere)
     else:
         known = [*DRAFTERS, "mtp", *(p.name for p in sorted(model_folder.iterdir()) if (p / "config.json").exists())]
         raise ConfigError(f"drafter={name!r}: no such drafter or folder; choose {', '.join(known)} or a folder")
     device, dtype = target.embedding.device, target.embedding.dtype
-    if name == "mtp" or is_head(folder):
-        return DraftSource(name, load_head(folder, target, device, dtype))
-    model = load_decoder(folder, device, dtype)
-    if model.config.vocab_size != target.config.vocab_size:
+    if name == "mtp" or is_head(weights):
+        return DraftSource(name, load_head(weights, target, device, dtype))
+    network = load_decoder(weights, device, dtype)
+    if network.config.vocab_size != target.config.vocab_size:
         raise ConfigError(
-            f"drafter={name!r}: its vocabulary has {model.config.vocab_size} tokens, the target's "
+            f"drafter={name!r}: its vocabulary has {network.config.vocab_size} tokens, the target's "
             f"{target.config.vocab_size}; a draft model must share the target's tokenizer"
         )
-    return DraftSource(name, model)
+    return DraftSource(name, network)
 
 
-def check_prediction_layer(model_folder: Path, target: Decoder) -> None:
+def check_prediction_layer(model: Weights, target: Decoder) -> None:
     """Refuse to draft with a layer that the checkpoint does not have."""
-    if not has_prediction_layer(model_folder):
+    if not has_prediction_layer(model):
         raise ConfigError(
-            f"drafter='mtp': {str(model_folder)!r} has no prediction layer (its config says "
+            f"drafter='mtp': {str(model.folder)!r} has no prediction layer (its config says "
             f"num_nextn_predict_layers={target.config.num_extra_layers}, and no tensor is a layer's eh_proj or "
             "input_proj); choose ngram, none or a draft head's folder, or the files that have the layer"
         )

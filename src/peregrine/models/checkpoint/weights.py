@@ -41,6 +41,11 @@ class Weights:
             scales = {name: name + fp8.SCALE_SUFFIX for name in self._files}
             self._scales = {name: scale for name, scale in scales.items() if scale in self._files}
 
+    @staticmethod
+    def of(source: "str | Path | Weights") -> "Weights":
+        """The tensors of a folder; an opened folder is used as it is."""
+        return source if isinstance(source, Weights) else Weights(source)
+
     def names(self) -> set[str]:
         """Every stored tensor; scales are part of the tensor they belong to."""
         return set(self._files) - set(self._scales.values())
@@ -52,6 +57,11 @@ class Weights:
     def stored_dtype(self, name: str) -> str:
         """The stored number format, in safetensors' words (F32, BF16, I64, ...)."""
         return str(self._files[name].get_slice(name).get_dtype())
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype of `tensor(name)`; reads no more than the file's header."""
+        dtype: torch.dtype = self._files[name].get_slice(name)[:0].dtype
+        return torch.float32 if name in self._scales else dtype
 
     def tensor(self, name: str) -> Tensor:
         """The tensor itself, on the CPU, as stored; float8 as the float32 it stands for."""

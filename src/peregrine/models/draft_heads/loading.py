@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from peregrine.errors import CheckpointError
-from peregrine.models.checkpoint.folder import Fields, open_folder
+from peregrine.models.checkpoint.folder import Fields
 from peregrine.models.checkpoint.weights import Weights
 from peregrine.models.decoder import Decoder
 from peregrine.models.draft_heads.eagle import eagle_blueprint
@@ -21,35 +21,35 @@ from peregrine.models.draft_heads.parts import DraftHead
 _BLUEPRINTS = {Kind.EAGLE3: eagle3_blueprint, Kind.EAGLE: eagle_blueprint, Kind.MTP: mtp_blueprint}
 
 
-def is_head(folder: str | Path) -> bool:
+def is_head(source: str | Path | Weights) -> bool:
     """Whether the folder holds a draft head and nothing more."""
-    path = open_folder(folder)
-    names = Weights(path).names()
-    kind = head_kind(Fields.read(path / "config.json"), names)
+    weights = Weights.of(source)
+    names = weights.names()
+    kind = head_kind(Fields.read(weights.folder / "config.json"), names)
     return kind is not None and not (kind is Kind.MTP and "model.norm.weight" in names)
 
 
-def has_prediction_layer(folder: str | Path) -> bool:
+def has_prediction_layer(source: str | Path | Weights) -> bool:
     """Whether the checkpoint has a layer of its own to draft with (MTP)."""
-    return bool(mtp_prefixes(Weights(folder).names()))
+    return bool(mtp_prefixes(Weights.of(source).names()))
 
 
 def load_head(
-    folder: str | Path, target: Decoder, device: torch.device | str, dtype: torch.dtype, *, pack: bool = True
+    source: str | Path | Weights, target: Decoder, device: torch.device | str, dtype: torch.dtype, *, pack: bool = True
 ) -> DraftHead:
     """The folder's draft head, made for this target; packed for inference, or plain to be trained on."""
-    path = open_folder(folder)
-    config, weights = Fields.read(path / "config.json"), Weights(path)
+    weights = Weights.of(source)
+    config = Fields.read(weights.folder / "config.json")
     kind = head_kind(config, weights.names())
     if kind is None:
         raise CheckpointError(
-            f"{str(path)!r} holds no draft head: neither its architectures nor its tensors are those of "
+            f"{str(weights.folder)!r} holds no draft head: neither its architectures nor its tensors are those of "
             "EAGLE-3 (midlayer.*), EAGLE (fc, layers.*) or MTP (mtp_layers.*, layers.N.eh_proj); "
             "give a head's folder"
         )
-    source = OpenedHead(open_fields(config, kind), weights, canonical_names(kind, weights.names()))
-    blueprint = _BLUEPRINTS[kind](source, target)
-    plan = source.placed(blueprint.plan)
+    opened = OpenedHead(open_fields(config, kind), weights, canonical_names(kind, weights.names()))
+    blueprint = _BLUEPRINTS[kind](opened, target)
+    plan = opened.placed(blueprint.plan)
     weights.check(plan, blueprint.ignorable)
     head = blueprint.build(device, dtype)
     if pack:

@@ -1,0 +1,68 @@
+"""What commands print while text is generated: the text with drafted tokens marked, and how speculation went."""
+
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from peregrine.errors import EngineFault
+from peregrine.log import style
+
+if TYPE_CHECKING:
+    from peregrine.engine.request import Delta, Output, Stats
+    from peregrine.text.stream import Detokenizer
+
+
+class DraftMarks:
+    """Cuts streamed text where its tokens end, so that the text of drafted tokens can be marked."""
+
+    def __init__(self, detokenizer: "Detokenizer") -> None:
+        """`detokenizer` must be new and made for the request's prompt."""
+        self._detokenizer = detokenizer
+        self._drafted: deque[bool] = deque()  # of tokens whose text is not final yet
+        self._lengths: deque[tuple[int, bool]] = deque()  # of tokens whose text is final and not streamed yet
+
+    def cut(self, delta: "Delta") -> Iterator[tuple[str, bool]]:
+        """The delta's text in pieces: the text of one token, and whether it was drafted."""
+        self._drafted.extend(delta.drafted)
+        texts = self._detokenizer.push_each(delta.token_ids)
+        if delta.output is not None:
+            texts += self._detokenizer.finish_each()
+        self._lengths.extend((len(text), self._drafted.popleft() if self._drafted else False) for text in texts)
+        rest = delta.text
+        while rest:
+            length, drafted = self._lengths.popleft() if self._lengths else (len(rest), False)
+            if length > len(rest):  # what is missing is held back: a stop string may begin in it
+                self._lengths.appendleft((length - len(rest), drafted))
+            piece, rest = rest[:length], rest[length:]
+            if piece:
+                yield piece, drafted
+
+
+def print_stream(deltas: "Iterable[Delta]", marks: DraftMarks | None = None) -> "Output":
+    """Print text as it comes, with `marks` drafted tokens green and underlined; returns the output."""
+    for delta in deltas:
+        for text, drafted in [(delta.text, False)] if marks is None else marks.cut(delta):
+            print(style(text, "green", "underline") if drafted else text, end="", flush=True)
+        if delta.output is not None:
+            print("" if delta.output.text.endswith("\n") else "\n", end="", flush=True)
+            return delta.output
+    raise EngineFault("the stream ended without an output")
+
+
+def check_output(output: "Output") -> None:
+    """Raise EngineFault with the reason if the generation failed."""
+    if output.finish_reason == "error":
+        raise EngineFault(f"the generation failed: {output.error}")
+
+
+def acceptance(stats: "Stats") -> list[str]:
+    """How speculation went: tokens per round, and how many drafts were right if there were any."""
+    drafts = [f"{stats.correct} of {stats.drafted} drafts right"] if stats.drafted else []
+    return [f"{stats.accept_length:.2f} tokens per round (bonus included)", *drafts]
+
+
+def print_note(text: str) -> None:
+    """A line on stderr, so that a pipe carries the generated text alone."""
+    sys.stdout.flush()
+    print(style(text, "dim", stream=sys.stderr), file=sys.stderr, flush=True)

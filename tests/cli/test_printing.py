@@ -1,0 +1,70 @@
+"""Drafted tokens are marked in the streamed text, which itself is printed as it comes, no more and no less."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from peregrine.cli.printing import DraftMarks, print_stream
+from peregrine.engine.folders import find_model
+from peregrine.engine.request import Delta
+from peregrine.errors import EngineFault
+from peregrine.llm import LLM
+from peregrine.sampling import SamplingParams
+from peregrine.text.stream import Detokenizer, TextStream
+from peregrine.text.tokenizer import Tokenizer
+
+MERLIN = Tokenizer.read(find_model("merlin"))
+
+
+def test_half_a_character_waits_for_its_other_half() -> None:
+    class Bytes:
+        byte_level, special_ids = True, frozenset[int]()
+
+        def token_bytes(self, token: int) -> bytes:
+            return bytes([token])
+
+    marks = DraftMarks(Detokenizer(Bytes(), []))  # type: ignore[arg-type]
+    assert list(marks.cut(Delta(0, "", [0xC3], [True], None, None))) == []
+    assert list(marks.cut(Delta(0, "é!", [0xA9, 0x21], [False, True], None, None))) == [("é", False), ("!", True)]
+
+
+@given(data=st.data(), text=st.text("ab é\u4e16<", min_size=1, max_size=30), stop=st.sampled_from(["", "b", "é<"]))
+def test_pieces_are_the_text_cut_at_its_tokens(data: st.DataObject, text: str, stop: str) -> None:
+    """As the engine streams it: text that may begin a stop string is held back and comes with a later delta."""
+    ids = MERLIN.encode(text)
+    stream, marks = TextStream(MERLIN, [5], [stop] if stop else []), DraftMarks(Detokenizer(MERLIN, [5]))
+    pieces: list[tuple[str, bool]] = []
+    while ids and stream.stopped is None:
+        count = data.draw(st.integers(1, 4))
+        step, ids = ids[:count], ids[count:]
+        pushed = stream.push(step)
+        more = pushed.text + ("" if ids else stream.finish())
+        ended = object() if not ids or stream.stopped is not None else None
+        kept = step[: pushed.kept]
+        delta = Delta(0, more, kept, [token % 2 == 0 for token in kept], None, ended)  # type: ignore[arg-type]
+        cut = list(marks.cut(delta))
+        assert "".join(piece for piece, _ in cut) == more
+        pieces += cut
+    assert "".join(piece for piece, _ in pieces) == (text.split(stop)[0] if stop else text)
+
+
+def test_marks_follow_the_tokens() -> None:
+    ids = MERLIN.encode("Once upon a time")
+    drafted = [index % 2 == 1 for index in range(len(ids))]
+    marks = DraftMarks(Detokenizer(MERLIN, [5]))
+    pieces = list(marks.cut(Delta(0, "Once upon a time", ids, drafted, None, None)))
+    assert pieces == [(MERLIN.decode([token]), mark) for token, mark in zip(ids, drafted, strict=True)]
+
+
+def test_a_stop_string_is_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    params = SamplingParams(temperature=0, stop=" it", max_tokens=60)
+    with LLM("merlin", num_pages=64) as llm:
+        prompt = llm.encode("One day, a little fox")
+        output = print_stream(llm.stream(prompt, params), DraftMarks(Detokenizer(llm.tokenizer, prompt)))
+    assert output.stop_reason == " it"
+    assert capsys.readouterr().out == output.text + "\n"
+
+
+def test_a_stream_without_an_output_is_a_fault() -> None:
+    with pytest.raises(EngineFault, match="without an output"):
+        print_stream(iter([]))
