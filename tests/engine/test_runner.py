@@ -18,7 +18,7 @@ from peregrine.sampling import MAX_LOGPROBS
 from peregrine.spec.state import Rows
 from spec.harness import build
 
-PARTS = ("sampled", "filtered", "penalised", "biased", "floored")
+PARTS = ("sampled", "filtered", "penalised", "biased", "min_len")
 features = st.builds(Features, *(st.booleans() for _ in PARTS), st.none() | st.integers(0, MAX_LOGPROBS))
 
 

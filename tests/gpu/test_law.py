@@ -46,7 +46,7 @@ VARIANTS = {
     "sampled": Features(sampled=True),
     "filtered": Features(sampled=True, filtered=True),
     "penalties": Features(sampled=True, penalised=True),
-    "everything": Features(sampled=True, filtered=True, penalised=True, biased=True, floored=True),
+    "everything": Features(sampled=True, filtered=True, penalised=True, biased=True, min_len=True),
 }
 
 
@@ -72,7 +72,7 @@ def params_of(rows: int) -> list[Params]:
         Params(temperature=1.0, top_k=40),
         Params(temperature=1.3, min_p=0.05, bias={7: 2.0, 11: -3.0}),
         Params(temperature=1.0, top_k=50, top_p=0.95, repetition=1.2),
-        Params(temperature=0.8, presence=0.5, frequency=0.3, stops=(5, 9), floor=10_000),
+        Params(temperature=0.8, presence=0.5, frequency=0.3, stops=(5, 9), min_len=10_000),
         Params(temperature=1.0),
     ]
     return [replace(some[row % len(some)], seed=row * 7919 - 3) for row in range(rows)]

@@ -78,7 +78,7 @@ def laws_of(variant: Features) -> dict[str, object]:
         law |= {"repetition_penalty": 1.2, "frequency_penalty": 0.2, "presence_penalty": 0.1}
     if variant.biased:
         law |= {"logit_bias": {300: 2.0, 301: -3.0}}
-    if variant.floored:
+    if variant.min_len:
         law |= {"min_tokens": 5, "stop_token_ids": [400]}
     if variant.logprobs is not None:
         law |= {"logprobs": MAX_LOGPROBS}

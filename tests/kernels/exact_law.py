@@ -23,7 +23,7 @@ class Params:
     seed: int = 0
     bias: dict[int, float] = field(default_factory=dict)
     stops: tuple[int, ...] = ()
-    floor: int = 0
+    min_len: int = 0
 
 
 def law_of(rows: Sequence[Params], width: int = 4) -> SamplingTensors:
@@ -50,7 +50,7 @@ def law_of(rows: Sequence[Params], width: int = 4) -> SamplingTensors:
         bias_ids=padded([row.bias.keys() for row in rows], -1, torch.int64),
         bias_values=padded([row.bias.values() for row in rows], 7.0, torch.float32),
         stop_ids=padded([row.stops for row in rows], -1, torch.int64),
-        floors=wholes("floor"),
+        min_lens=wholes("min_len"),
     )
 
 
@@ -101,7 +101,7 @@ def distribution(logits, params, position=0, prompt=(), output=()):
     for token, bias in params.bias.items():
         scores[token] += bias
     scores = penalised(scores, params, list(prompt), list(output))
-    if position < params.floor:
+    if position < params.min_len:
         scores[list(params.stops)] = -np.inf
     scores = scores / params.temperature
     probabilities = np.exp(scores - scores.max())

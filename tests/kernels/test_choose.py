@@ -10,7 +10,7 @@ from kernels.exact_law import Params, assert_drawn_from, context_of, distributio
 from peregrine.errors import EngineFault
 from peregrine.kernels.sampling.reference import Context, Features, choose, logprobs, pick_scores, process
 
-ALL = Features(sampled=True, filtered=True, penalised=True, biased=True, floored=True)
+ALL = Features(sampled=True, filtered=True, penalised=True, biased=True, min_len=True)
 LOGITS = np.array([1.0, 2.5, -0.5, 0.3, 2.0, 1.5, -2.0, 0.9, 1.1])
 PROMPT, OUTPUT, DRAFT = [1, 4, 7], [5, 5, 4, 0], 5  # DRAFT is an ancestor of every node that draws
 
@@ -25,10 +25,10 @@ LAWS = {
     "presence": Params(presence=1.2),
     "frequency": Params(frequency=0.6),
     "bias": Params(bias={3: 2.0, 1: -1.5}),
-    "floor": Params(stops=(1, 4), floor=10**6),
+    "min_len": Params(stops=(1, 4), min_len=10**6),
     "filters": Params(temperature=0.8, top_k=6, top_p=0.9, min_p=0.05),
     "penalties": Params(temperature=1.3, repetition=1.2, presence=0.4, frequency=0.3),
-    "all": Params(1.1, 7, 0.93, 0.02, 1.3, 0.3, 0.2, bias={0: 0.7, 8: 1.0}, stops=(5,), floor=10**6),
+    "all": Params(1.1, 7, 0.93, 0.02, 1.3, 0.3, 0.2, bias={0: 0.7, 8: 1.0}, stops=(5,), min_len=10**6),
 }
 
 
@@ -50,7 +50,7 @@ def window(num_rows, num_nodes, vocab_size, seed=0):
 def mixed_rows():
     """One row per law, greedy ones among them, each with a seed of its own."""
     rows = [*LAWS.values(), Params(temperature=0.0), Params(temperature=0.0, repetition=1.4, bias={2: 3.0})]
-    return [replace(params, seed=11 * index, floor=min(params.floor, 30)) for index, params in enumerate(rows)]
+    return [replace(params, seed=11 * index, min_len=min(params.min_len, 30)) for index, params in enumerate(rows)]
 
 
 def draws(params, num_rows=400, num_nodes=50):
@@ -121,7 +121,7 @@ def test_finite_extremes_are_no_fault():
     assert choose(logits, positions, law_of([Params(temperature=0.0)]), Features(), None).tolist() == [[0]]
 
 
-@pytest.mark.parametrize("part", ["sampled", "filtered", "penalised", "biased", "floored"])
+@pytest.mark.parametrize("part", ["sampled", "filtered", "penalised", "biased", "min_len"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_part_that_a_row_does_not_use_changes_no_bit(part, temperature):
     logits, positions, context = window(4, 3, 101)
@@ -166,15 +166,15 @@ def test_the_seed_and_the_position_decide():
     assert torch.equal(moved[:, :5], tokens[:, 3:])
 
 
-def test_stop_ids_wait_for_the_floor():
+def test_stop_ids_wait_for_min_len():
     logits = torch.zeros(2, 4, 10)
     logits[:, :, 7] = 9.0
     logits[:, :, 2] = 8.0
     logits[:, :, 5] = 1.0
     positions = torch.arange(10, 14).expand(2, -1)
     greedy = Params(temperature=0.0, stops=(7, 2))
-    law = law_of([replace(greedy, floor=12), greedy])
-    tokens = choose(logits, positions, law, Features(floored=True), None)
+    law = law_of([replace(greedy, min_len=12), greedy])
+    tokens = choose(logits, positions, law, Features(min_len=True), None)
     assert tokens.tolist() == [[5, 5, 7, 7], [7, 7, 7, 7]]
 
 

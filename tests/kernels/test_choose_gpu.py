@@ -117,10 +117,10 @@ def test_every_part_of_the_law_at_once():
     rows = [
         Params(temperature=0.7, top_k=9, top_p=0.9, min_p=0.01, repetition=1.2, seed=1),
         Params(temperature=1.0, presence=0.5, frequency=0.2, bias={3: 4.0, 70: -2.0}, seed=2),
-        Params(temperature=1.3, top_p=0.8, stops=(5, 6), floor=100, seed=3),
+        Params(temperature=1.3, top_p=0.8, stops=(5, 6), min_len=100, seed=3),
         Params(temperature=0.0, repetition=1.5),
     ]
-    everything = Features(sampled=True, filtered=True, penalised=True, biased=True, floored=True)
+    everything = Features(sampled=True, filtered=True, penalised=True, biased=True, min_len=True)
     context = context_of([[1, 2, 3]] * 4, [[4, 5]] * 4, [[5, 6]] * 4, [[1, 3]] * 4)
     assert_same(logits_of(torch.float32), law_of(rows), everything, context)
     assert_same(logits_of(torch.bfloat16), law_of(rows), everything, context)

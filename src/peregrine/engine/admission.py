@@ -64,7 +64,7 @@ def seat_entry(request: Request, limits: Limits) -> SeatEntry:
         limit=request.limit,
         draft_cap=limits.num_drafts if params.num_drafts is None else params.num_drafts,
         stop_ids=stop_ids,
-        floor=len(request.prompt) + params.min_tokens,
+        min_len=len(request.prompt) + params.min_tokens,
         seed=request.seed,
         temperature=params.temperature,
         top_k=params.top_k,
@@ -87,6 +87,6 @@ def features_of(requests: list[Request]) -> Features:
         filtered=any(p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in sampled),
         penalised=any(p.repetition_penalty != 1 or p.presence_penalty or p.frequency_penalty for p in params),
         biased=any(p.logit_bias for p in params),
-        floored=any(p.min_tokens for p in params),
+        min_len=any(p.min_tokens for p in params),
         logprobs=max(asked) if asked else None,
     )

@@ -20,7 +20,7 @@ from peregrine.spec.round import Logprobs, Mark, no_mark, run_round
 from peregrine.spec.state import Rows, SeatState
 from peregrine.spec.types import Drafter
 
-ALL_PARTS = Features(sampled=True, filtered=True, penalised=True, biased=True, floored=True)
+ALL_PARTS = Features(sampled=True, filtered=True, penalised=True, biased=True, min_len=True)
 # The recorded variants of a round, cheapest first.
 VARIANTS = (
     Features(),

@@ -41,7 +41,7 @@ class SeatEntry:
     limit: int  # most tokens in all, prompt included
     draft_cap: int
     stop_ids: list[int]
-    floor: int  # a stop id may not be chosen for a position below this
+    min_len: int  # a stop id may not be chosen for a position below this
     seed: int
     temperature: float
     top_k: int
@@ -128,7 +128,7 @@ class SeatState:
             bias_ids=whole(MAX_BIAS, fill=-1),
             bias_values=real(MAX_BIAS),
             stop_ids=whole(MAX_STOP_IDS, fill=-1),
-            floors=whole(),
+            min_lens=whole(),
         )
         self._views: dict[Rows, RowState] = {}
 
@@ -138,7 +138,7 @@ class SeatState:
         seated = [self.history, self.past_lens, self.prompt_lens, self.limits, self.window_tokens, self.offered]
         seated += [self.draft_caps, self.done, self.page_table, law.temperature, law.top_k, law.top_p, law.min_p]
         seated += [law.repetition, law.presence, law.frequency, law.seeds, law.bias_ids, law.bias_values]
-        seated += [law.stop_ids, law.floors]
+        seated += [law.stop_ids, law.min_lens]
         return seated if self.shape.is_chain else seated + list(self.links.fields())
 
     def rows(self, count: int, places: int) -> Rows:
@@ -177,7 +177,7 @@ class SeatState:
                 bias_ids=law.bias_ids[:count],
                 bias_values=law.bias_values[:count],
                 stop_ids=law.stop_ids[:count],
-                floors=law.floors[:count],
+                min_lens=law.min_lens[:count],
             ),
             pages=RowPages(
                 self.page_table[:count, : -(-rows.places // self.page_size)],
@@ -207,7 +207,7 @@ class SeatState:
             (law.presence, entry.presence),
             (law.frequency, entry.frequency),
             (law.seeds, entry.seed),
-            (law.floors, entry.floor),
+            (law.min_lens, entry.min_len),
         ]
         for buffer, number in numbers:
             buffer[seat].fill_(number)

@@ -22,20 +22,20 @@ class Features:
     filtered: bool = False  # some top_k, top_p or min_p is on
     penalised: bool = False  # some repetition, presence or frequency penalty is on
     biased: bool = False  # some row has a logit bias
-    floored: bool = False  # some row has a token floor (min_tokens)
+    min_len: bool = False  # some row has min_tokens
     logprobs: int | None = None  # None: no log-probabilities; n: the chosen token's and the n largest
 
     def covers(self, other: "Features") -> bool:
         """Whether this does all that the other asks for; what it does beyond that changes no bit."""
-        mine = (self.sampled, self.filtered, self.penalised, self.biased, self.floored)
-        theirs = (other.sampled, other.filtered, other.penalised, other.biased, other.floored)
+        mine = (self.sampled, self.filtered, self.penalised, self.biased, self.min_len)
+        theirs = (other.sampled, other.filtered, other.penalised, other.biased, other.min_len)
         counts = [-1 if features.logprobs is None else features.logprobs for features in (self, other)]
         return all(a or not b for a, b in zip(mine, theirs, strict=True)) and counts[0] >= counts[1]
 
     @property
     def plain(self) -> bool:
         """Whether the largest raw logit is the choice of every row."""
-        return not (self.sampled or self.filtered or self.penalised or self.biased or self.floored)
+        return not (self.sampled or self.filtered or self.penalised or self.biased or self.min_len)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class SamplingTensors:
     bias_ids: Tensor  # [R, B] i64, each id at most once; -1: empty
     bias_values: Tensor  # [R, B] f32
     stop_ids: Tensor  # [R, S] i64; -1: empty
-    floors: Tensor  # [R] i64; no stop id is chosen for a token whose position is below this
+    min_lens: Tensor  # [R] i64; no stop id is chosen for a token whose position is below this
 
 
 @dataclass(frozen=True, slots=True)

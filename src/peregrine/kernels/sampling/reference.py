@@ -5,7 +5,7 @@ processed logit and Gumbel noise, lowest id on ties. The maximum of logits plus 
 their softmax, and since the noise is a hash and not a stream, all nodes of a draft tree are chosen at once
 and as if each came alone. Temperature 0 has no noise.
 
-Order: bias, penalties, token floor, temperature, top-k, top-p, min-p, noise.
+Order: bias, penalties, min_tokens, temperature, top-k, top-p, min-p, noise.
 
 A row's bits depend on that row alone: every step is elementwise, a maximum, or a sum of whole numbers.
 Nothing waits for the device.
@@ -53,9 +53,9 @@ def choose(
 def _choose_on_gpu(
     logits: Tensor, positions: Tensor, law: SamplingTensors, features: Features, context: Context | None
 ) -> Tensor:
-    """`choose` where Triton serves; bias, penalties and floor come from the twins."""
+    """`choose` where Triton serves; bias, penalties and min_tokens come from the twins."""
     tokens = torch.empty(positions.shape, dtype=torch.int64, device=logits.device)
-    raw = not (features.biased or features.penalised or features.floored)
+    raw = not (features.biased or features.penalised or features.min_len)
     scores = logits if raw else adjust(logits, positions, law, features, context)
     lowest = None
     if features.sampled and features.filtered:  # greedy rows take the best score, which every filter keeps
@@ -98,7 +98,7 @@ def process(
 def adjust(
     logits: Tensor, positions: Tensor, law: SamplingTensors, features: Features, context: Context | None
 ) -> Tensor:
-    """Logits after bias, penalties and token floor: [R, T, V] f32; the very tensor if none is in use."""
+    """Logits after bias, penalties and min_tokens: [R, T, V] f32; the very tensor if none is in use."""
     scores = logits.float()
     if features.biased:
         scores = _add_at(scores, law.bias_ids, law.bias_values[:, None])
@@ -106,8 +106,8 @@ def adjust(
         if context is None:
             raise EngineFault("context=None: penalties count what came before; pass a Context")
         scores = penalise(scores, law, context)
-    if features.floored:
-        early = positions < law.floors[:, None]  # [R, T]
+    if features.min_len:
+        early = positions < law.min_lens[:, None]  # [R, T]
         scores = _add_at(scores, law.stop_ids, torch.where(early, -torch.inf, -0.0)[:, :, None])
     return scores
 
