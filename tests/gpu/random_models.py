@@ -8,8 +8,7 @@ from tempfile import mkdtemp
 import torch
 from safetensors.torch import load_file, save_file
 
-from peregrine.synthetic.checkpoint import make_random_checkpoint
-from peregrine.synthetic.sizes import OUTPUT_GAIN
+from peregrine.synthetic.checkpoint import OUTPUT_GAIN, make_random_checkpoint
 from spec.expert_models import with_prediction_layer
 
 VOCAB, HIDDEN, LAYERS, CONTEXT = 512, 512, 8, 1024

@@ -41,7 +41,7 @@ def load_decoder(
 
 
 def _tell_float8(size: int, dtype: torch.dtype) -> None:
-    """Say what float8 weights come to: they are held multiplied out."""
+    """Warn that float8 weights are held dequantised."""
     if size:
         held = size * dtype.itemsize / 1e9
         name = str(dtype).removeprefix("torch.")
@@ -57,7 +57,7 @@ def stored_dtype(source: str | Path | Weights) -> torch.dtype:
 
 
 def num_weights(config: ModelConfig) -> int:
-    """How many numbers a decoder's tensors hold, experts that few tokens meet included."""
+    """Number of weights of a decoder, all experts included."""
     pieces = {piece.name: piece for made_of in decoder_plan(config).values() for piece in made_of}
     return sum(math.prod(piece.shape) for piece in pieces.values())
 
@@ -79,7 +79,7 @@ def decoder_plan(config: ModelConfig) -> Plan:
 
 
 def _ignorable(name: str, config: ModelConfig) -> bool:
-    """Tensors that say nothing new, and prediction layers, which `load_head` reads."""
+    """Tensors that repeat the config or another tensor, and prediction layers, which `load_head` reads."""
     if _ROTARY.search(name) or (config.tied and name == "lm_head.weight"):
         return True
     extra = [f"model.layers.{config.num_layers + i}." for i in range(config.num_extra_layers)]

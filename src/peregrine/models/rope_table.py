@@ -1,7 +1,6 @@
-"""Rotary tables: which angle each position turns each pair of a head by, for every supported scaling.
+"""Rotary tables: cos and sin of the angle of each position and pair of a head, for every supported scaling.
 
-The arithmetic is float32 on the CPU, step by step as checkpoints were trained with it, and the table is then
-moved: every device sees the same bits.
+Computed in float32 on the CPU in the order checkpoints were trained with, then moved: all devices see the same bits.
 """
 
 import math
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from peregrine.models.checkpoint.folder import Fields
 
-# Look-ahead tokens stand past the last position that can be committed; their table rows must exist.
+# Draft tokens may lie past the last position that can be committed; their table rows must exist.
 SPARE_POSITIONS = 128
 
 
@@ -36,7 +35,7 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True)
 class YarnScaling:
-    """NTK-by-parts: pairs that turn seldom are interpolated, the rest kept; the table is scaled."""
+    """NTK-by-parts: low frequencies are interpolated, high ones kept; the table is scaled by attention_factor."""
 
     factor: float
     original_positions: int
@@ -44,7 +43,7 @@ class YarnScaling:
     beta_slow: float
     attention_factor: float
     truncate: bool
-    mscale_all_dim: float = 0.0  # of latent attention: lengthens queries and keys as a whole; 0: it does not
+    mscale_all_dim: float = 0.0  # MLA: scales q . k by a magnitude; 0: off
 
 
 Scaling = LinearScaling | Llama3Scaling | YarnScaling
@@ -52,7 +51,7 @@ Scaling = LinearScaling | Llama3Scaling | YarnScaling
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Base wavelength and scaling of a rotary embedding over whole heads."""
+    """Theta and scaling of a rotary embedding over whole heads."""
 
     theta: float
     scaling: Scaling | None
@@ -77,7 +76,7 @@ _KEYS = {
 
 
 def read_rope(config: Fields, max_positions: int) -> Rope:
-    """What a config asks for, from `rope_parameters` or from `rope_scaling` and `rope_theta`."""
+    """The rope of a config, from `rope_parameters` or from `rope_scaling` and `rope_theta`."""
     name = "rope_scaling" if config.values.get("rope_scaling") else "rope_parameters"
     fields = config.inner(name)
     kind = fields.text("rope_type", fields.text("type", "default"))
@@ -127,7 +126,7 @@ def _read_scaling(kind: str, fields: Fields, config: Fields, max_positions: int)
 
 
 def yarn_magnitude(factor: float, weight: float) -> float:
-    """By how much queries and keys are lengthened where a context is stretched by the factor."""
+    """Yarn's magnitude: how much queries and keys grow when the context is stretched by the factor."""
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
@@ -193,10 +192,10 @@ def _llama3(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
 def _yarn(plain: Tensor, scaling: YarnScaling, theta: float) -> Tensor:
     head_dim = 2 * len(plain)
 
-    def pair_that_turns(times: float) -> float:
+    def pair_with_rotations(times: float) -> float:
         return head_dim * math.log(scaling.original_positions / (times * 2 * math.pi)) / (2 * math.log(theta))
 
-    low, high = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
+    low, high = pair_with_rotations(scaling.beta_fast), pair_with_rotations(scaling.beta_slow)
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)

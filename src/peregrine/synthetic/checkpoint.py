@@ -1,13 +1,14 @@
-"""A checkpoint with random weights and a small tokenizer, for demonstrations, benchmarks and tests.
+"""A checkpoint folder with random weights and a small tokenizer, for demonstrations, benchmarks and tests.
 
-A Llama, or with latents of some rank (`kv_rank`) a DeepSeek-V3, with experts if there are any (`num_experts`).
-
-The folder has the files of a published checkpoint. What the model writes makes no sense, but it varies:
-weights are scaled so that the greedy token depends on the text before it. Equal seeds write equal bytes.
+A Llama, or a DeepSeek-V3 if `kv_rank` is set (MLA), with experts if `num_experts` is. The folder has the files of a
+published checkpoint. The text makes no sense, but it varies: weights are scaled so that the greedy token depends on the
+text before it. Equal seeds write equal bytes.
 """
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from safetensors.torch import save_file
@@ -16,14 +17,12 @@ from torch import Tensor
 
 from peregrine.errors import ConfigError
 from peregrine.hardware import DTYPES
-from peregrine.synthetic.deepseek import FEWEST_EXPERTS, deepseek_attention, deepseek_experts, deepseek_fields
-from peregrine.synthetic.sizes import OUTPUT_GAIN, QUERY_GAIN, Matrix, RandomShape
 
 END_OF_TEXT = "<|endoftext|>"
 # 256 bytes and the end-of-text token.
 MIN_VOCAB = 257
 LOGIT_SPREAD = 3.0
-# Single bytes and the end of text are seldom chosen, so that what comes out reads as pieces of words.
+# Bytes and the end of text are chosen seldom, so that the output reads as pieces of words.
 BYTE_GAIN = 0.3
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -43,6 +42,39 @@ LINES = [
     "def falls(height, gravity=9.81): return (2 * height / gravity) ** 0.5",
     "In the evening the wind was gone, the valley was quiet, and the bird was home.",
 ]
+# Layers add more to the residual than the embedding holds; otherwise the model repeats its last token for ever.
+QUERY_GAIN, OUTPUT_GAIN = 1.5, 4.0
+LATENT_GAIN = 2.0  # of w_uk and w_uv, whose input is a normed latent
+FEWEST_EXPERTS = 4
+
+
+class Matrix(Protocol):
+    """Draws the next matrix of a checkpoint."""
+
+    def __call__(self, rows: int, columns: int, spread: float = 1.0) -> Tensor:
+        """Inputs of unit size give outputs of size `spread`."""
+
+
+@dataclass(frozen=True, slots=True)
+class RandomShape:
+    """Sizes of the checkpoint; the defaults load within milliseconds."""
+
+    vocab_size: int = 384
+    hidden_size: int = 64
+    intermediate_size: int = 160
+    num_layers: int = 2
+    num_heads: int = 4
+    num_kv_heads: int = 2  # unused with kv_rank
+    head_dim: int = 16
+    max_positions: int = 2048
+    tied: bool = False
+    dtype: str = "float32"  # what the file holds: float32, bfloat16 or float16
+    seed: int = 0
+    kv_rank: int = 0  # MLA with latents of this size; 0: keys and values of heads
+    q_rank: int = 0  # MLA: rank of the query projection; 0: a full one
+    rope_dim: int = 16  # MLA: rotated part of a head, beside head_dim
+    num_experts: int = 0  # in every layer but the first, 2 for each token; 0: every layer has an MLP
+    expert_size: int = 32
 
 
 def make_random_checkpoint(folder: str | Path, **shape: int | bool | str) -> Path:
@@ -120,7 +152,7 @@ def random_weights(sizes: RandomShape) -> dict[str, Tensor]:
 
 
 def heads_attention(sizes: RandomShape, prefix: str, matrix: Matrix) -> dict[str, Tensor]:
-    """The tensors of one layer's attention with keys and values of heads."""
+    """The tensors of one layer's dense attention."""
     hidden = sizes.hidden_size
     q_size, kv_size = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
     return {
@@ -168,3 +200,62 @@ def tokenizer_fields(sizes: RandomShape) -> dict[str, object]:
 def write_json(path: Path, fields: dict[str, object]) -> None:
     """One JSON file, readable by people."""
     path.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+
+
+def deepseek_attention(sizes: RandomShape, prefix: str, matrix: Matrix) -> dict[str, Tensor]:
+    """The tensors of one layer's MLA."""
+    hidden, heads, dtype = sizes.hidden_size, sizes.num_heads, DTYPES[sizes.dtype]
+    q_size = heads * (sizes.head_dim + sizes.rope_dim)
+    weights = {
+        f"{prefix}.kv_a_proj_with_mqa.weight": matrix(sizes.kv_rank + sizes.rope_dim, hidden),
+        f"{prefix}.kv_a_layernorm.weight": torch.ones(sizes.kv_rank, dtype=dtype),
+        f"{prefix}.kv_b_proj.weight": matrix(2 * heads * sizes.head_dim, sizes.kv_rank, LATENT_GAIN),
+        f"{prefix}.o_proj.weight": matrix(hidden, heads * sizes.head_dim, OUTPUT_GAIN),
+    }
+    if not sizes.q_rank:
+        return weights | {f"{prefix}.q_proj.weight": matrix(q_size, hidden, QUERY_GAIN)}
+    return weights | {
+        f"{prefix}.q_a_proj.weight": matrix(sizes.q_rank, hidden),
+        f"{prefix}.q_a_layernorm.weight": torch.ones(sizes.q_rank, dtype=dtype),
+        f"{prefix}.q_b_proj.weight": matrix(q_size, sizes.q_rank, QUERY_GAIN),
+    }
+
+
+def deepseek_experts(sizes: RandomShape, prefix: str, matrix: Matrix) -> dict[str, Tensor]:
+    """The tensors of one layer's experts and its shared expert."""
+    hidden, inner, count = sizes.hidden_size, sizes.expert_size, sizes.num_experts
+    weights = {
+        f"{prefix}.gate.weight": matrix(count, hidden),
+        f"{prefix}.gate.e_score_correction_bias": matrix(1, count, 0.2)[0].float(),
+    }
+    for name in [*(f"experts.{i}" for i in range(count)), "shared_experts"]:
+        weights |= {
+            f"{prefix}.{name}.gate_proj.weight": matrix(inner, hidden),
+            f"{prefix}.{name}.up_proj.weight": matrix(inner, hidden),
+            f"{prefix}.{name}.down_proj.weight": matrix(hidden, inner, OUTPUT_GAIN),
+        }
+    return weights
+
+
+def deepseek_fields(sizes: RandomShape) -> dict[str, object]:
+    """The fields of config.json that differ from a Llama's."""
+    return {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": sizes.num_heads,
+        "head_dim": sizes.rope_dim,
+        "kv_lora_rank": sizes.kv_rank,
+        "q_lora_rank": sizes.q_rank or None,
+        "qk_nope_head_dim": sizes.head_dim,
+        "qk_rope_head_dim": sizes.rope_dim,
+        "v_head_dim": sizes.head_dim,
+        "first_k_dense_replace": 1 if sizes.num_experts else sizes.num_layers,
+        "n_routed_experts": sizes.num_experts or FEWEST_EXPERTS,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": sizes.expert_size,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+    }

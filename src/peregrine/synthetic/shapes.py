@@ -1,7 +1,7 @@
-"""Public models' shapes with random weights, so that any machine can measure without a download.
+"""Random weights in public models' shapes, so that any machine can measure without a download.
 
-What such a model writes is noise, and it never ends by itself; its arithmetic and its memory are the real ones'. So are
-those of the drafter that goes with it: a prediction layer where the shape has one, else an EAGLE-3 head.
+The text is noise and never ends by itself; arithmetic and memory are those of the real model. The drafter is a
+prediction layer where the shape has one, else an EAGLE-3 head.
 """
 
 from dataclasses import replace
@@ -92,7 +92,7 @@ SHAPES: dict[str, dict[str, object]] = {
     }
     | _experts("num_local_experts", 8, 2, 14336)
     | _sizes(4096, 14336, 32, 32, 8),
-    # Its checkpoint has no prediction layer; this shape has one, so that drafting with one can be measured.
+    # The public checkpoint has no prediction layer; the shape has one, so that MTP can be measured.
     "deepseek-v2-lite": _DEEPSEEK
     | {"architectures": ["DeepseekV2ForCausalLM"], "vocab_size": 102400, "q_lora_rank": None}
     | {"rope_scaling": _YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}, "num_nextn_predict_layers": 1}
@@ -124,14 +124,14 @@ def shape_config(name: str) -> ModelConfig:
 
 
 def draw_decoder(config: ModelConfig, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Decoder:
-    """A decoder of random weights, made where it will run and packed for it."""
+    """A decoder with random weights, drawn and packed on the device."""
     decoder = Decoder(config, device, dtype)
     draw_here(decoder, seed)
     return decoder.pack()
 
 
 def draw_head(target: Decoder, seed: int = 1) -> Eagle3Head:
-    """An EAGLE-3 head that fits the target as its public heads do: one Llama layer, a draft vocabulary of 32k."""
+    """An EAGLE-3 head for the target, of the usual shape: one Llama layer, a draft vocabulary of 32k."""
     config, weight = target.config, target.embedding
     layer = replace(
         config,
@@ -157,7 +157,7 @@ def draw_head(target: Decoder, seed: int = 1) -> Eagle3Head:
 
 
 def draw_prediction_layer(target: Decoder, seed: int = 1) -> MTPHead:
-    """A prediction layer made like the target's last layer; embedding and output head are borrowed."""
+    """A prediction layer of the kind of the target's last layer; embedding and output head are borrowed."""
     config, weight = target.config, target.embedding
     layer = prediction_layer(config, has_experts=config.has_experts(config.num_layers - 1))
     head = MTPHead(layer, target, weight.device, weight.dtype, hidden_first=False)

@@ -1,7 +1,7 @@
-"""A checkpoint folder's JSON files, read field by field with types and refusals.
+"""A checkpoint folder's JSON files, read field by field.
 
-Whoever asks for a field says what it must be; what does not fit is refused with the file, the field, the
-value and what to do about it.
+A caller names the type it expects; a value that does not fit is refused with the file, the field, the value and the
+remedy.
 """
 
 import json
@@ -47,7 +47,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """A JSON object with its place of origin, for messages."""
+    """A JSON object, and the file it came from for messages."""
 
     source: str
     values: dict[str, Any]
@@ -120,7 +120,7 @@ class Fields:
         return tuple(value)
 
     def inner(self, name: str) -> "Fields":
-        """The object under a field, with its own place of origin; empty when absent."""
+        """The JSON object under a field; empty when absent."""
         value = self.values.get(name)
         value = {} if value is None else value
         if not isinstance(value, dict):

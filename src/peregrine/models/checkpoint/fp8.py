@@ -1,7 +1,6 @@
-"""Checkpoints in float8: weights held as e4m3 with one scale for each block, given back as the numbers they stand for.
+"""Float8 checkpoints: e4m3 weights with one scale per block, dequantised as they are read.
 
-Beside a weight `NAME` lies `NAME_scale_inv`, what each block's entries are to be multiplied by. The whole weight is
-multiplied out as it is read, so that nothing after that knows of blocks.
+The scales of a weight `NAME` are stored as `NAME_scale_inv`; each multiplies the entries of its block.
 """
 
 from pathlib import Path
@@ -43,12 +42,12 @@ def folder_blocks(folder: Path) -> Blocks | None:
 
 
 def scale_shape(shape: tuple[int, ...], blocks: Blocks) -> tuple[int, ...]:
-    """How many scales a weight of this shape has along each side."""
+    """Shape of the scales of a weight of this shape."""
     return tuple(-(-size // block) for size, block in zip(shape, blocks, strict=True))
 
 
 def multiply_out(weight: Tensor, scales: Tensor, blocks: Blocks) -> Tensor:
-    """The numbers that float8 weight [O, I] and its blocks' scales stand for. [O, I] float32"""
+    """Dequantise a float8 weight [O, I] by its block scales. -> [O, I] float32"""
     out = weight.to(torch.float32)
     wide = scales.float().repeat_interleave(blocks[1], 1)[:, : weight.shape[1]]  # [blocks of rows, I]
     for rows, scale in zip(torch.split(out, blocks[0]), wide, strict=True):

@@ -1,8 +1,8 @@
 """A checkpoint's safetensors files as one set of named tensors, memory-mapped and read one at a time.
 
-Pickles are never opened: they run code. Float8 is multiplied out by its scales as it is read, which are not tensors of
-their own here. Names and shapes are compared with what a model expects before
-anything is allocated, and everything that does not fit is named at once.
+Pickles are never opened: they run code. Float8 tensors are multiplied by their block scales as they are read; the
+scales do not count as tensors. Names and shapes are compared with the plan before anything is allocated, and every
+mismatch is named at once.
 """
 
 import math
@@ -47,7 +47,7 @@ class Weights:
         return source if isinstance(source, Weights) else Weights(source)
 
     def names(self) -> set[str]:
-        """Every stored tensor; scales are part of the tensor they belong to."""
+        """Names of the stored tensors; float8 scales belong to their tensor and are not listed."""
         return set(self._files) - set(self._scales.values())
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -64,7 +64,7 @@ class Weights:
         return torch.float32 if name in self._scales else dtype
 
     def tensor(self, name: str) -> Tensor:
-        """The tensor itself, on the CPU, as stored; float8 as the float32 it stands for."""
+        """The tensor on the CPU, as stored; float8 is dequantised to float32."""
         if name in self._scales and self._blocks is not None:
             return fp8.multiply_out(self._read(name), self._read(self._scales[name]), self._blocks)
         return self._read(name)
@@ -79,7 +79,7 @@ class Weights:
         return stored
 
     def check(self, plan: Plan, ignorable: Callable[[str], bool]) -> None:
-        """Refuse the folder, naming everything at once, unless its tensors are just those of the plan."""
+        """Refuse the folder, naming every problem at once, unless its tensors are exactly those of the plan."""
         wanted = {piece.name: piece.shape for pieces in plan.values() for piece in pieces}
         stored = self.names()
         present = sorted(stored & set(wanted))
@@ -108,7 +108,7 @@ class Weights:
             )
 
     def _misscaled(self, names: list[str]) -> list[str]:
-        """Which of the tensors have scales that do not fit them, in words."""
+        """Messages about float8 tensors whose scales do not fit them."""
         found = []
         for name in names:
             if name not in self._scales or self._blocks is None:
@@ -121,12 +121,12 @@ class Weights:
         return found
 
     def float8_size(self, plan: Plan) -> int:
-        """How many numbers of the plan's tensors are stored in float8, a byte each."""
+        """How many of the plan's weights are stored in float8 (one byte each)."""
         names = {piece.name for pieces in plan.values() for piece in pieces if piece.name in self._scales}
         return sum(math.prod(self.shape(name)) for name in names)
 
     def fill(self, module: nn.Module, plan: Plan) -> None:
-        """Copy the plan's tensors into the module, cast and moved one at a time."""
+        """Copy the plan's tensors into the module's parameters, cast and moved one at a time."""
         with torch.no_grad():
             for name, pieces in plan.items():
                 parameter, start = module.get_parameter(name), 0
@@ -137,7 +137,7 @@ class Weights:
                     start += taken.shape[0]
 
     def fill_and_pack(self, module: nn.Module, plan: Plan, shared: Iterable[Linear] = ()) -> None:
-        """Like `fill`, and pack each linear as soon as it is whole: only one weight is ever held twice."""
+        """`fill` and pack each linear as soon as its weight is complete, so that only one weight is held twice."""
         kept = list(shared)
         module.requires_grad_(False)
         for path, part in module.named_modules():

@@ -17,9 +17,9 @@ from peregrine.models.layers import Linear
 
 
 class EagleHead(DraftHead):
-    """EAGLE: one linear over (embedding, normed target hidden), plain layers, the target's output head.
+    """One linear over (embedding, normed target state), then plain layers.
 
-    The first layer has no input norm, and no norm stands before the output head.
+    There is no norm before the first layer and none before the output head.
     """
 
     draft_to_target: Tensor | None = None
@@ -47,7 +47,7 @@ class EagleHead(DraftHead):
         self.place(device, dtype, target)
 
     def fuse(self, tapped: Tensor) -> Tensor:
-        """The only tap, as it is."""
+        """One tap needs no fusing."""
         return tapped
 
     def forward(
@@ -64,6 +64,7 @@ class EagleHead(DraftHead):
 
 
 def eagle_blueprint(source: OpenedHead, target: Decoder) -> Blueprint:
+    """How to build the folder's EAGLE head for this target."""
     fields, names = source.fields, source.stored
     layer = plain_layer_config(fields.layer)
     require_same(fields.layer, "vocab_size", layer.vocab_size, target.config.vocab_size, "vocabulary")

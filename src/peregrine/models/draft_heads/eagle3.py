@@ -35,16 +35,16 @@ class Eagle3Config:
     own_embedding: bool
     own_head: bool
     fuse_bias: bool = False
-    norm_before_residual: bool = False  # the residual is the normed hidden state instead of the plain one
-    norm_each_tap: bool = False  # every tap has a norm of its own before fusing
-    norm_all_taps: bool = False  # the taps, side by side, have one norm before fusing
+    norm_before_residual: bool = False  # the residual is the normed hidden state, not the plain one
+    norm_each_tap: bool = False  # one norm per tap before fusing
+    norm_all_taps: bool = False  # one norm over the concatenated taps before fusing
     norm_output: bool = False  # the next step reads the normed hidden state
 
 
 class Eagle3Head(DraftHead):
-    """EAGLE-3: taps fused by one linear, a layer over (embedding, hidden), a norm and a head of its own.
+    """Taps fused by one linear, a layer over (embedding, hidden), further plain layers, a norm and an output head.
 
-    The hidden state it returns has not passed the final norm, unless the variant says so.
+    The returned hidden state has not passed the final norm, unless `norm_output` is set.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Eagle3Head(DraftHead):
 
 
 class Eagle3Layer(nn.Module):
-    """A layer that reads embedding and hidden state side by side; the hidden state is the residual."""
+    """A decoder layer whose input is [normed embedding, normed hidden state]; the residual is the hidden state."""
 
     def __init__(self, config: ModelConfig, split: bool, norm_before_residual: bool) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class Eagle3Layer(nn.Module):
         live: Tensor | None,
         next_norm: RMSNorm | None,
     ) -> Residual:
-        """The stream that leaves the layer, ready for the norm that comes next."""
+        """The residual stream after the layer, prepared for `next_norm`."""
         norms = self.input_norm.weight, self.hidden_norm.weight
         both = norm_pair(tokens, embedding, norms[0], hidden, norms[1], self.input_norm.eps)  # [N, 2 H]
         values = both[:, hidden.shape[1] :].contiguous() if self.norm_before_residual else hidden
@@ -147,7 +147,7 @@ class Eagle3Layer(nn.Module):
         else:
             chosen = both.index_select(0, live)
             live_rows = LiveRows(live, Residual(chosen, chosen), positions.index_select(0, live))
-            # What is normed already is read as it is.
+            # `both` is normed already, so the projection reads it as it is.
             heads = self.attention.project(Residual(both, both), positions, table, live_rows)
             values = values.index_select(0, live)
         return self._leave(heads.attend(attend, 0), values, next_norm)
@@ -210,6 +210,7 @@ def eagle3_plan(config: Eagle3Config) -> Plan:
 
 
 def eagle3_blueprint(source: OpenedHead, target: Decoder) -> Blueprint:
+    """How to build the folder's EAGLE-3 head for this target."""
     fields, names = source.fields, source.stored
     layer, variant = plain_layer_config(fields.layer), read_variant(fields)
     require_same(fields.layer, "vocab_size", layer.vocab_size, target.config.vocab_size, "vocabulary")

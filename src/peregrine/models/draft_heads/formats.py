@@ -39,7 +39,7 @@ _FIXED = {
 
 
 class Kind(Enum):
-    """The families of heads."""
+    """Kinds of draft heads."""
 
     EAGLE3 = "EAGLE-3"
     EAGLE = "EAGLE"
@@ -123,7 +123,7 @@ def layer_config(fields: Fields) -> ModelConfig:
 
 
 def plain_layer_config(fields: Fields) -> ModelConfig:
-    """The same of an EAGLE head, whose layers are dense: they have neither latents nor experts."""
+    """Shapes of an EAGLE head's layers, which are dense; layers with MLA or experts are refused."""
     config = layer_config(fields)
     if config.mla is not None or config.experts is not None:
         raise fields.refusal(
@@ -135,7 +135,7 @@ def plain_layer_config(fields: Fields) -> ModelConfig:
 
 
 def prediction_layer(config: ModelConfig, has_experts: bool) -> ModelConfig:
-    """Of a model's config, that of one layer beside the decoder's, with experts or an MLP of its own."""
+    """The config of one prediction layer stored beside a decoder, with experts or an MLP."""
     experts = replace(config.experts, layers=(True,)) if config.experts is not None and has_experts else None
     return replace(config, num_layers=1, windows=config.windows[:1], experts=experts)
 

@@ -24,7 +24,7 @@ from peregrine.models.families import family_of
 from peregrine.models.layers import Linear, RMSNorm
 
 _NEXTN_NAMES = {"fc": "eh_proj", "embedding_norm": "enorm", "hidden_norm": "hnorm", "norm": "shared_head.norm"}
-# The target's own, of which a layer's may be copies; a tied head is the embedding.
+# The target's embedding and output head, of which the layer may hold copies; a tied head is the embedding.
 _TARGET_NAMES = {
     "embedding": ("model.embed_tokens.weight",),
     "head.weight": ("lm_head.weight", "model.embed_tokens.weight"),
@@ -38,11 +38,10 @@ _MTP_NAMES = {
 
 
 class MTPHead(DraftHead):
-    """MTP (NEXTN): both halves normed, one linear, a decoder layer, a norm, an output head.
+    """Norms of embedding and hidden state, one linear over both, a decoder layer, a norm, an output head.
 
-    The layer is one like the target's, latent attention and experts included. The next step reads the normed hidden
-    state. MiMo puts the hidden state before the embedding. Embedding and output head are the target's, unless the
-    checkpoint has others.
+    The layer is of the target's kind, MLA and experts included. The next step reads the normed hidden state. MiMo puts
+    the hidden state before the embedding.
     """
 
     draft_to_target: Tensor | None = None
@@ -71,7 +70,7 @@ class MTPHead(DraftHead):
         self.place(device, dtype, target)
 
     def fuse(self, tapped: Tensor) -> Tensor:
-        """The only tap, as it is."""
+        """One tap needs no fusing."""
         return tapped
 
     def forward(
@@ -91,6 +90,7 @@ class MTPHead(DraftHead):
 
 
 def mtp_blueprint(source: OpenedHead, target: Decoder) -> Blueprint:
+    """How to build the folder's only prediction layer for this target."""
     fields, weights = source.fields, source.weights
     config, prefixes = layer_config(fields.layer), mtp_prefixes(weights.names())
     require_same(fields.layer, "vocab_size", config.vocab_size, target.config.vocab_size, "vocabulary")
@@ -126,7 +126,7 @@ def mtp_blueprint(source: OpenedHead, target: Decoder) -> Blueprint:
 
 
 def _differs(weights: Weights, name: str, of_target: tuple[str, ...]) -> bool:
-    """Whether a tensor is stored that is no copy of the target's, which lies in the same folder if anywhere."""
+    """Whether a tensor is stored and differs from the target's tensor in the same folder, if that is stored."""
     if name not in weights.names():
         return False
     targets = [other for other in of_target if other in weights.names()]

@@ -24,7 +24,7 @@ class OpenedHead:
     stored: dict[str, str]
 
     def placed(self, plan: Plan) -> Plan:
-        """The plan in stored names; a tensor that is not stored keeps its canonical name, to be missed."""
+        """The plan in stored names. A tensor that is not stored keeps its canonical name, which `check` then misses."""
         return {
             parameter: tuple(replace(piece, name=self.stored.get(piece.name, piece.name)) for piece in pieces)
             for parameter, pieces in plan.items()

@@ -19,14 +19,17 @@ from peregrine.models.rope_table import SPARE_POSITIONS, rope_table
 
 @dataclass(frozen=True, slots=True)
 class Lender:
-    """What a head borrows from its target; held so that it is not counted among the head's parameters."""
+    """What a head borrows from its target. A plain value, so that nn.Module does not count it as the head's own."""
 
     embedding: Tensor  # [V, Ht]
     head: Linear
 
 
 class DraftHead(nn.Module, ABC):
-    """What every head has: layers' shape, rotary table, own or borrowed embedding and output head."""
+    """A network that guesses the next token from (hidden state, next token) pairs.
+
+    Embedding and output head are its own or borrowed from the target.
+    """
 
     rope_table: Tensor
     embedding: nn.Parameter | None
@@ -43,7 +46,7 @@ class DraftHead(nn.Module, ABC):
         self.embedding, self.head = None, None
 
     def place(self, device: torch.device | str, dtype: torch.dtype, target: Decoder) -> None:
-        """Give the parameters, made without memory, a place; and make the table as long as the target's."""
+        """Allocate the parameters, which were made on the meta device, and a rotary table as long as the target's."""
         self.to(dtype).to_empty(device=device)
         layer, config = self.layer_config, target.config
         table = target.rope_table
@@ -66,7 +69,7 @@ class DraftHead(nn.Module, ABC):
         """Scores of the draft vocabulary. [n, H] -> [n, Vd]"""
 
     def layer_attention(self) -> list[LayerAttention]:
-        """How each layer attends, for `bind`."""
+        """Scale and window of each layer, for `bind`."""
         return self.layer_config.layer_attention()[: self.num_layers]
 
     @property
@@ -92,7 +95,7 @@ class DraftHead(nn.Module, ABC):
         live: Tensor | None,
         last_norm: RMSNorm | None,
     ) -> Residual:
-        """The stream after plain layers, ready for the last norm; the last layer computes live rows alone."""
+        """Run plain layers; the last one computes queries, MLP and output for live rows only."""
         for i, layer in enumerate(layers):
             assert isinstance(layer, Layer)
             last = i == len(layers) - 1
@@ -105,6 +108,6 @@ class DraftHead(nn.Module, ABC):
 
 
 def input_norm(layer: nn.Module) -> RMSNorm | None:
-    """The norm a plain layer begins with."""
+    """The norm at the input of a plain layer."""
     assert isinstance(layer, Layer)
     return layer.input_norm
