@@ -16,6 +16,7 @@ import torch
 from peregrine.errors import ConfigError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+GIB = 2**30
 # The CPU flags worth reporting: those that decide which arithmetic is fast (x86, then ARM).
 CPU_FLAGS = (
     *("avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16"),
@@ -134,6 +135,24 @@ def read_gpu(index: int) -> Gpu:
     free, total = torch.cuda.mem_get_info(index)
     capability = torch.cuda.get_device_capability(index)
     return Gpu(index, torch.cuda.get_device_name(index), capability, total, free)
+
+
+def check_room(device: torch.device, what: str, num_bytes: int) -> None:
+    """Refuse an allocation that cannot fit, before any of it is made."""
+    free = free_bytes(device)
+    if free is not None and num_bytes > free:
+        raise ConfigError(
+            f"{device} has no room for {what}: {num_bytes / GIB:.1f} GiB are needed and {free / GIB:.1f} GiB are "
+            "free; choose a smaller model or another device"
+        )
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Unused memory of the device; None if unknown."""
+    if device.type == "cpu":
+        return read_memory()[1]
+    idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # cached by torch's allocator
+    return read_gpu(device.index or 0).memory_free_bytes + idle
 
 
 def resolve_device(name: str) -> torch.device:

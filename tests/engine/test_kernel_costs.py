@@ -13,8 +13,9 @@ from peregrine.engine import kernel_costs
 from peregrine.engine.kernel_costs import CONTEXT, choose_kernels, full_window, window_shapes
 from peregrine.llm import engine_config
 from peregrine.models.decoder import Decoder
-from peregrine.models.draft_heads import DraftHead
+from peregrine.models.draft_heads import Eagle3Head
 from peregrine.sampling import SamplingParams
+from peregrine.spec.bound import BoundModel
 from peregrine.spec.readers import ModelReader
 from peregrine.spec.registry import DraftSource
 from spec.harness import Case, build, eagle3_head, noisy_model, run
@@ -32,10 +33,10 @@ def store() -> KVStore:
     [
         ({"drafter": "none"}, None, {1: False}),
         ({"drafter": "ngram", "num_drafts": 3}, None, {1: False, 4: False}),
-        ({"drafter": "eagle3", "num_drafts": 3}, DraftHead, {1: False, 4: False}),
-        ({"drafter": "eagle3", "tree": (5, 4, 24)}, DraftHead, {1: False, 4: True, 6: False, 24: True}),
-        ({"drafter": "eagle3", "tree": (3, 4, 24)}, DraftHead, {1: False, 4: True, 24: True}),
-        ({"drafter": "eagle3", "tree": (3, 1, 4)}, DraftHead, {1: False, 4: False}),
+        ({"drafter": "eagle3", "num_drafts": 3}, Eagle3Head, {1: False, 4: False}),
+        ({"drafter": "eagle3", "tree": (5, 4, 24)}, Eagle3Head, {1: False, 4: True, 6: False, 24: True}),
+        ({"drafter": "eagle3", "tree": (3, 4, 24)}, Eagle3Head, {1: False, 4: True, 24: True}),
+        ({"drafter": "eagle3", "tree": (3, 1, 4)}, Eagle3Head, {1: False, 4: False}),
         ({"drafter": "small", "num_drafts": 3}, Decoder, {1: False, 4: False, 5: False}),
         ({"drafter": "small", "tree": (3, 2, 8)}, Decoder, {1: False, 2: True, 5: False, 8: True}),
     ],
@@ -85,13 +86,15 @@ def test_a_round_has_no_other_windows(options: dict[str, object], monkeypatch: p
 
 
 def test_the_faster_kernel_serves_and_both_times_are_told(store: KVStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    def time_forward(backend: TritonBackend, *others: object) -> float:
-        window = others[-1].window  # type: ignore[attr-defined]
-        taken = kernel_for(window, ON_CUDA, backend.costs)
+    def time_forward(model: BoundModel, metadata: AttentionMetadata) -> float:
+        assert isinstance(model.backend, TritonBackend)
+        window = metadata.window
+        taken = kernel_for(window, ON_CUDA, model.backend.costs)
         return {Kernel.DECODE: 0.02, Kernel.CONTEXT: 0.01 if window.num_rows == 8 else 0.5}[taken]
 
     monkeypatch.setattr(kernel_costs, "time_forward", time_forward)
-    chosen, made = choose_kernels(TritonBackend(), store, LAYERS, 2, torch.float32, {(1, 4): False, (8, 4): False})
+    model = BoundModel(Decoder.__new__(Decoder), LAYERS, store, TritonBackend())
+    chosen, made = choose_kernels(model, {(1, 4): False, (8, 4): False})
     assert isinstance(chosen, TritonBackend)
     assert kernel_for(Window.uniform(1, 4), ON_CUDA, chosen.costs) is Kernel.DECODE
     assert kernel_for(Window.uniform(8, 4), ON_CUDA, chosen.costs) is Kernel.CONTEXT

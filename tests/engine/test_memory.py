@@ -3,12 +3,13 @@
 import pytest
 import torch
 
+from peregrine import hardware
 from peregrine.cache.store import KVShape
 from peregrine.config import EngineConfig
 from peregrine.engine import memory
 from peregrine.engine.memory import explain_memory, make_stores, page_bytes, pick_num_pages, scratch_bytes
 from peregrine.errors import ConfigError
-from peregrine.hardware import Gpu
+from peregrine.hardware import Gpu, check_room
 from peregrine.spec.registry import StoreShape
 from peregrine.synthetic.shapes import shape_config
 
@@ -64,8 +65,8 @@ def test_stores_hold_what_a_page_counts() -> None:
 
 def pick(free: int | None, device: torch.device, patch: pytest.MonkeyPatch, **asked: object) -> tuple[int, str]:
     """Pages where so many bytes are free, for 4 requests of 100 tokens on pages of 16."""
-    patch.setattr(memory, "read_memory", lambda: (None, free))
-    patch.setattr(memory, "read_gpu", lambda index: Gpu(index, "a GPU", (9, 0), 0, free or 0))
+    patch.setattr(hardware, "read_memory", lambda: (None, free))
+    patch.setattr(hardware, "read_gpu", lambda index: Gpu(index, "a GPU", (9, 0), 0, free or 0))
     config = EngineConfig(max_rows=4, page_size=16, **asked)  # type: ignore[arg-type]
     return pick_num_pages(config, SHAPES, 100, device, torch.bfloat16)
 
@@ -94,7 +95,7 @@ def test_no_room_for_a_page_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_scratch_is_set_aside_before_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     size = page_bytes(SHAPES, 16, torch.bfloat16)
-    monkeypatch.setattr(memory, "read_gpu", lambda index: Gpu(index, "a GPU", (9, 0), 0, 60 * size))
+    monkeypatch.setattr(hardware, "read_gpu", lambda index: Gpu(index, "a GPU", (9, 0), 0, 60 * size))
     config = EngineConfig(max_rows=4, page_size=16)
     chosen = pick_num_pages(config, SHAPES, 100, CUDA, torch.bfloat16, scratch=20 * size)
     assert chosen == (34, "85% of the free memory beside 0.0 GiB that rounds and prompts work in")
@@ -115,9 +116,9 @@ def test_scratch_follows_latents_and_experts() -> None:
 
 
 def test_what_cannot_fit_is_refused_with_both_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "read_memory", lambda: (None, 3 * GIB))
-    memory.check_room(CPU, "the weights", 2 * GIB)
+    monkeypatch.setattr(hardware, "read_memory", lambda: (None, 3 * GIB))
+    check_room(CPU, "the weights", 2 * GIB)
     with pytest.raises(ConfigError, match=r"cpu has no room for the weights: 5\.0 GiB are needed and 3\.0 GiB"):
-        memory.check_room(CPU, "the weights", 5 * GIB)
-    monkeypatch.setattr(memory, "read_memory", lambda: (None, None))
-    memory.check_room(CPU, "the weights", 5 * GIB)  # nobody knows
+        check_room(CPU, "the weights", 5 * GIB)
+    monkeypatch.setattr(hardware, "read_memory", lambda: (None, None))
+    check_room(CPU, "the weights", 5 * GIB)  # nobody knows

@@ -7,18 +7,21 @@ import pytest
 import torch
 
 from peregrine.engine.folders import ASSETS
-from peregrine.engine.sources import FolderSource, ShapeSource, open_source
+from peregrine.engine.sources import FolderSource, open_source
 from peregrine.errors import ConfigError, PeregrineError
 from peregrine.models.checkpoint.weights import Weights
 from peregrine.models.decoder import Decoder
 from peregrine.synthetic.checkpoint import make_random_checkpoint
+from peregrine.synthetic.source import ShapeSource
 from spec.harness import build, eagle3_head, mtp_model, noisy_model, tiny_model
+
+MERLIN = ASSETS / "merlin"
 
 
 def test_a_name_with_the_prefix_is_a_shape_and_any_other_a_folder() -> None:
-    assert open_source("shape:llama-3.1-8b") == ShapeSource("shape:llama-3.1-8b")
+    assert open_source("shape:llama-3.1-8b") == ShapeSource("shape:llama-3.1-8b", MERLIN)
     assert open_source(str(tiny_model())) == FolderSource(tiny_model())
-    assert open_source("merlin") == FolderSource(ASSETS / "merlin")
+    assert open_source("merlin") == FolderSource(MERLIN)
 
 
 def test_a_name_that_is_nothing_is_refused() -> None:
@@ -28,7 +31,7 @@ def test_a_name_that_is_nothing_is_refused() -> None:
 
 def test_a_folder_says_where_it_lies() -> None:
     assert FolderSource(tiny_model()).describe(str(tiny_model())) == (str(tiny_model()), "asked for")
-    assert open_source("merlin").describe("merlin") == (str(ASSETS / "merlin"), "merlin lies there")
+    assert open_source("merlin").describe("merlin") == (str(MERLIN), "merlin lies there")
 
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "float16"])
@@ -38,7 +41,7 @@ def test_a_folders_dtype_is_what_it_holds(name: str, tmp_path: Path) -> None:
 
 
 def test_the_automatic_drafter_is_the_head_beside_the_model() -> None:
-    assert FolderSource(ASSETS / "merlin").automatic_drafter() == ("eagle3", "the model's folder has a head")
+    assert FolderSource(MERLIN).automatic_drafter() == ("eagle3", "the model's folder has a head")
     name, why = FolderSource(tiny_model()).automatic_drafter()
     assert name == "none"
     assert "has no head" in why
@@ -46,8 +49,8 @@ def test_the_automatic_drafter_is_the_head_beside_the_model() -> None:
 
 def test_a_prediction_layer_drafts_unless_something_else_is_asked_for() -> None:
     assert FolderSource(mtp_model()).automatic_drafter() == ("mtp", "the checkpoint has a prediction layer")
-    assert ShapeSource("shape:deepseek-v3").automatic_drafter()[0] == "mtp"
-    assert ShapeSource("shape:kimi-k2").automatic_drafter()[0] == "eagle3"
+    assert ShapeSource("shape:deepseek-v3", MERLIN).automatic_drafter()[0] == "mtp"
+    assert ShapeSource("shape:kimi-k2", MERLIN).automatic_drafter()[0] == "eagle3"
 
 
 def test_a_prediction_layer_that_is_not_there_is_refused_by_name() -> None:
@@ -57,11 +60,11 @@ def test_a_prediction_layer_that_is_not_there_is_refused_by_name() -> None:
 
 def test_a_shape_too_large_for_the_machine_is_refused_before_it_is_drawn() -> None:
     with pytest.raises(ConfigError, match=r"no room for the weights of shape:kimi-k2: 3823\.\d GiB are needed"):
-        ShapeSource("shape:kimi-k2").target(torch.device("cpu"), torch.float32)
+        ShapeSource("shape:kimi-k2", MERLIN).target(torch.device("cpu"), torch.float32)
 
 
 def test_a_shape_has_no_folder_to_draft_from() -> None:
-    source = ShapeSource("shape:llama-3.1-8b")
+    source = ShapeSource("shape:llama-3.1-8b", MERLIN)
     target = Decoder.__new__(Decoder)  # nothing of it is read
     with pytest.raises(
         ConfigError, match=r"drafter='mtp': this shape has no such drafter.* choose eagle3, none, ngram"

@@ -1,8 +1,8 @@
-"""The page pool: which pages of the KV stores are free, and who counts on the others.
+"""The page pool: which pages of the KV stores are free, and how many references the others have.
 
-Host only, plain integers. A page is free while nobody refers to it; whoever needs one takes a reference and
-gives it back. Page 0 is scratch: padding rows and the tails of page tables point at it, nobody owns it, and
-it is never handed out. So `num_free` plus the pages somebody refers to is always `num_pages - 1`.
+Host only, plain integers. A page without references is free; every holder takes a reference and gives it back.
+Page 0 is scratch: padding rows and the tails of page tables point at it; it has no references and is never
+allocated. So `num_free` plus the number of referenced pages is always `num_pages - 1`.
 """
 
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ SCRATCH_PAGE = 0
 
 
 class PagePool:
-    """Hands out pages and counts the references to them; the same calls give the same pages."""
+    """Allocates pages and counts their references. Deterministic: the same calls give the same pages."""
 
     def __init__(self, num_pages: int) -> None:
         if num_pages < 2:
@@ -23,20 +23,20 @@ class PagePool:
             )
         self.num_pages = num_pages
         self._refs = [0] * num_pages
-        # A stack with the lowest page on top: the page freed last is used first, while it is warm.
+        # A stack, lowest page on top at first; the page freed last is reused first.
         self._free = list(range(num_pages - 1, SCRATCH_PAGE, -1))
 
     @property
     def num_free(self) -> int:
-        """Pages nobody refers to."""
+        """Pages without references."""
         return len(self._free)
 
     def refs(self, page: int) -> int:
-        """How many references there are to a page; 0 means free, and scratch has none."""
+        """The number of references to a page; 0: the page is free, or the scratch page."""
         return self._refs[page]
 
     def allocate(self, num_pages: int) -> list[int]:
-        """Take free pages, one reference each, the caller's; raises OutOfPages and takes none if too few."""
+        """Take free pages with one reference each; raises OutOfPages, and takes none, if there are too few."""
         if num_pages < 0:
             raise EngineFault(f"num_pages={num_pages}: cannot allocate a negative number of pages; ask for 0")
         if num_pages > len(self._free):
@@ -50,13 +50,13 @@ class PagePool:
         return pages
 
     def retain(self, pages: Iterable[int]) -> None:
-        """Add one reference to each page; every one must have an owner already."""
+        """Add one reference to each page; each must have one already."""
         for page in pages:
             self._check_owned(page)
             self._refs[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """Give back one reference to each page; a page without references is free again."""
+        """Remove one reference from each page; a page whose last one is removed becomes free."""
         for page in pages:
             self._check_owned(page)
             self._refs[page] -= 1

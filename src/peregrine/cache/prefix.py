@@ -1,4 +1,4 @@
-"""The prefix tree: full pages kept after their request is gone, for the next prompt that begins alike.
+"""The prefix tree: full pages kept after their request has ended, for later prompts with the same prefix.
 
 A trie with one page per node. A child's key is the tokens of its page plus `lookahead` tokens after it. A
 draft head writes the entry of a position from that position's hidden state and the *next* token, so with a
@@ -17,9 +17,9 @@ Ownership is counted in the page pool: the tree has one reference to each page i
     free --------> held --------> cached ------> cached, locked ------> cached ------> free
     0 references     1               1              2 or more              1             0
 
-A page is locked while anybody but the tree refers to it, however the reference was taken: there is no second
-count to keep in step. Only leaves are evicted, so no page stays when one before it has gone. Every page is
-free, cached, or held outside the tree: free + cached + held = all.
+A cached page is locked while it has references besides the tree's: there is no separate lock count. Only leaves
+are evicted, so a page is never cached without the pages before it. Every page is free, cached, or held outside
+the tree: free + cached + held = all.
 
 `insert` takes one reference per page, so a request that goes on using its pages retains them first. Its end:
 
@@ -40,12 +40,12 @@ Key = tuple[int, ...]
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """One cached page: the tree's own, mutable."""
+    """One cached page; mutated by the tree alone."""
 
     page: int
     key: Key
     parent: "Node | None"
-    serial: int  # order of birth
+    serial: int  # order of creation
     last_used: int
     children: "dict[Key, Node]" = field(default_factory=dict)
     queued: bool = False  # has an entry in the eviction queue
@@ -61,7 +61,7 @@ class Match:
 
 
 class PrefixTree:
-    """Cached pages by the tokens they hold; least recently used leaves go first."""
+    """Cached pages by the tokens they hold; least recently used leaves are evicted first."""
 
     def __init__(self, pool: PagePool, page_size: int, lookahead: int) -> None:
         if page_size < 1:
@@ -72,9 +72,9 @@ class PrefixTree:
         self._root = Node(page=0, key=(), parent=None, serial=0, last_used=0)
         self._cached: set[int] = set()
         self._uses = 0  # stands in for a clock
-        self._births = 0
-        # Each leaf has one entry (last_used, serial, node). Entries may be out of date: when one comes to the
-        # top, a used leaf's is corrected and an inner node's is dropped.
+        self._created = 0
+        # Each leaf has one entry (last_used, serial, node), possibly out of date: when an entry comes to the top,
+        # a leaf used since then is queued again, and a node that has children now is dropped.
         self._queue: list[tuple[int, int, Node]] = []
 
     @property
@@ -83,11 +83,11 @@ class PrefixTree:
         return len(self._cached)
 
     def whole_pages(self, num_tokens: int) -> int:
-        """How many leading pages of so many tokens have a key: full, and the lookahead known."""
+        """How many leading pages of `num_tokens` tokens have a key: full, with the lookahead token known."""
         return max(0, num_tokens - self.lookahead) // self.page_size
 
     def match(self, tokens: Sequence[int]) -> Match:
-        """The longest run of whole cached pages that `tokens` begin with; neither a use nor a reference."""
+        """The longest cached prefix of `tokens` in whole pages; takes no reference and counts as no use."""
         path = self._walk(tokens, self.whole_pages(len(tokens)))
         return Match(
             pages=tuple(node.page for node in path),
@@ -96,15 +96,15 @@ class PrefixTree:
         )
 
     def lock(self, match: Match) -> None:
-        """Make the caller a holder of the matched pages: they stay until `unlock`."""
-        # An evicted node has no parent; a cached one's ancestors are cached, so the last page speaks for all.
+        """Take a reference to each matched page, so that none is evicted before `unlock`."""
+        # An evicted node has no parent; if the last page is cached, so are all before it.
         if match.pages and match.node.parent is None:
             raise EngineFault(f"pages {match.pages} were evicted since; match again, then lock")
         self.pool.retain(match.pages)
         self._touch(match.node)
 
     def unlock(self, match: Match) -> None:
-        """Undo one `lock`: the caller holds the matched pages no longer, the tree still does."""
+        """Undo one `lock`; the pages stay cached."""
         for page in match.pages:
             if self.pool.refs(page) < 2:
                 raise EngineFault(f"page {page} is not locked; unlock a match as often as it was locked")
@@ -114,9 +114,9 @@ class PrefixTree:
     def insert(self, tokens: Sequence[int], pages: Sequence[int]) -> list[int]:
         """Cache pages[i] as the i-th page of `tokens`; returns the duplicates, which the caller must release.
 
-        Each page comes with one of the caller's references. The tree keeps it if the page is new to it, and
-        gives it back to the pool if that very page is cached already. If another page holds the same tokens,
-        the tree stays with that one: the caller's is a duplicate, returned with its reference.
+        Takes one of the caller's references to each page. It becomes the tree's if the page was not cached, and is
+        released if this very page was cached already. If another page is cached for the same tokens, the caller's
+        page is a duplicate: it is returned, with its reference.
         """
         path = self._walk(tokens, len(pages))
         self._check_insertable(tokens, pages, path)
@@ -137,11 +137,11 @@ class PrefixTree:
             last_used, _, node = heappop(self._queue)
             node.queued = False
             if node.children:
-                continue  # enqueued again when its last child goes
+                continue  # queued again when its last child is evicted
             if last_used != node.last_used:
                 self._enqueue(node)
             elif self.pool.refs(node.page) > 1:
-                locked.append(node)  # a holder has one path, so at most one leaf
+                locked.append(node)  # at most one leaf per request
             else:
                 self._remove_leaf(node)
                 num_freed += 1
@@ -184,8 +184,8 @@ class PrefixTree:
                 raise EngineFault(f"page {page} is not the caller's to give; retain it before it is inserted")
 
     def _add_child(self, parent: Node, key: Key, page: int) -> Node:
-        self._births += 1
-        node = Node(page=page, key=key, parent=parent, serial=self._births, last_used=self._uses)
+        self._created += 1
+        node = Node(page=page, key=key, parent=parent, serial=self._created, last_used=self._uses)
         parent.children[key] = node
         self._cached.add(page)
         return node
@@ -199,7 +199,7 @@ class PrefixTree:
         node.parent = None
 
     def _touch(self, node: Node) -> None:
-        """Note a use of the whole path, so that no page is older than a page behind it."""
+        """Mark the whole path as used, so that no page is older than a page after it."""
         self._uses += 1
         step: Node | None = node
         while step is not None:

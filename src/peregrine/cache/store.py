@@ -10,7 +10,7 @@ from peregrine.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """What one token leaves in one layer: keys and values of so many heads, or keys that hold their values."""
+    """What one token stores in one layer: a key and a value per KV head, or keys that contain their values (MLA)."""
 
     num_heads: int
     key_dim: int
@@ -19,21 +19,20 @@ class KVShape:
 
     @staticmethod
     def of_heads(num_heads: int, head_dim: int) -> "KVShape":
-        """Keys and values of one size, apart from each other."""
+        """Separate keys and values of the same size."""
         return KVShape(num_heads, head_dim, head_dim, shared=False)
 
     @property
     def num_entries(self) -> int:
-        """Numbers that are held for one token in one layer."""
+        """Numbers stored for one token in one layer."""
         return self.num_heads * (self.key_dim + (0 if self.shared else self.value_dim))
 
 
 class KVStore:
     """Keys and values of all layers. Slot = page * page_size + offset; page 0 is scratch. Starts as zeros.
 
-    Values that are a part of their keys are a view of them: whoever writes keys has written both. In float8 an entry
-    is held divided by its layer's scale, and cut off at the largest number there is. Scales start as 1; whoever knows
-    better fills them in before the first write.
+    Shared values are a view of the keys, so writing keys writes both. In float8 an entry is stored divided by its
+    layer's scale and clamped to the largest number of the format. Scales are 1 unless set before the first write.
     """
 
     def __init__(
@@ -74,18 +73,18 @@ class KVStore:
 
     @property
     def num_bytes(self) -> int:
-        """Device bytes that keys and values take together."""
+        """Bytes of keys and values together."""
         return sum(part.numel() * part.element_size() for part in self.parts)
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
-        """The memory there is: keys and values, or keys alone where they hold the values. Each [L, slots, Hkv, D]."""
+        """Keys and values, or keys alone where they contain the values. Each [L, slots, Hkv, D]."""
         return (self.keys,) if self.shape.shared else (self.keys, self.values)
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Put k and v [M, Hkv, D] into one layer's slots [M]; only scratch slots may occur twice.
+        """Store k and v [M, Hkv, D] in one layer's slots [M]; only scratch slots may occur twice.
 
-        Where keys hold the values, v is not looked at.
+        `v` is ignored where keys contain the values.
         """
         if self.k_scales is not None and self.v_scales is not None:
             k, v = self._quantised(k, self.k_scales[layer]), self._quantised(v, self.v_scales[layer])
@@ -103,5 +102,5 @@ def _copy(x: Tensor | None) -> Tensor | None:
 
 
 def _as_bytes(x: Tensor) -> Tensor:
-    """Float8 as what it is made of, since copies by index do not know it everywhere; anything else as it is."""
+    """Float8 viewed as bytes, since index_copy_ does not support it on every device; other dtypes unchanged."""
     return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -97,15 +97,14 @@ def _build(asked: EngineConfig, device: torch.device) -> Built:
     lag = decisions.take("lag", pick_lag(asked, device))
     policy = BatchPolicy(asked.max_rows, asked.prefill_chunk, lag, pick_row_sizes(asked, graphs))
 
-    layers = target.layer_attention()
+    bound = BoundModel(target, target.layer_attention(), stores[0], backend)
     if graphs and backend.traits.max_decode_q_len:  # kernels are timed by recording them
         windows = window_shapes(asked, draft, policy.row_sizes or (1, policy.max_rows))
-        backend, timed = choose_kernels(backend, stores[0], layers, target.config.num_heads, dtype, windows)
+        backend, timed = choose_kernels(bound, windows)
         decisions.made.append(timed)
-    bound = BoundModel(target, layers, stores[0], backend)
     drafter = make_drafter(draft, asked.num_drafts, asked.tree, stores[-1], backend)
     check_windows(target.config, drafter)
-    engine = assemble(asked, bound, drafter, tokenizer, max_len, policy)
+    engine = assemble(asked, replace(bound, backend=backend), drafter, tokenizer, max_len, policy)
     if graphs:
         decisions.made.append(record_graphs(engine, device))
     return Built(engine, tokenizer, target.config, tuple(decisions.made))

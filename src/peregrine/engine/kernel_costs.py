@@ -1,16 +1,18 @@
 """Times the attention kernels of a backend while an engine starts, so that each window gets the faster one."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from peregrine.attention import AttentionBackend, AttentionMetadata, LayerAttention, Window
+from peregrine.attention import AttentionBackend, AttentionMetadata, Window
 from peregrine.attention.kernel_choice import Kernel, Shape, kernel_reason, measure_costs, only
 from peregrine.cache.store import KVStore
 from peregrine.config import Decision, EngineConfig
 from peregrine.engine.graphs import Graphs
 from peregrine.models.decoder import Decoder
+from peregrine.spec.bound import BoundModel
 from peregrine.spec.registry import DraftSource
 from peregrine.spec.types import Links
 
@@ -20,19 +22,13 @@ REPEATS = 5  # forwards of all layers; the fastest counts
 Windows = Mapping[Shape, bool]  # (rows, queries per row) -> whether the queries are nodes of a tree
 
 
-def choose_kernels(
-    backend: AttentionBackend,
-    store: KVStore,
-    layers: Sequence[LayerAttention],
-    num_heads: int,
-    dtype: torch.dtype,
-    windows: Windows,
-) -> tuple[AttentionBackend, Decision]:
-    """The backend with measured costs for these windows, and the Decision that reports them."""
+def choose_kernels(model: BoundModel, windows: Windows) -> tuple[AttentionBackend, Decision]:
+    """The model's backend with measured costs for these windows, and the Decision that reports them."""
+    backend = model.backend
 
     def time_ms(kernel: Kernel, shape: Shape) -> float:
-        metadata = full_window(store, shape, windows[shape])
-        return time_forward(backend.with_costs(only(kernel, [shape])), store, layers, num_heads, dtype, metadata)
+        forced = replace(model, backend=backend.with_costs(only(kernel, [shape])))
+        return time_forward(forced, full_window(model.store, shape, windows[shape]))
 
     with torch.inference_mode():
         costs = measure_costs(list(windows), time_ms)
@@ -58,20 +54,13 @@ def window_shapes(asked: EngineConfig, draft: DraftSource, row_sizes: Sequence[i
     return {(rows, q_len): q_lens[q_len] for rows in sorted(row_sizes) for q_len in sorted(q_lens)}
 
 
-def time_forward(
-    backend: AttentionBackend,
-    store: KVStore,
-    layers: Sequence[LayerAttention],
-    num_heads: int,
-    dtype: torch.dtype,
-    metadata: AttentionMetadata,
-) -> float:
+def time_forward(model: BoundModel, metadata: AttentionMetadata) -> float:
     """Milliseconds of one layer's attention; all layers run in turn, so that keys come from memory, not from L2."""
-    device, kv = store.keys.device, store.shape
-    count = len(metadata.positions)
-    q = torch.zeros(count, num_heads, kv.key_dim, dtype=dtype, device=device)
+    store, count = model.store, len(metadata.positions)
+    device, kv, dtype = store.keys.device, store.shape, model.decoder.embedding.dtype
+    q = torch.zeros(count, model.decoder.config.num_heads, kv.key_dim, dtype=dtype, device=device)
     k = torch.zeros(count, kv.num_heads, kv.key_dim, dtype=dtype, device=device)
-    attend = backend.bind(store, layers, metadata)
+    attend = model.bind(metadata)
 
     def every_layer() -> None:
         for layer in range(store.num_layers):

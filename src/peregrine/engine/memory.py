@@ -8,7 +8,7 @@ import torch
 from peregrine.cache.store import KVStore
 from peregrine.config import EngineConfig
 from peregrine.errors import ConfigError
-from peregrine.hardware import read_gpu, read_memory
+from peregrine.hardware import GIB, free_bytes
 from peregrine.kernels.attention import latent_splits
 from peregrine.models.config import ModelConfig
 from peregrine.models.decoder import Decoder
@@ -19,7 +19,6 @@ CPU_SHARE, GPU_SHARE = 0.25, 0.85
 SPARE_PAGES = 8  # per request, for places past its length that rounds in flight may write
 LATENT_TILE = 64  # most queries times heads in one tile of the MLA kernel
 SHARED_TILES = 80  # most MLA tiles whose keys are split between programs; with more, each tile has one program
-GIB = 2**30
 
 
 @contextmanager
@@ -34,24 +33,6 @@ def explain_memory(device: torch.device, what: str, remedy: str) -> Iterator[Non
             f"{device} has no room for {what}: {free / GIB:.1f} of {total / GIB:.1f} GiB are free and "
             f"{held / GIB:.1f} GiB hold what was loaded before; {remedy} ({error})"
         ) from error
-
-
-def check_room(device: torch.device, what: str, num_bytes: int) -> None:
-    """Refuse an allocation that cannot fit, before any of it is made."""
-    free = free_bytes(device)
-    if free is not None and num_bytes > free:
-        raise ConfigError(
-            f"{device} has no room for {what}: {num_bytes / GIB:.1f} GiB are needed and {free / GIB:.1f} GiB are "
-            "free; choose a smaller model or another device"
-        )
-
-
-def free_bytes(device: torch.device) -> int | None:
-    """Unused memory of the device; None if unknown."""
-    if device.type == "cpu":
-        return read_memory()[1]
-    idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # cached by torch's allocator
-    return read_gpu(device.index or 0).memory_free_bytes + idle
 
 
 def store_shape_of(model: Decoder) -> StoreShape:

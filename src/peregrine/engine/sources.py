@@ -1,6 +1,5 @@
 """Where an engine's networks come from: a checkpoint folder, or random weights in the shape of a public model."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -8,20 +7,16 @@ from pathlib import Path
 import torch
 
 from peregrine.engine.folders import ASSETS, find_model
-from peregrine.engine.memory import check_room
-from peregrine.errors import ConfigError
 from peregrine.models.checkpoint.weights import Weights
 from peregrine.models.config import ModelConfig
 from peregrine.models.decoder import Decoder
-from peregrine.models.draft_heads import DraftHead, has_prediction_layer
+from peregrine.models.draft_heads import has_prediction_layer
 from peregrine.models.families import read_config
-from peregrine.models.loading import load_decoder, num_weights, stored_dtype
-from peregrine.spec.registry import DRAFTERS, DraftSource, find_drafter
-from peregrine.synthetic.shapes import PREFIX, draw_decoder, draw_head, draw_prediction_layer, shape_config
+from peregrine.models.loading import load_decoder, stored_dtype
+from peregrine.spec.registry import DraftSource, find_drafter
+from peregrine.synthetic.shapes import PREFIX
+from peregrine.synthetic.source import ShapeSource
 from peregrine.text.tokenizer import Tokenizer
-
-# How to make each drafter that a shape can have.
-SHAPE_DRAFTERS: dict[str, Callable[[Decoder], DraftHead]] = {"eagle3": draw_head, "mtp": draw_prediction_layer}
 
 
 @dataclass(frozen=True)
@@ -64,51 +59,9 @@ class FolderSource:
         return find_drafter(name, self.weights, target)
 
 
-@dataclass(frozen=True, slots=True)
-class ShapeSource:
-    """Random weights in the shape of a public model, for benchmarks, with the embedded model's tokenizer."""
-
-    name: str
-    dtype: torch.dtype = torch.bfloat16
-
-    @property
-    def config(self) -> ModelConfig:
-        return shape_config(self.name)
-
-    def describe(self, asked: str) -> tuple[str, str]:
-        return self.name, "random weights in this shape: for measuring only"
-
-    def tokenizer(self) -> Tokenizer:
-        return Tokenizer.read(ASSETS / "merlin")
-
-    def target(self, device: torch.device, dtype: torch.dtype) -> Decoder:
-        check_room(device, f"the weights of {self.name}", num_weights(self.config) * dtype.itemsize)
-        return draw_decoder(self.config, device, dtype)
-
-    def automatic_drafter(self) -> tuple[str, str]:
-        if self._drafters[0] == "mtp":
-            return "mtp", "the shape has a prediction layer"
-        return "eagle3", "a head of the usual shape"
-
-    def drafter(self, name: str, target: Decoder) -> DraftSource:
-        if name in DRAFTERS:
-            return DraftSource(name, None)
-        if name not in self._drafters:
-            raise ConfigError(
-                f"drafter={name!r}: this shape has no such drafter, and no folder; "
-                f"choose {', '.join([*self._drafters, *DRAFTERS])}"
-            )
-        return DraftSource(name, SHAPE_DRAFTERS[name](target))
-
-    @property
-    def _drafters(self) -> list[str]:
-        """Drafters the shape can have; "auto" takes the first."""
-        return ["mtp", "eagle3"] if self.config.num_extra_layers else ["eagle3"]
-
-
 ModelSource = FolderSource | ShapeSource
 
 
 def open_source(name: str) -> ModelSource:
     """The source a model's name stands for."""
-    return ShapeSource(name) if name.startswith(PREFIX) else FolderSource(find_model(name))
+    return ShapeSource(name, ASSETS / "merlin") if name.startswith(PREFIX) else FolderSource(find_model(name))

@@ -1,0 +1,63 @@
+"""The networks of an engine with random weights in the shape of a public model, for benchmarks."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from peregrine.errors import ConfigError
+from peregrine.hardware import check_room
+from peregrine.models.config import ModelConfig
+from peregrine.models.decoder import Decoder
+from peregrine.models.draft_heads import DraftHead
+from peregrine.models.loading import num_weights
+from peregrine.spec.registry import DRAFTERS, DraftSource
+from peregrine.synthetic.shapes import draw_decoder, draw_head, draw_prediction_layer, shape_config
+from peregrine.text.tokenizer import Tokenizer
+
+# How to make each drafter that a shape can have.
+SHAPE_DRAFTERS: dict[str, Callable[[Decoder], DraftHead]] = {"eagle3": draw_head, "mtp": draw_prediction_layer}
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeSource:
+    """Random weights in the shape of a public model, with the tokenizer of some folder."""
+
+    name: str
+    tokenizer_folder: Path
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def config(self) -> ModelConfig:
+        return shape_config(self.name)
+
+    def describe(self, asked: str) -> tuple[str, str]:
+        return self.name, "random weights in this shape: for measuring only"
+
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer.read(self.tokenizer_folder)
+
+    def target(self, device: torch.device, dtype: torch.dtype) -> Decoder:
+        check_room(device, f"the weights of {self.name}", num_weights(self.config) * dtype.itemsize)
+        return draw_decoder(self.config, device, dtype)
+
+    def automatic_drafter(self) -> tuple[str, str]:
+        if self._drafters[0] == "mtp":
+            return "mtp", "the shape has a prediction layer"
+        return "eagle3", "a head of the usual shape"
+
+    def drafter(self, name: str, target: Decoder) -> DraftSource:
+        if name in DRAFTERS:
+            return DraftSource(name, None)
+        if name not in self._drafters:
+            raise ConfigError(
+                f"drafter={name!r}: this shape has no such drafter, and no folder; "
+                f"choose {', '.join([*self._drafters, *DRAFTERS])}"
+            )
+        return DraftSource(name, SHAPE_DRAFTERS[name](target))
+
+    @property
+    def _drafters(self) -> list[str]:
+        """Drafters the shape can have; "auto" takes the first."""
+        return ["mtp", "eagle3"] if self.config.num_extra_layers else ["eagle3"]
