@@ -1,4 +1,4 @@
-"""The drafter shown in CONTRIBUTING.md runs as it stands there, and changes no token."""
+"""The drafter shown in CONTRIBUTING.md runs as it stands there and changes no token; the family shown is the real one."""
 
 import re
 from pathlib import Path
@@ -23,3 +23,11 @@ def test_the_example_drafter_works(monkeypatch: pytest.MonkeyPatch) -> None:
     outputs = run(build(drafter="echo").engine, some)
     assert tokens(outputs) == tokens(run(build().engine, some))
     assert accept_length(outputs) > 1.05
+
+
+def test_the_example_family_is_the_real_one() -> None:
+    import peregrine.models.families.mistral as mistral
+
+    blocks = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+    shown = next(block for block in blocks if "(Family)" in block)
+    assert shown in Path(mistral.__file__).read_text()
