@@ -44,11 +44,13 @@ def test_the_parts_are_the_whole(peregrine: Run) -> None:
 
 
 @pytest.mark.skipif(not (TRITON_PRESENT and triton_interprets()), reason="needs Triton's interpreter")
-def test_triton_passes_in_the_interpreter(peregrine: Run) -> None:
-    code, out, _ = peregrine("conformance", "--attention", "triton", "--device", "cpu", "--quick", "--json")
+@pytest.mark.parametrize("part", ["1/4", "2/4", "3/4", "4/4"])  # the interpreter is slow: workers share the cases
+def test_triton_passes_in_the_interpreter(peregrine: Run, part: str) -> None:
+    argv = ("--attention", "triton", "--device", "cpu", "--quick", "--json", "--part", part)
+    code, out, _ = peregrine("conformance", *argv)
     report = json.loads(out)
     assert code == 0, report
-    assert report["cases"] >= 5
+    assert report["cases"] >= 2
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,11 @@
 """The command as a whole: help is instant and teaches, refusals are one line, a bench keeps its flags."""
 
+import argparse
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,29 +14,49 @@ from peregrine.cli.main import build_parser
 
 SRC = Path(__file__).parents[2] / "src"
 Run = Callable[..., tuple[int, str, str]]
-IMPORTED = """
-import sys
+HEAVY = ("torch", "numpy", "tokenizers", "numba", "matplotlib", "fastapi", "pydantic", "uvicorn")
+# Prints, per command: its help, and what it had imported by then.
+HELP_OF_ALL = f"""
+import contextlib, io, json, sys
+import peregrine; peregrine.SamplingParams
 from peregrine.cli.main import main
-try:
-    main(sys.argv[1:])
-finally:
-    print(sorted({"torch", "numpy", "tokenizers", "numba"} & set(sys.modules)), file=sys.stderr)
+for argv in json.loads(sys.argv[1]):
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
+        main([*argv, "--help"])
+    print(json.dumps([argv, text.getvalue(), [name for name in {HEAVY} if name in sys.modules]]))
 """
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["generate", "--help"], ["demo", "--help"], ["doctor", "--help"]])
-def test_help_imports_nothing_heavy(argv: list[str]) -> None:
+def all_commands() -> list[list[str]]:
+    """Every command that has a help text, the command line itself included."""
+
+    def walk(argv: list[str], parser: argparse.ArgumentParser) -> Iterator[list[str]]:
+        yield argv
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for name, below in action.choices.items():
+                    yield from walk([*argv, name], below)
+
+    return list(walk([], build_parser()))
+
+
+def test_help_imports_nothing_heavy_and_teaches() -> None:
+    """In a process of its own, since this one has imported everything."""
+    commands = all_commands()
+    assert [] in commands
+    assert ["bench", "offline"] in commands
+    command = [sys.executable, "-c", HELP_OF_ALL, json.dumps(commands)]
     environment = {**os.environ, "PYTHONPATH": str(SRC)}
-    command = [sys.executable, "-c", IMPORTED, *argv]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
-    assert done.stderr.strip() == "[]"
-    assert "examples:" in done.stdout
-
-
-def test_importing_the_package_does_not_import_torch() -> None:
-    environment = {**os.environ, "PYTHONPATH": str(SRC)}
-    program = "import sys, peregrine; peregrine.SamplingParams; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", program], env=environment, check=True)
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [argv for argv, _, _ in answers] == commands
+    for argv, text, imported in answers:
+        assert not imported, argv
+        assert "usage: peregrine" in text
+        if argv != ["bench"]:  # it lists benchmarks, which have examples
+            assert "examples:" in text, argv
+            assert f"peregrine {' '.join(argv)}" in text.partition("examples:")[2], argv
 
 
 def test_no_command_prints_help(peregrine: Run) -> None:
@@ -87,12 +108,3 @@ def test_bench_passes_its_plan_and_the_engine_options_on(
     assert json.loads(out) == written
     assert written["command"].split()[0] == "peregrine"
     assert written["a"] == 1
-
-
-def test_every_command_has_examples() -> None:
-    commands = next(a for a in build_parser()._actions if a.metavar == "COMMAND").choices
-    assert isinstance(commands, dict)
-    benchmarks = next(a for a in commands["bench"]._actions if a.metavar == "BENCHMARK").choices
-    assert isinstance(benchmarks, dict)
-    for name, parser in {**commands, "bench": benchmarks["offline"]}.items():
-        assert f"peregrine {name}" in parser.epilog

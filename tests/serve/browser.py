@@ -152,8 +152,8 @@ class Page:
 
     def prefer(self, **features: str) -> None:
         """Media features by name, such as prefers_color_scheme="dark"."""
-        wishes = [{"name": name.replace("_", "-"), "value": value} for name, value in features.items()]
-        self.send("Emulation.setEmulatedMedia", features=wishes)
+        media = [{"name": name.replace("_", "-"), "value": value} for name, value in features.items()]
+        self.send("Emulation.setEmulatedMedia", features=media)
 
     def screenshot(self, path: Path) -> None:
         data = self.send("Page.captureScreenshot", format="png")["data"]

@@ -44,6 +44,19 @@ class Served:
         raise AssertionError("something still runs")
 
 
+class Lent:
+    """The LLM of a running server under a second server, which does not close it."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._llm, name)
+
+    def close(self) -> None:
+        pass
+
+
 def start(open_llm: Callable[[], LLM], **settings: object) -> Served:
     """Listen on a free port; returns at once, while the model loads."""
     config = ServeConfig(port=0, drain_seconds=0.2, **settings)  # type: ignore[arg-type]

@@ -2,8 +2,8 @@
 
     python tests/serve/kill_batch.py MODEL IN OUT
 
-Each run is a fork of this process, which has imported everything and started no thread: importing torch twenty times
-would take minutes.
+Each run is a fork of this process, which has imported everything, has generated once to load all kernels, and has
+started no thread: to do that twenty times would take minutes.
 """
 
 import json
@@ -16,12 +16,15 @@ from pathlib import Path
 
 import torch
 
+from peregrine.engine.build import build_engine
 from peregrine.kernels.runtime.cpu import load_kernels
-from peregrine.llm import LLM
+from peregrine.llm import LLM, engine_config
+from peregrine.sampling import SamplingParams
 from peregrine.serve.batch import Batch
 from peregrine.serve.batch_output import BatchOutput
 
 KILLS = 20
+OPTIONS: dict[str, object] = {"drafter": "none", "num_pages": 400}
 
 
 def start_batch(model: str, source: Path, target: Path) -> int:
@@ -31,11 +34,21 @@ def start_batch(model: str, source: Path, target: Path) -> int:
         return child
     code = 1
     try:
-        with BatchOutput(target) as output, LLM(model, drafter="none", num_pages=400) as llm:
+        with BatchOutput(target) as output, LLM(model, **OPTIONS) as llm:
             Batch(source, output, llm, "tiny").run()
         code = 0
     finally:
         os._exit(code)
+
+
+@torch.inference_mode()
+def warm_up(model: str) -> None:
+    """Generate a little with an engine that is stepped here, without a thread of its own."""
+    list(load_kernels())
+    engine = build_engine(engine_config(model, OPTIONS)).engine
+    engine.enqueue(engine.prepare([5], SamplingParams(max_tokens=4)))
+    while engine.has_work:
+        engine.step()
 
 
 def num_lines(target: Path) -> int:
@@ -45,8 +58,7 @@ def num_lines(target: Path) -> int:
 
 def main(model: str, source: Path, target: Path) -> None:
     """Kill, run again, and let the last run end by itself."""
-    list(load_kernels())
-    torch.nn.Linear(1, 1, device="meta").to_empty(device="cpu")  # torch imports half of itself for this
+    warm_up(model)
     draw = random.Random(7)
     sizes, killed = [0], 0
     for kill in range(KILLS + 1):

@@ -1,4 +1,4 @@
-"""A storm of requests: good ones, bad ones, clients that leave, readers that dawdle, all at once.
+"""A storm of requests: good ones, bad ones, clients that leave, slow readers, all at once.
 
 Every good answer must equal what the engine gives offline for its seed. As a script it runs the full storm against a
 server process of its own, and prints what it found:
@@ -41,17 +41,17 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Wish:
+class GoodRequest:
     """A good request and the texts it must bring."""
 
     body: dict[str, Any]
     texts: tuple[str, ...]
 
 
-def make_wishes(llm: LLM, count: int, seed: int) -> list[Wish]:
+def make_good_requests(llm: LLM, count: int, seed: int) -> list[GoodRequest]:
     """Good requests of every kind, with their texts from LLM.generate."""
     draw = random.Random(seed)
-    wishes = []
+    good_requests = []
     for index in range(count):
         params: dict[str, Any] = {"max_tokens": draw.randint(1, 24), "seed": index, "ignore_eos": True}
         params |= draw.choice(
@@ -68,43 +68,45 @@ def make_wishes(llm: LLM, count: int, seed: int) -> list[Wish]:
             )
         )
         more = draw.choice([{}, {"speculation": {"num_drafts": 0}}, {"return_speculation": True}])
-        wishes.append(Wish({"prompt": prompt, "n": choices, **params, **more}, expected))
-    return wishes
+        good_requests.append(GoodRequest({"prompt": prompt, "n": choices, **params, **more}, expected))
+    return good_requests
 
 
-async def storm(url: str, wishes: list[Wish], requests: int, concurrency: int, seed: int) -> Report:
+async def storm(url: str, good_requests: list[GoodRequest], requests: int, concurrency: int, seed: int) -> Report:
     """Send the requests, `concurrency` at a time."""
     draw, report = random.Random(seed), Report()
-    kinds = draw.choices((whole, streamed, leaving, hasty, dawdling, bad), weights=(35, 30, 12, 5, 8, 10), k=requests)
-    jobs = iter([(kind, draw.choice(wishes), draw.randrange(2**32)) for kind in kinds])
+    kinds = draw.choices(
+        (whole, streamed, leaving, hasty, slow_reading, bad), weights=(35, 30, 12, 5, 8, 10), k=requests
+    )
+    jobs = iter([(kind, draw.choice(good_requests), draw.randrange(2**32)) for kind in kinds])
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as http:
 
         async def work() -> None:
-            for kind, wish, own_seed in jobs:
+            for kind, request, own_seed in jobs:
                 try:
-                    outcome = await kind(http, wish, random.Random(own_seed))
+                    outcome = await kind(http, request, random.Random(own_seed))
                 except Exception as error:
                     outcome = f"failed: {type(error).__name__}: {error}"
                 report.outcomes[f"{kind.__name__}: {outcome}" if ":" not in outcome else outcome] += 1
                 if outcome not in ("right", "left", "refused"):
-                    report.wrong.append(f"{kind.__name__} {wish.body}: {outcome}")
+                    report.wrong.append(f"{kind.__name__} {request.body}: {outcome}")
 
         await asyncio.gather(*(work() for _ in range(concurrency)))
     return report
 
 
-async def whole(http: httpx.AsyncClient, wish: Wish, draw: random.Random) -> str:
-    response = await http.post("/v1/completions", json=wish.body)
+async def whole(http: httpx.AsyncClient, request: GoodRequest, draw: random.Random) -> str:
+    response = await http.post("/v1/completions", json=request.body)
     if response.status_code != 200:
         return f"status {response.status_code}: {response.text[:200]}"
     texts = tuple(choice["text"] for choice in response.json()["choices"])
-    return "right" if texts == wish.texts else f"wrong: {texts} is not {wish.texts}"
+    return "right" if texts == request.texts else f"wrong: {texts} is not {request.texts}"
 
 
-async def streamed(http: httpx.AsyncClient, wish: Wish, draw: random.Random, pause: float = 0.0) -> str:
-    texts = [""] * len(wish.texts)
-    body = {**wish.body, "stream": True}
+async def streamed(http: httpx.AsyncClient, request: GoodRequest, draw: random.Random, pause: float = 0.0) -> str:
+    texts = [""] * len(request.texts)
+    body = {**request.body, "stream": True}
     async with http.stream("POST", "/v1/completions", json=body) as response:
         if response.status_code != 200:
             return f"status {response.status_code}"
@@ -113,16 +115,16 @@ async def streamed(http: httpx.AsyncClient, wish: Wish, draw: random.Random, pau
                 for choice in json.loads(line[6:])["choices"]:
                     texts[choice["index"]] += choice["text"]
                 await asyncio.sleep(pause * draw.random())
-    return "right" if tuple(texts) == wish.texts else f"wrong: {texts} is not {wish.texts}"
+    return "right" if tuple(texts) == request.texts else f"wrong: {texts} is not {request.texts}"
 
 
-async def dawdling(http: httpx.AsyncClient, wish: Wish, draw: random.Random) -> str:
-    return await streamed(http, wish, draw, pause=0.1)
+async def slow_reading(http: httpx.AsyncClient, request: GoodRequest, draw: random.Random) -> str:
+    return await streamed(http, request, draw, pause=0.1)
 
 
-async def leaving(http: httpx.AsyncClient, wish: Wish, draw: random.Random) -> str:
+async def leaving(http: httpx.AsyncClient, request: GoodRequest, draw: random.Random) -> str:
     """Read a little of a long stream and go."""
-    body = {**wish.body, "max_tokens": 500, "stream": True}
+    body = {**request.body, "max_tokens": 500, "stream": True}
     chunks = draw.randint(0, 4)
     async with http.stream("POST", "/v1/completions", json=body) as response:
         async for _ in response.aiter_lines():
@@ -132,14 +134,14 @@ async def leaving(http: httpx.AsyncClient, wish: Wish, draw: random.Random) -> s
     return "left"
 
 
-async def hasty(http: httpx.AsyncClient, wish: Wish, draw: random.Random) -> str:
+async def hasty(http: httpx.AsyncClient, request: GoodRequest, draw: random.Random) -> str:
     """Go before a whole answer comes, if it does not come at once."""
     with contextlib.suppress(httpx.TimeoutException):
-        await http.post("/v1/completions", json={**wish.body, "max_tokens": 500}, timeout=0.2 * draw.random())
+        await http.post("/v1/completions", json={**request.body, "max_tokens": 500}, timeout=0.2 * draw.random())
     return "left"
 
 
-async def bad(http: httpx.AsyncClient, wish: Wish, draw: random.Random) -> str:
+async def bad(http: httpx.AsyncClient, request: GoodRequest, draw: random.Random) -> str:
     response = await http.post("/v1/completions", content=draw.choice(BAD), headers=HEADERS)
     return "refused" if response.status_code == 400 else f"status {response.status_code}: {response.text[:200]}"
 
@@ -168,13 +170,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     with LLM("merlin") as llm:
-        wishes = make_wishes(llm, 60, args.seed)
+        good_requests = make_good_requests(llm, 60, args.seed)
     outcomes: Counter[str] = Counter()
     wrong: list[str] = []
     with running_server([]) as port, httpx.Client(base_url=f"http://127.0.0.1:{port}") as http:
         for part in range(4):
             made = asyncio.run(
-                storm(str(http.base_url), wishes, args.requests // 4, args.concurrency, args.seed + part)
+                storm(str(http.base_url), good_requests, args.requests // 4, args.concurrency, args.seed + part)
             )
             outcomes += made.outcomes
             wrong += made.wrong

@@ -14,9 +14,9 @@ PROMPT = "Once upon a time, é"
 
 
 def test_completion_logprobs(server: Served, client: openai.OpenAI) -> None:
-    wish = {"temperature": 1.0, "seed": 8, "max_tokens": 12, "logprobs": 2}
-    choice = client.completions.create(model="merlin", prompt=PROMPT, **wish).choices[0]  # type: ignore[call-overload]
-    expected = server.llm.generate(PROMPT, SamplingParams(**wish))[0]  # type: ignore[arg-type]
+    asked = {"temperature": 1.0, "seed": 8, "max_tokens": 12, "logprobs": 2}
+    choice = client.completions.create(model="merlin", prompt=PROMPT, **asked).choices[0]  # type: ignore[call-overload]
+    expected = server.llm.generate(PROMPT, SamplingParams(**asked))[0]  # type: ignore[arg-type]
     told = choice.logprobs
     assert told.token_logprobs == [entry.logprob for entry in expected.logprobs]
     assert "".join(told.tokens) == choice.text

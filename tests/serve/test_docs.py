@@ -1,10 +1,7 @@
-"""docs/server.md names everything there is, and the command line's help is quick and complete."""
+"""docs/server.md names everything there is; wrong settings are refused."""
 
 import importlib.util
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -30,14 +27,6 @@ from peregrine.serve.settings import ServeConfig
 
 ROOT = Path(__file__).parents[2]
 DOCS = (ROOT / "docs" / "server.md").read_text()
-IMPORTED = """
-import sys
-from peregrine.cli.main import main
-try:
-    main(sys.argv[1:])
-finally:
-    print(sorted({"torch", "fastapi", "pydantic", "uvicorn"} & set(sys.modules)), file=sys.stderr)
-"""
 
 
 @pytest.mark.parametrize("model", [CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, StreamOptions, Speculation])
@@ -63,16 +52,6 @@ def test_every_setting_has_a_flag_and_is_documented() -> None:
         flag = {"api_keys": "--api-key"}.get(entry.name, "--" + entry.name.replace("_", "-"))
         assert flag in flags
         assert f"`{flag}`" in DOCS
-
-
-@pytest.mark.parametrize("command", ["serve", "batch"])
-def test_help_imports_nothing_heavy(command: str) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run(
-        [sys.executable, "-c", IMPORTED, command, "--help"], capture_output=True, text=True, env=environment, check=True
-    )
-    assert done.stderr.strip() == "[]"
-    assert "examples:" in done.stdout
 
 
 @pytest.mark.parametrize("argv", [("serve",), ("batch", "a", "b")])

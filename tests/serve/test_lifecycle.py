@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,19 +16,19 @@ import httpx
 import pytest
 
 from peregrine import LLM
-from serve.conftest import Served, start, wait_ready
+from serve.conftest import Lent, Served, start, wait_ready
 from spec.harness import check_pages
 
 SRC = Path(__file__).parents[2] / "src"
 ENDLESS = {"prompt": "Once", "max_tokens": 2000, "ignore_eos": True}
 
 
-def test_while_it_loads_it_says_so() -> None:
+def test_while_it_loads_it_says_so(server: Served) -> None:
     go_on = threading.Event()
 
     def slowly() -> LLM:
         go_on.wait()
-        return LLM("merlin", num_pages=200)
+        return Lent(server.llm)  # type: ignore[return-value]
 
     served = start(slowly)
     try:
@@ -115,17 +115,13 @@ def test_an_engine_fault_is_told_to_all_and_turns_health_red() -> None:
         served.stop()
 
 
-def test_a_request_that_faults_alone_is_told_alone(server: Served, http: httpx.Client) -> None:
+def test_a_request_that_faults_alone_is_told_alone(http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits that hold NaN end one generation; the server stays well."""
-    from peregrine.engine.engine import ENDINGS
-    from peregrine.kernels.round.verdict import FINISH_LENGTH
+    from peregrine.engine.engine import FINISH_REASONS
+    from peregrine.kernels.round import FINISH_LENGTH
 
-    kept = ENDINGS[FINISH_LENGTH]
-    ENDINGS[FINISH_LENGTH] = "error"
-    try:
-        broken = http.post("/v1/completions", json={"prompt": "x", "max_tokens": 2, "ignore_eos": True})
-    finally:
-        ENDINGS[FINISH_LENGTH] = kept
+    monkeypatch.setitem(FINISH_REASONS, FINISH_LENGTH, "error")
+    broken = http.post("/v1/completions", json={"prompt": "x", "max_tokens": 2, "ignore_eos": True})
     assert broken.status_code == 500
     assert "NaN" in broken.json()["error"]["message"]
     assert http.get("/health").status_code == 200
@@ -179,14 +175,31 @@ def test_sigterm_drains_then_cuts_off() -> None:
         assert running.wait(timeout=20) == 0
 
 
-def test_a_model_that_cannot_be_loaded_ends_the_server_in_one_line(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "peregrine.cli", "serve", "--port", "0", "--model", str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": str(SRC), "PEREGRINE_LOG": "warning"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=False)
-    assert done.returncode == 2
-    [line] = done.stderr.strip().splitlines()
+def test_a_model_that_cannot_be_loaded_ends_the_server_in_one_line(
+    peregrine: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PEREGRINE_LOG", "warning")
+    code, out, err = peregrine("serve", "--port", "0", "--model", str(tmp_path))
+    assert (code, out) == (2, "")
+    [line] = err.strip().splitlines()
     assert line.startswith("error: ")
     assert str(tmp_path) in line
+
+
+def test_a_signal_while_the_model_loads_ends_the_server_at_once() -> None:
+    """Loading is not waited for, and its late result disturbs nobody."""
+    go_on, begun = threading.Event(), threading.Event()
+
+    def slowly() -> LLM:
+        begun.set()
+        go_on.wait()
+        raise MemoryError("too late to matter")
+
+    served = start(slowly)
+    begun.wait()
+    served.stop()
+    assert served.service.status.phase == "loading"
+    go_on.set()
 
 
 def test_pages_are_all_there_in_the_end(server: Served) -> None:

@@ -36,8 +36,8 @@ def test_loglikelihood(server: Served, model: LocalCompletionsAPI) -> None:
     for (context, continuation), (score, greedy) in zip(PAIRS, told, strict=True):
         ids = server.llm.encode(context + continuation)
         start = len(server.llm.encode(context))
-        wish = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
-        entries = server.llm.generate([ids], wish)[0].prompt_logprobs[start - 1 :]
+        asked = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
+        entries = server.llm.generate([ids], asked)[0].prompt_logprobs[start - 1 :]
         assert score == pytest.approx(sum(entry.logprob for entry in entries))
         assert greedy == all(entry.top[0][0] == entry.token_id for entry in entries)
     assert told[0][1]
@@ -48,13 +48,13 @@ def test_rolling(server: Served, model: LocalCompletionsAPI) -> None:
     text = "Once upon a time there was a falcon."
     [score] = model.loglikelihood_rolling(ask("loglikelihood_rolling", [(text,)]), disable_tqdm=True)
     ids = [server.llm.tokenizer.eos_id, *server.llm.encode(text)]
-    wish = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
-    entries = server.llm.generate([ids], wish)[0].prompt_logprobs
+    asked = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    entries = server.llm.generate([ids], asked)[0].prompt_logprobs
     assert score == pytest.approx(sum(entry.logprob for entry in entries))
 
 
 def test_generate_until(server: Served, model: LocalCompletionsAPI) -> None:
-    wishes = [("Once upon a time", {"until": ["."], "max_gen_toks": 30})]
-    [text] = model.generate_until(ask("generate_until", wishes), disable_tqdm=True)
-    offline = server.llm.generate(wishes[0][0], SamplingParams(temperature=0, max_tokens=30, stop=["."]))[0]
+    asked = [("Once upon a time", {"until": ["."], "max_gen_toks": 30})]
+    [text] = model.generate_until(ask("generate_until", asked), disable_tqdm=True)
+    offline = server.llm.generate(asked[0][0], SamplingParams(temperature=0, max_tokens=30, stop=["."]))[0]
     assert text == offline.text

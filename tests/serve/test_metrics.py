@@ -35,8 +35,8 @@ def test_counts_are_those_of_the_outputs(server: Served, http: httpx.Client) -> 
     def grown(name: str) -> float:
         return after[name] - before.get(name, 0)
 
-    wish = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
-    outputs = server.llm.generate(prompts, wish, progress=False)
+    asked = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    outputs = server.llm.generate(prompts, asked, progress=False)
     stats = [output.stats for output in outputs]
     assert grown("peregrine_generated_tokens_total") == 120
     assert grown("peregrine_prompt_tokens_total") == sum(len(o.prompt_token_ids) for o in outputs)

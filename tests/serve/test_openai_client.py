@@ -24,9 +24,9 @@ def test_models(client: openai.OpenAI) -> None:
 
 
 def test_completion_equals_offline(server: Served, client: openai.OpenAI) -> None:
-    wish = {"temperature": 0.8, "top_p": 0.9, "seed": 5, "max_tokens": 24, "frequency_penalty": 0.3}
-    response = client.completions.create(model="merlin", prompt=PROMPT, **wish)  # type: ignore[call-overload]
-    expected = offline(server, PROMPT, **wish)
+    asked = {"temperature": 0.8, "top_p": 0.9, "seed": 5, "max_tokens": 24, "frequency_penalty": 0.3}
+    response = client.completions.create(model="merlin", prompt=PROMPT, **asked)  # type: ignore[call-overload]
+    expected = offline(server, PROMPT, **asked)
     [choice] = response.choices
     assert (choice.text, choice.finish_reason) == (expected.text, "length")
     assert choice.seed == 5
@@ -44,11 +44,11 @@ def test_defaults_are_openais(client: openai.OpenAI) -> None:
 
 
 def test_extra_fields_are_honoured(server: Served, client: openai.OpenAI) -> None:
-    wish = {"top_k": 5, "min_p": 0.05, "repetition_penalty": 1.2, "min_tokens": 3, "ignore_eos": True}
+    asked = {"top_k": 5, "min_p": 0.05, "repetition_penalty": 1.2, "min_tokens": 3, "ignore_eos": True}
     response = client.completions.create(
-        model="merlin", prompt=PROMPT, seed=3, max_tokens=30, extra_body=wish, logit_bias={"300": -50}
+        model="merlin", prompt=PROMPT, seed=3, max_tokens=30, extra_body=asked, logit_bias={"300": -50}
     )
-    expected = offline(server, PROMPT, seed=3, max_tokens=30, logit_bias={300: -50}, **wish)
+    expected = offline(server, PROMPT, seed=3, max_tokens=30, logit_bias={300: -50}, **asked)
     assert response.choices[0].text == expected.text
 
 
@@ -86,9 +86,9 @@ def test_chat_goes_on_to_the_end_of_the_text(client: openai.OpenAI) -> None:
 
 def test_text_parts_are_joined(client: openai.OpenAI) -> None:
     parts = [{"type": "text", "text": "Tell me a story"}, {"type": "text", "text": " about a cat."}]
-    wish = {"model": "merlin", "seed": 4, "max_completion_tokens": 20}
+    asked = {"model": "merlin", "seed": 4, "max_completion_tokens": 20}
     told = [
-        client.chat.completions.create(messages=messages, **wish).choices[0].message.content  # type: ignore[call-overload]
+        client.chat.completions.create(messages=messages, **asked).choices[0].message.content  # type: ignore[call-overload]
         for messages in (CHAT, [{"role": "user", "content": parts}])
     ]
     assert told[0] == told[1]
@@ -96,16 +96,16 @@ def test_text_parts_are_joined(client: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("chat", [False, True])
 def test_stream_adds_up(server: Served, client: openai.OpenAI, chat: bool) -> None:
-    wish = {"model": "merlin", "seed": 6, "max_tokens": 40, "n": 2, "temperature": 0.9}
-    more = {**wish, "stream": True, "stream_options": {"include_usage": True}}
+    asked = {"model": "merlin", "seed": 6, "max_tokens": 40, "n": 2, "temperature": 0.9}
+    more = {**asked, "stream": True, "stream_options": {"include_usage": True}}
     if chat:
-        whole = client.chat.completions.create(messages=CHAT, **wish)  # type: ignore[call-overload]
+        whole = client.chat.completions.create(messages=CHAT, **asked)  # type: ignore[call-overload]
         chunks = list(client.chat.completions.create(messages=CHAT, **more))  # type: ignore[call-overload]
         texts = [choice.message.content for choice in whole.choices]
         pieces = [(c.index, c.delta.content, c.finish_reason) for chunk in chunks for c in chunk.choices]
         assert [c.delta.role for chunk in chunks for c in chunk.choices].count("assistant") == 2
     else:
-        whole = client.completions.create(prompt=PROMPT, **wish)  # type: ignore[call-overload]
+        whole = client.completions.create(prompt=PROMPT, **asked)  # type: ignore[call-overload]
         chunks = list(client.completions.create(prompt=PROMPT, **more))  # type: ignore[call-overload]
         texts = [choice.text for choice in whole.choices]
         pieces = [(c.index, c.text, c.finish_reason) for chunk in chunks for c in chunk.choices]
@@ -136,9 +136,9 @@ def test_async_streams_side_by_side(server: Served) -> None:
 def test_stop_strings_never_leak_into_a_stream(server: Served, client: openai.OpenAI) -> None:
     text = offline(server, PROMPT, temperature=0, max_tokens=40).text
     stop = text[len(text) // 2 :][:7]  # spans tokens
-    wish = {"model": "merlin", "prompt": PROMPT, "temperature": 0, "max_tokens": 40, "stop": [stop, "@@"]}
-    whole = client.completions.create(**wish).choices[0]  # type: ignore[call-overload]
-    pieces = [c.choices[0] for c in client.completions.create(**wish, stream=True)]  # type: ignore[call-overload]
+    asked = {"model": "merlin", "prompt": PROMPT, "temperature": 0, "max_tokens": 40, "stop": [stop, "@@"]}
+    whole = client.completions.create(**asked).choices[0]  # type: ignore[call-overload]
+    pieces = [c.choices[0] for c in client.completions.create(**asked, stream=True)]  # type: ignore[call-overload]
     assert whole.text == "".join(piece.text for piece in pieces) == text[: text.index(stop)]
     assert (whole.finish_reason, whole.stop_reason, pieces[-1].finish_reason) == ("stop", stop, "stop")
 
@@ -154,7 +154,7 @@ def test_cached_prompt_tokens_are_told(server: Served, client: openai.OpenAI) ->
 
 
 @pytest.mark.parametrize(
-    ("wish", "kind", "param"),
+    ("asked", "kind", "param"),
     [
         ({"temperature": -1}, openai.BadRequestError, "temperature"),
         ({"max_tokens": 4000}, openai.BadRequestError, "max_tokens"),
@@ -171,10 +171,10 @@ def test_cached_prompt_tokens_are_told(server: Served, client: openai.OpenAI) ->
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_refusals_name_the_field(
-    client: openai.OpenAI, wish: dict[str, object], kind: type[openai.APIStatusError], param: str, stream: bool
+    client: openai.OpenAI, asked: dict[str, object], kind: type[openai.APIStatusError], param: str, stream: bool
 ) -> None:
     with pytest.raises(kind) as refusal:
-        client.completions.create(**{"model": "merlin", "prompt": PROMPT, "stream": stream, **wish})  # type: ignore[call-overload]
+        client.completions.create(**{"model": "merlin", "prompt": PROMPT, "stream": stream, **asked})  # type: ignore[call-overload]
     assert refusal.value.param == param
     assert param in refusal.value.message
 

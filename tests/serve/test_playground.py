@@ -236,8 +236,8 @@ def test_race_is_checked_token_by_token(page: Page) -> None:
 def test_a_race_that_differs_is_told(page: Page) -> None:
     """The check itself: tokens of the second answer are changed on their way into the page."""
     page.value(
-        "(whole => { window.fetch = async (path, wish) => { const answer = await whole(path, wish);"
-        " if (!(wish.body ?? '').includes('\"num_drafts\":3')) return answer;"
+        "(whole => { window.fetch = async (path, options) => { const answer = await whole(path, options);"
+        " if (!(options.body ?? '').includes('\"num_drafts\":3')) return answer;"
         ' return new Response((await answer.text()).replaceAll(/"id":(\\d+),/g, \'"id":$19,\')); } })(window.fetch)'
     )
     page.fill(prompt=PROMPT, temperature=0, max_tokens=20)

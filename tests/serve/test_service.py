@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from peregrine import LLM, __version__
-from serve.conftest import Served, start, wait_ready
+from serve.conftest import Lent, Served, start, wait_ready
 
 ENDLESS = {"prompt": "Once", "max_tokens": 2000, "ignore_eos": True, "stream": True}
 
@@ -104,8 +104,8 @@ def test_no_body_is_a_fault_of_the_server(http: httpx.Client, content: bytes) ->
     assert response.json()["error"]["message"]
 
 
-def test_keys() -> None:
-    served = start(lambda: LLM("merlin", num_pages=200), api_keys=("old", "new"))
+def test_keys(server: Served) -> None:
+    served = start(lambda: Lent(server.llm), api_keys=("old", "new"))  # type: ignore[arg-type, return-value]
     try:
         wait_ready(served)
         with served.http() as http:

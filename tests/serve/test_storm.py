@@ -6,26 +6,26 @@ import gc
 import pytest
 
 from serve.conftest import Served
-from serve.storm import make_wishes, memory_mib, storm
+from serve.storm import make_good_requests, memory_mib, storm
 from spec.harness import check_pages
 
 REQUESTS, CONCURRENCY = 70, 32
 
 
 @pytest.fixture(scope="module")
-def wishes(server: Served):
-    return make_wishes(server.llm, 24, seed=1)
+def good_requests(server: Served):
+    return make_good_requests(server.llm, 24, seed=1)
 
 
-def test_a_storm_leaves_nothing_behind(server: Served, wishes) -> None:
+def test_a_storm_leaves_nothing_behind(server: Served, good_requests) -> None:
     memory = []
     for part in range(3):
-        report = asyncio.run(storm(server.url, wishes, REQUESTS, CONCURRENCY, seed=part))
+        report = asyncio.run(storm(server.url, good_requests, REQUESTS, CONCURRENCY, seed=part))
         assert not report.wrong
         assert set(report.outcomes) == {
             "whole: right",
             "streamed: right",
-            "dawdling: right",
+            "slow_reading: right",
             "leaving: left",
             "hasty: left",
             "bad: refused",

@@ -96,7 +96,7 @@ class Lane {
     this.times = null; // of the first and the latest chunk, and how many tokens the first one had
   }
 
-  /** Take in a choice of one chunk, which arrived `seconds` after it was asked for. */
+  /** Take in a choice of one chunk, which arrived `seconds` after it was request for. */
   take(choice, seconds) {
     const { tokens, rounds } = choice.speculation;
     this.content += choice.text ?? choice.delta.content;
@@ -195,9 +195,9 @@ function until(time, signal) {
 }
 
 /** Generate into a lane. Slow motion delays what is shown, never what is read, so that figures stay true. */
-async function generate(wish, lane, { begun, signal, slowdown, onNews }) {
-  const path = wish.messages ? "/v1/chat/completions" : "/v1/completions";
-  const body = JSON.stringify({ ...wish, stream: true, return_speculation: true });
+async function generate(request, lane, { begun, signal, slowdown, onNews }) {
+  const path = request.messages ? "/v1/chat/completions" : "/v1/completions";
+  const body = JSON.stringify({ ...request, stream: true, return_speculation: true });
   const response = await ask(path, { method: "POST", body, signal });
   let shown = Promise.resolve();
   for await (const { choices } of events(response)) {
@@ -258,7 +258,7 @@ const conversation = []; // messages of the chat so far
 const isChat = () => find("ask").elements.mode.value === "chat";
 
 /** What the form asks for. The seed is drawn here: the server's have more bits than a number in JavaScript. */
-function readWish() {
+function readRequest() {
   const number = (id) => find(id).valueAsNumber;
   const seed = find("seed").value === "" ? Math.floor(Math.random() * 2 ** 32) : number("seed");
   const text = find("prompt").value;
@@ -277,13 +277,13 @@ function readWish() {
 async function run(racing) {
   if (running || !find("ask").reportValidity()) return;
   hideCard();
-  const wish = readWish();
+  const request = readRequest();
   const chosen = find("drafts").valueAsNumber;
   const most = Number(find("drafts").max);
   const caps = racing ? [0, chosen || most] : [chosen]; // a race needs someone to race against
-  const wishes = caps.map((num_drafts) => ({ ...wish, speculation: { num_drafts } }));
+  const requests = caps.map((num_drafts) => ({ ...request, speculation: { num_drafts } }));
   const titles = racing ? ["Plain", "With speculation"] : [""];
-  const lanes = titles.map((title) => new Lane(title, wish.max_tokens));
+  const lanes = titles.map((title) => new Lane(title, request.max_tokens));
   const race = racing ? new Race(...lanes) : null;
   const turn = isChat() ? beginTurn(find("prompt").value) : null;
   find("lanes").replaceChildren(...lanes.map((lane) => lane.element));
@@ -298,7 +298,7 @@ async function run(racing) {
   showRunning("Running.");
   let ending = "Done";
   try {
-    await Promise.all(wishes.map((each, index) => generate(each, lanes[index], pace)));
+    await Promise.all(requests.map((each, index) => generate(each, lanes[index], pace)));
   } catch (error) {
     ending = signal.aborted ? "Stopped" : "Failed";
     if (!signal.aborted) {
@@ -310,7 +310,7 @@ async function run(racing) {
   const lane = lanes.at(-1);
   if (!lane.element.isConnected) return showRunning(""); // it was cleared away meanwhile
   if (turn) endTurn(turn, lane);
-  showRunning(`${ending}: ${plural(lane.ids.length, "token")} in ${plural(lane.rounds, "round")}, seed ${wish.seed}.`);
+  showRunning(`${ending}: ${plural(lane.ids.length, "token")} in ${plural(lane.rounds, "round")}, seed ${request.seed}.`);
 }
 
 /** Bring the result onto the screen where it begins far down, as on a phone. */
