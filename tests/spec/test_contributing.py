@@ -1,4 +1,4 @@
-"""The drafter shown in CONTRIBUTING.md runs as it stands there and changes no token; the family shown is the real one."""
+"""The drafter shown in CONTRIBUTING.md runs as it stands there; the family shown is the real one."""
 
 import re
 from pathlib import Path
