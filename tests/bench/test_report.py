@@ -215,7 +215,7 @@ def paths(picture: str, colour: str, part: str) -> list[list[tuple[float, float]
 
 
 def test_a_line_is_drawn_to_scale_in_a_colour_of_the_page() -> None:
-    picture = plots.lines([plots.Series("a", [0.0, 50.0, 100.0])], ["1", "2", "3"], "x", "y")
+    picture = plots.lines({"a": [0.0, 50.0, 100.0]}, ["1", "2", "3"], "x", "y")
     [points] = [path for path in paths(picture, "c0", "fill: none; stroke") if len(path) == 3]
     ys = [y for _, y in points]
     assert ys[0] > ys[1] > ys[2]
@@ -224,7 +224,7 @@ def test_a_line_is_drawn_to_scale_in_a_colour_of_the_page() -> None:
 
 
 def test_a_waterfall_steps_down_without_gaps() -> None:
-    picture = plots.waterfall([plots.Span("a", 1.0, 0), plots.Span("b", 3.0, 1)], 4.0, "ms")
+    picture = plots.waterfall({"a": 1.0, "b": 3.0}, 4.0, "ms")
     [first], [second] = paths(picture, "c0", "fill"), paths(picture, "c1", "fill")
     assert second[0][0] == pytest.approx(first[1][0], abs=0.1)
     assert second[1][0] - second[0][0] == pytest.approx(3 * (first[1][0] - first[0][0]), abs=0.2)
@@ -244,6 +244,14 @@ def test_from_files_to_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert main(["bench", "report", *files, "--out", str(out), "--title", "Talk"]) == 0
     assert capsys.readouterr().out == f"{out}\n"
     assert "<title>Talk</title>" in out.read_text()
+
+
+def test_files_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    files = [tmp_path / "a" / "x.json", tmp_path / "b" / "x.json", tmp_path / "y.json"]
+    for file in files:
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(json.dumps(SERVE))
+    assert [result.name for result in read_results(files)] == [str(files[0]), str(files[1]), "y"]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ mode changes the plots, too. Series differ in dash and marker as well as in colo
 
 import io
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
@@ -21,6 +21,7 @@ VARIABLES |= {INK: "var(--ink)", SOFT: "var(--soft)", RULE: "var(--rule)"}
 STYLES = tuple(zip(COLOURS, ("-", "--", ":", "-.", (0, (1, 3)), (0, (9, 3))), "os^Dv_", strict=True))
 WIDTH, HEIGHT, ROW_HEIGHT = 6.4, 3.0, 0.32  # inches
 BEST = " \N{BLACK STAR}"
+Series = Mapping[str, Sequence[float | None]]  # by name, one value per place of the horizontal axis
 SETTINGS = {
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "peregrine",  # the same plot gives the same file
@@ -40,14 +41,6 @@ SETTINGS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Series:
-    """Values under one name, one per place of the horizontal axis; None where there is none."""
-
-    label: str
-    values: Sequence[float | None]
-
-
-@dataclass(frozen=True, slots=True)
 class Bar:
     """A horizontal bar, with the ends of its whisker."""
 
@@ -59,35 +52,24 @@ class Bar:
     best: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """A step of a waterfall: how long it takes; it is drawn where the one before it ended."""
-
-    label: str
-    value: float
-    colour: int
-
-
-def lines(series: Sequence[Series], places: Sequence[str], x_label: str, y_label: str, top: float = 0) -> str:
+def lines(series: Series, places: Sequence[str], x_label: str, y_label: str, top: float = 0) -> str:
     """One line per series over named places; the vertical axis reaches at least to `top`."""
     with matplotlib.rc_context(SETTINGS):
         figure, axes = place_axes(series, places, x_label, y_label, top)
-        for each, (colour, dash, marker) in zip(series, itertools.cycle(STYLES), strict=False):
-            draw_points(axes, each, color=colour, linestyle=dash, marker=marker)
+        draw_points(axes, series)
         if len(series) > 1:
             axes.legend()
         return to_svg(figure, f"{y_label} by {x_label}")
 
 
-def ranges(series: Sequence[Series], places: Sequence[str], x_label: str, y_label: str) -> str:
+def ranges(series: Series, places: Sequence[str], x_label: str, y_label: str) -> str:
     """Percentiles: at each place a vertical line from the lowest of the series' values to the highest."""
     with matplotlib.rc_context(SETTINGS):
         figure, axes = place_axes(series, places, x_label, y_label)
-        for place, values in enumerate(zip(*(each.values for each in series), strict=True)):
+        for place, values in enumerate(zip(*series.values(), strict=True)):
             seen = [value for value in values if value is not None]
             axes.vlines([place] if seen else [], min(seen, default=0), max(seen, default=0), color=SOFT)
-        for each, (colour, _, marker) in zip(series, itertools.cycle(STYLES), strict=False):
-            draw_points(axes, each, color=colour, linestyle="", marker=marker)
+        draw_points(axes, series, joined=False)
         axes.legend()
         return to_svg(figure, y_label)
 
@@ -106,26 +88,24 @@ def bars(entries: Sequence[Bar], unit: str) -> str:
         return to_svg(figure, f"{unit} by shape")
 
 
-def waterfall(spans: Sequence[Span], most: float, unit: str) -> str:
+def waterfall(steps: Mapping[str, float], most: float, unit: str) -> str:
     """Steps below each other, each beginning where the last ended; `most` is the longest sum that is compared."""
     with matplotlib.rc_context(SETTINGS):
-        figure, axes = row_axes([span.label for span in spans])
+        figure, axes = row_axes(list(steps))
         end = 0.0
-        for row, span in enumerate(spans):
-            axes.barh(row, span.value, 0.7, left=end, color=COLOURS[span.colour % len(COLOURS)])
-            end += max(0.0, span.value)
-            label_row(axes, end, row, f"{short(span.value)} {unit}")
+        for row, (value, colour) in enumerate(zip(steps.values(), itertools.cycle(COLOURS), strict=False)):
+            axes.barh(row, value, 0.7, left=end, color=colour)
+            end += max(0.0, value)
+            label_row(axes, end, row, f"{short(value)} {unit}")
         axes.set_xlim(0, 1.25 * most)
         return to_svg(figure, "where a round's time goes")
 
 
-def place_axes(
-    series: Sequence[Series], places: Sequence[str], x_label: str, y_label: str, top: float = 0
-) -> tuple[Figure, Any]:
+def place_axes(series: Series, places: Sequence[str], x_label: str, y_label: str, top: float = 0) -> tuple[Figure, Any]:
     """Axes from 0 with a name for each place."""
     figure = Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
     axes: Any = figure.add_subplot()
-    most = max([top, *(value for each in series for value in each.values if value is not None)]) or 1.0
+    most = max([top, *(value for values in series.values() for value in values if value is not None)]) or 1.0
     axes.set(xlabel=x_label, ylabel=y_label, xlim=(-0.5, len(places) - 0.5), ylim=(0, 1.1 * most))
     axes.set_xticks(range(len(places)), places)
     axes.grid(axis="y")
@@ -143,12 +123,14 @@ def row_axes(labels: Sequence[str]) -> tuple[Figure, Any]:
     return figure, axes
 
 
-def draw_points(axes: Any, series: Series, color: str, **style: Any) -> None:
-    """Draw the values there are, and write each one beside its point."""
-    points = [(place, value) for place, value in enumerate(series.values) if value is not None]
-    axes.plot([place for place, _ in points], [value for _, value in points], color=color, label=series.label, **style)
-    for point in points:
-        axes.annotate(short(point[1]), point, xytext=(6, 4), textcoords="offset points", color=color, size=8)
+def draw_points(axes: Any, series: Series, joined: bool = True) -> None:
+    """Draw the values there are, each beside its point, and a line through those of a series."""
+    for (label, values), (colour, dash, marker) in zip(series.items(), itertools.cycle(STYLES), strict=False):
+        points = [(place, value) for place, value in enumerate(values) if value is not None]
+        style = {"color": colour, "marker": marker, "linestyle": dash if joined else ""}
+        axes.plot([place for place, _ in points], [value for _, value in points], label=label, **style)
+        for point in points:
+            axes.annotate(short(point[1]), point, xytext=(6, 4), textcoords="offset points", color=colour, size=8)
 
 
 def label_row(axes: Any, x: float, row: int, text: str) -> None:

@@ -1,6 +1,7 @@
 """`peregrine bench report`: results of the other benchmarks as one HTML page that needs nothing but a browser."""
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What one benchmark wrote, under the name of its file."""
+    """What one benchmark wrote, under the name of its file or, where two are named alike, its path."""
 
     name: str
     kind: str
@@ -48,12 +49,14 @@ class Figure:
 def read_results(files: Sequence[Path]) -> list[Result]:
     """The result in every file; ConfigError names a file that holds none."""
     results = []
+    stems = Counter(file.stem for file in files)
     for file in files:
         try:
             data = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ConfigError(f"{file}: cannot be read as JSON ({error}); check the path") from error
-        results.append(Result(file.stem, kind_of(file, data), data))
+        name = file.stem if stems[file.stem] == 1 else str(file)
+        results.append(Result(name, kind_of(file, data), data))
     return results
 
 
@@ -122,13 +125,13 @@ def throughput_figures(served: Sequence[Result]) -> Iterator[Figure]:
     """Tokens/s by concurrency and by arrival rate, each if it was measured."""
     for field, label in (("concurrency", "requests at a time"), ("rate", "arrivals per second")):
         places = sorted({case[field] for result in served for case in result.data["cases"] if case[field]})
-        series = []
+        series = {}
         for result in served:
             speeds = {case[field]: case["output_tokens_per_s"] for case in reversed(result.data["cases"])}
             if any(place in speeds for place in places):
-                series.append(plots.Series(result.name, [speeds.get(place) for place in places]))
+                series[result.name] = [speeds.get(place) for place in places]
         if series:
-            best = max((value or 0, each.label) for each in series for value in each.values)
+            best = max((value or 0, name) for name, values in series.items() for value in values)
             text = f"At most {plots.short(best[0])} tokens/s, from {best[1]}. Output tokens of all requests together."
             picture = plots.lines(series, [f"{place:g}" for place in places], label, "tokens/s")
             yield Figure(f"Throughput by {label}", text, picture)
@@ -151,10 +154,7 @@ def acceptance_figures(results: Sequence[Result]) -> Iterator[Figure]:
     found = [(name, told) for name, told in found if told["by_position"]]
     if found:
         depth = max(len(told["by_position"]) for _, told in found)
-        series = [
-            plots.Series(name, [*told["by_position"], *[None] * (depth - len(told["by_position"]))])
-            for name, told in found
-        ]
+        series = {name: [*told["by_position"], *[None] * (depth - len(told["by_position"]))] for name, told in found}
         lengths = "; ".join(f"{name} {told['accept_length']:.2f}" for name, told in found)
         picture = plots.lines(series, [str(place + 1) for place in range(depth)], "draft", "share accepted", top=1)
         yield Figure("Acceptance by position", f"Tokens per round, bonus included: {lengths}.", picture)
@@ -198,11 +198,11 @@ def round_figures(measured: Sequence[Result]) -> Iterator[Figure]:
             parts = []
             for name, total in totals.items():
                 stages, length = line[name]["stages"], line[name]["accept_length"]
-                spans = [plots.Span(label, stages[field], colour) for colour, (field, label) in enumerate(STAGES)]
+                steps = {label: stages[field] for field, label in STAGES}
                 caption = (
                     f"{name}: {total:.2f} ms, {length:.2f} tokens for each request, {total / length:.2f} ms a token"
                 )
-                parts.append(f"<h4>{caption}</h4>{plots.waterfall(spans, most, 'ms')}")
+                parts.append(f"<h4>{caption}</h4>{plots.waterfall(steps, most, 'ms')}")
             ratio, gained = totals["speculative"] / totals["plain"], line["speculative"]["accept_length"]
             text = f"A speculative round takes {ratio:.2f}x a plain one's time and brings {gained:.2f}x its tokens."
             yield Figure(f"Where a round's time goes, {requests(line['rows'])} ({result.name})", text, "".join(parts))
@@ -215,7 +215,7 @@ def latency_figures(served: Sequence[Result]) -> Iterator[Figure]:
         places = [f"{c['concurrency']}" if c["rate"] is None else f"{c['rate']:g}/s" for c in cases]
         parts = []
         for title, field in COLUMNS:
-            series = [plots.Series(name, [c[field] and c[field][name] for c in cases]) for name in PERCENTILES]
+            series = {name: [c[field] and c[field][name] for c in cases] for name in PERCENTILES}
             plot = plots.ranges(series, places, "requests at a time, or arrivals/s", "ms")
             parts.append(f"<div><h4>{title}</h4>{plot}</div>")
         picture = f'<div class="four">{"".join(parts)}</div>'
