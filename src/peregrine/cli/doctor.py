@@ -1,4 +1,4 @@
-"""`peregrine doctor`: what this machine has, what can serve on it, and whether a checkpoint loads."""
+"""`peregrine doctor`: what this machine has and can serve, whether its bits are right, and whether a model loads."""
 
 import argparse
 import json
@@ -20,7 +20,8 @@ EPILOG = """examples:
   peregrine doctor --model /models/llama --device cuda
   peregrine doctor --json
 
-The exit code is 1 if a device, dtype or model that was asked for cannot be used.
+The exit code is 1 if a device, dtype or model that was asked for cannot be used, or if on this CPU the bits of a row
+depend on the batch that it is computed in.
 """
 ASKABLE = tuple(flag for flag in ENGINE_FLAGS if flag.field in ("model", "device", "dtype"))
 # The shape attention backends are asked about: what most dense checkpoints have.
@@ -39,19 +40,21 @@ def add_command(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report; 0 if everything that was asked for works, else 1."""
+    """Print the report; 0 if everything that was asked for works and the bits are right, else 1."""
     from peregrine.hardware import read_hardware
 
     options = engine_options(args)
     hardware = read_hardware()
     target = target_report(options.get("device", "auto"), options.get("dtype", "auto"))
+    bits = bits_report()
     model = model_report(options) if "model" in options else None
     healthy = target["error"] is None and (model is None or model["error"] is None)
+    healthy = healthy and not any(group["differences"] for group in bits["dtypes"].values())
     if args.json:
-        parts = {"peregrine": __version__, "hardware": asdict(hardware), "target": target, "model": model}
+        parts = {"peregrine": __version__, "hardware": asdict(hardware), "target": target, "bits": bits, "model": model}
         print(json.dumps(parts | {"healthy": healthy}, indent=2))
     else:
-        print("\n".join([*hardware_lines(hardware), *target_lines(target), *model_lines(model)]))
+        print("\n".join([*hardware_lines(hardware), *target_lines(target), *bits_lines(bits), *model_lines(model)]))
     return 0 if healthy else 1
 
 
@@ -111,6 +114,21 @@ def kernel_reasons(backends: dict[str, list[str]]) -> dict[str, dict[str, str]]:
     }
 
 
+def bits_report() -> dict[str, Any]:
+    """By dtype: how many operations were checked, and where a row's bits depended on its batch."""
+    import torch
+
+    from peregrine.synthetic.row_bits import THREADS, check_machine
+
+    dtypes: dict[str, dict[str, Any]] = {}
+    for finding in check_machine():
+        name = str(finding.dtype).removeprefix("torch.")
+        group = dtypes.setdefault(name, {"operations": 0, "differences": []})
+        group["operations"] += 1
+        group["differences"] += finding.differences
+    return {"threads": list(THREADS), "vectors": torch.backends.cpu.get_cpu_capability(), "dtypes": dtypes}
+
+
 def model_report(options: Report) -> Report:
     """Whether the model loads with these options, and what the engine decided for it."""
     try:
@@ -150,6 +168,21 @@ def target_lines(target: Report) -> list[str]:
     for name, reasons in target["backends"].items():
         lines.append(failed(f"{name}: {'; '.join(reasons)}") if reasons else passed(f"{name}: can serve"))
         lines += [f"      {what}: {reason}" for what, reason in target["kernels"].get(name, {}).items()]
+    return lines
+
+
+def bits_lines(bits: dict[str, Any]) -> list[str]:
+    """Whether rows depend on the batch, by dtype, and what to do if they do."""
+    lines = [style("bits on this CPU", "bold")]
+    checked = f"{' and '.join(map(str, bits['threads']))} threads, {bits['vectors']}"
+    for name, group in bits["dtypes"].items():
+        if not group["differences"]:
+            text = f"{name}: rows do not depend on the batch ({group['operations']} operations, {checked})"
+            lines.append(passed(text))
+            continue
+        lines.append(failed(f"{name}: rows depend on the batch ({checked}):"))
+        lines += [f"      {text}" for text in group["differences"]]
+        lines.append("      this is a bug: please report it with the output of peregrine doctor --json")
     return lines
 
 
