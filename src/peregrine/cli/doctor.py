@@ -33,7 +33,7 @@ Report = dict[str, Any]
 
 def add_command(commands: Commands) -> None:
     """Add the command and its flags."""
-    description = "Report versions, devices, memory, attention backends, and whether a checkpoint loads."
+    description = "Report what this machine has and can serve, whether its bits are right, and whether a model loads."
     parser = add_parser(commands, "doctor", run, "what this machine has and what can serve on it", description, EPILOG)
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     add_flags(parser, "asked for", ASKABLE)
