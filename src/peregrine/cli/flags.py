@@ -26,10 +26,8 @@ class Flag:
     field: str
     option: str
     help: str
-    metavar: str
-    default: object  # the field's own; shown in help
-    parse: Callable[[str], object] | None  # None: a switch, --x and --no-x
-    many: bool  # may be repeated; the values are collected in a list
+    default: object  # the field's own, shown in help
+    how: dict[str, Any]  # arguments of add_argument: type and metavar, or the action of a switch
 
 
 def whole_or_none(text: str) -> int | None:
@@ -55,9 +53,8 @@ def bias_entry(text: str) -> tuple[int, float]:
         raise argparse.ArgumentTypeError(f"{text!r} is not ID=BIAS, such as 42=-5") from None
 
 
-# How a value of this type is read from the command line; None is a switch.
-PARSERS: dict[Any, Callable[[str], object] | None] = {
-    bool: None,
+# How a value is read from the command line, by its type.
+PARSERS: dict[Any, Callable[[str], object]] = {
     int: int,
     float: float,
     str: str,
@@ -76,12 +73,16 @@ def flag_of(entry: "Field[Any]", hint: Any) -> Flag:
     """The flag of one field: X | None is read as X, a sequence of X is a repeatable X."""
     kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
     kind = [kind for kind in kinds if kind is not NoneType][-1]  # str | Sequence[str] is read as the latter
-    many = get_origin(kind) in (Sequence, tuple, Mapping)
-    parse = PARSERS[kind] if kind in PARSERS else PARSERS[get_args(kind)[0]]
-    if NoneType in kinds and entry.default is not None:
-        parse = whole_or_none  # None differs from the default, so there is a word for it
+    if kind is bool:
+        how: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
+    else:
+        parse = PARSERS[kind] if kind in PARSERS else PARSERS[get_args(kind)[0]]
+        if NoneType in kinds and entry.default is not None:
+            parse = whole_or_none  # None differs from the default, so there is a word for it
+        repeated = get_origin(kind) in (Sequence, tuple, Mapping)
+        how = {"type": parse, "metavar": entry.metadata["metavar"], "action": "append" if repeated else "store"}
     option = "--" + (entry.metadata["flag"] or entry.name).replace("_", "-")
-    return Flag(entry.name, option, entry.metadata["help"], entry.metadata["metavar"], entry.default, parse, many)
+    return Flag(entry.name, option, entry.metadata["help"], entry.default, how)
 
 
 # EngineConfig fields that only tests, benchmarks and embedding programs set.
@@ -117,16 +118,13 @@ def add_flags(
         if default is None and flag.field in defaults:
             default = "none"
         shown = "" if default in (None, (), MISSING) else f" (default: {default})"
-        common: dict[str, Any] = {
-            "dest": flag.field,
-            "default": defaults.get(flag.field, argparse.SUPPRESS),
-            "help": (flag.help + shown).replace("%", "%%"),
-        }
-        if flag.parse is None:
-            group.add_argument(flag.option, action=argparse.BooleanOptionalAction, **common)
-        else:
-            action = "append" if flag.many else "store"
-            group.add_argument(flag.option, action=action, type=flag.parse, metavar=flag.metavar, **common)
+        group.add_argument(
+            flag.option,
+            dest=flag.field,
+            default=defaults.get(flag.field, argparse.SUPPRESS),
+            help=(flag.help + shown).replace("%", "%%"),
+            **flag.how,
+        )
     return group
 
 
@@ -166,7 +164,7 @@ def engine_flags(args: argparse.Namespace) -> list[str]:
         if flag.field not in args:
             continue
         value = vars(args)[flag.field]
-        if flag.parse is None:
+        if isinstance(value, bool):
             written.append(flag.option if value else flag.option.replace("--", "--no-", 1))
         else:
             written += [flag.option, ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]

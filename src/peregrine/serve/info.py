@@ -4,7 +4,7 @@ import os
 import time
 
 from peregrine import __version__
-from peregrine.serve.metrics import engine_load
+from peregrine.serve.metrics import LOAD
 from peregrine.serve.service import Service
 
 PLAIN = (int, float, bool)  # other values of decisions are written as text
@@ -34,7 +34,7 @@ def server_info(service: Service) -> dict[str, object]:
             "num_drafts": engine.limits.num_drafts,
         },
         "draft_shape": {"depth": shape.depth, "width": shape.width, "nodes": shape.nodes},
-        "load": {"open": gateway.num_open, **engine_load(engine)},
+        "load": {"open": gateway.num_open, **{name: count(engine) for name, (_, count) in LOAD.items()}},
         "acceptance": {
             "rounds": metrics.rounds,
             "drafted": metrics.num_draft_tokens,

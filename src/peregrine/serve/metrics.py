@@ -1,7 +1,7 @@
 """Counters for Prometheus: plain integers, added to as deltas pass by, and written out when they are scraped."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -22,26 +22,17 @@ PATHS = frozenset(
 )
 
 
-def engine_load(engine: Engine) -> dict[str, int]:
-    """Requests and pages as they are now."""
-    pool, tree = engine.ledger.pool, engine.ledger.tree
-    return {
-        "running": len(engine.running),
-        "reading": len(engine.reading),
-        "waiting": len(engine.waiting),
-        "pages": pool.num_pages - 1,
-        "pages_free": pool.num_free,
-        "pages_cached": tree.num_cached if tree else 0,
-    }
-
-
-LOAD_HELP = {
-    "running": "Generations in rounds.",
-    "reading": "Generations whose prompt is being read.",
-    "waiting": "Generations in the queue.",
-    "pages": "Pages of the KV cache.",
-    "pages_free": "Pages that are not in use.",
-    "pages_cached": "Pages in the prefix cache, held ones included.",
+# Requests and pages of an engine: help text, and how it is counted.
+LOAD: dict[str, tuple[str, Callable[[Engine], int]]] = {
+    "running": ("Generations in rounds.", lambda engine: len(engine.running)),
+    "reading": ("Generations whose prompt is being read.", lambda engine: len(engine.reading)),
+    "waiting": ("Generations in the queue.", lambda engine: len(engine.waiting)),
+    "pages": ("Pages of the KV cache.", lambda engine: engine.ledger.pool.num_pages - 1),
+    "pages_free": ("Pages that are not in use.", lambda engine: engine.ledger.pool.num_free),
+    "pages_cached": (
+        "Pages in the prefix cache, held ones included.",
+        lambda engine: engine.ledger.tree.num_cached if engine.ledger.tree else 0,
+    ),
 }
 
 
@@ -134,8 +125,8 @@ class Metrics(Collector):
         yield GaugeMetricFamily("peregrine_accept_length", "Tokens per round so far.", value=self.accept_length)
         yield from self._speculation()
         if self._llm is not None:  # it is loaded
-            for name, count in engine_load(self._llm.engine).items():
-                yield GaugeMetricFamily(f"peregrine_{name}", LOAD_HELP[name], value=count)
+            for name, (text, count_of) in LOAD.items():
+                yield GaugeMetricFamily(f"peregrine_{name}", text, value=count_of(self._llm.engine))
 
     def _speculation(self) -> Iterator[CounterMetricFamily]:
         """The counts of drafts under vLLM's names, for tools that know those."""

@@ -64,7 +64,7 @@ function section(path, method, operation, all) {
   if (operation.description) made.append(element("p", operation.description));
   const fields = fieldsOf(operation, all);
   if (fields.length) made.append(fieldTable(fields, all));
-  made.append(element("p", `Answers: ${Object.keys(operation.responses ?? {}).join(", ")}`, "answers"));
+  made.append(element("p", `Statuses: ${Object.keys(operation.responses ?? {}).join(", ")}`, "answers"));
   return made;
 }
 

@@ -1,7 +1,7 @@
-// The playground: ask, watch the tokens come with their provenance, race plain decoding against speculation.
+// The playground: generate, see which tokens were drafted, race plain decoding against speculation.
 //
-// A lane shows one generation. A run has one lane, a race has two. Chunks of the stream carry, besides the text, each
-// token's provenance and each round's drafts (docs/server.md, "How speculation went").
+// A lane shows one generation. A run has one lane, a race has two. Besides the text, chunks of the stream say which tokens
+// were drafted, and what each round's drafts were (docs/server.md, "Seeing speculation").
 
 const find = (id) => document.getElementById(id);
 const plural = (count, word) => `${count} ${word}${count === 1 ? "" : "s"}`;
@@ -12,7 +12,7 @@ const RETRY_MS = 1000;
 
 let key = sessionStorage.getItem("key") ?? "";
 
-/** What the server, or the way to it, had to say instead of an answer. */
+/** An error response of the server, or a failure to reach it. */
 class Refusal extends Error {
   constructor(status, message) {
     super(message);
@@ -20,7 +20,7 @@ class Refusal extends Error {
   }
 }
 
-/** A response that is fine, or a Refusal in the server's own words. */
+/** The response if it is good; else throws a Refusal with the server's message. */
 async function ask(path, options = {}) {
   const headers = { "Content-Type": "application/json", ...(key && { Authorization: `Bearer ${key}` }) };
   let response;
@@ -65,13 +65,13 @@ function linked(drafts) {
   return { nodes, depth: Math.max(...depths), under: (parent) => nodes.filter((draft) => draft.parent === parent) };
 }
 
-/** Guesses that hang from rejected ones: they were never looked at. */
+/** Drafts below rejected ones: whether they were right is not known. */
 function fallen(nodes, rejected) {
   const lost = new Set(rejected.map((draft) => draft.node));
   return nodes.filter((draft) => lost.has(draft.parent) && lost.add(draft.node));
 }
 
-/** Bytes of a token; one that is no text by itself is written bytes:\xe2\x82. */
+/** Bytes of a token; one whose bytes are no text by themselves is written as bytes:\xe2\x82. */
 function tokenBytes(text) {
   const halves = /^bytes:((?:\\x[0-9a-f]{2})+)$/.exec(text);
   if (!halves) return new TextEncoder().encode(text);
@@ -96,7 +96,7 @@ class Lane {
     this.times = null; // of the first and the latest chunk, and how many tokens the first one had
   }
 
-  /** Take in a choice of one chunk, which arrived `seconds` after it was request for. */
+  /** Take in a choice of one chunk, which arrived `seconds` after the request was sent. */
   take(choice, seconds) {
     const { tokens, rounds } = choice.speculation;
     this.content += choice.text ?? choice.delta.content;
@@ -130,7 +130,7 @@ class Lane {
     this.pieces.push(token.text);
     this.correct += token.drafted;
     const decoded = this.decoder.decode(tokenBytes(token.text), { stream: true });
-    // The space before a word stays outside: underlines are of words, and none hangs over the end of a line.
+    // The space before a word is not underlined: at the end of a line the underline would stick out.
     const [, space, shown] = /^( ?)(.*)$/s.exec(ends ? END_MARK : decoded);
     const element = document.createElement("span");
     element.className = "token";
@@ -194,7 +194,7 @@ function until(time, signal) {
   });
 }
 
-/** Generate into a lane. Slow motion delays what is shown, never what is read, so that figures stay true. */
+/** Generate into a lane. Slow motion delays what is shown, not what is read, so the figures are those of real time. */
 async function generate(request, lane, { begun, signal, slowdown, onNews }) {
   const path = request.messages ? "/v1/chat/completions" : "/v1/completions";
   const body = JSON.stringify({ ...request, stream: true, return_speculation: true });
@@ -216,7 +216,7 @@ async function generate(request, lane, { begun, signal, slowdown, onNews }) {
 
 // ---- The race -------------------------------------------------------------------------------------------------------
 
-/** Compares two lanes token by token as they come, and says who is ahead. */
+/** Compares two lanes token by token as they come, and says which one is ahead. */
 class Race {
   constructor(plain, fast) {
     this.lanes = [plain, fast];
@@ -313,7 +313,7 @@ async function run(racing) {
   showRunning(`${ending}: ${plural(lane.ids.length, "token")} in ${plural(lane.rounds, "round")}, seed ${request.seed}.`);
 }
 
-/** Bring the result onto the screen where it begins far down, as on a phone. */
+/** Scroll to the result if it begins far down, as on a phone. */
 function showResult() {
   const { top } = find("result").getBoundingClientRect();
   if (top > window.innerHeight / 2) find("result").scrollIntoView();
@@ -333,7 +333,7 @@ function showRunning(status) {
   if (running) find("problem").hidden = true;
 }
 
-/** Show what went wrong in words; a key that is missing can be given. */
+/** Show an error; if an API key is missing, ask for it. */
 function complain(error) {
   if (!(error instanceof Refusal)) console.error(error);
   find("problem").textContent = error.message;
@@ -355,7 +355,7 @@ function beginTurn(question) {
   return { question, element };
 }
 
-/** Remember the turn; one that brought nothing is taken back. */
+/** Add the turn to the conversation, unless it generated nothing. */
 function endTurn({ question, element }, lane) {
   if (lane.content) {
     conversation.push({ role: "user", content: question }, { role: "assistant", content: lane.content });
@@ -365,7 +365,7 @@ function endTurn({ question, element }, lane) {
   }
 }
 
-/** Begin anew, in the mode that is chosen. */
+/** Start over in the chosen mode. */
 function clearResult() {
   stop();
   hideCard();
@@ -439,7 +439,7 @@ function showCard(token) {
   placeCard();
 }
 
-/** Under its token, or above it where there is no room; never past the edge of the window. */
+/** Place the card under its token, or above it where there is no room, and inside the window. */
 function placeCard() {
   if (!carded) return;
   const card = find("card");
@@ -478,7 +478,7 @@ function walk(event) {
 
 // ---- The server's side of the form ----------------------------------------------------------------------------------
 
-/** What the slider and the tree's switch mean on this server. */
+/** Set up the slider and the text about draft trees for this server. */
 function describeShape({ depth, width, nodes }) {
   if (depth === 0) return "This server has no drafter; start it with --drafter to speculate.";
   const fixed = "The shape is fixed when the server starts";
@@ -514,7 +514,7 @@ function showServer(info) {
   find("decisions").replaceChildren(...entries);
 }
 
-/** Ask the server about itself until it can tell. */
+/** Read /server_info, again and again until the model is loaded. */
 async function meetServer() {
   try {
     showServer(await (await ask("/server_info")).json());
