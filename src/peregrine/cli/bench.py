@@ -2,9 +2,9 @@
 
 import argparse
 
-from peregrine.cli.bench_result import add_benchmark, add_number, add_result_flags, finish, need_bench_extra, plan_from
+from peregrine.cli.bench_result import add_number, add_result_flags, finish, need_bench_extra, plan_from
 from peregrine.cli.bench_serve import add_report, add_serve, add_sweep
-from peregrine.cli.flags import Commands, add_engine_flags, engine_flags, engine_options
+from peregrine.cli.flags import Commands, add_engine_flags, add_parser, engine_flags, engine_options
 from peregrine.cli.serve import need_serve_extra
 
 OFFLINE_EPILOG = """examples:
@@ -45,7 +45,7 @@ def add_command(commands: Commands) -> None:
 
 def add_offline(kinds: Commands) -> None:
     text = "tokens/s, acceptance and where a round's time goes"
-    parser = add_benchmark(kinds, "offline", run_offline, text, OFFLINE_EPILOG)
+    parser = add_parser(kinds, "offline", run_offline, text, epilog=OFFLINE_EPILOG)
     add_number(parser, "--rows", [1, 8], "batch sizes")
     add_number(parser, "--tokens", 128, "per request")
     add_number(parser, "--repeats", 3, "the median counts")
@@ -65,7 +65,7 @@ def run_offline(args: argparse.Namespace) -> int:
 
 def add_http(kinds: Commands) -> None:
     text = "what streaming over HTTP costs, against LLM.generate"
-    parser = add_benchmark(kinds, "http", run_http, text, HTTP_EPILOG)
+    parser = add_parser(kinds, "http", run_http, text, epilog=HTTP_EPILOG)
     add_number(parser, "--streams", 32, "at once")
     add_number(parser, "--tokens", 128, "per stream")
     add_number(parser, "--repeats", 5, "the median counts")
@@ -85,7 +85,7 @@ def run_http(args: argparse.Namespace) -> int:
 
 def add_round(kinds: Commands) -> None:
     text = "ms per round on a GPU against the bytes it must read"
-    parser = add_benchmark(kinds, "round", run_round, text, ROUND_EPILOG)
+    parser = add_parser(kinds, "round", run_round, text, epilog=ROUND_EPILOG)
     cases = ("1x2048", "1x32768", "8x2048", "32x2048")
     parser.add_argument(
         "--cases",
@@ -123,7 +123,7 @@ def run_round(args: argparse.Namespace) -> int:
 
 def add_kernels(kinds: Commands) -> None:
     text = "attention's decode kernel against its context kernel, on the windows of a round"
-    parser = add_benchmark(kinds, "kernels", run_kernels, text, KERNELS_EPILOG)
+    parser = add_parser(kinds, "kernels", run_kernels, text, epilog=KERNELS_EPILOG)
     add_number(parser, "--rows", [1, 8, 32])
     add_number(parser, "--q-lens", [1, 4, 8], "queries on each row")
     add_number(parser, "--contexts", [2048, 32768])
@@ -147,7 +147,7 @@ def run_kernels(args: argparse.Namespace) -> int:
 
 def add_tiles(kinds: Commands) -> None:
     text = "the fastest tile of the linear kernel for each weight of a model, on this GPU"
-    parser = add_benchmark(kinds, "tiles", run_tiles, text, TILES_EPILOG)
+    parser = add_parser(kinds, "tiles", run_tiles, text, epilog=TILES_EPILOG)
     parser.add_argument("--model", required=True, metavar="MODEL", help="a folder, a name or shape:NAME")
     parser.add_argument("--drafter", default="auto", metavar="DRAFTER", help="(default: auto)")
     add_number(parser, "--rows", [16, 32, 64, 128], "heights of tiles")

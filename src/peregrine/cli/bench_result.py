@@ -10,20 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from peregrine.cli.flags import Commands
 from peregrine.errors import ConfigError
 
 T = TypeVar("T")
-
-
-def add_benchmark(
-    kinds: Commands, name: str, run: Callable[[argparse.Namespace], int], help: str, epilog: str
-) -> argparse.ArgumentParser:
-    """Add `bench NAME`, with a line of help and examples."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = kinds.add_parser(name, help=help, epilog=epilog, formatter_class=raw)
-    parser.set_defaults(run=run)
-    return parser
 
 
 def add_number(

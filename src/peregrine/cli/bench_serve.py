@@ -3,8 +3,8 @@
 import argparse
 from pathlib import Path
 
-from peregrine.cli.bench_result import add_benchmark, add_number, add_result_flags, finish, need_bench_extra, plan_from
-from peregrine.cli.flags import Commands, add_engine_flags, engine_options, tree_shape
+from peregrine.cli.bench_result import add_number, add_result_flags, finish, need_bench_extra, plan_from
+from peregrine.cli.flags import Commands, add_engine_flags, add_parser, engine_options, tree_shape
 
 SERVE_EPILOG = """examples:
   peregrine bench serve --url http://127.0.0.1:8000
@@ -25,8 +25,9 @@ Takes what bench offline, bench sweep and bench serve write with --out.
 
 def add_serve(kinds: Commands) -> None:
     text = "TTFT, TPOT, throughput and acceptance of any OpenAI-compatible server"
-    parser = add_benchmark(kinds, "serve", run_serve, text, SERVE_EPILOG)
-    parser.description = "Drive a server with streams and report what its clients see."
+    parser = add_parser(
+        kinds, "serve", run_serve, text, "Drive a server with streams and report what its clients see.", SERVE_EPILOG
+    )
     add = parser.add_argument
     add("--url", required=True, metavar="URL", help="the server, such as http://127.0.0.1:8000")
     add("--model", metavar="NAME", help="(default: the first one the server lists)")
@@ -66,8 +67,14 @@ def run_serve(args: argparse.Namespace) -> int:
 
 def add_sweep(kinds: Commands) -> None:
     text = "which number of drafts, or which tree, is fastest here"
-    parser = add_benchmark(kinds, "sweep", run_sweep, text, SWEEP_EPILOG)
-    parser.description = "Run chains and trees of drafts in one process on the same prompts, and say which is best."
+    parser = add_parser(
+        kinds,
+        "sweep",
+        run_sweep,
+        text,
+        "Run chains and trees of drafts in one process on the same prompts, and say which is best.",
+        SWEEP_EPILOG,
+    )
     drafts = [0, 1, 2, 3, 4, 5, 6]
     text = f"chains of so many drafts, 0: plain decoding (default: {' '.join(map(str, drafts))})"
     parser.add_argument("--drafts", type=int, nargs="*", default=drafts, metavar="K", help=text)
@@ -98,8 +105,9 @@ def run_sweep(args: argparse.Namespace) -> int:
 
 def add_report(kinds: Commands) -> None:
     text = "results as one HTML page with plots"
-    parser = add_benchmark(kinds, "report", run_report, text, REPORT_EPILOG)
-    parser.description = "Turn results into one page that needs nothing but a browser."
+    parser = add_parser(
+        kinds, "report", run_report, text, "Turn results into one page that needs nothing but a browser.", REPORT_EPILOG
+    )
     parser.add_argument("results", type=Path, nargs="+", metavar="RESULT.json")
     parser.add_argument("--out", type=Path, default=Path("report.html"), metavar="FILE")
     parser.add_argument("--title", default="Benchmark report", metavar="TEXT")
