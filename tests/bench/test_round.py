@@ -1,6 +1,9 @@
 """`peregrine bench round`: an engine that every case fits, a roofline that counts what a round must read."""
 
 import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -298,6 +301,40 @@ def test_noise_goes_to_every_store() -> None:
     fill_stores(engine)
     assert len(stores_of(engine)) == 2
     assert all(bool(part.any(dim=-1).all()) for store in stores_of(engine) for part in store.parts)
+
+
+class FakeEvent:
+    """A device whose rounds take 2 ms and are 1 ms apart: one clock, moved by every event that is recorded."""
+
+    now = 0.0
+
+    def record(self) -> None:
+        FakeEvent.now += 2.0 if int(FakeEvent.now) % 3 == 1 else 1.0
+        self.at = FakeEvent.now
+
+    def elapsed_time(self, later: "FakeEvent") -> float:
+        return later.at - self.at
+
+
+@pytest.mark.parametrize("model", [None, latent_mtp_model], ids=["dense", "experts"])
+def test_a_case_is_measured(model: Callable[[], Path] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounds, "new_event", FakeEvent)
+    monkeypatch.setattr(FakeEvent, "now", 0.0)
+    options: dict[str, Any] = {"max_rows": 2, "max_len": 500, "num_pages": 100}
+    engine = (build(**options) if model is None else build(model(), drafter="mtp", num_drafts=2, **options)).engine
+    peaks = rounds.Peaks(bytes_per_s=1e9, operations_per_s=1e9)
+    figures = rounds.measure(engine, Case(2, 20), 6, peaks)
+    assert (figures.rows, figures.context) == (2, 20)
+    assert figures.ms_per_round == pytest.approx((6 * 2 + 5 * 1) / 6)
+    assert figures.device_idle_share == pytest.approx(5 / 17)
+    assert 1 <= figures.accept_length <= (1 if model is None else 3)
+    assert figures.tokens_per_s == pytest.approx(2 * figures.accept_length / figures.ms_per_round * 1e3)
+    assert figures.gb_per_round == pytest.approx(figures.memory_ms / 1e3)
+    assert figures.ratio == pytest.approx(figures.ms_per_round / figures.memory_ms)
+    assert figures.roofline_ratio == pytest.approx(figures.ms_per_round / max(figures.memory_ms, figures.compute_ms))
+    assert (figures.experts_read > 0) == (model is not None)
+    assert not engine.has_work
+    assert engine.runner.mark is no_mark
 
 
 def test_the_host_is_timed_by_rounds_like_any_other() -> None:
