@@ -1,4 +1,4 @@
-"""Wishes for devices and dtypes, and the facts read from a machine's tables."""
+"""Which device and dtype an option resolves to, and the facts read from a machine's tables."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""The offline front door: batches, streams, errors, and what is left behind."""
+"""The offline interface: batches, streams, errors, and what is left behind."""
 
 import asyncio
 import functools

@@ -1,4 +1,4 @@
-"""The prefix tree: what is matched, who owns which page, and what goes first."""
+"""The prefix tree: which pages are matched, which references are held, and which pages are evicted first."""
 
 import pytest
 

@@ -69,7 +69,7 @@ class PrefixMachine(RuleBasedStateMachine):
         return [page for holder in self.holders for page in holder.pages]
 
     def victim(self):
-        """The least recently used prefix that nobody holds and no longer prefix stands on."""
+        """The least recently used prefix that is not held and has no longer prefix cached."""
         held = self.held()
         leaves = [
             prefix

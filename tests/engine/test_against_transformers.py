@@ -76,9 +76,9 @@ def test_greedy_text_equals_generate(name: str, tmp_path: Path) -> None:
         ids = torch.tensor([prompt])
         made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=64, do_sample=False)
         expected.append(made[0, len(prompt) :].tolist())
-    wish = SamplingParams(temperature=0, max_tokens=64)
+    params = SamplingParams(temperature=0, max_tokens=64)
     engine = build(tmp_path, drafter="ngram", num_drafts=3).engine
-    made = tokens(run(engine, [Case(prompt, wish) for prompt in asked]))
+    made = tokens(run(engine, [Case(prompt, params) for prompt in asked]))
     assert made == expected
     assert len({tuple(text) for text in made}) > 0.75 * len(asked), (
         "the text must depend on the prompt for this to mean anything"

@@ -18,8 +18,8 @@ TREE = {"drafter": str(noisy_model()), "tree": (3, 3, 10)}
 
 
 def test_logprobs_are_of_the_models_own_distribution() -> None:
-    wish = SamplingParams(temperature=0.7, top_k=5, logit_bias={9: 5.0}, seed=2, max_tokens=20, logprobs=3)
-    case = Case((4, 5, 6), wish)
+    params = SamplingParams(temperature=0.7, top_k=5, logit_bias={9: 5.0}, seed=2, max_tokens=20, logprobs=3)
+    case = Case((4, 5, 6), params)
     engine = build(**TREE).engine
     output = run(engine, [case, *cases(3, max_tokens=20)])[0]
     logits = naive_logits(engine)
@@ -63,9 +63,9 @@ def test_logits_that_are_not_finite_end_one_request_alone(options: dict[str, obj
     embedding = load_file(tiny_model() / "model.safetensors")["model.embed_tokens.weight"].clone()
     embedding[77] = float("nan")
     folder = copy_model("nan", {"model.embed_tokens.weight": embedding})
-    wish = SamplingParams(temperature=0, max_tokens=20, logit_bias={77: -100.0})
-    good = [Case((1, 2, 3), wish), Case((9, 8, 7, 6), wish)]
-    bad = Case((5, 77), wish)
+    params = SamplingParams(temperature=0, max_tokens=20, logit_bias={77: -100.0})
+    good = [Case((1, 2, 3), params), Case((9, 8, 7, 6), params)]
+    bad = Case((5, 77), params)
     outputs = run(build(folder, **options).engine, [good[0], bad, good[1]])
     assert outputs[1].finish_reason == "error"
     assert outputs[1].token_ids == []
@@ -74,7 +74,7 @@ def test_logits_that_are_not_finite_end_one_request_alone(options: dict[str, obj
 
 
 @pytest.mark.parametrize(
-    "law",
+    "sampling",
     [
         {"temperature": 1.0, "top_k": 6},
         {"temperature": 1.4, "top_p": 0.6},
@@ -83,10 +83,10 @@ def test_logits_that_are_not_finite_end_one_request_alone(options: dict[str, obj
     ],
     ids=["top_k", "top_p", "min_p and bias", "penalties"],
 )
-def test_trees_draw_from_the_exact_distribution(law: dict[str, object]) -> None:
+def test_trees_draw_from_the_exact_distribution(sampling: dict[str, object]) -> None:
     """Chi-square of the first and of the second token, over many seeds, through the engine with trees."""
     prompt, count = (11, 12, 13), 1200
-    some = [Case(prompt, SamplingParams(seed=s, max_tokens=2, **law)) for s in range(count)]  # type: ignore[arg-type]
+    some = [Case(prompt, SamplingParams(seed=s, max_tokens=2, **sampling)) for s in range(count)]  # type: ignore[arg-type]
     engine = build(max_rows=32, **TREE).engine
     pairs = tokens(run(engine, some))
     logits = naive_logits(engine)
@@ -105,7 +105,7 @@ def test_trees_draw_from_the_exact_distribution(law: dict[str, object]) -> None:
 
 
 def exact(logits: reference.Logits, text: list[int], made: list[int], params: SamplingParams) -> np.ndarray:
-    """The distribution the law draws from."""
+    """The distribution that tokens are drawn from."""
     scores = reference.process(logits(text).astype(np.float64), text, made, params, set())
     weights = np.exp(scores - scores.max())
     return weights / weights.sum()

@@ -1,4 +1,4 @@
-"""The engine's thread: whoever comes while it ends is told, and what it is asked for runs between steps."""
+"""The engine's thread: what its callers get while it runs, fails and ends."""
 
 import queue
 

@@ -1,4 +1,4 @@
-"""How memory is shared out: pages by arithmetic, and errors that say who asked for how much."""
+"""How many pages fit into memory, and errors that say what did not fit."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def full_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("full_device")
-def test_running_out_says_who_asked_what_was_free_and_what_to_do() -> None:
+def test_running_out_of_memory_says_for_what_how_much_was_free_and_what_to_do() -> None:
     with pytest.raises(ConfigError) as raised, explain_memory(CUDA, "the weights", "choose a smaller model"):
         raise torch.OutOfMemoryError("tried to allocate 5 GiB")
     assert str(raised.value) == (
@@ -75,7 +75,7 @@ def test_pages_suffice_for_every_request_and_the_scratch_page(monkeypatch: pytes
     enough = (1 + 4 * (7 + 8), "4 requests of 100 tokens")  # 100 tokens are 7 pages; 8 are for rounds in flight
     for device in (CPU, CUDA):
         assert pick(100 * GIB, device, monkeypatch) == enough
-    assert pick(None, CPU, monkeypatch) == enough  # nobody knows what is free
+    assert pick(None, CPU, monkeypatch) == enough  # free memory is unknown
 
 
 def test_pages_take_their_share_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,4 +121,4 @@ def test_what_cannot_fit_is_refused_with_both_sizes(monkeypatch: pytest.MonkeyPa
     with pytest.raises(ConfigError, match=r"cpu has no room for the weights: 5\.0 GiB are needed and 3\.0 GiB"):
         check_room(CPU, "the weights", 5 * GIB)
     monkeypatch.setattr(hardware, "read_memory", lambda: (None, None))
-    check_room(CPU, "the weights", 5 * GIB)  # nobody knows
+    check_room(CPU, "the weights", 5 * GIB)  # free memory is unknown

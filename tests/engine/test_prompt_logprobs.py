@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts: exact, whatever the chunks, the cache and the company; and the drafts of a round."""
+"""Log-probabilities of prompts do not depend on chunks, cache or batch; and the drafts of a round are reported."""
 
 import pytest
 import torch
@@ -30,21 +30,21 @@ def test_they_equal_a_naive_recompute() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"prefill_chunk": 7}, {"drafter": str(noisy_model())}])
 def test_a_generated_token_scores_the_same_bits_as_a_prompt(options: dict[str, object]) -> None:
-    wish = SamplingParams(temperature=1.0, seed=2, max_tokens=60, ignore_eos=True, logprobs=3)
-    written = run(build(**options).engine, [Case(PROMPT, wish)])[0]
+    params = SamplingParams(temperature=1.0, seed=2, max_tokens=60, ignore_eos=True, logprobs=3)
+    written = run(build(**options).engine, [Case(PROMPT, params)])[0]
     assert written.logprobs is not None
     again = run(build(**options).engine, [Case((*PROMPT, *written.token_ids), SCORED)])[0]
     assert scores(again)[-60:] == written.logprobs
 
 
-def test_neither_the_cache_nor_being_put_back_changes_them() -> None:
+def test_neither_the_cache_nor_preemption_changes_them() -> None:
     engine = build().engine
     first, cached = (run(engine, [Case(PROMPT, SCORED)])[0] for _ in range(2))
     assert scores(first) == scores(cached)
     assert cached.stats.cached_tokens == 0
     plain = run(engine, [Case(PROMPT, SamplingParams(temperature=0, max_tokens=4))])[0]
     assert plain.prompt_logprobs is None
-    # So few pages that a prompt must wait for others, and running requests are put back.
+    # So few pages that a prompt must wait for others, and running requests are preempted.
     tight = build(num_pages=14, prefill_chunk=16).engine
     crowd = [Case(PROMPT, SamplingParams(temperature=0, max_tokens=80, ignore_eos=True, prompt_logprobs=3))] * 3
     outputs = run(tight, crowd)
@@ -60,8 +60,8 @@ def test_one_token_has_none() -> None:
 @torch.inference_mode()
 def test_the_first_delta_carries_them_and_each_its_own_logprobs() -> None:
     engine = build(drafter=str(noisy_model())).engine
-    wish = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, logprobs=2, prompt_logprobs=1)
-    engine.enqueue(engine.prepare(list(PROMPT), wish))
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, logprobs=2, prompt_logprobs=1)
+    engine.enqueue(engine.prepare(list(PROMPT), params))
     deltas = []
     while engine.has_work:
         deltas += engine.step()
@@ -76,8 +76,8 @@ def test_the_first_delta_carries_them_and_each_its_own_logprobs() -> None:
 @pytest.mark.parametrize("tree", [None, (3, 3, 10)])
 def test_deltas_show_the_drafts_of_their_round(tree: tuple[int, int, int] | None) -> None:
     engine = build(drafter=str(noisy_model()), tree=tree).engine
-    wish = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, report_drafts=True)
-    engine.enqueue(engine.prepare(list(PROMPT), wish))
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, report_drafts=True)
+    engine.enqueue(engine.prepare(list(PROMPT), params))
     engine.enqueue(engine.prepare(list(PROMPT[:9]), SamplingParams(temperature=0, max_tokens=20)))
     shown = []
     while engine.has_work:

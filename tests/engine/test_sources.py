@@ -31,7 +31,7 @@ def test_a_name_that_is_nothing_is_refused() -> None:
 
 def test_a_folder_says_where_it_lies() -> None:
     assert FolderSource(tiny_model()).describe(str(tiny_model())) == (str(tiny_model()), "asked for")
-    assert open_source("merlin").describe("merlin") == (str(MERLIN), "merlin lies there")
+    assert open_source("merlin").describe("merlin") == (str(MERLIN), "the folder of merlin")
 
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "float16"])

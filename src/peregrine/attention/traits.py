@@ -46,7 +46,7 @@ class Needs:
     windows: bool
     sinks: bool
     shared_kv: bool
-    graphs: GraphSupport
+    graphs: GraphSupport = GraphSupport.NEVER
 
 
 def refusals(needs: Needs, traits: Traits) -> list[str]:

@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from peregrine.attention.backend import AttentionBackend
 from peregrine.attention.routing import choose_backend
-from peregrine.attention.traits import GraphSupport, Needs
+from peregrine.attention.traits import Needs
 from peregrine.cache.pages import PagePool
 from peregrine.cache.prefix import PrefixTree
 from peregrine.config import Decision, EngineConfig
@@ -177,7 +177,6 @@ def pick_backend(
         windows=any(window is not None for window in target.config.windows),
         sinks=False,
         shared_kv=shared_kv,
-        graphs=GraphSupport.NEVER,
     )
     choice = choose_backend(asked.attention, needs)
     return choice.backend, "; ".join(choice.reasons)

@@ -39,7 +39,7 @@ class FolderSource:
 
     def describe(self, asked: str) -> tuple[str, str]:
         """The folder, and why it was taken."""
-        return str(self.folder), "asked for" if str(self.folder) == asked else f"{asked} lies there"
+        return str(self.folder), "asked for" if str(self.folder) == asked else f"the folder of {asked}"
 
     def tokenizer(self) -> Tokenizer:
         return Tokenizer.read(self.folder)
