@@ -18,11 +18,10 @@ from http.client import HTTPConnection
 
 import aiohttp
 
+from peregrine.bench.generation import first_prompts, generate
 from peregrine.bench.machine import machine_facts
-from peregrine.bench.offline import PROMPTS
 from peregrine.errors import ConfigError
 from peregrine.llm import LLM
-from peregrine.sampling import SamplingParams
 
 HOST = "127.0.0.1"
 START_SECONDS = 600  # a first start compiles kernels
@@ -45,12 +44,13 @@ def run(plan: Plan, options: dict[str, object], flags: list[str]) -> dict[str, o
     options = {"max_rows": plan.streams, **options}
     model = str(options.pop("model", "merlin"))
     with LLM(model, **options) as llm, running_server(flags) as port:
-        prompts = [PROMPTS[i % len(PROMPTS)] for i in range(plan.streams)]
-        offline_texts, _ = offline(llm, prompts, plan)  # warm-up of both
+        prompts = first_prompts(plan.streams)
+        outputs, _ = generate(llm, prompts, plan.tokens, plan.temperature)  # warm-up of both
         streamed_texts, _ = asyncio.run(streamed(port, prompts, plan))
-        speeds: list[tuple[float, float]] = []
+        speeds = []
         for _ in range(plan.repeats):
-            speeds.append((offline(llm, prompts, plan)[1], asyncio.run(streamed(port, prompts, plan))[1]))
+            direct = generate(llm, prompts, plan.tokens, plan.temperature)[1]
+            speeds.append((direct, asyncio.run(streamed(port, prompts, plan))[1]))
     return {
         "machine": machine_facts(),
         "model": model,
@@ -60,17 +60,8 @@ def run(plan: Plan, options: dict[str, object], flags: list[str]) -> dict[str, o
         "http_tokens_per_s": round(statistics.median(through for _, through in speeds), 1),
         "http_cost": round(statistics.median(1 - through / direct for direct, through in speeds), 4),
         "runs": [[round(direct, 1), round(through, 1)] for direct, through in speeds],
-        "identical": offline_texts == streamed_texts,
+        "identical": [output.text for output in outputs] == streamed_texts,
     }
-
-
-def offline(llm: LLM, prompts: list[str], plan: Plan) -> tuple[list[str], float]:
-    """Texts and tokens/s of one batch through LLM.generate."""
-    params = SamplingParams(temperature=plan.temperature, seed=1, max_tokens=plan.tokens, ignore_eos=True)
-    start = time.perf_counter()
-    outputs = llm.generate(prompts, params, progress=False)
-    seconds = time.perf_counter() - start
-    return [output.text for output in outputs], sum(len(output.token_ids) for output in outputs) / seconds
 
 
 async def streamed(port: int, prompts: list[str], plan: Plan) -> tuple[list[str], float]:

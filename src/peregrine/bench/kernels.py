@@ -17,16 +17,13 @@ from torch import Tensor
 from peregrine.attention import AttentionMetadata, Kernel, LayerAttention, Window
 from peregrine.attention.kernel_choice import Shape, kernel_reason, measure_costs, only
 from peregrine.attention.triton_backend import TritonBackend
+from peregrine.bench.device import COLD_BYTES, copy_bandwidth, graph_ms
 from peregrine.bench.machine import machine_facts
-from peregrine.bench.round import copy_bandwidth
 from peregrine.cache.store import KVShape, KVStore
-from peregrine.engine.graphs import Graphs
 from peregrine.errors import ConfigError
 from peregrine.hardware import DTYPES, resolve_device
 
-COLD_BYTES = 2**28  # several times a device's cache
 MAX_LAYERS = 64
-REPEATS = 20
 Json = dict[str, Any]
 WINDOWS = {"a draft step, or the absorb's live token": 1, "verify": 4, "a wide verify": 8}
 
@@ -131,25 +128,10 @@ def time_ms(plan: Plan, context: int, kernel: Kernel, shape: Shape, device: torc
         return [attend(layer, q, k, v) for layer in range(store.num_layers)]
 
     with torch.inference_mode():
-        return (time_on_gpu if device.type == "cuda" else time_on_cpu)(every_layer, device) / store.num_layers
+        return (graph_ms if device.type == "cuda" else interpreter_ms)(every_layer, device) / store.num_layers
 
 
-def time_on_gpu(call: Callable[[], list[Tensor]], device: torch.device) -> float:
-    """Median milliseconds of a recorded call."""
-    graphs: Graphs[list[Tensor]] = Graphs(device)
-    graphs.record("call", call)
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(REPEATS + 1)]  # type: ignore[no-untyped-call]
-    graphs.replay("call")
-    events[0].record()
-    for event in events[1:]:
-        graphs.replay("call")
-        event.record()
-    events[-1].synchronize()
-    spans = sorted(events[i].elapsed_time(events[i + 1]) for i in range(REPEATS))
-    return float(spans[REPEATS // 2])
-
-
-def time_on_cpu(call: Callable[[], list[Tensor]], device: torch.device) -> float:
+def interpreter_ms(call: Callable[[], list[Tensor]], device: torch.device) -> float:
     """Milliseconds of one call in Triton's interpreter: this shows that the command works, and nothing else."""
     start = time.perf_counter()
     call()

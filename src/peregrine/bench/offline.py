@@ -13,30 +13,22 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from peregrine.bench.clock import timed_rounds
+from peregrine.bench.generation import PROMPTS, decided, first_prompts, generate
 from peregrine.bench.machine import machine_facts
 from peregrine.errors import ConfigError
 from peregrine.hardware import version_of
 from peregrine.llm import LLM
 from peregrine.log import style
 from peregrine.models.loading import num_weights
-from peregrine.sampling import SamplingParams
 
-PROMPTS = (
-    "Once upon a time, there was a little bird who",
-    "One day, Tom and his sister went to the park. They saw",
-    "The old man sat by the river and thought about",
-    "Lily had a red ball. She loved to",
-    "In the morning the farmer found that his",
-    "Ben wanted to bake a cake for his mother, but",
-    "It was raining, and the cat did not want to",
-    "There was a small house at the edge of the forest where",
-)
 SPECULATION = ("drafter", "num_drafts", "tree")
 MIB = 2**20
+Json = dict[str, Any]
 START_UP = """
 import time
 start = time.perf_counter()
@@ -58,7 +50,7 @@ class Plan:
     peer: bool = True  # measure transformers, too
 
 
-def run(plan: Plan, options: dict[str, object]) -> dict[str, object]:
+def run(plan: Plan, options: dict[str, object]) -> Json:
     """Measure, and return everything as plain values."""
     speculative = {"max_rows": max(plan.rows), **options}
     model = str(speculative.pop("model", "merlin"))
@@ -67,7 +59,7 @@ def run(plan: Plan, options: dict[str, object]) -> dict[str, object]:
     before = peak_mib()
     with ExitStack() as opened:
         fast = opened.enter_context(LLM(model, **speculative))
-        fast.generate(list(PROMPTS), sampling(plan), progress=False)
+        generate(fast, PROMPTS, plan.tokens, plan.temperature)
         memory = memory_facts(fast, before)  # of this engine alone
         slow = opened.enter_context(LLM(model, **plain))
         peer = load_peer(decided(slow, "model")) if plan.peer else None
@@ -86,34 +78,25 @@ def run(plan: Plan, options: dict[str, object]) -> dict[str, object]:
         }
 
 
-def measure_rows(plan: Plan, rows: int, slow: LLM, fast: LLM, peer: object) -> dict[str, object]:
+def measure_rows(plan: Plan, rows: int, slow: LLM, fast: LLM, peer: object) -> Json:
     """Plain, speculative and transformers at one batch size."""
     plain, plain_tokens = measure(slow, rows, plan)
     speculative, speculative_tokens = measure(fast, rows, plan)
-    line: dict[str, object] = {"rows": rows, "plain": plain, "speculative": speculative}
+    line: Json = {"rows": rows, "plain": plain, "speculative": speculative}
     line["identical"] = plain_tokens == speculative_tokens
     if peer is not None:
         line["transformers"] = {"tokens_per_s": measure_peer(peer, slow, rows, plan)}
     return line
 
 
-def decided(llm: LLM, field: str) -> str:
-    return str(next(decision.value for decision in llm.decisions if decision.field == field))
-
-
-def sampling(plan: Plan) -> SamplingParams:
-    return SamplingParams(temperature=plan.temperature, seed=1, max_tokens=plan.tokens, ignore_eos=True)
-
-
-def measure(llm: LLM, rows: int, plan: Plan) -> tuple[dict[str, object], list[list[int]]]:
+def measure(llm: LLM, rows: int, plan: Plan) -> tuple[Json, list[list[int]]]:
     """Tokens/s and acceptance of one batch, and where a round's time goes; and the tokens."""
-    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(rows)]
+    prompts = first_prompts(rows)
+    generate(llm, prompts, plan.tokens, plan.temperature)  # warm-up
     speeds = []
-    outputs = llm.generate(prompts, sampling(plan), progress=False)  # warm-up
     for _ in range(plan.repeats):
-        start = time.perf_counter()
-        outputs = llm.generate(prompts, sampling(plan), progress=False)
-        speeds.append(sum(len(o.token_ids) for o in outputs) / (time.perf_counter() - start))
+        outputs, speed = generate(llm, prompts, plan.tokens, plan.temperature)
+        speeds.append(speed)
     rounds = sum(o.stats.rounds for o in outputs)
     figures = {
         "tokens_per_s": round(statistics.median(speeds), 1),
@@ -127,7 +110,7 @@ def stage_times(llm: LLM, prompts: Sequence[str], plan: Plan) -> dict[str, float
     """Milliseconds per round by stage, and the share of a round outside compiled kernels."""
     with timed_rounds(llm.engine) as clock:
         start = time.perf_counter()
-        llm.generate(list(prompts), sampling(plan), progress=False)
+        generate(llm, prompts, plan.tokens, plan.temperature)
         total = time.perf_counter() - start
     ms = 1e3 / max(1, clock.rounds)
     stages = {f"{name}_ms": clock.seconds[name] * ms for name in ("verify", "judge", "propose")}
@@ -154,7 +137,7 @@ def load_peer(folder: str) -> object:
 @torch.inference_mode()
 def measure_peer(peer: object, llm: LLM, rows: int, plan: Plan) -> float:
     """Tokens/s of transformers' generate on the same batch; prompts are cut to one length, so that none is padded."""
-    ids = [llm.encode(PROMPTS[i % len(PROMPTS)]) for i in range(rows)]
+    ids = [llm.encode(prompt) for prompt in first_prompts(rows)]
     shortest = min(len(i) for i in ids)
     batch = torch.tensor([i[:shortest] for i in ids])
     speeds = []
@@ -200,11 +183,11 @@ def peak_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def show(result: dict[str, object]) -> str:
+def show(result: Json) -> str:
     """The result as a table."""
     lines = [f"model {result['model']}, drafter {result['drafter']}, {result['tokens']} tokens per request"]
     lines.append(f"import to first token: {result['start_up_s']} s; memory: {json.dumps(result['memory'])}")
-    for line in result["rows"]:  # type: ignore[attr-defined]
+    for line in result["rows"]:
         plain, spec = line["plain"], line["speculative"]
         lines.append(style(f"rows {line['rows']}", "bold"))
         lines.append(f"  plain        {plain['tokens_per_s']:9.1f} tok/s   round {plain['stages']['round_ms']} ms")

@@ -7,11 +7,13 @@ real, agreement is drawn.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
+from peregrine.bench.device import Peaks, measure_peaks, new_event
 from peregrine.bench.machine import machine_facts
 from peregrine.bench.roofline import Work, experts_read, mixtures_of, round_work
 from peregrine.bench.seating import mean_tokens, seat, step, unseat
@@ -25,12 +27,24 @@ from peregrine.hardware import resolve_device, resolve_dtype
 from peregrine.llm import engine_config as parse_options
 from peregrine.spec.round import no_mark
 
-COPY_BYTES, MATRIX_SIZE, PEAK_REPEATS = 2**31, 8192, 10
 WARMUP_ROUNDS = 20
 HOST_ROUNDS = 40  # in which the host is timed
 COUNTED_EVERY = 4  # of so many rounds one has the experts counted that it reads
 REST = WARMUP_ROUNDS + HOST_ROUNDS + 4  # rounds that are not measured
-Facts = dict[str, object]
+COLUMNS = (  # title, field, width, format
+    ("rows", "rows", 5, ""),
+    ("context", "context", 8, ""),
+    ("ms/round", "ms_per_round", 9, ".3f"),
+    ("memory", "memory_ms", 7, ".3f"),
+    ("ratio", "ratio", 6, ".3f"),
+    ("compute", "compute_ms", 8, ".3f"),
+    ("accept", "accept_length", 7, ".2f"),
+    ("tok/s", "tokens_per_s", 8, ".0f"),
+    ("host us", "host_us_per_round", 8, ".0f"),
+    ("idle", "device_idle_share", 6, ".1%"),
+    ("experts", "experts_read", 8, ".1f"),
+)
+Facts = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +53,6 @@ class Case:
 
     rows: int
     context: int
-
-
-@dataclass(frozen=True, slots=True)
-class Peaks:
-    """What the device reaches without anything in between."""
-
-    bytes_per_s: float  # of a copy, read and written bytes counted
-    operations_per_s: float  # of a matrix product, in the model's dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +81,7 @@ def run(asked: EngineConfig, cases: Sequence[Case], rounds: int) -> Facts:
     source = open_source(asked.model)
     check_cases(asked, cases, source.config.max_positions)
     dtype = resolve_dtype(asked.dtype, resolve_device(asked.device), source.dtype)
-    peaks = Peaks(copy_bandwidth(), matrix_peak(dtype))
+    peaks = measure_peaks(dtype)
     began = time.perf_counter()
     built = build_engine(asked)
     ready_s = time.perf_counter() - began
@@ -124,35 +130,6 @@ def check_cases(asked: EngineConfig, cases: Sequence[Case], max_positions: int) 
             f"--cases {longest.rows}x{longest.context}: with the {growth} tokens that its rounds may add, that is more "
             f"than the model's context of {max_positions}; {remedy}"
         )
-
-
-def copy_bandwidth() -> float:
-    """Bytes per second of a large copy on the device, read and written bytes counted."""
-    source = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * COPY_BYTES / device_seconds(lambda: target.copy_(source))
-
-
-def matrix_peak(dtype: torch.dtype) -> float:
-    """Operations per second of a large matrix product on the device."""
-    a, b = torch.randn(2, MATRIX_SIZE, MATRIX_SIZE, device="cuda", dtype=dtype)
-    return 2 * MATRIX_SIZE**3 / device_seconds(lambda: a @ b)
-
-
-def device_seconds(call: Callable[[], object]) -> float:
-    """Mean time of a call on the device, after one that is not timed."""
-    call()
-    first, last = new_event(), new_event()
-    first.record()
-    for _ in range(PEAK_REPEATS):
-        call()
-    last.record()
-    last.synchronize()
-    return float(first.elapsed_time(last)) / 1e3 / PEAK_REPEATS
-
-
-def new_event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 class RoundTimer:
@@ -249,21 +226,12 @@ def time_host(engine: Engine) -> float:
 
 def show(facts: Facts) -> str:
     """The figures as a table; with a column of experts where there are any."""
-    asked, cases = facts["asked"], facts["cases"]
-    assert isinstance(asked, dict)
-    assert isinstance(cases, list)
-    mixture = any(case["experts_read"] for case in cases)
+    columns = COLUMNS if any(case["experts_read"] for case in facts["cases"]) else COLUMNS[:-1]
     lines = [
-        f"{asked['model']}, copy {facts['copy_tb_per_s']:.2f} TB/s, matrix product "
+        f"{facts['asked']['model']}, copy {facts['copy_tb_per_s']:.2f} TB/s, matrix product "
         f"{facts['matrix_tflop_per_s']:.0f} TFLOP/s, ready in {facts['start_s']:.1f} s",
-        f"{'rows':>5} {'context':>8} {'ms/round':>9} {'memory':>7} {'ratio':>6} {'compute':>8} {'accept':>7} "
-        f"{'tok/s':>8} {'host us':>8} {'idle':>6}" + (f" {'experts':>8}" if mixture else ""),
+        " ".join(f"{title:>{width}}" for title, _, width, _ in columns),
     ]
-    for c in cases:
-        lines.append(
-            f"{c['rows']:>5} {c['context']:>8} {c['ms_per_round']:>9.3f} {c['memory_ms']:>7.3f} {c['ratio']:>6.3f} "
-            f"{c['compute_ms']:>8.3f} {c['accept_length']:>7.2f} {c['tokens_per_s']:>8.0f} "
-            f"{c['host_us_per_round']:>8.0f} {c['device_idle_share']:>6.1%}"
-            + (f" {c['experts_read']:>8.1f}" if mixture else "")
-        )
+    for case in facts["cases"]:
+        lines.append(" ".join(f"{case[field]:>{width}{form}}" for _, field, width, form in columns))
     return "\n".join(lines)

@@ -4,20 +4,19 @@ Which shape is best depends on how often drafts are right, what verifying them c
 """
 
 import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tqdm import tqdm
 
+from peregrine.bench.generation import decided, generate
 from peregrine.bench.machine import machine_facts
 from peregrine.bench.prompts import Prompt
 from peregrine.engine.request import Output
 from peregrine.errors import ConfigError
 from peregrine.llm import LLM
 from peregrine.log import style
-from peregrine.sampling import SamplingParams
 
 SWEPT = ("num_drafts", "tree")
 
@@ -100,19 +99,14 @@ class Pass:
 
 def measure(llm: LLM, plan: Plan) -> Pass:
     """Warm up, then time the generation for all prompts."""
-    params = SamplingParams(temperature=plan.temperature, seed=1, max_tokens=plan.tokens, ignore_eos=True)
     asked = [prompt if isinstance(prompt, str) else llm.encode_chat(prompt) for prompt in plan.prompts]
-    llm.generate(asked[: plan.rows], params, progress=False)
+    generate(llm, asked[: plan.rows], plan.tokens, plan.temperature)
     llm.drop_cached()  # so that the prefix cache does not help
-    start = time.perf_counter()
-    outputs = llm.generate(asked, params, progress=False)
-    seconds = time.perf_counter() - start
+    outputs, speed = generate(llm, asked, plan.tokens, plan.temperature)
     failed = [output.error for output in outputs if output.error is not None]
     if failed:
         raise ConfigError(f"{len(failed)} of {len(outputs)} prompts failed, the first with: {failed[0]}")
-    tokens = [output.token_ids for output in outputs]
-    drafter = str(next(decision.value for decision in llm.decisions if decision.field == "drafter"))
-    return Pass(drafter, sum(map(len, tokens)) / seconds, acceptance_of(outputs), tokens)
+    return Pass(decided(llm, "drafter"), speed, acceptance_of(outputs), [output.token_ids for output in outputs])
 
 
 def summary(name: str, passes: Sequence[Pass]) -> dict[str, Any]:

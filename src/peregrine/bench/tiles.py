@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from peregrine.bench.kernels import COLD_BYTES, time_on_gpu
+from peregrine.bench.device import COLD_BYTES, graph_ms
 from peregrine.bench.machine import machine_facts
 from peregrine.bench.roofline import tensor_of
 from peregrine.engine.sources import open_source
@@ -175,7 +175,7 @@ def time_tile(shape: WeightShape, tile: Tile, dtype: torch.dtype, device: torch.
 
     try:
         with torch.inference_mode():
-            return time_on_gpu(every_copy, device) / copies * 1e3
+            return graph_ms(every_copy, device) / copies * 1e3
     except OutOfResources:
         return None
 
