@@ -1,8 +1,10 @@
-"""`peregrine bench http`: the same requests both ways; and flags that survive being written again."""
+"""`peregrine bench http`: the same requests both ways; `bench serve` against our own server."""
 
 import argparse
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +12,8 @@ from peregrine.bench import http as bench
 from peregrine.cli import flags
 from peregrine.errors import ConfigError
 from serve.conftest import Served
+
+Command = Callable[..., tuple[int, str, str]]
 
 
 def test_both_ways_bring_the_same_texts(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,6 +32,29 @@ def test_both_ways_bring_the_same_texts(server: Served, monkeypatch: pytest.Monk
     [[direct, through]] = result["runs"]  # type: ignore[misc]
     assert result["http_cost"] == pytest.approx(1 - through / direct, abs=0.01)
     assert "3 streams of 12 tokens" in bench.show(result)
+
+
+def test_bench_serve_against_our_own_server(server: Served, tmp_path: Path, peregrine: Command) -> None:
+    out = tmp_path / "result.json"
+    flags = ["--requests", "4", "--max-tokens", "12", "--ignore-eos", "--slo-ttft", "1e9", "--json", "--out", str(out)]
+    code, printed, _ = peregrine("bench", "serve", "--url", server.url, "--concurrency", "2", "--rate", "50", *flags)
+    assert code == 0
+    result = json.loads(out.read_text())
+    assert json.loads(printed) == result
+    assert result["model"] == "merlin"
+    assert {line["field"] for line in result["server"]["decisions"]} > {"drafter", "attention"}
+    for case in result["cases"]:
+        assert (case["completed"], case["failed"], case["output_tokens"]) == (4, 0, 48)
+        assert case["tokens_from"] == "usage"
+        assert case["good_share"] == 1.0
+        assert case["prompt_tokens"] > 0
+        assert 0 < case["ttft_ms"]["p50"] <= case["e2e_ms"]["p50"]
+        assert case["connect_ms"]["p50"] > 0
+        acceptance = case["acceptance"]
+        assert sum(acceptance["by_position"]) * acceptance["rounds"] == pytest.approx(acceptance["correct"])
+        # Every token but each request's first comes from a round with drafts: correct ones and a bonus, which the
+        # last round may have to leave out.
+        assert 44 <= acceptance["rounds"] + acceptance["correct"] <= 48
 
 
 def test_a_server_that_does_not_start_is_told() -> None:
