@@ -68,7 +68,7 @@ def upload(values: Sequence[int] | Sequence[float], device: torch.device) -> tor
 
 
 def current_device(device: torch.device) -> AbstractContextManager[object]:
-    """Make a CUDA device the thread's current one: kernels, events and graphs go to that one, not to their tensors'."""
+    """Make a CUDA device current in this thread: Triton launches, events and graph captures use the current device."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 

@@ -85,6 +85,11 @@ def test_unknown_parameter_is_named():
         sampling_params(temprature=1.0)
 
 
+def test_too_many_stop_strings_are_refused() -> None:
+    with pytest.raises(RequestError, match="stop='65 strings': are too many; pass at most 64"):
+        SamplingParams(stop=[str(i) for i in range(65)])
+
+
 def test_min_tokens_above_max_tokens():
     with pytest.raises(RequestError, match="min_tokens=9: exceeds max_tokens=8"):
         SamplingParams(min_tokens=9, max_tokens=8)
