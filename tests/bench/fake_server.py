@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 
 class Clock:
-    """Stands still until it is moved. Wakes who waits for somebody to look at it."""
+    """A clock that stands still until it is moved; `wait_for_a_look` returns when it has been read."""
 
     def __init__(self) -> None:
         self.now = 0.0

@@ -42,6 +42,7 @@ def test_bench_serve_against_our_own_server(server: Served, tmp_path: Path, pere
     result = json.loads(out.read_text())
     assert json.loads(printed) == result
     assert result["model"] == "merlin"
+    assert result["machine"]["cpu"]["cores"] > 0
     assert {line["field"] for line in result["server"]["decisions"]} > {"drafter", "attention"}
     for case in result["cases"]:
         assert (case["completed"], case["failed"], case["output_tokens"]) == (4, 0, 48)

@@ -19,7 +19,6 @@ from http.client import HTTPConnection
 import aiohttp
 
 from peregrine.bench.generation import first_prompts, generate
-from peregrine.bench.machine import machine_facts
 from peregrine.errors import ConfigError
 from peregrine.llm import LLM
 
@@ -52,7 +51,6 @@ def run(plan: Plan, options: dict[str, object], flags: list[str]) -> dict[str, o
             direct = generate(llm, prompts, plan.tokens, plan.temperature)[1]
             speeds.append((direct, asyncio.run(streamed(port, prompts, plan))[1]))
     return {
-        "machine": machine_facts(),
         "model": model,
         "streams": plan.streams,
         "tokens": plan.tokens,

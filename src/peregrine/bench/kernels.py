@@ -18,7 +18,6 @@ from peregrine.attention import AttentionMetadata, Kernel, LayerAttention, Windo
 from peregrine.attention.kernel_choice import Shape, kernel_reason, measure_costs, only
 from peregrine.attention.triton_backend import TritonBackend
 from peregrine.bench.device import COLD_BYTES, copy_bandwidth, graph_ms
-from peregrine.bench.machine import machine_facts
 from peregrine.cache.store import KVShape, KVStore
 from peregrine.errors import ConfigError
 from peregrine.hardware import DTYPES, resolve_device
@@ -85,7 +84,6 @@ def run(plan: Plan) -> Json:
         for line in measure_context(kind, context, device, bandwidth)
     ]
     return {
-        "machine": machine_facts(),
         "heads": list(plan.heads),
         "latent": None if plan.latent is None else list(plan.latent),
         "page_size": plan.page_size,

@@ -19,7 +19,6 @@ import torch
 
 from peregrine.bench.clock import timed_rounds
 from peregrine.bench.generation import PROMPTS, decided, first_prompts, generate
-from peregrine.bench.machine import machine_facts
 from peregrine.errors import ConfigError
 from peregrine.hardware import version_of
 from peregrine.llm import LLM
@@ -65,7 +64,6 @@ def run(plan: Plan, options: dict[str, object]) -> Json:
         peer = load_peer(decided(slow, "model")) if plan.peer else None
         lines = [measure_rows(plan, rows, slow, fast, peer) for rows in plan.rows]
         return {
-            "machine": machine_facts(),
             "model": model,
             "drafter": decided(fast, "drafter"),
             "attention": decided(fast, "attention"),

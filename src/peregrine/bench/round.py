@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from peregrine.bench.device import Peaks, measure_peaks, new_event
-from peregrine.bench.machine import machine_facts
 from peregrine.bench.roofline import Work, experts_read, mixtures_of, round_work
 from peregrine.bench.seating import mean_tokens, seat, step, unseat
 from peregrine.config import EngineConfig
@@ -89,7 +88,6 @@ def run(asked: EngineConfig, cases: Sequence[Case], rounds: int) -> Facts:
         figures = [measure(built.engine, case, rounds, peaks) for case in cases]
     return {
         "benchmark": "round",
-        "machine": machine_facts(),
         "asked": {name: value for name, value in asdict(asked).items() if value is not None},
         "decisions": {d.field: [str(d.value), d.because] for d in built.decisions},
         "copy_tb_per_s": peaks.bytes_per_s / 1e12,

@@ -14,7 +14,6 @@ from typing import Any
 
 from tqdm import tqdm
 
-from peregrine.bench.machine import machine_facts
 from peregrine.bench.prompts import Prompt, repeated
 from peregrine.bench.serve_client import Client, server_error
 from peregrine.bench.serve_counters import Counters, read_counters
@@ -91,7 +90,6 @@ async def measure(plan: Plan, client: Client) -> dict[str, Any]:
         cases.append(await measure_case(plan, client, model, case))
     return {
         "benchmark": "serve",
-        "machine": machine_facts(),  # the client's
         "url": client.url,
         "model": model,
         "server": await server_facts(client),

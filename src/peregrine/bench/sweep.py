@@ -11,7 +11,6 @@ from typing import Any
 from tqdm import tqdm
 
 from peregrine.bench.generation import decided, generate
-from peregrine.bench.machine import machine_facts
 from peregrine.bench.prompts import Prompt
 from peregrine.engine.request import Output
 from peregrine.errors import ConfigError
@@ -73,7 +72,6 @@ def run(plan: Plan, options: dict[str, object]) -> dict[str, Any]:
     texts = [each.tokens for several in passes.values() for each in several]
     return {
         "benchmark": "sweep",
-        "machine": machine_facts(),
         "model": str(options.get("model", "merlin")),
         "rows": plan.rows,
         "prompts": len(plan.prompts),

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from peregrine.bench.device import COLD_BYTES, graph_ms
-from peregrine.bench.machine import machine_facts
 from peregrine.bench.roofline import tensor_of
 from peregrine.engine.sources import open_source
 from peregrine.errors import ConfigError
@@ -76,7 +75,6 @@ def run(model: str, drafter: str, rows: Sequence[int], dtype: str) -> dict[str, 
     lines = [measure(shape, count, lambda s, t: time_tile(s, t, number, device)) for shape, count in bar]
     return {
         "benchmark": "tiles",
-        "machine": machine_facts(),
         "model": model,
         "drafter": name,
         "dtype": str(number).removeprefix("torch."),

@@ -7,6 +7,7 @@ import json
 import shlex
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -52,8 +53,11 @@ def plan_from(plan: Callable[..., T], args: argparse.Namespace, **more: object) 
 
 
 def finish(result: dict[str, Any], show: Callable[[dict[str, Any]], str], args: argparse.Namespace) -> None:
-    """Print the result and write it if a file was named; its JSON begins with the command that made it."""
-    written = json.dumps({"command": command_line(sys.argv), **result}, indent=2)
+    """Print the result, and write it if a file was named; its JSON begins with the command and this machine's facts."""
+    from peregrine.hardware import read_hardware
+
+    origin = {"command": command_line(sys.argv), "machine": asdict(read_hardware())}
+    written = json.dumps(origin | result, indent=2)
     if args.out is not None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(written + "\n", encoding="utf-8")
