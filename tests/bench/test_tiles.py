@@ -3,7 +3,6 @@
 import ast
 import json
 from collections.abc import Callable
-from dataclasses import asdict
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from peregrine.bench import tiles
 from peregrine.bench.tiles import Line, WeightShape, best_entries, candidates, entry_of, measure, shapes_of, show
 from peregrine.cli.main import main
 from peregrine.errors import ConfigError
-from peregrine.kernels.linear.tiles import HEIGHTS, MIN_DEPTH, TABLES, Tile, kind_of, pick_tile
+from peregrine.kernels.linear.tiles import HEIGHTS, MIN_DEPTH, TABLES, Tile, pick_tile
 from spec.harness import HEAD_DIM, HEADS, HIDDEN, INNER, KV_HEADS, VOCAB, build, eagle3_head
 
 QKV = (HEADS + 2 * KV_HEADS) * HEAD_DIM
@@ -77,8 +76,10 @@ def timed(favourite: tuple[int, int, int, int]) -> Callable[[WeightShape, Tile],
 
 def test_the_fastest_tile_stands_beside_the_chosen_one() -> None:
     line = measure(SPLIT, 16, timed((128, 64, 4, 3)))
-    assert (line.fastest, line.fastest_us) == ((128, 64, 4, 3), 5.0)
-    assert (line.chosen, line.chosen_us, line.ratio) == (TABLES["split"][16], 10.0, 2.0)
+    facts = line.facts()
+    assert (line.fastest, facts["fastest_us"]) == ((128, 64, 4, 3), 5.0)
+    assert (line.chosen, facts["chosen_us"], facts["ratio"]) == (TABLES["split"][16], 10.0, 2.0)
+    assert facts["times"][0] == {"tile": [128, 64, 4, 3], "us": 5.0}
     assert all(entry[2] == 4 for entry in line.times)
 
 
@@ -88,22 +89,7 @@ def test_a_chosen_tile_that_does_not_fit_is_an_error() -> None:
 
 
 def line_of(outputs: int, times: dict[tuple[int, int, int, int], float]) -> Line:
-    shape = WeightShape(outputs, 4096, gate=False)
-    fastest = min(times, key=lambda entry: times[entry])
-    kind = kind_of(outputs, 4096, gate=False)
-    chosen = next(iter(times))
-    ratio = times[chosen] / times[fastest]
-    return Line(
-        **asdict(shape),
-        rows=16,
-        kind=kind,
-        fastest=fastest,
-        fastest_us=times[fastest],
-        chosen=chosen,
-        chosen_us=times[chosen],
-        ratio=ratio,
-        times=times,
-    )
+    return Line(WeightShape(outputs, 4096, gate=False), 16, next(iter(times)), times)
 
 
 def test_a_kind_takes_the_entry_that_is_least_slow_over_its_shapes() -> None:
@@ -117,7 +103,7 @@ def test_a_kind_takes_the_entry_that_is_least_slow_over_its_shapes() -> None:
 def test_the_last_lines_can_be_pasted() -> None:
     lines = [measure(shape, rows, timed((64, 64, 4, 3))) for shape in (SPLIT, PLAIN) for rows in (16, 32)]
     result: dict[str, object] = {"model": "m", "drafter": "none", "dtype": "bfloat16"}
-    result |= {"lines": [asdict(line) for line in lines], "tables": best_entries(lines)}
+    result |= {"lines": [line.facts() for line in lines], "tables": best_entries(lines)}
     shown = show(result).splitlines()
     pasted = ast.literal_eval("{" + "".join(shown[-2:]) + "}")
     assert pasted == {kind: dict.fromkeys((16, 32), (64, 64, 4, 3)) for kind in ("split", "plain")}

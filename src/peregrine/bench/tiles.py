@@ -8,6 +8,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -43,18 +44,33 @@ class WeightShape:
 class Line:
     """The times of one shape and number of rows, in microseconds."""
 
-    outputs: int
-    inputs: int
-    gate: bool
-    on_hopper: bool
+    shape: WeightShape
     rows: int
-    kind: str
-    fastest: Entry
-    fastest_us: float
     chosen: Entry  # by `pick_tile`
-    chosen_us: float
-    ratio: float  # chosen over fastest
     times: dict[Entry, float]
+
+    @property
+    def kind(self) -> str:
+        """The table that `pick_tile` looks into."""
+        return kind_of(self.shape.outputs, self.shape.inputs, self.shape.gate)
+
+    @property
+    def fastest(self) -> Entry:
+        return min(self.times, key=lambda entry: self.times[entry])
+
+    def facts(self) -> dict[str, Any]:
+        """Everything as plain values; times are fastest first."""
+        fastest_us, chosen_us = self.times[self.fastest], self.times[self.chosen]
+        return asdict(self.shape) | {
+            "rows": self.rows,
+            "kind": self.kind,
+            "fastest": self.fastest,
+            "fastest_us": fastest_us,
+            "chosen": self.chosen,
+            "chosen_us": chosen_us,
+            "ratio": chosen_us / fastest_us,
+            "times": [{"tile": list(entry), "us": us} for entry, us in sorted(self.times.items(), key=itemgetter(1))],
+        }
 
 
 def run(model: str, drafter: str, rows: Sequence[int], dtype: str) -> dict[str, Any]:
@@ -78,7 +94,7 @@ def run(model: str, drafter: str, rows: Sequence[int], dtype: str) -> dict[str, 
         "model": model,
         "drafter": name,
         "dtype": str(number).removeprefix("torch."),
-        "lines": [asdict(line) | {"times": entries(line.times)} for line in lines],
+        "lines": [line.facts() for line in lines],
         "tables": best_entries(lines),
     }
 
@@ -133,18 +149,7 @@ def measure(shape: WeightShape, rows: int, time_us: Callable[[WeightShape, Tile]
         raise ConfigError(
             f"bench tiles: the table's tile {chosen} does not fit this device; change kernels/linear/tiles.py"
         )
-    fastest = min(times, key=lambda entry: times[entry])
-    return Line(
-        **asdict(shape),
-        rows=rows,
-        kind=kind_of(shape.outputs, shape.inputs, shape.gate),
-        fastest=fastest,
-        fastest_us=times[fastest],
-        chosen=chosen,
-        chosen_us=times[chosen],
-        ratio=times[chosen] / times[fastest],
-        times=times,
-    )
+    return Line(shape, rows, chosen, times)
 
 
 def entry_of(tile: Tile) -> Entry:
@@ -187,14 +192,9 @@ def best_entries(lines: Iterable[Line]) -> dict[str, dict[int, Entry]]:
     for (kind, rows), group in groups.items():
         shared = set.intersection(*(set(line.times) for line in group)) or {group[0].fastest}
         tables[kind][rows] = min(
-            sorted(shared), key=lambda entry: sum(line.times[entry] / line.fastest_us for line in group)
+            sorted(shared), key=lambda entry: sum(line.times[entry] / line.times[line.fastest] for line in group)
         )
     return dict(tables)
-
-
-def entries(times: dict[Entry, float]) -> list[dict[str, object]]:
-    """Times by entry as plain values, fastest first."""
-    return [{"tile": list(entry), "us": us} for entry, us in sorted(times.items(), key=lambda item: item[1])]
 
 
 def show(result: dict[str, Any]) -> str:
