@@ -1,4 +1,4 @@
-"""`peregrine doctor`: facts for everybody, reasons for what cannot serve, an exit code for what was asked."""
+"""`peregrine doctor`: the machine, reasons for what cannot serve, an exit code for what was asked."""
 
 import json
 from collections.abc import Callable

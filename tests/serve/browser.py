@@ -51,7 +51,7 @@ class Page:
         self._pending = b""
         self._numbers = itertools.count(1)
         self._session: str | None = None
-        self.complaints: list[str] = []  # of the console, and exceptions nobody caught
+        self.complaints: list[str] = []  # of the console, and uncaught exceptions
         self.requests: list[str] = []  # addresses the page asked for
         target = self.send("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
@@ -179,7 +179,7 @@ def browse(program: str) -> Iterator[Page]:
         try:
             yield Page(commands[1], answers[0])
         finally:
-            os.close(commands[1])  # it ends when nobody can command it any more
+            os.close(commands[1])  # the browser ends when its command pipe is closed
             try:
                 process.wait(10)
             except subprocess.TimeoutExpired:

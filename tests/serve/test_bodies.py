@@ -107,7 +107,7 @@ def test_fields_without_effect_change_nothing() -> None:
 
 
 def test_every_field_is_used_or_accepted_without_effect() -> None:
-    """A field nobody reads would be ignored in silence."""
+    """A field that no code reads would be ignored in silence."""
     read_elsewhere = {"model", "n", "seed", "logit_bias", "stream", "stream_options", "speculation"}
     assert set(Generation.model_fields) == SAME_NAME | read_elsewhere | {"return_speculation"} | set(
         WithoutEffect.model_fields
@@ -186,7 +186,7 @@ def test_tokenizing_needs_one_source() -> None:
     ],
 )
 def test_a_large_body_is_refused_at_its_first_mistake(body: dict[str, Any]) -> None:
-    """A list of all mistakes would take seconds and gigabytes, in the event loop of everybody."""
+    """A list of all mistakes would take seconds and gigabytes, in the event loop that serves all clients."""
     with pytest.raises(ValidationError) as caught:
         (ChatBody if "messages" in body else CompletionBody).model_validate(body)
     assert caught.value.error_count() < 10

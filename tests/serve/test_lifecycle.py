@@ -61,7 +61,7 @@ def test_a_client_that_leaves_takes_its_request_with_it(server: Served, http: ht
     assert pool.num_free + tree.num_cached == pool.num_pages - 1
 
 
-def test_a_reader_that_does_not_read_holds_up_nobody(server: Served, http: httpx.Client) -> None:
+def test_a_reader_that_does_not_read_delays_no_other_request(server: Served, http: httpx.Client) -> None:
     body = json.dumps({**ENDLESS, "max_tokens": 300, "stream": True, "logprobs": 10, "seed": 1}).encode()
     host, port = server.url.removeprefix("http://").split(":")
     with socket.socket() as lazy:
@@ -71,7 +71,7 @@ def test_a_reader_that_does_not_read_holds_up_nobody(server: Served, http: httpx
         lazy.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         done = http.post("/v1/completions", json={"prompt": "x", "max_tokens": 20})
         assert done.status_code == 200
-        server.wait_idle()  # its request has run to its end, though nobody has read it
+        server.wait_idle()  # its request has run to its end, though its client has read nothing
         text = b""
         while b"[DONE]" not in text[-200:]:
             part = lazy.recv(1 << 20)
@@ -187,7 +187,7 @@ def test_a_model_that_cannot_be_loaded_ends_the_server_in_one_line(
 
 
 def test_a_signal_while_the_model_loads_ends_the_server_at_once() -> None:
-    """Loading is not waited for, and its late result disturbs nobody."""
+    """Loading is not waited for, and its late result is dropped."""
     go_on, begun = threading.Event(), threading.Event()
 
     def slowly() -> LLM:

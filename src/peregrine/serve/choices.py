@@ -84,7 +84,7 @@ def joined_logprobs(deltas: Sequence[Delta]) -> list[TokenLogprob]:
 
 def speculation_fields(deltas: Sequence[Delta], output: Output | None, tokenizer: Tokenizer) -> Json:
     """Which tokens were drafted, each round's drafts, and with the last chunk the acceptance of the whole request."""
-    told: Json = {
+    written: Json = {
         "tokens": [
             {**token_fields(token, tokenizer), "drafted": drafted}
             for delta in deltas
@@ -92,7 +92,7 @@ def speculation_fields(deltas: Sequence[Delta], output: Output | None, tokenizer
         ],
         "rounds": [round_fields(delta, tokenizer) for delta in deltas if delta.token_ids],
     }
-    return told if output is None else {**told, "acceptance": acceptance_fields(output.stats)}
+    return written if output is None else {**written, "acceptance": acceptance_fields(output.stats)}
 
 
 def token_fields(token: int, tokenizer: Tokenizer) -> Json:

@@ -22,7 +22,7 @@ LONGEST_WAIT_S = 60
 
 
 class ClientGone(Exception):
-    """The client has closed its connection; there is nobody to respond to."""
+    """The client has closed its connection, so no response can be sent."""
 
 
 class Reply:
@@ -132,7 +132,7 @@ class Gateway:
             self._queue.append((reply, index, delta))
             if not self._wakes:
                 self._wakes = True
-                with contextlib.suppress(RuntimeError):  # the event loop is closed; nobody listens
+                with contextlib.suppress(RuntimeError):  # the event loop is closed: the server has ended
                     self._event_loop.call_soon_threadsafe(self._deliver)
 
         return put

@@ -37,23 +37,23 @@ class CompletionLogprobs:
 
     def fields(self, tokens: Sequence[TokenLogprob], prompt: Sequence[TokenLogprob] | None) -> dict[str, list[object]]:
         """The tokens of one chunk; the first chunk of an echo begins with the prompt's."""
-        told: dict[str, list[object]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        lists: dict[str, list[object]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         if self._echoed and prompt is not None:
-            self._add(told, self._prompt[0], None)  # no token comes before it, so it has no probability
+            self._add(lists, self._prompt[0], None)  # no token comes before it, so it has no probability
             tokens = [*prompt, *tokens]
         for entry in tokens:
-            self._add(told, entry.token_id, entry)
-        return told
+            self._add(lists, entry.token_id, entry)
+        return lists
 
-    def _add(self, told: dict[str, list[object]], token_id: int, entry: TokenLogprob | None) -> None:
-        told["tokens"].append(token_text(self._tokenizer, token_id))
+    def _add(self, lists: dict[str, list[object]], token_id: int, entry: TokenLogprob | None) -> None:
+        lists["tokens"].append(token_text(self._tokenizer, token_id))
         logprob, top = None, None
         if entry is not None:
             logprob = entry.logprob
             top = {token_text(self._tokenizer, i): v for i, v in (*entry.top, (token_id, logprob))}
-        told["token_logprobs"].append(logprob)
-        told["top_logprobs"].append(top)
-        told["text_offset"].append(self._offset)
+        lists["token_logprobs"].append(logprob)
+        lists["top_logprobs"].append(top)
+        lists["text_offset"].append(self._offset)
         self._offset += len(self._detokenizer.push([token_id]))
 
 

@@ -51,7 +51,7 @@ class AccessMiddleware:
         if not self._keys or path in OPEN_PATHS or path.startswith("/static/"):
             return
         scheme, _, sent = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
-        # Every key is compared, and each in constant time: the delay of the response tells nothing.
+        # Every key is compared, and each in constant time, so that response times reveal nothing about them.
         known = sum(hmac.compare_digest(sent, key) for key in self._keys)
         if scheme.lower() != b"bearer" or not known:
             message = "the API key is missing or wrong; send it as `Authorization: Bearer KEY`"

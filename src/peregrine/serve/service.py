@@ -2,7 +2,7 @@
 
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from peregrine.llm import LLM
 from peregrine.serve.errors import ApiError
@@ -58,7 +58,7 @@ class Service:
         """The way to the engine for new work; ApiError when none is taken."""
         return self.gateway if self.status.trouble is None else self._refuse()
 
-    def _refuse(self) -> Gateway:
+    def _refuse(self) -> NoReturn:
         raise ApiError(503, self.status.trouble or "", headers={"Retry-After": "5"})
 
     def check_name(self, model: str | None) -> None:
