@@ -25,10 +25,10 @@ def test_steps_have_a_default_and_merlin_its_own_folders(
 ) -> None:
     orders = []
     monkeypatch.setattr("peregrine.train.make_head.make_head", orders.append)
-    monkeypatch.setattr("peregrine.train.make_merlin.make_merlin", orders.append)
+    monkeypatch.setattr("peregrine.train.merlin.recipe.make_merlin", orders.append)
     assert peregrine("train", "head", "--target", "m", "--data", "a", "--out", "o", "--device", "cpu")[0] == 0
     assert peregrine("train", "merlin", "corpus", "--out", "x/merlin", "--steps", "7")[0] == 0
     head, merlin = orders
     assert head.options.steps == 3000
     assert merlin.options.steps == 7
-    assert merlin.workshop.work == Path("x/merlin.work")
+    assert merlin.work == Path("x/merlin.work")

@@ -12,7 +12,7 @@ import peregrine
 from peregrine import LLM, SamplingParams
 from peregrine.models.loading import load_decoder
 from peregrine.text.tokenizer import Tokenizer
-from peregrine.train.dense_attend import dense_attend
+from peregrine.train.attend import dense_attend
 
 MERLIN = Path(peregrine.__file__).parent / "assets" / "merlin"
 FILES = {  # name: (bytes, sha256)

@@ -16,10 +16,10 @@ from peregrine.spec.bound import BoundModel
 from peregrine.spec.readers import HeadReader
 from peregrine.spec.row_pages import RowPages, even_starts
 from peregrine.spec.types import Chunk
-from peregrine.train.head import draft_ids, fresh_head, learnable, pick_taps, read_target, teach, unroll
-from peregrine.train.packed_attend import UnrolledAttend, packed_attend
-from peregrine.train.sample_rows import PAD, Rows, SampleRows, fitting_row_len
-from peregrine.train.sampling import Samples
+from peregrine.train.attend import UnrolledAttend, packed_attend
+from peregrine.train.head import draft_ids, fresh_head, head_loss, learnable, pick_taps, read_target, unroll
+from peregrine.train.rows import PAD, Rows, SampleRows, fitting_row_len
+from peregrine.train.samples import Samples
 from spec.harness import CONTEXT, VOCAB, eagle3_head, tiny_model
 
 PAGE = 16
@@ -34,7 +34,7 @@ def make_samples(lens: list[int], prompt_len: int = 3, vocab_size: int = VOCAB) 
 
 def all_rows(samples: Samples, row_len: int) -> Rows:
     packed = SampleRows(samples, row_len)
-    return packed._rows(np.arange(len(packed.bins)))
+    return packed.rows(np.arange(len(packed.bins)))
 
 
 @torch.no_grad()
@@ -97,11 +97,11 @@ def test_a_sample_does_not_see_its_neighbours_in_the_row() -> None:
     target = load_decoder(tiny_model(), pack=False)
     head = load_head(eagle3_head(), target, "cpu", torch.float32, pack=False)
     together, alone = make_samples([20, 20]), make_samples([20])
-    lessons, states = [], []
+    labels_of, states = [], []
     for rows in (all_rows(together, 40), all_rows(alone, 20)):
-        lessons.append(read_target(target, head, rows))
-        states.append([h.view(*rows.tokens.shape, -1)[0, :15] for h in unroll(head, rows, lessons[-1].tapped, 3)])
-    torch.testing.assert_close(lessons[0].probabilities[0, :20], lessons[1].probabilities[0], atol=1e-5, rtol=1e-4)
+        labels_of.append(read_target(target, head, rows))
+        states.append([h.view(*rows.tokens.shape, -1)[0, :15] for h in unroll(head, rows, labels_of[-1].tapped, 3)])
+    torch.testing.assert_close(labels_of[0].probabilities[0, :20], labels_of[1].probabilities[0], atol=1e-5, rtol=1e-4)
     for first, second in zip(*states, strict=True):
         torch.testing.assert_close(first, second, atol=1e-5, rtol=1e-4)
 
@@ -147,8 +147,8 @@ def test_the_loss_is_the_cross_entropy_with_the_targets_distribution() -> None:
     target = load_decoder(tiny_model(), pack=False).requires_grad_(False)
     head = load_head(eagle3_head(), target, "cpu", torch.float32, pack=False)
     rows = all_rows(make_samples([14, 9], prompt_len=2), 23)
-    lesson = read_target(target, head, rows)
-    outcome = teach(head, rows, lesson, 3, 0.5)
+    labels = read_target(target, head, rows)
+    outcome = head_loss(head, rows, labels, 3, 0.5)
     with torch.no_grad():
         hidden, _ = target(
             rows.tokens[0, :14],
@@ -156,13 +156,13 @@ def test_the_loss_is_the_cross_entropy_with_the_targets_distribution() -> None:
             packed_attend(target.layer_attention(), all_rows(make_samples([14]), 14)),
         )
         full = target.logits(hidden).softmax(dim=1)[:, head.draft_to_target]
-        torch.testing.assert_close(lesson.probabilities[0, :14], full, atol=1e-5, rtol=1e-3)
+        torch.testing.assert_close(labels.probabilities[0, :14], full, atol=1e-5, rtol=1e-3)
         expected = []
-        for step, states in enumerate(unroll(head, rows, lesson.tapped, 3)):
+        for step, states in enumerate(unroll(head, rows, labels.tapped, 3)):
             scores, terms = head.logits(states).log_softmax(dim=1), []
             for begin, length in ((0, 14), (14, 9)):
                 for place in range(begin + 1, begin + length - 2 - step):
-                    terms.append(-(lesson.probabilities[0, place + 1 + step] * scores[place]).sum())
+                    terms.append(-(labels.probabilities[0, place + 1 + step] * scores[place]).sum())
             expected.append(torch.stack(terms).mean())
     torch.testing.assert_close(outcome.losses, torch.stack(expected), atol=1e-4, rtol=1e-4)
     weights = torch.tensor([1.0, 0.5, 0.25])

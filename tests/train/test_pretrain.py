@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
@@ -11,24 +10,24 @@ from peregrine.attention import LayerAttention
 from peregrine.errors import ConfigError
 from peregrine.models.families import read_config
 from peregrine.models.loading import decoder_plan, load_decoder
-from peregrine.train.checkpoint import load_state, read_log
-from peregrine.train.dense_attend import dense_attend
-from peregrine.train.export import stored_tensors, write_sharded
-from peregrine.train.packing import TokenShard
-from peregrine.train.pretrain import Options, Run, fresh_decoder, pretrain, trained_tensors
-from peregrine.train.shape import Shape, write_configs
+from peregrine.train.attend import dense_attend
+from peregrine.train.merlin.pretrain import Pretraining, PretrainOptions, fresh_decoder
+from peregrine.train.merlin.recipe import Shape, stored_tensors, write_configs, write_sharded
+from peregrine.train.merlin.token_rows import TokenShard
+from peregrine.train.run import load_state, read_log
+from peregrine.train.samples import Samples
 
 TOY = Shape(
     vocab_size=64,
     hidden_size=32,
-    num_layers=2,
-    num_heads=2,
-    num_kv_heads=1,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
     head_dim=16,
     intermediate_size=48,
-    max_positions=64,
+    max_position_embeddings=64,
 )
-OPTIONS = Options(
+OPTIONS = PretrainOptions(
     row_len=24, batch_rows=4, steps=30, rate=1e-2, warmup_steps=3, eval_every=15, save_every=10, epoch_tokens=2000
 )
 CPU = torch.device("cpu")
@@ -44,53 +43,75 @@ def config(tmp_path):
 def shards():
     """Documents that count upwards: after the first token everything can be known."""
     documents = [[3 + (first + i) % 60 for i in range(10)] + [0] for first in range(60)]
-    starts = np.arange(0, 11 * 60 + 1, 11, dtype=np.int64)
-    return [TokenShard("counting", 1.0, np.array(documents, dtype=np.uint16).ravel(), starts)]
+    return [TokenShard("counting", 1.0, Samples.pack(documents, [0] * 60))]
 
 
-def test_a_toy_learns_to_count(config, shards, tmp_path):
-    run = Run(config, replace(OPTIONS, steps=120), tmp_path / "run", CPU)
-    pretrain(run, shards, shards)
-    held_out = [line for line in read_log(tmp_path / "run") if line["kind"] == "held_out"]
+@pytest.fixture
+def start(config, shards, tmp_path):
+    """Starts or resumes a run in a folder of the test."""
+
+    def start_run(name="run", **changes):
+        return Pretraining(config, replace(OPTIONS, **changes), tmp_path / name, CPU, shards, shards)
+
+    return start_run
+
+
+def trained_tensors(module):
+    return {name: parameter.detach() for name, parameter in module.named_parameters()}
+
+
+def test_a_toy_learns_to_count(start, tmp_path):
+    start(steps=120).train()
+    held_out = read_log(tmp_path / "run", "held_out")
     # One token in eleven is a draw among sixty; a model that knows the rest has a loss of ln(60) / 11.
     assert held_out[-1]["losses"]["all"] < 0.8 < 2.0 < held_out[0]["losses"]["all"]
     assert set(held_out[-1]["losses"]) == {"counting", "all"}
 
 
-def test_a_resumed_run_has_the_weights_of_an_uninterrupted_one(config, shards, tmp_path):
-    whole = Run(config, OPTIONS, tmp_path / "whole", CPU)
-    pretrain(whole, shards, shards)
-    killed = Run(config, OPTIONS, tmp_path / "parts", CPU)
-    killed.save = lambda: (_ for _ in ()).throw(KeyboardInterrupt) if killed.step == 20 else Run.save(killed)
+def test_a_resumed_run_has_the_weights_of_an_uninterrupted_one(start, tmp_path):
+    whole = start("whole")
+    whole.train()
+    killed = start("parts")
+    killed.save = lambda: (_ for _ in ()).throw(KeyboardInterrupt) if killed.step == 20 else Pretraining.save(killed)
     with pytest.raises(KeyboardInterrupt):
-        pretrain(killed, shards, shards)
-    resumed = Run(config, OPTIONS, tmp_path / "parts", CPU)
+        killed.train()
+    resumed = start("parts")
     assert resumed.step == 10
-    pretrain(resumed, shards, shards)
-    assert load_state(tmp_path / "parts").facts["step"] == 30
+    resumed.train()
+    assert load_state(tmp_path / "parts")["step"] == 30
     for name, tensor in trained_tensors(whole.decoder).items():
         assert torch.equal(tensor, trained_tensors(resumed.decoder)[name]), name
 
 
-def test_a_run_is_not_resumed_with_other_options(config, shards, tmp_path):
-    Run(config, OPTIONS, tmp_path / "run", CPU).save()
+def test_a_run_is_not_resumed_with_other_options(start):
+    start().save()
     with pytest.raises(ConfigError, match=r"rate=0.5: the run .* was started with rate=0.01"):
-        Run(config, replace(OPTIONS, rate=0.5), tmp_path / "run", CPU)
+        start(rate=0.5)
 
 
-def test_a_time_box_becomes_a_number_of_steps_that_a_resumed_run_keeps(config, shards, tmp_path):
-    options = replace(OPTIONS, steps=None, minutes=0.02)
-    run = Run(config, options, tmp_path / "run", CPU)
-    pretrain(run, shards, shards)
+def test_a_time_limit_becomes_a_number_of_steps_that_a_resumed_run_keeps(start):
+    run = start(steps=None, minutes=0.02)
+    run.train()
     assert run.step == run.total_steps > 50
-    assert Run(config, options, tmp_path / "run", CPU).total_steps == run.total_steps
+    assert start(steps=None, minutes=0.02).total_steps == run.total_steps
+    with pytest.raises(ConfigError, match="steps=None: the run would have no end"):
+        start(steps=None)
 
 
-def test_a_save_cut_short_leaves_the_old_state(config, tmp_path):
-    run = Run(config, OPTIONS, tmp_path / "run", CPU)
+def test_a_save_cut_short_leaves_the_old_state(start, tmp_path, monkeypatch):
+    run = start()
     run.save()
-    (tmp_path / "run" / "state").rename(tmp_path / "run" / "state.old")
-    assert load_state(tmp_path / "run").facts["step"] == 0
+
+    def cut_short(state, path):
+        path.write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, "save", cut_short)
+    run.step = 7
+    with pytest.raises(KeyboardInterrupt):
+        run.save()
+    assert load_state(tmp_path / "run")["step"] == 0
+    assert start().step == 0
 
 
 def test_what_was_trained_is_what_is_loaded(config, tmp_path):

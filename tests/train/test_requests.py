@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from peregrine.train.data import Source, held_out, split_documents
-from peregrine.train.requests import NOUNS, as_plain, as_requested, cast_of, request_for, with_requests
+from peregrine.train.documents import Source, held_out, read_source
+from peregrine.train.merlin.requests import NOUNS, as_plain, as_requested, cast_of, request_for, with_requests
 
 SOUP = (
     "Once upon a time there was a dragon. The dragon loved soup. Every day he cooked a big pot of soup. "
@@ -84,8 +84,8 @@ def test_sources_split_and_the_story_decides_on_the_hold_out(tmp_path: Path):
     plain, asked, same = with_requests([Source("stories_tiny", (path,), 0.4), other])
     assert (plain.name, asked.name, same) == ("stories_tiny", "requested_stories_tiny", other)
     assert plain.share + asked.share == pytest.approx(0.4)
-    parts = [*split_documents(plain), *split_documents(asked)]
+    parts = [*read_source(plain), *read_source(asked)]
     assert len(parts) == len(stories)
-    for text, kept_out in parts:
-        assert kept_out == held_out(text.rpartition("<|assistant|>\n")[2])
-    assert any(kept_out for _, kept_out in parts)
+    for document in parts:
+        assert held_out(document.key) == held_out(document.text.rpartition("<|assistant|>\n")[2])
+    assert any(held_out(document.key) for document in parts)

@@ -6,7 +6,7 @@ import jinja2
 import pytest
 
 from peregrine.errors import ConfigError
-from peregrine.train.tokenizer import CHAT_TEMPLATE, PATTERN, save_tokenizer, train_tokenizer
+from peregrine.train.merlin.tokenizer import CHAT_TEMPLATE, PATTERN, save_tokenizer, train_tokenizer
 
 TEXTS = [
     "Once upon a time there was a little dragon who loved soup. It's warm, said the dragon.",

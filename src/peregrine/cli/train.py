@@ -1,7 +1,10 @@
-"""`peregrine train`: make a draft head for a model, or the embedded model from a folder of text."""
+"""`peregrine train`: train a draft head for a model, or the embedded model from a folder of text."""
 
 import argparse
 from pathlib import Path
+
+from peregrine.cli.flags import Commands, add_flags, add_parser, flags_of, given
+from peregrine.train.options import HeadOptions, HeadOrder, SamplingPlan
 
 HEAD_EPILOG = """examples:
   peregrine train head --target /models/llama --data chats.jsonl --out /models/llama/eagle3
@@ -10,19 +13,25 @@ HEAD_EPILOG = """examples:
 
 Data are .txt or .txt.xz files, documents separated by lines of <|endoftext|>, or .jsonl files with "prompt" or
 "messages" in every line; a folder stands for its text files. The target continues openings of the documents and
-chats up to the assistant's turn, and the head learns from what it wrote. The same command goes on after a stop.
-When it is done, --drafter FOLDER uses the head, and a folder named eagle3 inside the model's is found by itself.
+chats up to the assistant's turn, and the head learns from what it wrote. The same command resumes a stopped run.
+Use the head with --drafter FOLDER; a folder named eagle3 inside the model's folder is found by itself.
 """
 MERLIN_EPILOG = """examples:
   peregrine train merlin corpus --out merlin
   peregrine train merlin corpus --out merlin --device cuda --head-tokens 4000000
 
-The tokenizer, the target and its head are made one after the other; the same command goes on after a stop.
+The tokenizer, the target and its head are made one after the other; the same command resumes a stopped run.
 """
+GPU_ROWS = 512
+PLAN_FLAGS = flags_of(SamplingPlan, {"seed"})
+RUN_FLAGS = flags_of(HeadOptions, {"warmup_steps", "decay_share", "weight_decay", "step_decay"})
+ORDER_FLAGS = flags_of(
+    HeadOrder, {"target", "data", "out", "plan", "options", "shares", "taps", "evaluate", "sources", "start"}
+)
 
 
-def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command and what it can train."""
+def add_command(commands: Commands) -> None:
+    """Add the command and its two kinds."""
     parser = commands.add_parser(
         "train",
         help="train a draft head for a model, or merlin itself",
@@ -34,148 +43,81 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     add_merlin(kinds)
 
 
-def add_head(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_head(kinds: Commands) -> None:
     """The flags of `train head`."""
-    parser = kinds.add_parser(
-        "head",
-        help="an EAGLE-3 head for any model the engine loads",
-        epilog=HEAD_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    given = parser.add_argument_group("what from what")
-    given.add_argument("--target", required=True, metavar="MODEL", help="the model's folder or name")
-    given.add_argument("--data", required=True, nargs="+", type=Path, metavar="FILE", help="text to take prompts from")
-    given.add_argument("--shares", nargs="+", type=float, metavar="X", help="of each file (default: by size)")
-    given.add_argument("--start", type=Path, metavar="FOLDER", help="go on from this head's weights")
-    given.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="for the head and its report")
-    add_sampling(parser.add_argument_group("sampling"))
-    add_training(parser.add_argument_group("training"))
-    add_measuring(parser.add_argument_group("measuring and machine"))
-    parser.set_defaults(run=run_head)
+    parser = add_parser(kinds, "head", run_head, "an EAGLE-3 head for any model the engine loads", epilog=HEAD_EPILOG)
+    group = parser.add_argument_group("input and output")
+    group.add_argument("--target", required=True, metavar="MODEL", help="the model's folder or name")
+    group.add_argument("--data", required=True, nargs="+", type=Path, metavar="FILE", help="text to take prompts from")
+    group.add_argument("--shares", nargs="+", type=float, metavar="X", help="of each file (default: by size)")
+    group.add_argument("--start", type=Path, metavar="FOLDER", help="start from this head's weights")
+    group.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="for the head and its report")
+    add_flags(parser, "sampling", PLAN_FLAGS)
+    add_flags(parser, "training", RUN_FLAGS)
+    group = add_flags(parser, "head, evaluation and machine", ORDER_FLAGS)
+    help = "target layers the head reads (default: 2, L/2, L-3)"
+    group.add_argument("--taps", type=int, nargs="+", metavar="LAYER", help=help)
+    group.add_argument("--no-eval", action="store_true", help="skip the evaluation")
 
 
-def add_sampling(group: "argparse._ArgumentGroup") -> None:
-    """How much text the target writes."""
-    group.add_argument("--tokens", type=int, default=2_000_000, metavar="N", help="to sample (default: 2000000)")
-    group.add_argument("--max-tokens", type=int, default=224, metavar="N", help="of one sample (default: 224)")
-    group.add_argument("--prompt-tokens", type=int, default=192, metavar="N", help="of a prompt at most (default: 192)")
-    group.add_argument(
-        "--text-tokens",
-        type=int,
-        default=0,
-        metavar="N",
-        help="of the documents themselves, to train on beside the samples (default: 0)",
-    )
-    group.add_argument("--rows", type=int, metavar="N", help="sampled together (default: 32, on a GPU 512)")
-    group.add_argument(
-        "--sample-minutes", type=float, metavar="M", help="stop sampling after this long (default: no limit)"
-    )
-
-
-def add_training(group: "argparse._ArgumentGroup") -> None:
-    """How the head learns."""
-    group.add_argument("--steps", type=int, metavar="N", help="updates (default: 3000)")
-    group.add_argument("--minutes", type=float, metavar="M", help="train this long instead of --steps")
-    group.add_argument("--batch", type=int, default=32, metavar="ROWS", help="per update (default: 32)")
-    group.add_argument("--unroll", type=int, default=5, metavar="K", help="drafts ahead to train for (default: 5)")
-    group.add_argument(
-        "--draft-vocab",
-        default="auto",
-        metavar="N",
-        help="tokens the head can guess: a number, full, or auto, the fewest that cover the samples (default: auto)",
-    )
-    group.add_argument(
-        "--taps", type=int, nargs="+", metavar="LAYER", help="target layers it reads (default: 2, L/2, L-3)"
-    )
-    group.add_argument("--rate", type=float, default=2e-3, metavar="X", help="learning rate (default: 0.002)")
-    group.add_argument("--save-every", type=int, default=500, metavar="N", help="updates (default: 500)")
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="(default: 0)")
-
-
-def add_measuring(group: "argparse._ArgumentGroup") -> None:
-    """On what and where."""
-    group.add_argument(
-        "--eval-prompts", type=int, default=64, metavar="N", help="held-out prompts to measure on (default: 64)"
-    )
-    group.add_argument("--eval-tokens", type=int, default=128, metavar="N", help="of each (default: 128)")
-    group.add_argument("--no-eval", action="store_true", help="leave the measuring out")
-    group.add_argument("--device", default="auto", metavar="DEVICE", help="auto, cpu, cuda or cuda:INDEX")
-    group.add_argument("--dtype", default="auto", metavar="DTYPE", help="of the target (default: auto)")
-
-
-def add_merlin(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_merlin(kinds: Commands) -> None:
     """The flags of `train merlin`."""
-    parser = kinds.add_parser(
-        "merlin",
-        help="the embedded model end to end: tokenizer, target, samples, head",
-        epilog=MERLIN_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    help = "the embedded model end to end: tokenizer, target, samples, head"
+    parser = add_parser(kinds, "merlin", run_merlin, help, epilog=MERLIN_EPILOG)
     parser.add_argument("data", type=Path, metavar="DATA_FOLDER", help="text shards, .txt or .txt.xz")
     parser.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="for the model")
-    parser.add_argument(
-        "--work", type=Path, metavar="FOLDER", help="for what is kept between stages (default: OUT.work)"
-    )
-    parser.add_argument("--steps", type=int, metavar="N", help="updates of the target (default: its recipe's)")
-    parser.add_argument(
-        "--head-tokens", type=int, default=4_000_000, metavar="N", help="to sample for the head (default: 4000000)"
-    )
+    parser.add_argument("--work", type=Path, metavar="FOLDER", help="kept between stages (default: OUT.work)")
+    parser.add_argument("--steps", type=int, metavar="N", help="updates of the target (default: 3600)")
+    help = "to sample for the head (default: 4000000)"
+    parser.add_argument("--head-tokens", type=int, default=4_000_000, metavar="N", help=help)
     parser.add_argument("--head-steps", type=int, default=3000, metavar="N", help="updates of the head (default: 3000)")
     parser.add_argument("--device", default="auto", metavar="DEVICE", help="auto, cpu, cuda or cuda:INDEX")
-    parser.set_defaults(run=run_merlin)
 
 
 def run_head(args: argparse.Namespace) -> int:
-    """Make the head and say where it is."""
+    """Train the head and say where it is."""
     from peregrine.hardware import resolve_device
-    from peregrine.train.head_run import HeadOptions
-    from peregrine.train.make_head import HeadOrder, make_head
-    from peregrine.train.sampling import SamplingPlan
+    from peregrine.train.make_head import make_head
 
-    rows = args.rows or (32 if resolve_device(args.device).type == "cpu" else 512)
-    steps = args.steps or (None if args.minutes else HeadOptions().steps)
-    order = HeadOrder(
-        target=args.target,
-        data=tuple(args.data),
-        out=args.out,
-        plan=SamplingPlan(args.tokens, args.max_tokens, args.prompt_tokens, rows, args.seed, args.sample_minutes),
-        options=HeadOptions(
-            batch_rows=args.batch,
-            steps=steps,
-            minutes=args.minutes or 0.0,
-            unroll=args.unroll,
-            rate=args.rate,
-            seed=args.seed,
-            save_every=args.save_every,
-        ),
-        shares=None if args.shares is None else tuple(args.shares),
-        draft_vocab=args.draft_vocab,
-        taps=None if args.taps is None else tuple(args.taps),
-        device=args.device,
-        dtype=args.dtype,
-        eval_prompts=args.eval_prompts,
-        eval_tokens=args.eval_tokens,
-        evaluate=not args.no_eval,
-        text_tokens=args.text_tokens,
-        start=args.start,
+    plan, run, order = (given(args, flags) for flags in (PLAN_FLAGS, RUN_FLAGS, ORDER_FLAGS))
+    if "rows" not in plan and resolve_device(order.get("device", "auto")).type != "cpu":
+        plan["rows"] = GPU_ROWS
+    if "minutes" in run:
+        run.setdefault("steps", None)
+    options = HeadOptions(**run)
+    make_head(
+        HeadOrder(
+            target=args.target,
+            data=tuple(args.data),
+            out=args.out,
+            plan=SamplingPlan(**plan, seed=options.seed),
+            options=options,
+            shares=None if args.shares is None else tuple(args.shares),
+            taps=None if args.taps is None else tuple(args.taps),
+            evaluate=not args.no_eval,
+            start=args.start,
+            **order,
+        )
     )
-    make_head(order)
     print(f"the head and its report are in {args.out}")
     return 0
 
 
 def run_merlin(args: argparse.Namespace) -> int:
-    """Make merlin and say where it is."""
-    from dataclasses import replace
+    """Train merlin and say where it is."""
+    from peregrine.train.merlin.pretrain import PretrainOptions
+    from peregrine.train.merlin.recipe import MerlinOrder, make_merlin
 
-    from peregrine.train.make_merlin import MerlinOrder, make_merlin
-    from peregrine.train.merlin import Workshop
-    from peregrine.train.pretrain import Options
-
-    work = args.work or args.out.with_name(args.out.name + ".work")
-    options = Options() if args.steps is None else replace(Options(), steps=args.steps)
     make_merlin(
-        MerlinOrder(Workshop(args.data, args.out, work), options, args.head_tokens, args.head_steps, args.device)
+        MerlinOrder(
+            data=args.data,
+            out=args.out,
+            work=args.work or args.out.with_name(args.out.name + ".work"),
+            options=PretrainOptions() if args.steps is None else PretrainOptions(steps=args.steps),
+            device=args.device,
+            head_tokens=args.head_tokens,
+            head_steps=args.head_steps,
+        )
     )
     print(f"the model is in {args.out}, its head in {args.out / 'eagle3'}")
     return 0

@@ -1,12 +1,13 @@
-"""An EAGLE-3 head learns to guess as its target would: training-time test, the head's own states fed back.
+"""The objective of an EAGLE-3 head: "training-time test", unrolled steps on the head's own hidden states.
 
-Step 0 reads the target's taps of index p and the token at p + 1, and guesses the token at p + 2. Step j reads
-what step j - 1 left at p and the token at p + 1 + j, at position p + j: as the chain drafter does, except that
-the tokens are the target's own. The engine's head runs here, with another `attend`.
+Step 0 reads the target's taps at index p and the token at p + 1, and predicts the token at p + 2. Step j reads the
+hidden state of step j - 1 at p and the token at p + 1 + j, at position p + j. That is what the chain drafter computes,
+except that the tokens are the sample's, not drafts. The engine's own head module is used, with another `attend`.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -16,47 +17,78 @@ from torch.nn import functional as F
 
 from peregrine.errors import ConfigError
 from peregrine.models.decoder import Decoder
-from peregrine.models.draft_heads import Eagle3Config, Eagle3Head, default_taps
+from peregrine.models.draft_heads import Eagle3Config, Eagle3Head, default_taps, save_head
 from peregrine.models.layers import draw_weights
-from peregrine.train.packed_attend import UnrolledAttend, packed_attend
-from peregrine.train.sample_rows import PAD, Rows
-from peregrine.train.sampling import Samples
+from peregrine.train.attend import UnrolledAttend, packed_attend
+from peregrine.train.options import AUTO, FULL, HeadOptions
+from peregrine.train.rows import PAD, Rows, SampleRows
+from peregrine.train.run import Run
+from peregrine.train.samples import Samples
 
-COVERAGE = 0.998  # of the sampled tokens that a draft vocabulary of its own choice must hold
-AUTO, FULL = "auto", "full"
+COVERAGE = 0.998  # share of the sampled tokens that an automatic draft vocabulary must contain
 
 
 @dataclass(frozen=True, slots=True)
-class Lesson:
-    """What the target makes of a batch of rows."""
+class Labels:
+    """The target's outputs for a batch of rows."""
 
     tapped: Tensor  # [B * S, taps * H]
-    probabilities: Tensor  # [B, S, Vd] of the draft tokens, under the target's whole distribution
-    best: Tensor  # [B, S] i64 the likeliest of all tokens
+    probabilities: Tensor  # [B, S, Vd] of the draft tokens, normalised over the whole vocabulary
+    best: Tensor  # [B, S] i64 the target's likeliest token
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Loss of a batch, and by step: the mean cross-entropy, and how often head and target agree greedily."""
+    """The loss of a batch, and its parts by unrolled step."""
 
     loss: Tensor  # []
-    losses: Tensor  # [steps]
-    agreement: Tensor  # [steps]
+    losses: Tensor  # [steps] mean cross-entropy
+    agreement: Tensor  # [steps] how often the head's likeliest token is the target's
+
+
+class HeadRun(Run[Rows]):
+    """A run that trains a head; each save also writes the head in bfloat16 into `out`."""
+
+    options: HeadOptions
+
+    def __init__(
+        self, head: Eagle3Head, target: Decoder, options: HeadOptions, rows: SampleRows, folder: Path, out: Path
+    ) -> None:
+        super().__init__(head, options, folder, table="head.weight")
+        self.head, self.target, self.rows, self.out = head, target, rows, out
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.options.batch_rows * self.rows.row_len
+
+    def batches(self) -> Iterator[Rows]:
+        return self.rows.batches(self.options.batch_rows, self.options.seed, skip=self.step)
+
+    def loss(self, batch: Rows) -> tuple[Tensor, dict[str, Tensor]]:
+        rows = batch.to(self.device)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+            labels = read_target(self.target, self.head, rows)
+            outcome = head_loss(self.head, rows, labels, self.options.unroll, self.options.step_decay)
+        return outcome.loss, {"losses": outcome.losses, "agreement": outcome.agreement}
+
+    def save(self) -> None:
+        super().save()
+        save_head(self.head, self.out, torch.bfloat16)
 
 
 def pick_taps(num_layers: int) -> tuple[int, ...]:
-    """Early, middle and late; EAGLE-3's own choice where the target is deep enough for it."""
+    """Layers to tap: EAGLE-3's choice if the target is deep enough, else an early, a middle and the last layer."""
     taps = default_taps(num_layers)
     if len(set(taps)) == len(taps) and min(taps) >= 0:
         return taps
     return tuple(sorted({min(1, num_layers // 3), num_layers // 2, num_layers - 1}))
 
 
-def draft_ids(samples: Samples, wish: str, vocab_size: int, always: tuple[int, ...]) -> NDArray[np.int64] | None:
-    """Target ids of the draft vocabulary, ascending; None for all of them.
+def draft_ids(samples: Samples, asked: str, vocab_size: int, always: tuple[int, ...]) -> NDArray[np.int64] | None:
+    """Target ids of the draft vocabulary, ascending; None for the whole vocabulary.
 
-    The most frequent tokens of the samples: as many as asked for, or ("auto") the smallest of vocab_size / 2,
-    / 4, / 8 that holds nearly all of them, and the whole vocabulary if none does.
+    They are the most frequent tokens of the samples: a number of them, or ("auto") the smallest of vocab_size / 8,
+    / 4, / 2 that covers COVERAGE of the samples, else the whole vocabulary. Ids in `always` are included.
     """
     counts = np.bincount(samples.written(), minlength=vocab_size)
     if len(counts) > vocab_size:
@@ -64,11 +96,11 @@ def draft_ids(samples: Samples, wish: str, vocab_size: int, always: tuple[int, .
             f"samples: token {len(counts) - 1} is not in the target's vocabulary of {vocab_size}; "
             "they were made with another model, give another folder"
         )
-    counts[list(always)] = counts.sum() + 1  # an ending must be guessable
+    counts[list(always)] = counts.sum() + 1  # end-of-text tokens must be in the draft vocabulary
     order = np.argsort(-counts, kind="stable")
-    if wish == FULL:
+    if asked == FULL:
         return None
-    if wish == AUTO:
+    if asked == AUTO:
         real = np.where(counts > counts.sum(), 0, counts)
         covered = np.cumsum(real[order]) / max(1, real.sum())
         sizes = [vocab_size // 8, vocab_size // 4, vocab_size // 2]
@@ -77,16 +109,16 @@ def draft_ids(samples: Samples, wish: str, vocab_size: int, always: tuple[int, .
             return None
         size = fitting[0]
     else:
-        if not wish.isdigit() or not len(always) < int(wish) <= vocab_size:
+        if not asked.isdigit() or not len(always) < int(asked) <= vocab_size:
             raise ConfigError(
-                f"draft_vocab={wish}: choose auto, full, or a number above {len(always)} and at most {vocab_size}"
+                f"draft_vocab={asked}: choose auto, full, or a number above {len(always)} and at most {vocab_size}"
             )
-        size = int(wish)
+        size = int(asked)
     return None if size == vocab_size else np.sort(order[:size])
 
 
 def fresh_head(target: Decoder, taps: tuple[int, ...], ids: NDArray[np.int64] | None, seed: int) -> Eagle3Head:
-    """A head that has learnt nothing, its output head and norm taken from the target."""
+    """A head with random weights, but the target's output head and final norm."""
     config = target.config
     if not taps or min(taps) < 0 or max(taps) >= config.num_layers:
         raise ConfigError(f"taps={taps}: each must be one of the target's layers, 0 to {config.num_layers - 1}")
@@ -120,7 +152,7 @@ def fresh_head(target: Decoder, taps: tuple[int, ...], ids: NDArray[np.int64] | 
 
 
 @torch.no_grad()
-def read_target(target: Decoder, head: Eagle3Head, rows: Rows) -> Lesson:
+def read_target(target: Decoder, head: Eagle3Head, rows: Rows) -> Labels:
     """Taps and next-token probabilities of the frozen target at every place."""
     attend = packed_attend(target.layer_attention(), rows)
     hidden, tapped = target(rows.tokens.flatten(), rows.positions.flatten(), attend, head.taps)
@@ -129,45 +161,45 @@ def read_target(target: Decoder, head: Eagle3Head, rows: Rows) -> Lesson:
     wanted = logits if head.draft_to_target is None else logits[:, head.draft_to_target]
     probabilities = (wanted - logits.logsumexp(dim=1, keepdim=True)).exp()
     shape = rows.tokens.shape
-    return Lesson(tapped, probabilities.view(*shape, -1), logits.argmax(dim=1).view(shape))
+    return Labels(tapped, probabilities.view(*shape, -1), logits.argmax(dim=1).view(shape))
 
 
 def unroll(head: Eagle3Head, rows: Rows, tapped: Tensor, steps: int) -> Iterator[Tensor]:
-    """The head's hidden state after each step, [B * S, H]; index p of step j guesses the token at p + 2 + j."""
+    """The head's hidden states of each step, [B * S, H]; index p of step j predicts the token at p + 2 + j."""
     attends = UnrolledAttend(head.layer_attention(), rows)
     hidden = head.fuse(tapped)
     last = len(head.rope_table) - 1
     for step in range(steps):
-        tokens = rows.tokens.roll(-1 - step, dims=1).flatten()  # past the sample's end: void, and not learnt
+        tokens = rows.tokens.roll(-1 - step, dims=1).flatten()  # wrong past the sample's end: not `learnable`
         positions = (rows.positions + step).clamp(max=last).flatten()
         hidden = head(tokens, hidden, positions, attends.next_step(), None)
         yield hidden
 
 
-def teach(head: Eagle3Head, rows: Rows, lesson: Lesson, steps: int, step_decay: float) -> Outcome:
-    """Soft cross-entropy with the target's distribution after every step; step j counts step_decay ** j."""
+def head_loss(head: Eagle3Head, rows: Rows, labels: Labels, steps: int, step_decay: float) -> Outcome:
+    """Cross-entropy with the target's distribution at every step; step j has weight step_decay ** j."""
     losses, agreements = [], []
     count, length = rows.tokens.shape
-    for step, hidden in enumerate(unroll(head, rows, lesson.tapped, steps)):
-        ahead = step + 1  # the target's own guess of that token stands here
+    for step, hidden in enumerate(unroll(head, rows, labels.tapped, steps)):
+        ahead = step + 1  # the target predicts the same token at index p + ahead
         places = length - ahead
         logits = head.logits(hidden).view(count, length, -1)[:, :places].flatten(0, 1).float()
         valid = learnable(rows, ahead)[:, :places].flatten()
         total = valid.sum().clamp(min=1)
-        wanted = lesson.probabilities[:, ahead:].flatten(0, 1)
+        wanted = labels.probabilities[:, ahead:].flatten(0, 1)
         each = F.cross_entropy(logits, wanted, reduction="none")
         losses.append((each * valid).sum() / total)
         with torch.no_grad():
             picks = logits.argmax(dim=1)
             picks = picks if head.draft_to_target is None else head.draft_to_target[picks]
-            agreements.append(((picks == lesson.best[:, ahead:].flatten()) & valid).sum() / total)
+            agreements.append(((picks == labels.best[:, ahead:].flatten()) & valid).sum() / total)
     each_step = torch.stack(losses)
     weights = step_decay ** torch.arange(steps, device=each_step.device)
     return Outcome((each_step * weights).sum() / weights.sum(), each_step.detach(), torch.stack(agreements))
 
 
 def learnable(rows: Rows, ahead: int) -> Tensor:
-    """Where a drafter may stand and the token it is asked for, ahead + 1 places on, is in the sample. [B, S] bool"""
+    """Places where a drafter may start and whose label, ahead + 1 places on, is in the same sample. [B, S] bool"""
     later = rows.documents.roll(-ahead - 1, dims=1)
     later[:, -ahead - 1 :] = PAD
     return rows.learn & (rows.documents == later) & (rows.documents != PAD)

@@ -1,70 +1,57 @@
-"""Prompts for sampling from a target: the openings of documents, and chats up to the assistant's turn.
+"""What a head is trained on: prompts for the target to continue, and whole documents.
 
-Text files hold documents that end with `<|endoftext|>`; a document with an `<|assistant|>` line is a chat and is
-cut after one. JSONL files hold an object a line, with a "prompt" or with "messages" for the model's template.
+A prompt is the opening of a document, or a chat up to an assistant turn. Documents can be trained on as they are,
+because the target's distribution is the label whatever the text; they cost no sampling.
 """
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 
 import numpy as np
 
 from peregrine.errors import ConfigError
 from peregrine.text.chat import encode_chat
 from peregrine.text.tokenizer import Tokenizer
-from peregrine.train.data import SUFFIXES, Source, find_sources, held_out, read_documents, shard_name
-from peregrine.train.tokenizer import ASSISTANT
+from peregrine.train.documents import ASSISTANT, Document, Source, held_out, read_source
+from peregrine.train.samples import Samples
 
 MAX_DOCUMENTS = 400_000  # of one source
 MAX_USES = 8  # of one document, as prompts that differ in length, temperature and seed
 MIN_DOCUMENTS = 16
 SHORTEST_OPENING, OPENING_CHARACTERS = 4, 400
-HELD_OUT_PER_MILLE = (10, 20, 50, 100, 200)  # the first that gives enough prompts to measure on
-
-
-@dataclass(frozen=True, slots=True)
-class Document:
-    """What one prompt is made from; `messages` are a chat, and a `ready` text is a prompt as it stands."""
-
-    text: str
-    key: str  # the text as it was read; it decides on the hold-out
-    messages: tuple[dict[str, str], ...] | None = None
-    ready: bool = False
+HELD_OUT_PER_MILLE = (10, 20, 50, 100, 200)  # the first that gives enough prompts to evaluate on
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Token ids to continue, and the source they came from."""
+    """Token ids to continue, and the name of their source."""
 
     source: str
     tokens: list[int]
 
 
 class PromptBook:
-    """The documents of every source, split into those to train on and those to measure on."""
+    """The documents of every source, split into training and held-out ones."""
 
     def __init__(self, sources: Sequence[Source], num_held_out: int) -> None:
-        """Reads the sources; refuses what is too little to train and to measure on."""
+        """Read the sources; refuse too little text to train and evaluate on."""
         self.shares = [source.share for source in sources]
         self.names = [source.name for source in sources]
-        everything = [read_source(source) for source in sources]
+        everything = [list(islice(read_source(source), MAX_DOCUMENTS)) for source in sources]
         total = sum(map(len, everything))
         if total < MIN_DOCUMENTS:
             raise ConfigError(f"data: {total} documents; give at least {MIN_DOCUMENTS}, better thousands")
         for per_mille in HELD_OUT_PER_MILLE:
-            kept = [[d for d in documents if held_out(d.key, per_mille)] for documents in everything]
-            if sum(map(len, kept)) >= num_held_out:
+            self.held_out = [[d for d in documents if held_out(d.key, per_mille)] for documents in everything]
+            if sum(map(len, self.held_out)) >= num_held_out:
                 break
-        self.held_out = kept
         self.train = [[d for d in documents if not held_out(d.key, per_mille)] for documents in everything]
         if not any(self.held_out):
             raise ConfigError(f"data: none of {total} documents is held out to measure on; give more text")
 
     def check(self, num_prompts: int, tokens: int) -> None:
-        """Refuses to ask more prompts of the documents than they have to give."""
+        """Refuse more prompts than the documents can give."""
         count = sum(map(len, self.train))
         if num_prompts > MAX_USES * count:
             raise ConfigError(
@@ -73,7 +60,7 @@ class PromptBook:
             )
 
     def prompts(self, tokenizer: Tokenizer, count: int, longest: int, seed: int, *, train: bool) -> list[Prompt]:
-        """So many prompts, sources mixed by their shares, a function of the documents and the seed."""
+        """`count` prompts of at most `longest` tokens, mixed by share; a function of documents and seed."""
         generator = np.random.default_rng((seed, int(train)))
         documents = self.train if train else self.held_out
         shares = np.array([share if found else 0.0 for share, found in zip(self.shares, documents, strict=True)])
@@ -95,11 +82,31 @@ class PromptBook:
             raise ConfigError(f"prompt_tokens={longest}: no document gives a prompt of at most that length; raise it")
         return prompts
 
+    def texts(self, tokenizer: Tokenizer, tokens: int, longest: int, seed: int) -> Samples:
+        """About `tokens` tokens of whole training documents, mixed by share, each used at most once."""
+        generator = np.random.default_rng((seed, 2))
+        rows: list[list[int]] = []
+        prompt_lens: list[int] = []
+        for documents, share in zip(self.train, self.shares, strict=True):
+            left = int(tokens * share)
+            for index in generator.permutation(len(documents)):
+                if left <= 0:
+                    break
+                row, prompt_len = encode_text(documents[index], tokenizer, longest)
+                if len(row) > prompt_len + 1:
+                    rows.append(row)
+                    prompt_lens.append(prompt_len)
+                    left -= len(row)
+        if not rows:
+            raise ConfigError(f"text_tokens={tokens}: the data holds no whole texts; give .txt files")
+        order = generator.permutation(len(rows))
+        return Samples.pack([rows[i] for i in order], [prompt_lens[i] for i in order])
+
 
 def prompt_tokens(
     document: Document, tokenizer: Tokenizer, longest: int, generator: np.random.Generator
 ) -> list[int] | None:
-    """The document's prompt, or None if it is longer than `longest` and may not be cut."""
+    """The document's prompt, or None if it is longer than `longest` and must not be cut."""
     if document.messages is not None:
         tokens = encode_chat(tokenizer, document.messages)
     elif document.ready:
@@ -110,64 +117,16 @@ def prompt_tokens(
         tokens = tokenizer.encode(f"{ASSISTANT}\n".join(turns[:answered]) + f"{ASSISTANT}\n")
     else:
         tokens = tokenizer.encode(document.text[:OPENING_CHARACTERS])
-        # Half of a short text is left for the model to write.
-        most = max(1, min(longest, len(tokens) // 2))
+        most = max(1, min(longest, len(tokens) // 2))  # half of a short text is left for the target to write
         return tokens[: int(generator.integers(min(SHORTEST_OPENING, most), most + 1))] or None
     return tokens if 0 < len(tokens) <= longest else None
 
 
-def open_sources(data: Sequence[Path], shares: Sequence[float] | None, named: dict[str, float]) -> list[Source]:
-    """A source for each file, by size unless shares are given; a folder gives the sources found in it."""
-    if len(data) == 1 and data[0].is_dir():
-        if shares is not None:
-            raise ConfigError(f"shares={list(shares)}: {data[0]} is a folder; give files, one share each")
-        return find_sources(data[0], named)
-    if shares is not None and len(shares) != len(data):
-        raise ConfigError(f"shares={list(shares)}: there are {len(data)} files; give one share for each")
-    for path in data:
-        if not path.is_file():
-            raise ConfigError(f"data={path}: no such file; give text or JSONL files, or one folder of them")
-        if not path.name.endswith((*SUFFIXES, ".jsonl")):
-            raise ConfigError(f"data={path}: is not {', '.join(SUFFIXES)} or .jsonl")
-    weights = list(shares) if shares is not None else [float(path.stat().st_size) for path in data]
-    if sum(weights) <= 0 or min(weights) < 0:
-        raise ConfigError(f"shares={weights}: must not be negative, nor all zero")
-    return [
-        Source(shard_name(path).removesuffix(".jsonl"), (path,), weight / sum(weights))
-        for path, weight in zip(data, weights, strict=True)
-    ]
-
-
-def read_source(source: Source) -> list[Document]:
-    """The documents of a source, up to a limit."""
-    return list(islice((d for path in source.paths for d in _read(path, source)), MAX_DOCUMENTS))
-
-
-def _read(path: Path, source: Source) -> Iterator[Document]:
-    if path.suffix != ".jsonl":
-        for read in read_documents(path):
-            text = read if source.rewrite is None else source.rewrite(read)
-            if text is not None:
-                yield Document(text, read)
-        return
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        if line.strip():
-            yield _parse(line, f"{path}, line {number}")
-
-
-def _parse(line: str, place: str) -> Document:
-    try:
-        fields = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"data={place}: is not JSON ({error}); one object a line") from error
-    if isinstance(fields, dict) and isinstance(fields.get("prompt"), str):
-        return Document(fields["prompt"], fields["prompt"], ready=True)
-    messages = fields.get("messages") if isinstance(fields, dict) else None
-    if not isinstance(messages, list) or not messages:
-        raise ConfigError(f'data={place}: has neither "prompt" nor "messages"')
-    # The target shall say the last turn itself.
-    while messages and isinstance(messages[-1], dict) and messages[-1].get("role") == "assistant":
-        messages = messages[:-1]
-    if not messages:
-        raise ConfigError(f"data={place}: holds no user's turn; give chats that begin with one")
-    return Document("", json.dumps(messages), tuple(messages))
+def encode_text(document: Document, tokenizer: Tokenizer, longest: int) -> tuple[list[int], int]:
+    """(tokens with the end-of-text token, cut to `longest`; number of prompt tokens). Prompts and chats: ([], 0)."""
+    if document.messages is not None or document.ready:
+        return [], 0
+    end = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+    row = (tokenizer.encode(document.text) + end)[:longest]
+    head, marker, _ = document.text.partition(f"{ASSISTANT}\n")
+    return row, len(tokenizer.encode(head + marker)) if marker else 1

@@ -1,28 +1,156 @@
-"""What a run looked like: its losses by step, as a picture. Needs matplotlib (the extra `train`)."""
+"""The report on a head: acceptance on held-out prompts, report.json, and plots if matplotlib is installed."""
 
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from peregrine.errors import ConfigError
-from peregrine.train.checkpoint import read_log
+from tqdm import tqdm
+
+from peregrine.engine.request import Output
+from peregrine.llm import LLM
+from peregrine.log import logger
+from peregrine.sampling import SamplingParams
+from peregrine.train.options import Facts
+from peregrine.train.prompts import Prompt
+from peregrine.train.run import read_log
+
+REPORT, LOSSES, ACCEPTANCE = "report.json", "losses.png", "acceptance.png"
+# name -> engine options
+SHAPES: dict[str, dict[str, object]] = {
+    "chain of 3": {"num_drafts": 3},
+    "chain of 5": {"num_drafts": 5},
+    "tree 5, 4, 24": {"tree": (5, 4, 24)},
+}
+TEMPERATURES = (0.0, 1.0)
+ALL = "all"
 
 
-def plot_losses(run: Path, picture: Path) -> None:
-    """Draws the run's training loss and its held-out loss by source into a PNG."""
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Held-out prompts and how to continue them."""
+
+    prompts: Sequence[Prompt]
+    max_tokens: int
+    rows: int
+    device: str
+    dtype: str
+
+
+def measure(target: Path, drafter: Path, evaluation: Evaluation, shapes: Sequence[str]) -> list[Facts]:
+    """Acceptance of the drafter in each shape, greedy and at temperature 1, by source and over all prompts."""
+    facts: list[Facts] = []
+    prompts, max_tokens = [prompt.tokens for prompt in evaluation.prompts], evaluation.max_tokens
+    with tqdm(total=len(shapes) * len(TEMPERATURES) * len(prompts), desc="evaluate", unit=" prompts") as bar:
+        for shape in shapes:
+            llm = LLM(
+                str(target),
+                drafter=str(drafter.resolve()),
+                max_rows=evaluation.rows,
+                max_len=max(map(len, prompts)) + max_tokens,
+                device=evaluation.device,
+                dtype=evaluation.dtype,
+                **SHAPES[shape],
+            )
+            with llm:
+                for temperature in TEMPERATURES:
+                    params = [
+                        SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens, detokenize=False)
+                        for seed in range(len(prompts))
+                    ]
+                    outputs = llm.generate(prompts, params, progress=False)
+                    bar.update(len(outputs))
+                    facts += summarise(shape, temperature, evaluation.prompts, outputs)
+    return facts
+
+
+def summarise(shape: str, temperature: float, prompts: Sequence[Prompt], outputs: Sequence[Output]) -> list[Facts]:
+    """One entry over all prompts, and one for each source if there are several."""
+    names = list(dict.fromkeys(prompt.source for prompt in prompts))
+    entries = []
+    for name in [ALL, *names] if len(names) > 1 else [ALL]:
+        chosen = [o.stats for p, o in zip(prompts, outputs, strict=True) if name in (ALL, p.source)]
+        accepted = sum(stats.accepted for stats in chosen)
+        entries.append(
+            {
+                "shape": shape,
+                "temperature": temperature,
+                "source": name,
+                "prompts": len(chosen),
+                "tokens": accepted,
+                "accept_length": accepted / max(1, sum(stats.rounds for stats in chosen)),
+                "by_position": by_position([stats.accept_histogram for stats in chosen]),
+            }
+        )
+    return entries
+
+
+def by_position(histograms: Sequence[Sequence[int]]) -> list[float]:
+    """Of the rounds whose earlier drafts were all accepted, the share whose draft number i was accepted too."""
+    longest = max(map(len, histograms), default=0)
+    rounds = [sum(h[i] for h in histograms if i < len(h)) for i in range(longest)]
+    reached = [sum(rounds[i:]) for i in range(longest)]  # rounds with at least i accepted drafts
+    return [reached[i + 1] / reached[i] for i in range(longest - 1)]
+
+
+def table(facts: Sequence[Facts]) -> str:
+    """The entries as lines of text."""
+    lines = [f"{'drafts':<16}{'T':>4}{'source':>24}{'accept':>9}  by position"]
+    for entry in facts:
+        positions = " ".join(f"{share:.2f}" for share in entry["by_position"])
+        lines.append(
+            f"{entry['shape']:<16}{entry['temperature']:>4g}{entry['source']:>24}"
+            f"{entry['accept_length']:>9.2f}  {positions}"
+        )
+    return "\n".join(lines)
+
+
+def write_report(folder: Path, run: Path, facts: Facts) -> None:
+    """Write report.json (the facts, and at most about 200 lines of the run's log) and plot both."""
+    log = read_log(run, "train")
+    thinned = log[:: max(1, len(log) // 200)]
+    report = {**facts, "training": thinned + ([log[-1]] if log and thinned[-1] is not log[-1] else [])}
+    (folder / REPORT).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("a picture of the losses needs matplotlib; install peregrine[train]") from error
-    lines = read_log(run)
-    train = [line for line in lines if line["kind"] == "train"]
-    held_out = [line for line in lines if line["kind"] == "held_out"]
-    if not train or not held_out:
-        raise ConfigError(f"run={run}: its log has no losses yet; train first")
-    figure = Figure(figsize=(8, 5), layout="constrained")
+        import matplotlib.figure  # noqa: F401
+    except ImportError:
+        logger.warning("no pictures were drawn: matplotlib is missing; install peregrine[train]")
+        return
+    plot_losses(log, folder / LOSSES)
+    if "acceptance" in facts:
+        plot_acceptance(facts["acceptance"], facts["untrained"], folder / ACCEPTANCE)
+
+
+def plot_losses(log: Sequence[Facts], picture: Path) -> None:
+    """Loss and greedy agreement of every unrolled step, by training step."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    steps = [line["step"] for line in log]
+    for axes, name in ((left, "losses"), (right, "agreement")):
+        for draft in range(len(log[-1][name])):
+            axes.plot(steps, [line[name][draft] for line in log], label=f"draft {draft + 1}", linewidth=1)
+    left.set(xlabel="step", ylabel="cross-entropy with the target, nats")
+    right.set(xlabel="step", ylabel="agreement with the target's likeliest token", ylim=(0, 1))
+    right.legend()
+    figure.savefig(picture, dpi=110)
+
+
+def plot_acceptance(trained: Sequence[Facts], untrained: Sequence[Facts], picture: Path) -> None:
+    """Acceptance by draft position (see `by_position`), over all prompts."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.add_subplot()
-    axes.plot([line["step"] for line in train], [line["loss"] for line in train], color="0.75", label="train")
-    for name in held_out[-1]["losses"]:
-        points = [(line["step"], line["losses"][name]) for line in held_out]
-        axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=name)
-    axes.set(xlabel="step", ylabel="loss, nats per token", ylim=(0, 3))
-    axes.legend()
-    figure.savefig(picture, dpi=120)
+    for entries, word, line in ((trained, "", "-"), (untrained, "untrained, ", ":")):
+        for entry in entries:
+            if entry["source"] == ALL and entry["by_position"]:
+                places = range(1, len(entry["by_position"]) + 1)
+                kind = "greedy" if entry["temperature"] == 0 else f"T = {entry['temperature']:g}"
+                label = f"{word}{entry['shape']}, {kind}: {entry['accept_length']:.2f} tokens per round"
+                axes.plot(places, entry["by_position"], line, marker="o", markersize=3, label=label)
+    axes.set(xlabel="draft", ylabel="share accepted", ylim=(0, 1))
+    if axes.lines:
+        axes.legend(fontsize=7)
+    figure.savefig(picture, dpi=110)

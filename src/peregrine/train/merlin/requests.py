@@ -1,7 +1,7 @@
-"""Plain stories turned into chat: a request is written whose nouns the story really has, the story answers it.
+"""Turns plain stories into chats: a request made from nouns of the story, and the story as its answer.
 
-A model that has seen only "Tell me a story about a girl." learns to ignore the request; here the answer depends
-on it. Everything follows from the story's text alone, so the same story always gets the same request.
+A model that sees only "Tell me a story about a girl." learns to ignore the request; here the answer depends on it.
+A request is a function of the story's text, so a story always gets the same one.
 """
 
 import re
@@ -11,13 +11,12 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import TypeVar
 
-from peregrine.train.data import Source
-from peregrine.train.tokenizer import ASSISTANT, USER
+from peregrine.train.documents import ASSISTANT, USER, Source
 
-REQUESTED = "requested_"  # before the name of the source it was made from
+REQUESTED = "requested_"  # prefix of the new source's name
 STORY_SOURCES = frozenset({"stories_tiny"})
-REQUESTED_PER_CENT = 60  # of the stories that fit
-REQUESTED_SHARE = 0.5  # of the tokens of their source
+REQUESTED_PER_CENT = 60  # of the stories with enough nouns
+REQUESTED_SHARE = 0.5  # of their source's share
 OPENING_WORDS, EARLY_SHARE = 40, 0.6
 T = TypeVar("T")
 
@@ -53,19 +52,8 @@ UNCOUNTED = frozenset(STUFF)
 EATEN = frozenset(STUFF[: STUFF.index("ice")] + FOODS)
 NOUNS = frozenset(STUFF + FOODS + THINGS) | CHARACTERS
 EATING = frozenset(_words("eat ate eating yummy delicious tasty hungry taste"))
-PRESENT = {
-    "loved": "loves",
-    "liked": "likes",
-    "wanted": "wants",
-    "found": "finds",
-    "saw": "sees",
-    "lost": "loses",
-    "made": "makes",
-    "ate": "eats",
-    "bought": "buys",
-    "needed": "needs",
-    "built": "builds",
-}
+PAST = _words("loved liked wanted found saw lost made ate bought needed built")
+PRESENT = dict(zip(PAST, _words("loves likes wants finds sees loses makes eats buys needs builds"), strict=True))
 FRAMES = (
     "Tell me a story about {}.",
     "Tell me a story about {}.",
@@ -91,7 +79,7 @@ LIST_FRAMES = (
 
 
 class Dice:
-    """Throws that follow from a text alone."""
+    """Pseudo-random choices that are a function of a text."""
 
     def __init__(self, text: str) -> None:
         self.number = int.from_bytes(blake2b(text.encode(), digest_size=32, person=b"request").digest(), "little")
@@ -102,20 +90,20 @@ class Dice:
         return options[index]
 
     def falls(self, per_cent: int) -> bool:
-        """True in `per_cent` of a hundred throws."""
+        """True with this probability."""
         return self.pick(range(100)) < per_cent
 
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """What a story is about: who comes first in it, and the nouns it comes back to, most frequent first."""
+    """What a story is about."""
 
-    character: str | None
-    things: tuple[str, ...]
+    character: str | None  # the first one named in the opening
+    things: tuple[str, ...]  # other nouns that occur early and at least twice, most frequent first
 
 
 def cast_of(story: str) -> Cast:
-    """The story's character, named in its opening, and its things: named twice or more, and early."""
+    """The story's cast."""
     words = re.findall(r"[a-z]+", story.lower())
     first = {word: place for place, word in reversed(list(enumerate(words)))}
     counts = Counter(words)
@@ -132,7 +120,7 @@ def cast_of(story: str) -> Cast:
 
 
 def request_for(story: str) -> str | None:
-    """A request that the story answers, or None if it has too few nouns of its own."""
+    """A request that the story answers, or None if the story has too few nouns."""
     cast, dice = cast_of(story), Dice(story)
     things = _draw(cast.things[:5], dice)
     if cast.character is None:
@@ -149,7 +137,7 @@ def request_for(story: str) -> str | None:
 
 
 def as_requested(story: str) -> str | None:
-    """The story as a chat that asks for it, or None if it stays plain."""
+    """The story as the answer in a chat, or None if it stays plain."""
     if not Dice("share " + story).falls(REQUESTED_PER_CENT):
         return None
     request = request_for(story)
@@ -157,12 +145,12 @@ def as_requested(story: str) -> str | None:
 
 
 def as_plain(story: str) -> str | None:
-    """The story itself, or None if it goes with a request."""
+    """The story, or None if `as_requested` makes it a chat."""
     return story if as_requested(story) is None else None
 
 
 def with_requests(sources: Sequence[Source]) -> list[Source]:
-    """The sources, story sources taken apart into the stories that stay plain and those that are asked for."""
+    """The sources, with each story source split into its plain and its requested stories."""
     result = []
     for source in sources:
         if source.name not in STORY_SOURCES:
@@ -195,7 +183,7 @@ def _with_article(phrase: str) -> str:
 
 
 def _described(character: str, story: str, dice: Dice) -> str:
-    """The character with its name or its adjective now and then."""
+    """The character, sometimes with its name or its adjective."""
     name = re.search(rf"\b{character} (?:named|called) ([A-Z][a-z]+)", story)
     adjective = re.search(rf"\b[Aa]n? ([a-z]+) {character}\b", story)
     if name is not None and dice.falls(20):
@@ -206,7 +194,7 @@ def _described(character: str, story: str, dice: Dice) -> str:
 
 
 def _clause(thing: str, story: str, dice: Dice) -> str | None:
-    """ "loves soup", if the story says so of somebody."""
+    """A clause such as "loves soup", if the story says so."""
     said = re.search(
         rf"\b({'|'.join(PRESENT)})\b( to [a-z]+(?: with| in| on)?)?(?: (a|an|the|his|her|its|their|some))?"
         rf"(?: [a-z]+,?)?? ({thing}s?)\b",

@@ -1,31 +1,31 @@
 """Trains merlin's tokenizer: byte-level BPE in Hugging Face format, with a chat template.
 
-Every byte has a token, so any text comes back as it went in. Digits stand alone, so that numbers look the
-same wherever they are. A line break never joins the word or the sign before it: a prompt that ends at the end
-of a line then has the same tokens as that line in a document.
+Every byte has a token, so any text survives a round trip. Each digit is a token, so that numbers are always split the
+same way. A line break is never merged with the text before it, so that a prompt that ends at the end of a line has the
+tokens that this line has in a document.
 """
 
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from peregrine.errors import ConfigError
-from peregrine.train.data import END_OF_TEXT
+from peregrine.train.documents import ASSISTANT, END_OF_TEXT, USER
 
-USER, ASSISTANT = "<|user|>", "<|assistant|>"
 SPECIAL_TOKENS = (END_OF_TEXT, USER, ASSISTANT)  # ids 0, 1, 2
-STOP_IDS = (0, 1)  # a turn ends with the text, or where the user's next turn would begin
+STOP_IDS = (0, 1)  # a turn ends at the end of the text, or where the next user turn would begin
 
 PATTERN = "|".join(
     [
         r"'(?:s|t|re|ve|m|ll|d)(?!\p{L})",  # contractions
-        r" ?\p{L}+",  # a word with the space before it
+        r" ?\p{L}+",  # a word, with the space before it
         r"\p{N}",  # one digit
-        r" ?[^\s\p{L}\p{N}]+",  # signs
+        r" ?[^\s\p{L}\p{N}]+",  # punctuation
         r"\s*[\r\n]+",  # line breaks
-        r"\s+(?!\S)|\s+",  # indentation, less the space that belongs to the next word
+        r"\s+(?!\S)|\s+",  # spaces, except one that belongs to the next word
     ]
 )
 
@@ -42,8 +42,12 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE of exactly `vocab_size` tokens, specials and bytes first."""
-    tokenizer = empty_tokenizer()
+    """A byte-level BPE of exactly `vocab_size` tokens; special tokens come first, then bytes."""
+    tokenizer = Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(Regex(PATTERN), behavior="isolated")
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
+    tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         min_frequency=2,
@@ -60,21 +64,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def empty_tokenizer() -> Tokenizer:
-    """Splitting and decoding as merlin does it, with no merges learnt yet."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(PATTERN), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
-
-
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_positions: int) -> None:
-    """Writes tokenizer.json and tokenizer_config.json as transformers and Peregrine read them."""
+    """Write tokenizer.json and tokenizer_config.json."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
@@ -91,8 +82,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_positions: int) -> No
 
 
 def _without_specials(texts: Iterable[str]) -> Iterable[str]:
-    """The texts cut at special tokens, which must not be learnt as words."""
+    """The texts split at special tokens, which the BPE must not learn as words."""
+    specials = re.compile("|".join(map(re.escape, SPECIAL_TOKENS)))
     for text in texts:
-        for special in SPECIAL_TOKENS:
-            text = text.replace(special, "\0")
-        yield from (piece for piece in text.split("\0") if piece)
+        yield from filter(None, specials.split(text))

@@ -1,4 +1,4 @@
-"""Samples side by side in rows of one length, for training; each keeps its own positions and sees itself alone."""
+"""Samples packed into rows of one length; each keeps its own positions and attends to itself alone."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,56 +9,56 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from peregrine.errors import ConfigError
-from peregrine.train.sampling import Samples
+from peregrine.train.samples import Samples
 
-OPEN_ROWS = 64  # rows that are still being filled; more waste less and search longer
+OPEN_ROWS = 64  # rows that are filled at once; more rows waste less space and take longer to search
 ROUNDED_TO = 64
-PAD = -1  # the document of a place that holds none
+PAD = -1  # the document of an empty place
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows of tokens, B of them, S long."""
+    """A batch of B rows of S tokens."""
 
     tokens: Tensor  # [B, S] i64
-    documents: Tensor  # [B, S] i64, one number per sample in its row; PAD where there is none
+    documents: Tensor  # [B, S] i64, the sample's number in its row; PAD where there is none
     positions: Tensor  # [B, S] i64, from 0 in each sample
-    learn: Tensor  # [B, S] bool: a drafter may stand here, at or after the prompt's last token
+    learn: Tensor  # [B, S] bool: from the prompt's last token on, where a drafter may start
 
     def to(self, device: torch.device) -> "Rows":
-        """The same rows on a device."""
-        fields = (self.tokens, self.documents, self.positions, self.learn)
+        """These rows on a device."""
+        fields = [self.tokens, self.documents, self.positions, self.learn]
         if device.type == "cuda":
-            fields = tuple(x.pin_memory() for x in fields)  # type: ignore[assignment]
-        return Rows(*(x.to(device, non_blocking=True) for x in fields))
+            fields = [field.pin_memory() for field in fields]
+        return Rows(*(field.to(device, non_blocking=True) for field in fields))
 
 
 class SampleRows:
-    """All samples packed into rows, and batches of them in an order fixed by the seed."""
+    """All samples packed into rows, and batches of rows in an order fixed by the seed."""
 
     def __init__(self, samples: Samples, row_len: int) -> None:
-        """A sample longer than a row keeps its beginning."""
+        """A sample longer than a row is cut at its end."""
         self.samples, self.row_len = samples, row_len
-        self.lens = np.minimum(np.diff(samples.starts), row_len)  # [n]
+        self.lens = np.minimum(samples.lens, row_len)  # [n]
         self.bins = _pack(self.lens, row_len)
 
-    def batches(self, rows: int, seed: int, skip: int = 0) -> Iterator[Rows]:
-        """Batches of `rows` rows without end, from batch number `skip` on."""
-        if len(self.bins) < rows:
+    def batches(self, num_rows: int, seed: int, skip: int = 0) -> Iterator[Rows]:
+        """Endless batches of `num_rows` rows, from batch number `skip` on."""
+        if len(self.bins) < num_rows:
             raise ConfigError(
-                f"batch={rows}: the samples fill only {len(self.bins)} rows of {self.row_len} tokens; "
+                f"batch={num_rows}: the samples fill only {len(self.bins)} rows of {self.row_len} tokens; "
                 "lower batch or sample more tokens"
             )
-        per_epoch = len(self.bins) // rows
-        number = skip
+        per_epoch = len(self.bins) // num_rows
+        epoch, first = divmod(skip, per_epoch)
         while True:
-            epoch, first = divmod(number, per_epoch)
             order = np.random.default_rng((seed, epoch)).permutation(len(self.bins))
             for batch in range(first, per_epoch):
-                yield self._rows(order[batch * rows : (batch + 1) * rows])
-                number += 1
+                yield self.rows(order[batch * num_rows : (batch + 1) * num_rows])
+            epoch, first = epoch + 1, 0
 
-    def _rows(self, chosen: NDArray[np.int64]) -> Rows:
+    def rows(self, chosen: NDArray[np.int64]) -> Rows:
+        """The rows with these numbers."""
         shape = (len(chosen), self.row_len)
         tokens, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
         documents, learn = np.full(shape, PAD, np.int64), np.zeros(shape, np.bool_)
@@ -77,22 +77,21 @@ class SampleRows:
 
 def fitting_row_len(samples: Samples) -> int:
     """The longest sample's length, rounded up."""
-    return -(-int(np.diff(samples.starts).max()) // ROUNDED_TO) * ROUNDED_TO
+    return -(-int(samples.lens.max()) // ROUNDED_TO) * ROUNDED_TO
 
 
 def _pack(lens: NDArray[np.int64], row_len: int) -> list[list[int]]:
-    """Which samples share a row: each goes into the fullest open row that has room for it."""
+    """The samples of each row, by best fit: each sample goes into the fullest open row that has room for it."""
     full: list[list[int]] = []
     open_rows: list[tuple[int, list[int]]] = []  # (room, samples)
     for sample, length in enumerate(lens.tolist()):
         fitting = [i for i, (room, _) in enumerate(open_rows) if room >= length]
         if fitting:
-            best = min(fitting, key=lambda i: open_rows[i][0])
-            room, members = open_rows.pop(best)
+            room, members = open_rows.pop(min(fitting, key=lambda i: open_rows[i][0]))
             open_rows.append((room - length, [*members, sample]))
             continue
         if len(open_rows) == OPEN_ROWS:
-            fullest = min(range(len(open_rows)), key=lambda i: open_rows[i][0])
+            fullest = min(range(OPEN_ROWS), key=lambda i: open_rows[i][0])
             full.append(open_rows.pop(fullest)[1])
         open_rows.append((row_len - length, [sample]))
     return full + [members for _, members in open_rows]

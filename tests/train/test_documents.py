@@ -5,7 +5,7 @@ import lzma
 import pytest
 
 from peregrine.errors import ConfigError
-from peregrine.train.data import Source, find_sources, held_out, read_documents, sample_documents
+from peregrine.train.documents import Source, find_sources, held_out, read_texts, sample_texts
 
 
 def write(path, documents):
@@ -20,12 +20,12 @@ def write(path, documents):
 @pytest.mark.parametrize("name", ["a.txt", "a.txt.xz"])
 def test_documents_come_back_without_their_end(tmp_path, name):
     documents = ["one\n\ntwo", "<|user|>\nhi\n<|assistant|>\nho", "not an <|endoftext|> line"]
-    assert list(read_documents(write(tmp_path / name, documents))) == documents
+    assert list(read_texts(write(tmp_path / name, documents))) == documents
 
 
 def test_an_unfinished_last_document_counts(tmp_path):
     (tmp_path / "a.txt").write_text("one\n<|endoftext|>\n\n<|endoftext|>\ntwo\n")
-    assert list(read_documents(tmp_path / "a.txt")) == ["one", "two"]
+    assert list(read_texts(tmp_path / "a.txt")) == ["one", "two"]
 
 
 def test_about_one_document_in_a_hundred_is_held_out():
@@ -58,6 +58,6 @@ def test_an_empty_folder_is_refused(tmp_path):
 
 def test_a_sample_has_about_its_size_and_no_held_out_document(tmp_path):
     path = write(tmp_path / "a.txt", [f"document {i:06d} {'x' * 80}" for i in range(3000)])
-    sample = list(sample_documents(Source("a", (path,), 1.0), 100_000))
+    sample = list(sample_texts(Source("a", (path,), 1.0), 100_000))
     assert 80_000 < sum(map(len, sample)) < 120_000
     assert not any(map(held_out, sample))

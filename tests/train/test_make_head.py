@@ -13,24 +13,24 @@ from safetensors.torch import load_file
 from peregrine.cli.main import main
 from peregrine.llm import LLM
 from peregrine.sampling import SamplingParams
-from peregrine.train import head_run, sampling
-from peregrine.train.make_head import WORK
-from peregrine.train.make_merlin import MerlinOrder, make_merlin
-from peregrine.train.merlin import Workshop, make_target
-from peregrine.train.pretrain import Options
-from peregrine.train.shape import Shape
+from peregrine.train.head import HeadRun
+from peregrine.train.merlin.pretrain import PretrainOptions
+from peregrine.train.merlin.recipe import MerlinOrder, Shape, make_merlin, make_target
+from peregrine.train.rows import Rows
+from peregrine.train.run import load_state
+from peregrine.train.samples import Samples
 
 SHAPE = Shape(
     vocab_size=320,
     hidden_size=48,
-    num_layers=2,
-    num_heads=3,
-    num_kv_heads=1,
+    num_hidden_layers=2,
+    num_attention_heads=3,
+    num_key_value_heads=1,
     head_dim=16,
     intermediate_size=96,
-    max_positions=128,
+    max_position_embeddings=128,
 )
-TARGET = Options(
+TARGET = PretrainOptions(
     row_len=64, batch_rows=8, steps=150, rate=1e-2, warmup_steps=5, eval_every=150, save_every=150, epoch_tokens=20_000
 )
 NAMES = ("Tom", "Lily", "Max", "Anna", "Ben", "Mia", "Sam", "Zoe")
@@ -53,7 +53,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     texts = [story(name, thing, n) for name in NAMES for thing in THINGS for n in range(2, 18)]
     (folder / "data").mkdir()
     (folder / "data" / "stories.txt").write_text("\n<|endoftext|>\n".join(texts) + "\n<|endoftext|>\n")
-    make_target(Workshop(folder / "data", folder / "model", folder / "work"), SHAPE, TARGET, torch.device("cpu"))
+    make_target(MerlinOrder(folder / "data", folder / "model", folder / "work", TARGET, SHAPE, "cpu"))
     return folder
 
 
@@ -103,35 +103,43 @@ def test_a_killed_run_ends_with_the_weights_of_an_uninterrupted_one(
 ) -> None:
     flags = ("--tokens", "3000", "--steps", "12", "--save-every", "4", "--no-eval")
     assert train(*flags, out="whole") == 0
-    write, shards = sampling.write_shard, []
+    save, saved = Samples.save, []
+    loss = HeadRun.loss
 
-    def killed_write(path: Path, samples: sampling.Samples) -> None:
-        if shards:
+    def killed_save(samples: Samples, path: Path) -> None:
+        if saved:
             raise KeyboardInterrupt
-        shards.append(path)
-        write(path, samples)
+        saved.append(path)
+        save(samples, path)
 
-    monkeypatch.setattr(sampling, "write_shard", killed_write)
-    assert train(*flags, out="parts") == 130
-    monkeypatch.setattr(sampling, "write_shard", write)
-    step, count = head_run.train_step, []
-
-    def killed_step(*arguments: object) -> object:
-        count.append(1)
-        if len(count) == 7:
+    def killed_loss(run: HeadRun, batch: Rows) -> object:
+        if run.step == 6:
             raise KeyboardInterrupt
-        return step(*arguments)  # type: ignore[arg-type]
+        return loss(run, batch)
 
-    monkeypatch.setattr(head_run, "train_step", killed_step)
-    assert train(*flags, out="parts") == 130
-    assert json.loads((tmp_path / "parts" / WORK / "run/state/facts.json").read_text())["step"] == 4
-    monkeypatch.setattr(head_run, "train_step", step)
+    with monkeypatch.context() as patch:
+        patch.setattr(Samples, "save", killed_save)
+        assert train(*flags, out="parts") == 130
+    with monkeypatch.context() as patch:
+        patch.setattr(HeadRun, "loss", killed_loss)
+        assert train(*flags, out="parts") == 130
+    state = load_state(tmp_path / "parts" / "work" / "run")
+    assert state is not None
+    assert state["step"] == 4
     assert train(*flags, out="parts") == 0
-    for kind in ("model.safetensors", "optimizer.safetensors"):
-        whole, parts = (load_file(tmp_path / out / WORK / "run/state" / kind) for out in ("whole", "parts"))
-        assert whole.keys() == parts.keys()
-        for name in whole:
-            assert torch.equal(whole[name], parts[name]), name
+    whole, parts = (tensors_of(load_state(tmp_path / out / "work" / "run")) for out in ("whole", "parts"))
+    assert len(whole) > 20
+    assert whole.keys() == parts.keys()
+    for name in whole:
+        assert torch.equal(whole[name], parts[name]), name
+
+
+def tensors_of(value: object, name: str = "") -> dict[str, torch.Tensor]:
+    """Every tensor in nested dicts and lists, by its path."""
+    if isinstance(value, torch.Tensor):
+        return {name: value}
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return {path: tensor for key, item in items for path, tensor in tensors_of(item, f"{name}.{key}").items()}
 
 
 @pytest.mark.parametrize(
@@ -198,9 +206,8 @@ def test_a_folder_of_another_run_is_left_alone(
     # Samples of another model do not fit.
     shutil.rmtree(tmp_path / "head" / "work" / "run")
     shards = sorted((tmp_path / "head" / "work" / "samples").glob("*.npz"))
-    found = sampling.load_shard(shards[0])
-    foreign = sampling.Samples(found.tokens + 10_000, found.starts, found.prompt_lens)
-    sampling.write_shard(shards[0], foreign)
+    found = Samples.load(shards[0])
+    Samples(found.tokens + 10_000, found.starts, found.prompt_lens).save(shards[0])
     assert train(*flags) == 2
     assert "is not in the target's vocabulary of 320" in capsys.readouterr().err
 
@@ -214,7 +221,7 @@ def test_chats_and_ready_prompts_come_from_jsonl(train: Callable[..., int], tmp_
     lines = [*chats, *({"prompt": story(name, "hat", 3)[:20]} for name in NAMES)]
     (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, lines)))
     assert train("--tokens", "300", "--steps", "1", "--no-eval", data=tmp_path / "chats.jsonl") == 0
-    prompts = json.loads((tmp_path / "head" / WORK / "prompts.json").read_text())[0]
+    prompts = json.loads((tmp_path / "head" / "work" / "prompts.json").read_text())[0]
     assert {source for source, _ in prompts} == {"chats"}
     assert any(tokens[0] == 1 and tokens.count(2) == 1 and tokens[-1] != 0 for _, tokens in prompts)
 
@@ -229,7 +236,7 @@ def test_documents_join_the_samples_and_another_head_is_gone_on_from(
     first, second = (json.loads((tmp_path / out / "report.json").read_text()) for out in ("first", "second"))
     assert first["text_tokens"] == 0
     assert 4000 <= second["text_tokens"] < 4200
-    texts = sampling.load_shard(tmp_path / "second" / WORK / "texts.npz")
+    texts = Samples.load(tmp_path / "second" / "work" / "texts.npz")
     lasts = texts.tokens[texts.starts[1:] - 1]
     assert ((lasts == 0) | (texts.starts[1:] - texts.starts[:-1] == 24 + 40)).all()  # ended, or cut to fit
     assert second["rows"] > first["rows"]
@@ -245,16 +252,20 @@ def test_documents_join_the_samples_and_another_head_is_gone_on_from(
 
 def test_merlin_is_made_end_to_end_and_finds_its_head(toy: Path, tmp_path: Path) -> None:
     order = MerlinOrder(
-        Workshop(toy / "data", tmp_path / "merlin", tmp_path / "work"),
-        Options(row_len=64, batch_rows=4, steps=2, eval_every=2, save_every=2, epoch_tokens=20_000),
+        toy / "data",
+        tmp_path / "merlin",
+        tmp_path / "work",
+        PretrainOptions(row_len=64, batch_rows=4, steps=2, eval_every=2, save_every=2, epoch_tokens=20_000),
         head_tokens=2500,
         head_steps=2,
         device="cpu",
         shape=SHAPE,
         draft_vocab="auto",
         max_tokens=24,
-        longest_prompt=16,
+        prompt_tokens=16,
         text_tokens=1000,
+        eval_prompts=4,
+        eval_tokens=8,
     )
     make_merlin(order)
     with LLM(str(tmp_path / "merlin"), max_rows=1, max_len=64) as llm:

@@ -1,0 +1,104 @@
+"""What `peregrine train head` is asked for. The command line is made from these classes; nothing heavy is imported."""
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from peregrine.config import option
+from peregrine.errors import ConfigError
+from peregrine.train.documents import Source
+
+AUTO, FULL = "auto", "full"
+Facts = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingPlan:
+    """How much the target writes, and how."""
+
+    tokens: int = option(2_000_000, "to sample, without prompts", "N")
+    max_tokens: int = option(224, "of one sample", "N")
+    prompt_tokens: int = option(192, "of a prompt at most", "N")
+    rows: int = option(32, "requests sampled together; on a GPU the default is 512", "N")
+    sample_minutes: float | None = option(None, "stop sampling after this long", "M")
+    seed: int = 0
+
+    @property
+    def num_prompts(self) -> int:
+        """Prompts that suffice unless answers are very short."""
+        return max(1, -(-2 * self.tokens // self.max_tokens))
+
+    @property
+    def max_len(self) -> int:
+        """Tokens of the longest possible sample, prompt included."""
+        return self.prompt_tokens + self.max_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """Options of every training run; a resumed run must be given the same ones."""
+
+    steps: int | None = option(3000, "updates; none: as many as --minutes allows", "N")
+    minutes: float = option(0.0, "train this long instead of --steps", "M")
+    batch_rows: int = option(32, "rows per update", "ROWS", "batch")
+    rate: float = option(2e-3, "peak learning rate", "X")
+    warmup_steps: int = 50
+    decay_share: float = 0.8  # of all steps: the linear decay to zero
+    weight_decay: float = 0.05
+    seed: int = option(0, "of weights, prompts and order", "N")
+    save_every: int = option(500, "updates", "N")
+
+    def __post_init__(self) -> None:
+        if self.steps is None and self.minutes <= 0:
+            raise ConfigError("steps=None: the run would have no end; give a number of steps, or minutes")
+
+
+@dataclass(frozen=True, slots=True)
+class HeadOptions(RunOptions):
+    """Options of a head's training run."""
+
+    unroll: int = option(5, "drafts ahead to train for", "K")
+    step_decay: float = 0.9  # weight of an unrolled step relative to the step before
+
+
+@dataclass(frozen=True, slots=True)
+class HeadOrder:
+    """Everything that is asked for when a head is trained."""
+
+    target: str
+    data: tuple[Path, ...]
+    out: Path
+    plan: SamplingPlan = field(default_factory=SamplingPlan)
+    options: HeadOptions = field(default_factory=HeadOptions)
+    shares: tuple[float, ...] | None = None
+    draft_vocab: str = option(
+        AUTO, "tokens the head can guess: a number, full, or auto: the fewest that cover the samples", "N"
+    )
+    taps: tuple[int, ...] | None = None
+    device: str = option("auto", "auto, cpu, cuda or cuda:INDEX", "DEVICE")
+    dtype: str = option("auto", "of the target", "DTYPE")
+    eval_prompts: int = option(64, "held-out prompts to evaluate on", "N")
+    eval_tokens: int = option(128, "of each", "N")
+    evaluate: bool = True
+    sources: tuple[Source, ...] | None = None  # replaces the sources found at `data`
+    text_tokens: int = option(0, "of whole documents, trained on in addition to the samples", "N")
+    start: Path | None = None  # a head whose weights to start from
+
+    @property
+    def work(self) -> Path:
+        """The folder for what is kept between stages."""
+        return self.out / "work"
+
+    def facts(self) -> Facts:
+        """What a resumed run must agree on: everything that decides on the data and the head's shape."""
+        plan = asdict(self.plan)
+        return {
+            "data": [path.name for path in self.data],
+            "shares": None if self.shares is None else list(self.shares),
+            **{name: plan[name] for name in ("tokens", "max_tokens", "prompt_tokens", "seed")},
+            "draft_vocab": self.draft_vocab,
+            "taps": None if self.taps is None else list(self.taps),
+            "unroll": self.options.unroll,
+            "eval_prompts": self.eval_prompts,
+            "text_tokens": self.text_tokens,
+        }
