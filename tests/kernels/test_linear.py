@@ -99,7 +99,6 @@ def test_gradients_reach_the_input(function):
     torch.testing.assert_close(x.grad, weight.sum(dim=0).expand(3, 33))
 
 
-@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bfloat16 instructions
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_takes_the_twin(dtype):
     x, weight, bias = (value.to(dtype) for value in _case(40, 64))

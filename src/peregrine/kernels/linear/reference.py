@@ -6,6 +6,7 @@ law of the twin: rows go through the library in tiles of a fixed height, the las
 every row meets the same call on the same shape.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -67,6 +68,23 @@ def linear_torch(x: Tensor, packed: PackedWeight) -> Tensor:
     tile_rows = CPU_TILE_ROWS if x.is_cpu else DEVICE_TILE_ROWS
     # Padding copies even when nothing is missing: tiles are then aligned alike, whatever view x is.
     padded = F.pad(x, (0, 0, 0, -num_rows % tile_rows))
+    if x.is_cpu and not _library_takes(x.dtype):
+        padded, weight, bias = padded.float(), weight.float(), None if bias is None else bias.float()
     starts = range(0, max(num_rows, 1), tile_rows)
     tiles = [F.linear(padded[start : start + tile_rows], weight, bias) for start in starts]
-    return torch.cat(tiles)[:num_rows]
+    return torch.cat(tiles)[:num_rows].to(x.dtype)
+
+
+@functools.cache
+def _library_takes(dtype: torch.dtype) -> bool:
+    """Whether the CPU's matrix library multiplies this dtype.
+
+    Without it torch uses loops of its own, which round differently for different numbers of threads, and which take a
+    hundred times as long as the library takes in float32.
+    """
+    if dtype not in (torch.bfloat16, torch.float16):
+        return True
+    if not torch.backends.mkldnn.is_available():
+        return False
+    ask = torch.ops.mkldnn
+    return bool(ask._is_mkldnn_bf16_supported() if dtype is torch.bfloat16 else ask._is_mkldnn_fp16_supported())

@@ -2,6 +2,16 @@
 
 from peregrine.kernels.sampling.noise import random_bits
 from peregrine.kernels.sampling.params import Features, SamplingTensors
-from peregrine.kernels.sampling.reference import Context, choose, logprobs, pick, pick_scores
+from peregrine.kernels.sampling.reference import Context, choose, logprobs, pick, pick_scores, process
 
-__all__ = ["Context", "Features", "SamplingTensors", "choose", "logprobs", "pick", "pick_scores", "random_bits"]
+__all__ = [
+    "Context",
+    "Features",
+    "SamplingTensors",
+    "choose",
+    "logprobs",
+    "pick",
+    "pick_scores",
+    "process",
+    "random_bits",
+]
