@@ -84,7 +84,7 @@ def _library_takes(dtype: torch.dtype) -> bool:
     """
     if dtype not in (torch.bfloat16, torch.float16):
         return True
-    if not torch.backends.mkldnn.is_available():
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     ask = torch.ops.mkldnn
     return bool(ask._is_mkldnn_bf16_supported() if dtype is torch.bfloat16 else ask._is_mkldnn_fp16_supported())
