@@ -50,11 +50,11 @@ def test_no_answer_is_a_fault(server: Served, operation: APIOperation, mode: Gen
 
 
 def shorten(case: schemathesis.Case) -> None:
-    """A long text is no other answer, only a later one."""
+    """Ask for two tokens at most: a longer text takes longer and is no other kind of response."""
     if isinstance(case.body, dict):
         lengths = [name for name in ("max_tokens", "max_completion_tokens", "n") if is_large(case.body.get(name))]
         case.body = {**case.body, **dict.fromkeys(lengths, 2)}
-        if "messages" in case.body and not lengths:
+        if case.path.startswith("/v1/") and not lengths:  # /tokenize would refuse the field
             case.body = {"max_tokens": 2, **case.body}
     if case.query and is_large(case.query.get("timeout")):
         case.query["timeout"] = 0
