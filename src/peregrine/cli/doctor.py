@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ depend on the batch that it is computed in.
 ASKABLE = tuple(flag for flag in ENGINE_FLAGS if flag.field in ("model", "device", "dtype"))
 # The shape attention backends are asked about: what most dense checkpoints have.
 HEAD_DIM, PAGE_SIZE = 128, 16
+THREADS = (1, 2)  # with which the bits are checked
 GIB = 2**30
 
 Report = dict[str, Any]
@@ -48,8 +50,7 @@ def run(args: argparse.Namespace) -> int:
     target = target_report(options.get("device", "auto"), options.get("dtype", "auto"))
     bits = bits_report()
     model = model_report(options) if "model" in options else None
-    healthy = target["error"] is None and (model is None or model["error"] is None)
-    healthy = healthy and not any(group["differences"] for group in bits["dtypes"].values())
+    healthy = target["error"] is None and (model is None or model["error"] is None) and not bits["differences"]
     if args.json:
         parts = {"peregrine": __version__, "hardware": asdict(hardware), "target": target, "bits": bits, "model": model}
         print(json.dumps(parts | {"healthy": healthy}, indent=2))
@@ -114,19 +115,22 @@ def kernel_reasons(backends: dict[str, list[str]]) -> dict[str, dict[str, str]]:
     }
 
 
-def bits_report() -> dict[str, Any]:
-    """By dtype: how many operations were checked, and where a row's bits depended on its batch."""
+def bits_report() -> Report:
+    """How many operations were checked on this CPU, and in which of them a row's bits depend on the batch."""
     import torch
 
-    from peregrine.synthetic.row_bits import THREADS, check_machine
+    from peregrine.bench.row_bits import check_rows
+    from peregrine.bench.row_operations import operations
 
-    dtypes: dict[str, dict[str, Any]] = {}
-    for finding in check_machine():
-        name = str(finding.dtype).removeprefix("torch.")
-        group = dtypes.setdefault(name, {"operations": 0, "differences": []})
-        group["operations"] += 1
-        group["differences"] += finding.differences
-    return {"threads": list(THREADS), "vectors": torch.backends.cpu.get_cpu_capability(), "dtypes": dtypes}
+    if sys.stderr.isatty():
+        print("checking bits: a few seconds, or a minute where kernels must be compiled first", file=sys.stderr)
+    table = list(operations())
+    return {
+        "operations": len(table),
+        "threads": list(THREADS),
+        "vectors": torch.backends.cpu.get_cpu_capability(),
+        "differences": [str(finding) for finding in check_rows(THREADS, quick=True, table=table)],
+    }
 
 
 def model_report(options: Report) -> Report:
@@ -171,19 +175,20 @@ def target_lines(target: Report) -> list[str]:
     return lines
 
 
-def bits_lines(bits: dict[str, Any]) -> list[str]:
-    """Whether rows depend on the batch, by dtype, and what to do if they do."""
-    lines = [style("bits on this CPU", "bold")]
-    checked = f"{' and '.join(map(str, bits['threads']))} threads, {bits['vectors']}"
-    for name, group in bits["dtypes"].items():
-        if not group["differences"]:
-            text = f"{name}: rows do not depend on the batch ({group['operations']} operations, {checked})"
-            lines.append(passed(text))
-            continue
-        lines.append(failed(f"{name}: rows depend on the batch ({checked}):"))
-        lines += [f"      {text}" for text in group["differences"]]
-        lines.append("      this is a bug: please report it with the output of peregrine doctor --json")
-    return lines
+def bits_lines(bits: Report) -> list[str]:
+    """Whether rows depend on the batch, and what to do if they do."""
+    threads = " and ".join(map(str, bits["threads"]))
+    checked = f"({bits['operations']} operations, {threads} threads, {bits['vectors']})"
+    title = style("bits on this CPU", "bold")
+    if not bits["differences"]:
+        return [title, passed(f"rows do not depend on the batch {checked}")]
+    report = "      this is a bug: please report it with the output of peregrine doctor --json"
+    return [
+        title,
+        failed(f"rows depend on the batch {checked}"),
+        *(f"      {text}" for text in bits["differences"]),
+        report,
+    ]
 
 
 def model_lines(model: Report | None) -> list[str]:
