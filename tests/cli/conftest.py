@@ -1,7 +1,8 @@
 """A stand-in for peregrine.llm that remembers what it was asked and answers at once."""
 
+import io
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import ModuleType
 
@@ -14,6 +15,13 @@ from peregrine.sampling import SamplingParams
 
 TOKENS = [b"A", b" bird", b" fell", b" \xc3", b"\xa9"]  # the last two make an é
 TEXTS = ["A", " bird", " fell", "", " é"]  # as streamed: the space waits for its character
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
 
 
 class Letters:
@@ -116,16 +124,3 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     module.LLM = LLM  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "peregrine.llm", module)
     return record
-
-
-@pytest.fixture
-def peregrine(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """Run the command line: (exit code, stdout, stderr)."""
-    from peregrine.cli.main import main
-
-    def run(*argv: str) -> tuple[int, str, str]:
-        code = main(argv)
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from cli.conftest import Terminal
 from peregrine.cli import chat as chats
 from peregrine.cli.main import main
 from peregrine.engine.request import Delta
@@ -15,11 +16,6 @@ from peregrine.errors import RequestError
 from peregrine.sampling import SamplingParams
 
 WORDS = ["A", " bird", " fell", " down"]
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 class Speaker:

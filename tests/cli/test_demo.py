@@ -1,6 +1,5 @@
 """`peregrine demo`: both ways compared, drafted tokens marked, the stand-in model announced."""
 
-import io
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -8,12 +7,9 @@ from typing import Any
 
 import pytest
 
+from cli.conftest import Terminal
+
 Run = Callable[..., tuple[int, str, str]]
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 @pytest.fixture

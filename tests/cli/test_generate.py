@@ -9,12 +9,9 @@ from typing import Any
 
 import pytest
 
+from cli.conftest import Terminal
+
 Run = Callable[..., tuple[int, str, str]]
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 def test_streams_text_and_keeps_stats_off_stdout(calls: Any, peregrine: Run) -> None:

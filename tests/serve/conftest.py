@@ -11,7 +11,6 @@ import openai
 import pytest
 
 from peregrine import LLM
-from peregrine.cli.main import main
 from peregrine.serve.run import serve_on
 from peregrine.serve.service import Service
 from peregrine.serve.settings import ServeConfig
@@ -110,15 +109,3 @@ def client(server: Served) -> openai.OpenAI:
 def http(server: Served) -> Iterator[httpx.Client]:
     with server.http() as made:
         yield made
-
-
-@pytest.fixture
-def peregrine(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """Run the command line: (exit code, stdout, stderr)."""
-
-    def run(*argv: str) -> tuple[int, str, str]:
-        code = main(argv)
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
