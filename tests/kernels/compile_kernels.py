@@ -58,8 +58,9 @@ def compile_rounds() -> None:
     from peregrine.kernels.round.nodes import Ends, Nodes, Verdict
     from peregrine.kernels.round.tree_state import Frontier, Growth
     from peregrine.kernels.sampling import filters_triton as filters_gpu
+    from peregrine.kernels.sampling import logprobs_triton as logprobs_gpu
     from peregrine.kernels.sampling import triton as choose_gpu
-    from peregrine.kernels.sampling.params import Features
+    from peregrine.kernels.sampling.params import Context, Features
     from peregrine.synthetic import accept_triton as simulated_gpu
 
     def whole(*size: int) -> torch.Tensor:
@@ -70,14 +71,24 @@ def compile_rounds() -> None:
         law = law_of([Params()] * rows)
         logits = torch.zeros(rows, nodes, vocab_size, dtype=torch.bfloat16)
         at, out, ids = whole(rows, nodes), whole(rows, nodes), whole(vocab_size)
-        lowest = filters_gpu.lowest_kept(logits, law)
+        window = Nodes(*(whole(rows, nodes) for _ in range(4)), whole(rows))
+        history, table = whole(rows, places), whole(rows, places // page_size)
+        context = Context(history, whole(rows), whole(rows), window.tokens, window.ancestors)
+        everything = Features(True, True, True, True, True)
+        adjusted = choose_gpu.adjust(logits, at, law, everything, context)
+        lowest = filters_gpu.lowest_kept(logits, law, adjusted)
+        filters_gpu.lowest_kept(logits, law)
+        filters_gpu.lowest_kept(logits.float(), law)
+        choose_gpu.best_tokens(logits, at, law, True, None, lowest, True, out, adjusted)
+        logprobs_gpu.logprobs(logits, out, out, law.logprobs, 64)
+        logprobs_gpu.logprobs(logits.float(), out, None, None, 0)
+        choose_gpu.gumbel(law.seeds, at, ids)
+        choose_gpu.masses(logits.float(), lowest)
         choose_gpu.best_tokens(logits, at, law, False, None, None, True, out)
         choose_gpu.best_tokens(logits.float(), at, law, True, None, lowest, True, out)
         choose_gpu.best_tokens(logits[:, :1, :999], at[:, :1], law, True, ids, None, False, out)
 
-        window = Nodes(*(whole(rows, nodes) for _ in range(4)), whole(rows))
         ends = Ends(whole(rows), whole(rows), whole(rows, 4), torch.zeros(rows, dtype=torch.bool))
-        history, table = whole(rows, places), whole(rows, places // page_size)
         verdict = Verdict(verdict_gpu.commit(out, window, ends, history, depth))
         simulated_gpu.bend_choices(out, window, ends.past_lens, law.seeds, 2.5, vocab_size)
         places_gpu.window_places(whole(rows), out, table, page_size, places)

@@ -24,6 +24,7 @@ class Params:
     bias: dict[int, float] = field(default_factory=dict)
     stops: tuple[int, ...] = ()
     min_len: int = 0
+    logprobs: int = -1
 
 
 def law_of(rows: Sequence[Params], width: int = 4) -> SamplingTensors:
@@ -42,7 +43,7 @@ def law_of(rows: Sequence[Params], width: int = 4) -> SamplingTensors:
         temperature=reals("temperature"),
         top_k=wholes("top_k"),
         top_p=reals("top_p"),
-        min_p=reals("min_p"),
+        log_min_p=reals("min_p").log(),
         repetition=reals("repetition"),
         presence=reals("presence"),
         frequency=reals("frequency"),
@@ -51,6 +52,7 @@ def law_of(rows: Sequence[Params], width: int = 4) -> SamplingTensors:
         bias_values=padded([row.bias.values() for row in rows], 7.0, torch.float32),
         stop_ids=padded([row.stops for row in rows], -1, torch.int64),
         min_lens=wholes("min_len"),
+        logprobs=wholes("logprobs"),
     )
 
 

@@ -209,7 +209,7 @@ def test_logits_are_left_as_they_were(dtype):
     given = logits.clone()
     choose(logits, positions, law_of(rows), ALL, context)
     pick_scores(logits, positions, None, law_of(rows), ALL)
-    logprobs(logits[:, 0], torch.zeros(len(rows), dtype=torch.int64), 2)
+    logprobs(logits, torch.zeros(len(rows), 3, dtype=torch.int64), None, None, 2)
     assert torch.equal(logits, given)
     assert process(logits, positions, law_of(rows), ALL, context).dtype == torch.float32
 
@@ -247,27 +247,35 @@ def test_greedy_picks_are_the_logits():
 def test_logprobs_are_those_of_the_raw_logits(top_n):
     logits = torch.randn(6, 300, generator=torch.Generator().manual_seed(0)) * 3
     chosen = torch.arange(6)
-    got, top_ids, top = logprobs(logits, chosen, top_n)
+    got, top_ids, top = (x[:, 0] for x in logprobs(logits[:, None], chosen[:, None], None, None, top_n))
     exact = logits.double().log_softmax(dim=1)
     assert torch.allclose(got.double(), exact[chosen, chosen], atol=1e-6)
     assert (top_ids.shape, top.shape) == ((6, top_n), (6, top_n))
     assert torch.equal(top_ids, logits.topk(top_n).indices)
     assert torch.allclose(top.double(), exact.gather(1, top_ids), atol=1e-6)
     for row in range(6):
-        alone = logprobs(logits[row : row + 1], chosen[row : row + 1], top_n)
-        assert torch.equal(alone[0][0], got[row])
-        assert torch.equal(alone[2][0], top[row])
+        alone = logprobs(logits[None, row : row + 1], chosen[None, row : row + 1], None, None, top_n)
+        assert torch.equal(alone[0][0, 0], got[row])
+        assert torch.equal(alone[2][0, 0], top[row])
 
 
 def test_logprobs_put_the_lowest_id_first_among_equals():
     logits = torch.tensor([[0.0, -1.0, 2.0, -0.0, 2.0, 0.0, -1.0]])
-    _, ids, _ = logprobs(logits, torch.tensor([0]), 7)
-    assert ids.tolist() == [[2, 4, 0, 3, 5, 1, 6]]
+    _, ids, _ = logprobs(logits[None], torch.tensor([[0]]), None, None, 7)
+    assert ids.tolist() == [[[2, 4, 0, 3, 5, 1, 6]]]
+
+
+def test_logprobs_are_those_of_the_nodes_on_the_path():
+    logits = torch.randn(2, 5, 40, generator=torch.Generator().manual_seed(1))
+    path, tokens = torch.tensor([[0, 3, 4], [0, 1, 2]]), torch.tensor([[7, 8, 9], [1, 2, 3]])
+    straight = torch.stack([logits[0, path[0]], logits[1, path[1]]])
+    got, expected = logprobs(logits, tokens, path, None, 4), logprobs(straight, tokens, None, None, 4)
+    assert all(torch.equal(*pair) for pair in zip(got, expected, strict=True))
 
 
 def test_logprobs_of_a_fault_do_not_reach_outside():
     logits = torch.tensor([[1.0, torch.nan, 0.0], [1.0, 2.0, 0.0]])
-    got, ids, _ = logprobs(logits, torch.tensor([-1, 1]), 2)
+    got, ids, _ = (x[0] for x in logprobs(logits[None], torch.tensor([[-1, 1]]), None, None, 2))
     assert torch.isnan(got[0])
     assert ids[1].tolist() == [1, 0]
     assert ((ids >= 0) & (ids < 3)).all()

@@ -1,10 +1,10 @@
-"""top-k, top-p and min-p by histogram, in the interpreter: the sets of the twin, ties and edges included."""
+"""top-k, top-p and min-p by histogram and by digits, in the interpreter: the twin's sets, ties and edges included."""
 
 import pytest
 import torch
 
 from kernels.exact_law import Params, law_of
-from kernels.interpreted import needs_interpreter
+from kernels.interpreted import needs_interpreter, send_to_triton
 from peregrine.kernels.sampling.filters import lowest_kept_torch
 
 pytestmark = [needs_interpreter, pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # numpy, of inf and NaN
@@ -23,6 +23,12 @@ ROWS = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def _triton_serves(monkeypatch):
+    """The twin adds up the kernels' masses, so that the two can be held to the very same sets."""
+    send_to_triton(monkeypatch)
+
+
 def logits_of(kind, vocab_size, dtype):
     generator = torch.Generator().manual_seed(vocab_size)
     logits = torch.randn(len(ROWS), 1, vocab_size, generator=generator) * 3
@@ -36,7 +42,7 @@ def logits_of(kind, vocab_size, dtype):
     return logits.to(dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("kind", ["normal", "ties", "flat", "wide"])
 @pytest.mark.parametrize("vocab_size", [1, 300])
 def test_kept_sets_are_the_twins(kind, vocab_size, dtype):
@@ -49,10 +55,30 @@ def test_kept_sets_are_the_twins(kind, vocab_size, dtype):
     assert torch.equal(scores >= got[:, :, None], scores >= expected[:, :, None])
 
 
-def test_a_broken_node_harms_nobody():
+@pytest.mark.parametrize("kind", ["normal", "ties", "wide"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_histogram_and_digits_find_the_same_score(kind, dtype):
     from peregrine.kernels.sampling.filters_triton import lowest_kept
 
-    logits, law = logits_of("normal", 90, torch.bfloat16), law_of(ROWS)
+    logits, law = logits_of(kind, 300, dtype), law_of(ROWS)
+    assert torch.equal(lowest_kept(logits, law), lowest_kept(logits.float(), law))
+
+
+def test_scores_that_are_impossible_are_not_kept():
+    from peregrine.kernels.sampling.filters_triton import lowest_kept
+
+    logits, law = logits_of("normal", 90, torch.float32), law_of(ROWS)
+    logits[:, :, ::2] = -torch.inf
+    scores = logits / law.temperature[:, None, None]
+    got, expected = lowest_kept(logits, law), lowest_kept_torch(scores, law)[:, :, 0]
+    assert torch.equal(scores >= got[:, :, None], scores >= expected[:, :, None])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_broken_node_harms_nobody(dtype):
+    from peregrine.kernels.sampling.filters_triton import lowest_kept
+
+    logits, law = logits_of("normal", 90, dtype), law_of(ROWS)
     expected = lowest_kept(logits, law)
     logits[::2, 0, 17:30] = torch.tensor(torch.nan)
     logits[4] = torch.nan

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from kernels.exact_law import Params, context_of, law_of, penalised
-from peregrine.kernels.sampling.penalties import count_tokens, penalise
+from peregrine.kernels.sampling.reference import count_tokens, penalise
 
 VOCAB = 13
 

@@ -183,7 +183,7 @@ def _choices(draw: _Draw) -> Iterator[Operation]:
         for function in (choose, process):
 
             def run(logits: Tensor, positions: Tensor, *rest: Tensor, function=function, features=features) -> Result:  # type: ignore[no-untyped-def]
-                return function(logits, positions, SamplingTensors(*rest[:12]), features, Context(*rest[12:]))  # type: ignore[no-any-return]
+                return function(logits, positions, SamplingTensors(*rest[:13]), features, Context(*rest[13:]))  # type: ignore[no-any-return]
 
             yield Operation(f"{function.__name__}, {name}", (logits, positions, *sampling, *before), run)
     ids, sampled = draw.wholes(4 * VOCAB, VOCAB), FEATURES["sampled"]
@@ -201,7 +201,7 @@ def _choices(draw: _Draw) -> Iterator[Operation]:
 
     yield Operation("pick", (logits, positions, *sampling), best)
     yield Operation("tree growth", (logits, positions, *sampling), grown)
-    yield Operation("logprobs", (logits[:, 0], positions[:, 0]), lambda logits, chosen: logprobs(logits, chosen, 5))
+    yield Operation("logprobs", (logits, positions), lambda logits, chosen: logprobs(logits, chosen, None, None, 5))
 
 
 def _sampling(draw: _Draw, rows: int) -> SamplingTensors:
@@ -213,7 +213,7 @@ def _sampling(draw: _Draw, rows: int) -> SamplingTensors:
         temperature=near_one[0] * on[0],
         top_k=draw.wholes(60, rows) * on[1],
         top_p=torch.where(on[2], near_one[1], 1.0),
-        min_p=(near_one[2] - 0.5) / 8 * on[3],
+        log_min_p=((near_one[2] - 0.5) / 8 * on[3]).log(),
         repetition=torch.where(on[4], penalties[0], 1.0),
         presence=(penalties[1] - 1) * on[5],
         frequency=(penalties[0] - 1) * on[5],
@@ -222,6 +222,7 @@ def _sampling(draw: _Draw, rows: int) -> SamplingTensors:
         bias_values=draw.floats(rows, 2, dtype=torch.float32),
         stop_ids=draw.wholes(VOCAB, rows, 2),
         min_lens=draw.wholes(40, rows),
+        logprobs=draw.wholes(6, rows),
     )
 
 

@@ -64,7 +64,7 @@ def seat_entry(request: Request, limits: Limits) -> SeatEntry:
         limit=request.limit,
         draft_cap=limits.num_drafts if params.num_drafts is None else params.num_drafts,
         stop_ids=stop_ids,
-        min_len=len(request.prompt) + params.min_tokens,
+        min_len=len(request.prompt) + params.min_tokens if params.min_tokens else 0,
         seed=request.seed,
         temperature=params.temperature,
         top_k=params.top_k,
@@ -74,6 +74,7 @@ def seat_entry(request: Request, limits: Limits) -> SeatEntry:
         presence=params.presence_penalty,
         frequency=params.frequency_penalty,
         bias=dict(params.logit_bias),
+        logprobs=params.logprobs,
     )
 
 

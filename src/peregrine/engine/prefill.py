@@ -78,8 +78,9 @@ def _score(target: BoundModel, hidden: Tensor, following: Tensor, chunks: list[P
         assert count is not None
         for low in range(start, end, SCORED_AT_ONCE):
             places = slice(low, min(low + SCORED_AT_ONCE, end))
-            logits = target.decoder.logits(hidden[places])  # [n, V]
-            chunk.request.add_scores(*logprobs(logits, following[places], count))
+            logits = target.decoder.logits(hidden[places])[:, None]  # [n, 1, V]
+            scores = logprobs(logits, following[places][:, None], None, None, count)
+            chunk.request.add_scores(*(values[:, 0] for values in scores))
         start = end
 
 

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -20,14 +20,12 @@ from peregrine.spec.round import Logprobs, Mark, no_mark, run_round
 from peregrine.spec.state import Rows, SeatState
 from peregrine.spec.types import Drafter
 
-ALL_PARTS = Features(sampled=True, filtered=True, penalised=True, biased=True, min_len=True)
-# The recorded variants of a round, cheapest first.
+# The recorded variants of a round, cheapest first. In the last one rows pay for the parts that they use themselves.
 VARIANTS = (
     Features(),
     Features(sampled=True),
     Features(sampled=True, filtered=True),
-    ALL_PARTS,
-    replace(ALL_PARTS, logprobs=MAX_LOGPROBS),
+    Features(sampled=True, filtered=True, penalised=True, biased=True, min_len=True, logprobs=MAX_LOGPROBS),
 )
 
 
@@ -68,7 +66,7 @@ class Runner:
     ) -> None:
         self.target, self.drafter, self.judge, self.seats = target, drafter, judge, seats
         self.graphs = graphs
-        self.device = seats.history.device
+        self.device = seats.device
         self.eager = False  # True: recorded graphs are not used; for benchmarks whose host must see a round's values
         # Besides run_round's stages: "launch", "copy" (results to the host), "launched", "wait", "read".
         self.mark: Mark = no_mark
@@ -103,7 +101,7 @@ class Runner:
         self.mark("copy")
         packed = self._to_host(verdict.table)
         values = None
-        if logprobs is not None:
+        if logprobs is not None and features.logprobs is not None:  # a recorded round may do more than was asked
             values = self._to_host(logprobs.chosen), self._to_host(logprobs.top_ids), self._to_host(logprobs.top)
         windows = None if windows is None else self._to_host(windows)
         ready = None
@@ -148,8 +146,8 @@ class Runner:
             if flight.windows is not None:
                 path = line[(HEADER + len(line)) // 2 :]
                 drafts = offered_drafts(flight.windows[row], path[1 : correct + 1])
-            if flight.logprobs is not None:
-                logprobs = path_logprobs(flight.logprobs, row, accept)
+            if flight.logprobs is not None and request.params.logprobs is not None:
+                logprobs = logprobs_on_host(flight.logprobs, row, accept)
             tokens = line[HEADER : HEADER + accept]
             results.append(RowResult(request, tokens, correct, drafted, finish, logprobs, drafts))
         return results
@@ -161,7 +159,7 @@ class Runner:
         return torch.stack([nodes.tokens, nodes.parents.expand_as(nodes.tokens), offered.long()], dim=1)
 
 
-def path_logprobs(
+def logprobs_on_host(
     copied: tuple[Tensor, Tensor, Tensor], row: int, accept: int
 ) -> list[tuple[float, list[int], list[float]]]:
     """(chosen, top ids, top values) of each of one row's accepted tokens."""

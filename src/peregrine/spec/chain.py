@@ -30,5 +30,5 @@ class ChainDrafter:
                 hidden = self.reader.step(tokens[step - 1], hidden, metadata)
             logits = self.reader.logits(hidden)[:, None]  # [R, 1, Vd]
             place = ahead.next_positions[step]  # [R, 1]
-            pick(logits, place, self.reader.target_ids, seen.law, seen.features, out=tokens[step, :, None])
+            pick(logits, place, self.reader.target_ids, seen.sampling, seen.features, out=tokens[step, :, None])
         return Drafts(tokens.T, depth, None)

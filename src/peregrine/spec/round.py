@@ -19,7 +19,7 @@ from peregrine.kernels.round import Verdict, move_path
 from peregrine.kernels.sampling import Features, logprobs
 from peregrine.spec.bound import BoundModel
 from peregrine.spec.judge import Judge
-from peregrine.spec.state import Rows, SeatState
+from peregrine.spec.state import Rows, RowState, SeatState
 from peregrine.spec.types import Drafter, DraftShape, Seen
 
 Mark = Callable[[str], None]  # called with the name of each stage as it begins; benchmarks time stages with it
@@ -31,7 +31,7 @@ def no_mark(stage: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Log-probabilities of the model's own distribution at every accepted token."""
+    """Log-probabilities of the model's own distribution at every accepted token, in rows that asked for them."""
 
     chosen: Tensor  # [R, K + 1]
     top_ids: Tensor  # [R, K + 1, n]
@@ -76,21 +76,19 @@ def run_round(
         new_past_lens=state.past_lens,
         history=state.history,
         pages=state.pages,
-        law=state.law,
+        sampling=state.sampling,
         features=features,
     )
     state.keep(drafter.propose(seen))
-    return verdict, path_logprobs(logits, verdict, shape, features)
+    return verdict, logprobs_of_path(logits, verdict, state, features)
 
 
-def path_logprobs(logits: Tensor, verdict: Verdict, shape: DraftShape, features: Features) -> Logprobs | None:
-    """Log-probabilities along the path, if any row asked for them."""
+def logprobs_of_path(logits: Tensor, verdict: Verdict, state: RowState, features: Features) -> Logprobs | None:
+    """Log-probabilities along the path, for the rows that asked for them."""
     if features.logprobs is None:
         return None
-    rows, width = verdict.tokens.shape
-    scores = on_path(logits, verdict, shape).flatten(0, 1)  # [R * (K + 1), V]
-    chosen, top_ids, top = logprobs(scores, verdict.tokens.flatten(), features.logprobs)
-    return Logprobs(chosen.view(rows, width), top_ids.view(rows, width, -1), top.view(rows, width, -1))
+    path = None if state.shape.is_chain else verdict.path
+    return Logprobs(*logprobs(logits, verdict.tokens, path, state.sampling.logprobs, features.logprobs))
 
 
 def on_path(values: Tensor, verdict: Verdict, shape: DraftShape) -> Tensor:

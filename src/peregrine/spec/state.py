@@ -9,7 +9,7 @@ these buffers and gathers nothing. A seat that nobody holds is a pad: ended, on 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from peregrine.spec.row_pages import RowPages, even_starts
 from peregrine.spec.types import Drafts, DraftShape, Links
 
 PLACES_STEP = 64  # widths of history and page table grow in these steps
+MAX_VIEWS = 256  # batch shapes whose slices are kept
+LINKS = ("parents", "depths", "ancestors")
+TYPES = {bool: torch.bool, int: torch.int64, float: torch.float32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,7 @@ class SeatEntry:
     presence: float
     frequency: float
     bias: dict[int, float]
+    logprobs: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +71,7 @@ class RowState:
     limits: Tensor  # [R] i64
     done: Tensor  # [R] bool
     links: Links
-    law: SamplingTensors
+    sampling: SamplingTensors
     pages: RowPages
 
     def context(self, past_lens: Tensor) -> Context:
@@ -81,7 +85,7 @@ class RowState:
 
     def commit(self, choices: Tensor) -> Verdict:
         """Judge the windows by the target's choices [R, T] and move every row past what it accepted."""
-        ends = Ends(self.past_lens, self.limits, self.law.stop_ids, self.done)
+        ends = Ends(self.past_lens, self.limits, self.sampling.stop_ids, self.done)
         return commit(choices, self.nodes(), ends, self.history, self.shape.depth)
 
     def keep(self, drafts: Drafts) -> None:
@@ -93,157 +97,130 @@ class RowState:
 
 
 class SeatState:
-    """The buffers of all seats; mutable, and only through the verbs below and RowState's."""
+    """The buffers of all seats; mutable, and only through the methods below and RowState's."""
 
     def __init__(self, seats: int, shape: DraftShape, max_len: int, page_size: int, device: torch.device) -> None:
-        self.shape, self.max_len, self.page_size = shape, max_len, page_size
-        places = -(-(max_len + 2 * shape.span + 2) // PLACES_STEP) * PLACES_STEP
-        self.max_places = places
-
-        def whole(*size: int, fill: int = 0) -> Tensor:
-            return torch.full((seats, *size), fill, dtype=torch.int64, device=device)
-
-        def real(*size: int, fill: float = 0.0) -> Tensor:
-            return torch.full((seats, *size), fill, dtype=torch.float32, device=device)
-
-        self.history = whole(places)
-        self.past_lens, self.prompt_lens, self.limits = whole(), whole(), whole()
-        self.window_tokens = whole(shape.nodes)
-        self.offered, self.draft_caps = whole(), whole()
-        self.done = torch.ones(seats, dtype=torch.bool, device=device)
-        self.page_table = whole(-(-places // page_size))
-        self.starts = even_starts(seats, max(shape.nodes, shape.depth + 2, shape.width), device)
+        self.shape, self.max_len, self.page_size, self.device = shape, max_len, page_size, device
+        self.max_places = -(-(max_len + 2 * shape.span + 2) // PLACES_STEP) * PLACES_STEP
+        self._starts = even_starts(seats, max(shape.nodes, shape.depth + 2, shape.width), device)
         self._chain = Links.chain(shape.nodes, device)
-        # A chain's links never change: one row serves all seats. A tree's are chosen anew each round.
-        self.links = self._chain if shape.is_chain else Links(*(x.repeat(seats, 1) for x in self._chain.fields()))
-        self.law = SamplingTensors(
-            temperature=real(),
-            top_k=whole(),
-            top_p=real(fill=1.0),
-            min_p=real(),
-            repetition=real(fill=1.0),
-            presence=real(),
-            frequency=real(),
-            seeds=whole(),
-            bias_ids=whole(MAX_BIAS, fill=-1),
-            bias_values=real(MAX_BIAS),
-            stop_ids=whole(MAX_STOP_IDS, fill=-1),
-            min_lens=whole(),
-        )
+        pads = {name: pad_line(pad, size, device) for name, (pad, size) in self._fields().items()}
+        if not shape.is_chain:  # a chain's links never change and one row serves all seats; a tree's change each round
+            pads |= {name: line[0] for name, line in zip(LINKS, self._chain.fields(), strict=True)}
+        self._pads = pads  # what a seat's line holds while nobody has the seat
+        self._buffers = {name: pad.expand(seats, *pad.shape).clone() for name, pad in pads.items()}
         self._views: dict[Rows, RowState] = {}
 
-    def buffers(self) -> list[Tensor]:
-        """Every tensor with one line per seat."""
-        law = self.law
-        seated = [self.history, self.past_lens, self.prompt_lens, self.limits, self.window_tokens, self.offered]
-        seated += [self.draft_caps, self.done, self.page_table, law.temperature, law.top_k, law.top_p, law.min_p]
-        seated += [law.repetition, law.presence, law.frequency, law.seeds, law.bias_ids, law.bias_values]
-        seated += [law.stop_ids, law.min_lens]
-        return seated if self.shape.is_chain else seated + list(self.links.fields())
+    def _fields(self) -> dict[str, tuple[float, tuple[int, ...]]]:
+        """Every buffer but a tree's links: the value of a pad, whose type is the buffer's, and the size of a line."""
+        return {
+            "history": (0, (self.max_places,)),
+            "past_lens": (0, ()),
+            "prompt_lens": (0, ()),
+            "limits": (0, ()),
+            "window_tokens": (0, (self.shape.nodes,)),
+            "offered": (0, ()),
+            "draft_caps": (0, ()),
+            "done": (True, ()),
+            "page_table": (0, (-(-self.max_places // self.page_size),)),
+            "temperature": (0.0, ()),
+            "top_k": (0, ()),
+            "top_p": (1.0, ()),
+            "log_min_p": (-torch.inf, ()),
+            "repetition": (1.0, ()),
+            "presence": (0.0, ()),
+            "frequency": (0.0, ()),
+            "seeds": (0, ()),
+            "bias_ids": (-1, (MAX_BIAS,)),
+            "bias_values": (0.0, (MAX_BIAS,)),
+            "stop_ids": (-1, (MAX_STOP_IDS,)),
+            "min_lens": (0, ()),
+            "logprobs": (-1, ()),
+        }
 
     def rows(self, count: int, places: int) -> Rows:
         """A batch of the first `count` seats that touches no place at or past `places`."""
         return Rows(count, min(self.max_places, -(-places // PLACES_STEP) * PLACES_STEP))
 
     def view(self, rows: Rows) -> RowState:
-        """The batch's slices, made once per batch shape."""
+        """The batch's slices, kept for the next batch of this shape."""
         if rows not in self._views:
+            if len(self._views) >= MAX_VIEWS:
+                self._views.clear()
             self._views[rows] = self._slice(rows)
         return self._views[rows]
 
     def _slice(self, rows: Rows) -> RowState:
-        count = rows.count
-        law = self.law
+        lines = {name: buffer[: rows.count] for name, buffer in self._buffers.items()}
+        links = self._chain if self.shape.is_chain else Links(*(lines.pop(name) for name in LINKS))
+        table = lines.pop("page_table")[:, : -(-rows.places // self.page_size)]
         return RowState(
             shape=self.shape,
-            history=self.history[:count, : rows.places],
-            past_lens=self.past_lens[:count],
-            prompt_lens=self.prompt_lens[:count],
-            window_tokens=self.window_tokens[:count],
-            offered=self.offered[:count],
-            draft_caps=self.draft_caps[:count],
-            limits=self.limits[:count],
-            done=self.done[:count],
-            links=self.links.rows(count),
-            law=SamplingTensors(
-                temperature=law.temperature[:count],
-                top_k=law.top_k[:count],
-                top_p=law.top_p[:count],
-                min_p=law.min_p[:count],
-                repetition=law.repetition[:count],
-                presence=law.presence[:count],
-                frequency=law.frequency[:count],
-                seeds=law.seeds[:count],
-                bias_ids=law.bias_ids[:count],
-                bias_values=law.bias_values[:count],
-                stop_ids=law.stop_ids[:count],
-                min_lens=law.min_lens[:count],
-            ),
-            pages=RowPages(
-                self.page_table[:count, : -(-rows.places // self.page_size)],
-                self.page_size,
-                self.max_len,
-                self.starts[:, : count + 1],
-            ),
+            history=lines.pop("history")[:, : rows.places],
+            links=links.rows(rows.count),
+            sampling=SamplingTensors(**{field.name: lines.pop(field.name) for field in fields(SamplingTensors)}),
+            pages=RowPages(table, self.page_size, self.max_len, self._starts[:, : rows.count + 1]),
+            **lines,
         )
 
     def join(self, seat: int, entry: SeatEntry) -> None:
         """Seat a request; its first round has no drafts yet."""
         self.clear(seat)
-        count, law = len(entry.tokens), self.law
-        self.history[seat, :count].copy_(self._put(entry.tokens))
-        self.window_tokens[seat, 0].fill_(entry.tokens[-1])
-        numbers = [
-            (self.past_lens, count - 1),
-            (self.prompt_lens, entry.prompt_len),
-            (self.limits, entry.limit),
-            (self.draft_caps, entry.draft_cap),
-            (self.done, False),
-            (law.temperature, entry.temperature),
-            (law.top_k, entry.top_k),
-            (law.top_p, entry.top_p),
-            (law.min_p, entry.min_p),
-            (law.repetition, entry.repetition),
-            (law.presence, entry.presence),
-            (law.frequency, entry.frequency),
-            (law.seeds, entry.seed),
-            (law.min_lens, entry.min_len),
-        ]
-        for buffer, number in numbers:
-            buffer[seat].fill_(number)
-        if entry.stop_ids:
-            law.stop_ids[seat, : len(entry.stop_ids)].copy_(self._put(entry.stop_ids))
-        if entry.bias:
-            law.bias_ids[seat, : len(entry.bias)].copy_(self._put(list(entry.bias)))
-            law.bias_values[seat, : len(entry.bias)].copy_(self._put(list(entry.bias.values())))
+        numbers = {
+            "past_lens": len(entry.tokens) - 1,
+            "prompt_lens": entry.prompt_len,
+            "limits": entry.limit,
+            "draft_caps": entry.draft_cap,
+            "done": False,
+            "temperature": entry.temperature,
+            "top_k": entry.top_k,
+            "top_p": entry.top_p,
+            "repetition": entry.repetition,
+            "presence": entry.presence,
+            "frequency": entry.frequency,
+            "seeds": entry.seed,
+            "min_lens": entry.min_len,
+            "logprobs": -1 if entry.logprobs is None else entry.logprobs,
+        }
+        for name, number in numbers.items():
+            self._buffers[name][seat].fill_(number)
+        torch.log(self._upload([entry.min_p]), out=self._buffers["log_min_p"][seat : seat + 1])
+        lists: dict[str, list[int] | list[float]] = {
+            "history": entry.tokens,
+            "window_tokens": entry.tokens[-1:],
+            "stop_ids": entry.stop_ids,
+            "bias_ids": list(entry.bias),
+            "bias_values": list(entry.bias.values()),
+        }
+        for name, values in lists.items():
+            if values:
+                self._buffers[name][seat, : len(values)].copy_(self._upload(values))
 
     def set_pages(self, entries: Sequence[tuple[int, int, list[int]]]) -> None:
         """Write seats' page-table entries, (seat, first column, pages) each, by one copy for all."""
-        width = self.page_table.shape[1]
+        table = self._buffers["page_table"]
+        width = table.shape[1]
         places = [seat * width + first + i for seat, first, pages in entries for i in range(len(pages))]
         if places:
             pages = [page for entry in entries for page in entry[2]]
-            where, what = self._put([*places, *pages]).view(2, -1)
-            self.page_table.view(-1).index_copy_(0, where, what)
+            where, what = self._upload([*places, *pages]).view(2, -1)
+            table.view(-1).index_copy_(0, where, what)
 
     def clear(self, seat: int) -> None:
-        """Make the seat a pad. Filled in place: an assignment of a number would wait for the device."""
-        for buffer in self.buffers():
-            buffer[seat].zero_()
-        law = self.law
-        for buffer, number in ((self.done, 1), (law.top_p, 1), (law.repetition, 1)):
-            buffer[seat].fill_(number)
-        for buffer in (law.bias_ids, law.stop_ids):
-            buffer[seat].fill_(-1)
-        if not self.shape.is_chain:
-            for links, chain in zip(self.links.fields(), self._chain.fields(), strict=True):
-                links[seat].copy_(chain[0])
+        """Make the seat a pad."""
+        for name, buffer in self._buffers.items():
+            buffer[seat].copy_(self._pads[name])
 
     def move(self, source: int, target: int) -> None:
         """Give a request another seat and leave a pad behind."""
-        for buffer in self.buffers():
+        for buffer in self._buffers.values():
             buffer[target].copy_(buffer[source])
         self.clear(source)
 
-    def _put(self, values: list[int] | list[float]) -> Tensor:
-        return upload(values, self.history.device)
+    def _upload(self, values: list[int] | list[float]) -> Tensor:
+        return upload(values, self.device)
+
+
+def pad_line(pad: float, size: tuple[int, ...], device: torch.device) -> Tensor:
+    """A seat's line filled with one value; a bool, int or float makes it bool, int64 or float32."""
+    return torch.full(size, pad, dtype=TYPES[type(pad)], device=device)

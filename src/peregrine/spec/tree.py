@@ -20,7 +20,7 @@ class TreeDrafter:
     def propose(self, seen: Seen) -> Drafts:
         rows, reader, shape = seen.new_past_lens.shape[0], self.reader, self.shape
         ahead = seen.pages.ahead(seen.new_past_lens, reader.first_place, shape.depth, shape.width)
-        growth = Growth.begin(rows, shape.depth, shape.width, reader.target_ids, seen.law, seen.features)
+        growth = Growth.begin(rows, shape.depth, shape.width, reader.target_ids, seen.sampling, seen.features)
         hidden = reader.read(seen)  # [R, H]
         frontier: Frontier | None = None
         for level in range(shape.depth):

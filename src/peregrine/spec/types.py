@@ -83,7 +83,7 @@ class Seen:
     new_past_lens: Tensor  # [R]  and after it; also the newest token's position
     history: Tensor  # [R, C]  every token so far by position, the newest at new_past_lens, then next_tokens
     pages: RowPages
-    law: SamplingTensors
+    sampling: SamplingTensors
     features: Features
 
 

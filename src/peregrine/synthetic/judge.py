@@ -24,6 +24,6 @@ def simulated_judge(accept: float, depth: int) -> Judge:
 
     def simulated(logits: Tensor, places: WindowPlaces, state: RowState, features: Features) -> Tensor:
         chosen = judge(logits, places, state, features)  # the real work
-        return bend_choices(chosen, state.nodes(), places.past_lens, state.law.seeds, accept, logits.shape[2])
+        return bend_choices(chosen, state.nodes(), places.past_lens, state.sampling.seeds, accept, logits.shape[2])
 
     return simulated

@@ -36,7 +36,7 @@ def grow(growth: Growth, logits: Tensor, positions: Tensor, before: Frontier | N
 def grow_torch(growth: Growth, logits: Tensor, positions: Tensor, before: Frontier | None, level: int) -> Frontier:
     """The twin."""
     width, (rows, count, _) = growth.width, logits.shape
-    scores = pick_scores(logits, positions, growth.target_ids, growth.law, growth.features)
+    scores = pick_scores(logits, positions, growth.target_ids, growth.sampling, growth.features)
     best, ids = scores.log_softmax(dim=2).topk(width, dim=2)  # [R, n, w]
     ids = ids if growth.target_ids is None else growth.target_ids[ids]
     columns = growth.level(level)

@@ -14,7 +14,7 @@ class Growth:
 
     width: int  # w
     target_ids: Tensor | None  # [Vd] i64
-    law: SamplingTensors
+    sampling: SamplingTensors
     features: Features
     scores: Tensor  # [R, C] f32 joint log-probabilities
     tokens: Tensor  # [R, C] i64 target ids
@@ -22,13 +22,13 @@ class Growth:
 
     @staticmethod
     def begin(
-        rows: int, depth: int, width: int, target_ids: Tensor | None, law: SamplingTensors, features: Features
+        rows: int, depth: int, width: int, target_ids: Tensor | None, sampling: SamplingTensors, features: Features
     ) -> "Growth":
         """Room for all candidates of `rows` trees."""
-        shape, device = (rows, width + (depth - 1) * width**2), law.seeds.device
+        shape, device = (rows, width + (depth - 1) * width**2), sampling.seeds.device
         scores = torch.empty(shape, dtype=torch.float32, device=device)
         tokens, parents = (torch.empty(shape, dtype=torch.int64, device=device) for _ in range(2))
-        return Growth(width, target_ids, law, features, scores, tokens, parents)
+        return Growth(width, target_ids, sampling, features, scores, tokens, parents)
 
     def level(self, level: int) -> slice:
         """The columns of a level's candidates."""

@@ -12,11 +12,18 @@ from torch import Tensor
 
 from peregrine.kernels.round.tree_state import Frontier, Growth
 from peregrine.kernels.runtime.gpu import launch
-from peregrine.kernels.sampling.noise_triton import key_of, noise_of
-from peregrine.kernels.sampling.triton import BROKEN, LAST_ID, LOWER_HALF, divisor_of, order_of
+from peregrine.kernels.sampling.triton import (
+    LAST_ID,
+    NO_KEY,
+    divisor_of,
+    key_of,
+    noise_of,
+    number_of_key,
+    rank_key,
+    score_of_key,
+)
 
 SPAN = 2048  # scores of a node that one program takes
-NO_KEY = tl.constexpr(-BROKEN.value)  # below the key of every score
 
 
 def grow(
@@ -25,7 +32,7 @@ def grow(
     """The fields of the next Frontier; the level's candidates are noted in `growth`."""
     logits = logits.contiguous()
     rows, count, vocab_size = logits.shape
-    width, ids, law, device = growth.width, growth.target_ids, growth.law, logits.device
+    width, ids, sampling, device = growth.width, growth.target_ids, growth.sampling, logits.device
     span = min(SPAN, triton.next_power_of_2(vocab_size))
     num_spans = triton.cdiv(vocab_size, span)
     keys = torch.empty(rows * count, num_spans, width, dtype=torch.int64, device=device)
@@ -33,7 +40,7 @@ def grow(
     launch(
         _best_of_span,
         (rows * count, num_spans),
-        *(logits, positions, law.temperature, law.seeds, keys if ids is None else ids, keys, masses),
+        *(logits, positions, sampling.temperature, sampling.seeds, keys if ids is None else ids, keys, masses),
         *(*positions.stride(), count, vocab_size),
         WIDTH=width,
         SPAN=span,
@@ -80,23 +87,6 @@ def select(growth: Growth, nodes: int, depth: int) -> tuple[Tensor, ...]:
     return tokens, parents, depths, words
 
 
-@triton.jit
-def _key(score, number):  # type: ignore[no-untyped-def]
-    """f32, i32 -> i64."""
-    return (order_of(tl.where(score == 0, 0.0, score)).to(tl.int64) << 32) | (number ^ LAST_ID).to(tl.int64)
-
-
-@triton.jit
-def _number_of(key):  # type: ignore[no-untyped-def]
-    return (key & LOWER_HALF) ^ LAST_ID
-
-
-@triton.jit
-def _score_of(key):  # type: ignore[no-untyped-def]
-    order = (key >> 32).to(tl.int32)
-    return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
 @triton.jit(do_not_specialize=["position_row_stride", "position_node_stride", "num_nodes"])
 def _best_of_span(  # type: ignore[no-untyped-def]
     logits,
@@ -139,7 +129,7 @@ def _best_of_span(  # type: ignore[no-untyped-def]
     for rank in tl.static_range(WIDTH):
         best = tl.max(tl.where(left, score, float("-inf")))
         first = tl.min(tl.where(left & (score == best), offsets, LAST_ID))
-        tl.store(keys + entry * WIDTH + rank, tl.where(first == LAST_ID, NO_KEY, _key(best, first)))
+        tl.store(keys + entry * WIDTH + rank, tl.where(first == LAST_ID, NO_KEY, rank_key(best, first)))
         left = left & (offsets != first)
 
 
@@ -199,10 +189,10 @@ def _grow(  # type: ignore[no-untyped-def]
         best = tl.where(child[None, :] == rank, largest[:, None], best)
         left = tl.where(left == largest[:, None], NO_KEY, left)
     inside = is_node[:, None] & (child < WIDTH)[None, :]
-    token = tl.where(inside, _number_of(best), 0)
+    token = tl.where(inside, number_of_key(best), 0)
     if NAMED:
         token = tl.load(ids + token, mask=inside, other=0)
-    score = _score_of(best) - norm[:, None] - step_cost
+    score = score_of_key(best) - norm[:, None] - step_cost
     number = tl.zeros([NODES], tl.int64)
     if not FIRST:
         score += tl.load(old_scores + flat_node, mask=is_node, other=0.0)[:, None]
@@ -214,14 +204,14 @@ def _grow(  # type: ignore[no-untyped-def]
     tl.store(all_parents + column, tl.zeros([NODES, CHILDREN], tl.int64) + number[:, None], mask=inside)
 
     # The best of them all.
-    ranked = tl.where(inside, _key(score, index), NO_KEY)
+    ranked = tl.where(inside, rank_key(score, index), NO_KEY)
     front = tl.full([CHILDREN], NO_KEY, tl.int64)
     for rank in tl.static_range(WIDTH):
         largest = tl.max(tl.max(ranked, axis=1), axis=0)
         front = tl.where(child == rank, largest, front)
         ranked = tl.where(ranked == largest, NO_KEY, ranked)
     is_front = child < WIDTH
-    chosen = tl.where(is_front, _number_of(front), 0)
+    chosen = tl.where(is_front, number_of_key(front), 0)
     origin = chosen // WIDTH
     place = (origin * CHILDREN + chosen % WIDTH).to(tl.int32)
     word = tl.full([CHILDREN], 1, tl.int64) << (level * WIDTH + child)
@@ -231,7 +221,7 @@ def _grow(  # type: ignore[no-untyped-def]
     picked = tl.gather(tl.reshape(token, [NODES * CHILDREN]), place, axis=0)
     tl.store(tokens + target, picked, mask=is_front)
     tl.store(origins + target, row * count + origin, mask=is_front)
-    tl.store(scores + target, _score_of(front), mask=is_front)
+    tl.store(scores + target, score_of_key(front), mask=is_front)
     tl.store(numbers + target, chosen + first_column + 1, mask=is_front)
     tl.store(words + target, word, mask=is_front)
 
@@ -256,7 +246,7 @@ def _select(  # type: ignore[no-untyped-def]
     index = tl.arange(0, COUNT)
     inside = index < count
     score = tl.load(all_scores + row * count + index, mask=inside, other=0.0)
-    key = tl.where(inside, _key(score, index), NO_KEY)
+    key = tl.where(inside, rank_key(score, index), NO_KEY)
     ranked = tl.sort(key, descending=True)
     least = tl.max(tl.where(index == num_nodes - 2, ranked, NO_KEY))
     is_kept = inside & (key >= least)

@@ -1,4 +1,4 @@
-"""The compiled choosing law: temperature, filters, noise and the largest sum in one call, one node per thread.
+"""Sampling compiled for the CPU: temperature, filters, noise and the largest sum in one call, one node per thread.
 
 Only a token whose score plus the most noise its hash allows reaches the best sum so far has its noise
 computed, and only a block of tokens with such a score is hashed at all. The choice is that of adding noise
@@ -32,19 +32,19 @@ SERIAL_WORK = 1 << 12  # scores below which a second thread costs more than it s
 ONE, SLACK = np.float32(1), np.float32(2.0**-20)
 
 
-def choose(scores: Tensor, positions: Tensor, law: SamplingTensors, features: Features, coldest: float) -> Tensor:
+def choose(scores: Tensor, positions: Tensor, sampling: SamplingTensors, features: Features, coldest: float) -> Tensor:
     """The token at each node: scores [R, T, V] f32 on the CPU, positions [R, T] -> [R, T] i64.
 
     -1 if a score is not finite.
     """
-    return _choose(scores, positions, None, law, features, coldest, True, None)
+    return _choose(scores, positions, None, sampling, features, coldest, True, None)
 
 
 def choose_unchecked(
     scores: Tensor,
     positions: Tensor,
     ids: Tensor | None,
-    law: SamplingTensors,
+    sampling: SamplingTensors,
     features: Features,
     coldest: float,
     out: Tensor | None = None,
@@ -53,10 +53,12 @@ def choose_unchecked(
 
     Which place is taken among scores that are not numbers is left open. They go to `out`, a dense [R, T], if given.
     """
-    return _choose(scores, positions, ids, law, features, coldest, False, out)
+    return _choose(scores, positions, ids, sampling, features, coldest, False, out)
 
 
-def pick_scores(scores: Tensor, positions: Tensor, ids: Tensor | None, law: SamplingTensors, coldest: float) -> Tensor:
+def pick_scores(
+    scores: Tensor, positions: Tensor, ids: Tensor | None, sampling: SamplingTensors, coldest: float
+) -> Tensor:
     """Scores [R, T, V] f32 on the CPU over the temperature, plus the noise of token ids [V] at positions [R, T].
 
     Rows at temperature 0 keep their scores.
@@ -65,7 +67,7 @@ def pick_scores(scores: Tensor, positions: Tensor, ids: Tensor | None, law: Samp
     num_rows, num_nodes, width = scores.shape
     sums = torch.empty_like(scores)
     pieces = pieces_for(num_rows * num_nodes, scores.numel(), SERIAL_WORK)
-    of_rows = law.temperature.contiguous(), law.seeds.contiguous()
+    of_rows = sampling.temperature.contiguous(), sampling.seeds.contiguous()
     ids = None if ids is None else ids.contiguous()
     pointers = (tensor.data_ptr() for tensor in (scores, positions, sums, *of_rows))
     _pick_scores(pieces, *pointers, 0 if ids is None else ids.data_ptr(), num_rows, num_nodes, width, coldest)
@@ -76,7 +78,7 @@ def _choose(
     scores: Tensor,
     positions: Tensor,
     ids: Tensor | None,
-    law: SamplingTensors,
+    sampling: SamplingTensors,
     features: Features,
     coldest: float,
     checked: bool,
@@ -91,8 +93,8 @@ def _choose(
     if filtered:
         pieces = min(pieces, torch.get_num_threads())  # each has working space of several rows
     room = torch.empty(pieces, -(-width // BLOCK) + BLOCK)  # the maxima of blocks, the hashes of one
-    of_rows = law.temperature.contiguous(), law.seeds.contiguous()
-    limits = (*limits_of(law), scratch_for(pieces, width)) if filtered else (room,) * 4
+    of_rows = sampling.temperature.contiguous(), sampling.seeds.contiguous()
+    limits = (*limits_of(sampling), scratch_for(pieces, width)) if filtered else (room,) * 4
     ids = None if ids is None else ids.contiguous()
     pointers = (tensor.data_ptr() for tensor in (scores, positions, tokens, room, *of_rows, *limits))
     flags = features.sampled, filtered, checked

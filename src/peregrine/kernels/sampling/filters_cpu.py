@@ -41,13 +41,13 @@ MAX_HALVINGS = 8  # between two gatherings of what is left
 GATHER_SHIFT = 3  # gather what is left as soon as it is an eighth
 
 
-def lowest_kept(scores: Tensor, law: SamplingTensors) -> Tensor:
+def lowest_kept(scores: Tensor, sampling: SamplingTensors) -> Tensor:
     """The score a token needs to stay: [R, T, V] f32 on the CPU -> [R, T, 1]; -inf where all do."""
     scores = scores.contiguous()
     num_rows, num_nodes, width = scores.shape
     lowest = scores.new_empty(num_rows, num_nodes, 1)
     pieces = min(pieces_for(num_rows * num_nodes, scores.numel(), SERIAL_WORK), torch.get_num_threads())
-    limits = limits_of(law)
+    limits = limits_of(sampling)
     scratch = scratch_for(pieces, width)
     pointers = (tensor.data_ptr() for tensor in (scores, lowest, scratch, *limits))
     _lowest_kept(pieces, *pointers, num_rows, num_nodes, width)
@@ -64,9 +64,9 @@ def masses(scores: Tensor, best: Tensor) -> Tensor:
     return found
 
 
-def limits_of(law: SamplingTensors) -> tuple[Tensor, Tensor, Tensor]:
+def limits_of(sampling: SamplingTensors) -> tuple[Tensor, Tensor, Tensor]:
     """top_k, top_p and the logarithm of min_p, dense: [R] each."""
-    return law.top_k.contiguous(), law.top_p.contiguous(), law.min_p.log()
+    return sampling.top_k.contiguous(), sampling.top_p.contiguous(), sampling.log_min_p.contiguous()
 
 
 def scratch_for(pieces: int, width: int) -> Tensor:

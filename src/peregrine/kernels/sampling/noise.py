@@ -8,6 +8,11 @@ between device types.
 
 from torch import Tensor
 
+from peregrine.kernels.runtime.dispatch import DeviceFile
+from peregrine.kernels.runtime.gpu import triton_ready
+
+_triton = DeviceFile("peregrine.kernels.sampling.triton")
+
 
 def _signed(word: int) -> int:
     """The 64-bit word as torch's int64 writes it."""
@@ -25,6 +30,14 @@ def gumbel(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
 
     Between -2.82 and 22.9. With v uniform in (0, 1), -log(-log(1 - v)) is finest where the noise is large.
     """
+    if triton_ready(seeds):
+        noise: Tensor = _triton.gumbel(seeds, positions, ids)
+        return noise
+    return gumbel_torch(seeds, positions, ids)
+
+
+def gumbel_torch(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
+    """The torch twin of `gumbel`; logarithms may differ in the last place."""
     bits = random_bits(seeds, positions, ids).float()  # [R, T, V]
     minus_v = bits.add_(0.5).mul_(-(2.0**-32)).clamp_(min=-LARGEST)
     return minus_v.log1p_().neg_().log_().neg_()

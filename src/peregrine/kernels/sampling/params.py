@@ -1,7 +1,4 @@
-"""What the choosing law is told: which of its parts a batch uses, the rows' parameters, and what came before.
-
-Values only; `choose.py` holds the law itself.
-"""
+"""The inputs of sampling: which of its parts a batch uses, the rows' parameters, and what came before each node."""
 
 from dataclasses import dataclass
 
@@ -13,7 +10,7 @@ COLDEST = 1e-30  # lower temperatures act like this one: logits divided by it ar
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """Which parts of the law any row of the batch uses; known to the host.
+    """Which parts of sampling any row of the batch uses; known to the host.
 
     A part may be on for rows that do not use it: a neutral parameter leaves every bit of a row as it was.
     """
@@ -22,7 +19,7 @@ class Features:
     filtered: bool = False  # some top_k, top_p or min_p is on
     penalised: bool = False  # some repetition, presence or frequency penalty is on
     biased: bool = False  # some row has a logit bias
-    min_len: bool = False  # some row has min_tokens
+    min_len: bool = False  # some row has a least number of tokens (min_tokens)
     logprobs: int | None = None  # None: no log-probabilities; n: the chosen token's and the n largest
 
     def covers(self, other: "Features") -> bool:
@@ -33,9 +30,14 @@ class Features:
         return all(a or not b for a, b in zip(mine, theirs, strict=True)) and counts[0] >= counts[1]
 
     @property
+    def adjusted(self) -> bool:
+        """Whether any row's scores are more than its logits before temperature."""
+        return self.penalised or self.biased or self.min_len
+
+    @property
     def plain(self) -> bool:
         """Whether the largest raw logit is the choice of every row."""
-        return not (self.sampled or self.filtered or self.penalised or self.biased or self.min_len)
+        return not (self.sampled or self.filtered or self.adjusted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +47,16 @@ class SamplingTensors:
     temperature: Tensor  # [R] f32; 0: greedy
     top_k: Tensor  # [R] i64; 0: off
     top_p: Tensor  # [R] f32; 1: off
-    min_p: Tensor  # [R] f32; 0: off
+    log_min_p: Tensor  # [R] f32, the logarithm of min_p; -inf: off
     repetition: Tensor  # [R] f32; 1: off
     presence: Tensor  # [R] f32; 0: off
     frequency: Tensor  # [R] f32; 0: off
     seeds: Tensor  # [R] i64
-    bias_ids: Tensor  # [R, B] i64, each id at most once; -1: empty
+    bias_ids: Tensor  # [R, B] i64, each id at most once, used entries first; -1: empty
     bias_values: Tensor  # [R, B] f32
     stop_ids: Tensor  # [R, S] i64; -1: empty
     min_lens: Tensor  # [R] i64; no stop id is chosen for a token whose position is below this
+    logprobs: Tensor  # [R] i64 how many of the likeliest tokens are reported with the chosen one; -1: none at all
 
 
 @dataclass(frozen=True, slots=True)

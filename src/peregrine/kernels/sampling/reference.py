@@ -1,4 +1,4 @@
-"""The choosing law: which token a request takes at a position, greedy or sampled, on any device.
+"""Sampling: which token a request takes at a position, greedy or sampled, on any device.
 
 The token is a function of (logits, seed, position, parameters, what came before) alone: the largest sum of
 processed logit and Gumbel noise, lowest id on ties. The maximum of logits plus Gumbel noise is a draw from
@@ -18,171 +18,230 @@ from peregrine.errors import EngineFault
 from peregrine.kernels.runtime.cpu import numba_ready
 from peregrine.kernels.runtime.dispatch import DeviceFile
 from peregrine.kernels.runtime.gpu import triton_ready
-from peregrine.kernels.sampling.filters import divisors, filter_scores, lowest_kept_of_logits, masses
+from peregrine.kernels.sampling.filters import divisors, filter_scores, masses
 from peregrine.kernels.sampling.noise import gumbel
 from peregrine.kernels.sampling.params import COLDEST, MASS, Context, Features, SamplingTensors
-from peregrine.kernels.sampling.penalties import penalise
 
 _cpu = DeviceFile("peregrine.kernels.sampling.cpu")
 _triton = DeviceFile("peregrine.kernels.sampling.triton")
-
-__all__ = ["Context", "Features", "SamplingTensors", "choose", "logprobs", "pick", "pick_scores", "process"]
+_filters_triton = DeviceFile("peregrine.kernels.sampling.filters_triton")
+_logprobs_triton = DeviceFile("peregrine.kernels.sampling.logprobs_triton")
 
 FAULT = -1  # chosen where there is nothing to choose from
 
 
 def choose(
-    logits: Tensor, positions: Tensor, law: SamplingTensors, features: Features, context: Context | None
+    logits: Tensor, positions: Tensor, sampling: SamplingTensors, features: Features, context: Context | None
 ) -> Tensor:
     """The token at each node: logits [R, T, V], positions [R, T] -> [R, T] i64; -1 if a logit is not finite.
 
     A position is that of the token to be chosen. Without penalties no context is needed.
     """
+    if features.penalised and context is None:
+        raise EngineFault("context=None: penalties count what came before; pass a Context")
     if triton_ready(logits):
-        return _choose_on_gpu(logits, positions, law, features, context)
+        return _choose_triton(logits, positions, sampling, features, context)
     if not numba_ready(logits):
-        return choose_torch(logits, positions, law, features, context)
-    scores = adjust(logits, positions, law, features, context)
-    if scores is logits:
-        tokens: Tensor = _cpu.choose(logits, positions, law, features, COLDEST)
+        return choose_torch(logits, positions, sampling, features, context)
+    if not features.adjusted:
+        tokens: Tensor = _cpu.choose(logits, positions, sampling, features, COLDEST)
         return tokens
-    tokens = _cpu.choose_unchecked(scores, positions, None, law, features, COLDEST)
+    scores = adjust(logits, positions, sampling, features, context)
+    tokens = _cpu.choose_unchecked(scores, positions, None, sampling, features, COLDEST)
     return _mark_faults(tokens, logits.amin(dim=2), logits.amax(dim=2))
 
 
-def _choose_on_gpu(
-    logits: Tensor, positions: Tensor, law: SamplingTensors, features: Features, context: Context | None
+def _choose_triton(
+    logits: Tensor, positions: Tensor, sampling: SamplingTensors, features: Features, context: Context | None
 ) -> Tensor:
-    """`choose` where Triton serves; bias, penalties and min_tokens come from the twins."""
+    """`choose` on a GPU. Rows without bias, penalties and min_tokens are chosen from their raw logits."""
     tokens = torch.empty(positions.shape, dtype=torch.int64, device=logits.device)
-    raw = not (features.biased or features.penalised or features.min_len)
-    scores = logits if raw else adjust(logits, positions, law, features, context)
+    adjusted = _triton.adjust(logits, positions, sampling, features, context) if features.adjusted else None
     lowest = None
-    if features.sampled and features.filtered:  # greedy rows take the best score, which every filter keeps
-        lowest = lowest_kept_of_logits(scores, law)
-    _triton.best_tokens(scores, positions, law, features.sampled, None, lowest, raw, tokens)
-    return tokens if raw else _mark_faults(tokens, logits.amin(dim=2), logits.amax(dim=2))
+    if features.sampled and features.filtered:
+        lowest = _filters_triton.lowest_kept(logits, sampling, adjusted)
+    _triton.best_tokens(logits, positions, sampling, features.sampled, None, lowest, True, tokens, adjusted)
+    return tokens
 
 
 def choose_torch(
-    logits: Tensor, positions: Tensor, law: SamplingTensors, features: Features, context: Context | None
+    logits: Tensor, positions: Tensor, sampling: SamplingTensors, features: Features, context: Context | None
 ) -> Tensor:
-    """The twin."""
+    """The torch twin of `choose`. Noise and masses are those of the device, so that tokens are equal."""
     lowest = logits.amin(dim=2)
     if features.plain:
         highest, tokens = logits.max(dim=2)  # torch promises the first of equals
     else:
         highest = logits.amax(dim=2)
-        scores = process(logits, positions, law, features, context)
+        scores = process(logits, positions, sampling, features, context)
         if features.sampled:
-            scores = _add_noise(scores, positions, None, law)
+            scores = _add_noise(scores, positions, None, sampling)
         tokens = scores.max(dim=2).indices
     return _mark_faults(tokens, lowest, highest)
 
 
 def process(
-    logits: Tensor, positions: Tensor, law: SamplingTensors, features: Features, context: Context | None
+    logits: Tensor, positions: Tensor, sampling: SamplingTensors, features: Features, context: Context | None
 ) -> Tensor:
     """Logits whose softmax is the distribution of the token: [R, T, V] f32; dropped tokens are at -inf.
 
     Without any feature in use it may be the very tensor that was given.
     """
-    scores = adjust(logits, positions, law, features, context)
+    scores = adjust(logits, positions, sampling, features, context)
     if features.sampled:
-        scores = scores / divisors(law)
+        scores = scores / divisors(sampling)
     if features.filtered:
-        scores = filter_scores(scores, law)
+        scores = filter_scores(scores, sampling)
     return scores
 
 
 def adjust(
-    logits: Tensor, positions: Tensor, law: SamplingTensors, features: Features, context: Context | None
+    logits: Tensor, positions: Tensor, sampling: SamplingTensors, features: Features, context: Context | None
 ) -> Tensor:
     """Logits after bias, penalties and min_tokens: [R, T, V] f32; the very tensor if none is in use."""
     scores = logits.float()
     if features.biased:
-        scores = _add_at(scores, law.bias_ids, law.bias_values[:, None])
+        # x + -0.0 is x, bit for bit, even if x is -0.0.
+        values = torch.where(sampling.bias_ids < 0, -0.0, sampling.bias_values)
+        ids = _at_nodes(sampling.bias_ids, scores)
+        scores = scores.scatter_add(2, ids, values[:, None].expand_as(ids))
     if features.penalised:
-        if context is None:
-            raise EngineFault("context=None: penalties count what came before; pass a Context")
-        scores = penalise(scores, law, context)
+        assert context is not None
+        scores = penalise(scores, sampling, context)
     if features.min_len:
-        early = positions < law.min_lens[:, None]  # [R, T]
-        scores = _add_at(scores, law.stop_ids, torch.where(early, -torch.inf, -0.0)[:, :, None])
+        early = positions < sampling.min_lens[:, None]  # [R, T]
+        limits = torch.where(early[:, :, None] & (sampling.stop_ids >= 0)[:, None], -torch.inf, torch.inf)  # [R, T, S]
+        scores = scores.scatter_reduce(2, _at_nodes(sampling.stop_ids, scores), limits, "amin")
     return scores
 
 
+def penalise(logits: Tensor, sampling: SamplingTensors, context: Context) -> Tensor:
+    """Penalised logits [R, T, V] f32; a row with neutral penalties keeps its bits.
+
+    - repetition (Hugging Face's formula): the logit of a token seen in prompt or output is divided by the penalty
+      if positive, else multiplied by it;
+    - presence and frequency (OpenAI's): a token seen in the output loses `presence` once, and `frequency` for
+      each time it was seen there.
+    """
+    in_prompt, counts = count_tokens(context, logits.shape[2])
+    in_output = counts > 0  # [R, T, V]
+    factors = torch.where(in_output | in_prompt, sampling.repetition[:, None, None], 1.0)  # [R, T, V]
+    logits = torch.where(logits > 0, logits / factors, logits * factors)
+    # Products and differences apart: fused, they may round differently in a vector's body and its tail.
+    logits = logits - counts.mul_(sampling.frequency[:, None, None])
+    return logits - in_output * sampling.presence[:, None, None]
+
+
+def count_tokens(context: Context, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Whether a token is in the prompt [R, 1, V] bool, and how often in each node's output [R, T, V] f32.
+
+    The window's root is committed, hence part of the history; another node counts for itself and its descendants.
+    """
+    history, window = context.history, context.window_tokens
+    num_rows, num_nodes = window.shape
+    places = torch.arange(history.shape[1], device=history.device)
+    committed = places < context.lens[:, None]  # [R, C]
+    of_prompt = committed & (places < context.prompt_lens[:, None])
+    ids = history.clamp(0, vocab_size - 1)  # garbage past the end must still be an index
+    none = torch.zeros(num_rows, vocab_size, device=history.device)
+    in_prompt = none.scatter_add(1, ids, of_prompt.float()) > 0
+    counts = none.scatter_add_(1, ids, (committed ^ of_prompt).float())[:, None]  # [R, 1, V]
+
+    nodes = torch.arange(1, num_nodes, device=window.device)
+    counted = (context.ancestors[:, :, None] >> nodes) & 1  # [R, T, T - 1]
+    drafts = window[:, None, 1:].clamp(0, vocab_size - 1).expand_as(counted)
+    # Sums of ones are exact in float32 up to 2^24, whatever their order.
+    counts = counts.expand(-1, num_nodes, -1).scatter_add(2, drafts, counted.float())
+    return in_prompt[:, None], counts
+
+
 def pick_scores(
-    draft_logits: Tensor, positions: Tensor, target_ids: Tensor | None, law: SamplingTensors, features: Features
+    draft_logits: Tensor, positions: Tensor, target_ids: Tensor | None, sampling: SamplingTensors, features: Features
 ) -> Tensor:
     """What a drafter should maximise to guess the target's choice: [R, n, Vd], [R, n] -> [R, n, Vd] f32.
 
-    The same noise that the target will add, keyed by target ids [Vd] (None: draft ids are target ids). A
-    drafter knows neither penalties nor filters; a wrong guess costs time, not tokens.
+    Logits over temperature, plus the noise that the target will add, keyed by target ids [Vd] (None: draft ids are
+    target ids). A drafter knows neither penalties nor filters; a wrong guess costs time, not tokens.
     """
     if not features.sampled:
         return draft_logits.float()
     if numba_ready(draft_logits):
-        scores: Tensor = _cpu.pick_scores(draft_logits, positions, target_ids, law, COLDEST)
+        scores: Tensor = _cpu.pick_scores(draft_logits, positions, target_ids, sampling, COLDEST)
         return scores
-    return pick_scores_torch(draft_logits, positions, target_ids, law)
+    return pick_scores_torch(draft_logits, positions, target_ids, sampling)
 
 
 def pick_scores_torch(
-    draft_logits: Tensor, positions: Tensor, target_ids: Tensor | None, law: SamplingTensors
+    draft_logits: Tensor, positions: Tensor, target_ids: Tensor | None, sampling: SamplingTensors
 ) -> Tensor:
-    """The twin, where some row is sampled."""
-    return _add_noise(draft_logits.float() / divisors(law), positions, target_ids, law)
+    """The torch twin of `pick_scores`, where some row is sampled."""
+    return _add_noise(draft_logits.float() / divisors(sampling), positions, target_ids, sampling)
 
 
 def pick(
     draft_logits: Tensor,
     positions: Tensor,
     target_ids: Tensor | None,
-    law: SamplingTensors,
+    sampling: SamplingTensors,
     features: Features,
     out: Tensor,
 ) -> None:
     """The target id of the largest pick score, lowest draft id on ties: [R, n, Vd], [R, n] -> `out`, a dense [R, n]."""
     if triton_ready(draft_logits):
-        _triton.best_tokens(draft_logits, positions, law, features.sampled, target_ids, None, False, out)
+        _triton.best_tokens(draft_logits, positions, sampling, features.sampled, target_ids, None, False, out)
     elif numba_ready(draft_logits):
         unfiltered = Features(sampled=features.sampled)
         straight = out if target_ids is None else None
-        ids: Tensor = _cpu.choose_unchecked(draft_logits, positions, target_ids, law, unfiltered, COLDEST, straight)
+        ids: Tensor = _cpu.choose_unchecked(
+            draft_logits, positions, target_ids, sampling, unfiltered, COLDEST, straight
+        )
         if target_ids is not None:
             torch.index_select(target_ids, 0, ids.view(-1), out=out.view(-1))
     else:
-        pick_torch(draft_logits, positions, target_ids, law, features, out)
+        pick_torch(draft_logits, positions, target_ids, sampling, features, out)
 
 
 def pick_torch(
     draft_logits: Tensor,
     positions: Tensor,
     target_ids: Tensor | None,
-    law: SamplingTensors,
+    sampling: SamplingTensors,
     features: Features,
     out: Tensor,
 ) -> None:
-    """The twin."""
-    ids = pick_scores(draft_logits, positions, target_ids, law, features).max(dim=2).indices
+    """The torch twin of `pick`."""
+    ids = pick_scores(draft_logits, positions, target_ids, sampling, features).max(dim=2).indices
     out.copy_(ids if target_ids is None else target_ids[ids])
 
 
-def logprobs(logits: Tensor, chosen: Tensor, top_n: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities under the model's own distribution, from raw logits [N, V] and token ids [N].
+def logprobs(
+    logits: Tensor, tokens: Tensor, path: Tensor | None, asked: Tensor | None, count: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities under the model's own distribution, from raw logits [R, T, V], of tokens [R, W].
 
-    Returns the chosen tokens' [N] f32, then ids [N, n] and log-probabilities [N, n] f32 of the n likeliest,
-    largest first, lowest id first among equals.
+    The token at place w of a row was chosen at node path[r, w] (None: at node w). Returns the tokens' own [R, W]
+    f32, then ids [R, W, count] and log-probabilities [R, W, count] f32 of the likeliest, largest first, lowest id
+    first among equals. A GPU computes as many of those as a row asked for [R] (None: all), and leaves rows that
+    asked for -1 unwritten.
     """
-    scores = logits.float()
-    best = scores.amax(dim=1, keepdim=True)
-    total = masses(scores, best).sum(dim=1, keepdim=True)  # [N, 1] i64
+    if triton_ready(logits):
+        chosen, ids, values = _logprobs_triton.logprobs(logits, tokens, path, asked, count)
+        return chosen, ids, values
+    return logprobs_torch(logits, tokens, path, count)
+
+
+def logprobs_torch(logits: Tensor, tokens: Tensor, path: Tensor | None, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The torch twin of `logprobs`, for all rows."""
+    if path is not None:
+        logits = logits.gather(1, path[:, :, None].expand(-1, -1, logits.shape[2]))
+    scores = logits.float()  # [R, W, V]
+    best = scores.amax(dim=2, keepdim=True)
+    total = masses(scores, best).sum(dim=2, keepdim=True)  # [R, W, 1] i64
     norm = best.double() + (total.double() / MASS).log()
-    top_ids = _largest(scores, top_n)
-    ids = torch.cat([chosen.clamp(min=0)[:, None], top_ids], dim=1)
-    values = (scores.gather(1, ids) - norm).float()  # [N, 1 + n]
-    return values[:, 0], top_ids, values[:, 1:]
+    top_ids = _largest(scores, count)
+    ids = torch.cat([tokens.clamp(min=0)[:, :, None], top_ids], dim=2)
+    values = (scores.gather(2, ids) - norm).float()  # [R, W, 1 + n]
+    return values[:, :, 0], top_ids, values[:, :, 1:]
 
 
 def _mark_faults(tokens: Tensor, lowest: Tensor, highest: Tensor) -> Tensor:
@@ -191,28 +250,25 @@ def _mark_faults(tokens: Tensor, lowest: Tensor, highest: Tensor) -> Tensor:
     return tokens.masked_fill_(highest * 0 != lowest * 0, FAULT)
 
 
-def _add_noise(scores: Tensor, positions: Tensor, ids: Tensor | None, law: SamplingTensors) -> Tensor:
+def _add_noise(scores: Tensor, positions: Tensor, ids: Tensor | None, sampling: SamplingTensors) -> Tensor:
     """Scores [R, T, V] plus the noise of token ids [V], except in greedy rows."""
     if ids is None:
         ids = torch.arange(scores.shape[2], device=scores.device)
-    noise = gumbel(law.seeds, positions, ids)
+    noise = gumbel(sampling.seeds, positions, ids)
     # Noise times 0 or 1 is exact, so it is all one if the product and the sum are fused.
-    return torch.addcmul(scores, noise, (law.temperature > 0).float()[:, None, None])
+    return torch.addcmul(scores, noise, (sampling.temperature > 0).float()[:, None, None])
 
 
-def _add_at(scores: Tensor, ids: Tensor, values: Tensor) -> Tensor:
-    """Scores [R, T, V] with values [R, 1 or T, 1 or B] added at token ids [R, B]; id -1 adds to none."""
-    # x + -0.0 is x, bit for bit, even if x is -0.0.
-    values = torch.where(ids[:, None] < 0, -0.0, values)
-    ids = ids.clamp(min=0)[:, None].expand(-1, scores.shape[1], -1)
-    return scores.scatter_add(2, ids, values.expand_as(ids))
+def _at_nodes(ids: Tensor, scores: Tensor) -> Tensor:
+    """Token ids [R, B] as indices into scores [R, T, V]: [R, T, B]; an empty entry (-1) is index 0."""
+    return ids.clamp(min=0)[:, None].expand(-1, scores.shape[1], -1)
 
 
 def _largest(scores: Tensor, count: int) -> Tensor:
-    """Ids of the largest scores, lowest id first among equals: [N, V] f32 -> [N, count] i64."""
+    """Ids of the largest scores, lowest id first among equals: [..., V] f32 -> [..., count] i64."""
     bits = (scores + 0.0).view(torch.int32)  # -0.0 + 0.0 is 0.0: equal scores have equal bits
     order = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # integers in the order of the floats
-    last = scores.shape[1] - 1
+    last = scores.shape[-1] - 1
     ranks = torch.arange(last, -1, -1, device=scores.device)
     keys = (order.long() << 32) | ranks  # no two are equal
-    return last - (keys.topk(count, dim=1).values & 0xFFFFFFFF)
+    return last - (keys.topk(count, dim=-1).values & 0xFFFFFFFF)

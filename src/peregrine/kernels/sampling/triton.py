@@ -1,9 +1,14 @@
-"""The choosing law as Triton kernels: temperature, noise and the largest sum, straight from the model's logits.
+"""Sampling as Triton kernels: noise, bias and penalties, the chosen token; shared by the filters and log-probabilities.
 
-A node's scores are cut into spans, one program each, and a second launch takes the best of a node's spans; a
-node that one program can read in one go needs none. The cut depends on the vocabulary and on whether noise is
-drawn, never on the batch; and nothing is added up, so the largest is the largest in any order.
+Work is done for the rows that ask for it: a program whose row has neutral parameters ends at once. So a row's bits
+do not depend on what other rows of the batch ask for, and their requests cost it next to nothing.
+
+A node's scores are cut into spans, one program each. The cut depends on the vocabulary and on whether noise is drawn,
+never on the batch. Programs of a node are combined by maxima and by sums of whole numbers alone, which have the same
+result in any order.
 """
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -12,17 +17,121 @@ from torch import Tensor
 
 from peregrine.kernels.runtime.gpu import launch
 from peregrine.kernels.runtime.pdl import enter
-from peregrine.kernels.sampling.noise_triton import key_of, noise_of
-from peregrine.kernels.sampling.params import COLDEST, SamplingTensors
+from peregrine.kernels.sampling import noise, params
+from peregrine.kernels.sampling.params import Context, Features, SamplingTensors
 
 WHOLE = 32768  # scores that one program takes at once where there is no noise to draw
 SPAN = 8192  # scores of a program where a node has more
 NOISY_SPAN = 2048  # noise is work: more programs share it
+COUNT_SPAN = 4096  # scores of a program that counts, adjusts or weighs them
 SCORES_PER_THREAD = 32
+
+INFINITY = tl.constexpr(float("inf"))
 LAST_ID = tl.constexpr(0x7FFFFFFF)
 BROKEN = tl.constexpr(0x7FFFFFFFFFFFFFFF)  # above the key of every score
+NO_KEY = tl.constexpr(-BROKEN.value)  # below the key of every score
 LOWER_HALF = tl.constexpr(0xFFFFFFFF)
-LEAST_DIVISOR = tl.constexpr(COLDEST)
+TOP_BIT = tl.constexpr(1 << 31)
+LEAST_DIVISOR = tl.constexpr(params.COLDEST)
+MASS = tl.constexpr(params.MASS)
+IN_PROMPT = tl.constexpr(1 << 30)  # added to a token's count in the output
+
+WORD = (1 << 64) - 1
+GOLDEN = tl.constexpr(noise.GOLDEN & WORD)
+FIRST, SECOND = (tl.constexpr(multiplier & WORD) for multiplier in noise.MULTIPLIERS)
+LARGEST = tl.constexpr(noise.LARGEST)
+
+
+@triton.jit
+def _spread(words):  # type: ignore[no-untyped-def]
+    """SplitMix64's two multiplications."""
+    words ^= words >> 30
+    words *= FIRST
+    words ^= words >> 27
+    words *= SECOND
+    return words
+
+
+@triton.jit
+def key_of(seed, position):  # type: ignore[no-untyped-def]
+    """The key of a position: i64 -> u64."""
+    key = _spread(seed.to(tl.uint64, bitcast=True) + position.to(tl.uint64, bitcast=True) * GOLDEN)
+    return key ^ (key >> 31)
+
+
+@triton.jit
+def random_bits(key, ids):  # type: ignore[no-untyped-def]
+    """32 random bits for each token id under a key: u64, i64 -> u32."""
+    return (_spread(key + ids.to(tl.uint64, bitcast=True) * GOLDEN) >> 32).to(tl.uint32)
+
+
+@triton.jit
+def noise_of(key, ids):  # type: ignore[no-untyped-def]
+    """Standard Gumbel noise for each token id under a key: u64, i64 -> f32."""
+    v = tl.minimum((random_bits(key, ids).to(tl.float32) + 0.5) * 2.0**-32, LARGEST)
+    rest = 1.0 - v
+    # log(1 - v) by the logarithm of the rounded difference, times what the rounding took from v.
+    exponential = tl.where(rest == 1.0, v, -tl.log(rest) * tl.math.div_rn(v, 1.0 - rest))
+    return -tl.log(exponential)
+
+
+@triton.jit
+def order_of(score):  # type: ignore[no-untyped-def]
+    """Integers in the order of the floats: f32 -> i32; the two zeros differ."""
+    bits = score.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def score_of_order(order):  # type: ignore[no-untyped-def]
+    """The float of an integer from `order_of`: i32 -> f32."""
+    return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def rank_key(score, number):  # type: ignore[no-untyped-def]
+    """Keys in the order of scores, and among equal scores the lowest number first: f32, i32 -> i64.
+
+    Both zeros count as the positive one.
+    """
+    return (order_of(tl.where(score == 0, 0.0, score)).to(tl.int64) << 32) | (number ^ LAST_ID).to(tl.int64)
+
+
+@triton.jit
+def number_of_key(key):  # type: ignore[no-untyped-def]
+    """The number in a rank key: i64 -> i64."""
+    return (key & LOWER_HALF) ^ LAST_ID
+
+
+@triton.jit
+def score_of_key(key):  # type: ignore[no-untyped-def]
+    """The score in a rank key: i64 -> f32."""
+    return score_of_order((key >> 32).to(tl.int32))
+
+
+@triton.jit
+def divisor_of(temperature):  # type: ignore[no-untyped-def]
+    """What scores are divided by: the temperature, and 1 for greedy rows."""
+    return tl.where(temperature > 0, tl.maximum(temperature, LEAST_DIVISOR), 1.0)
+
+
+@triton.jit
+def mass_of(score, best):  # type: ignore[no-untyped-def]
+    """exp(score - best) in units of 1 / MASS, rounded down: f32 -> i64; 0 for what is not a number."""
+    share = tl.exp(score - best) * MASS
+    return tl.where(share == share, share, 0.0).to(tl.int64)
+
+
+@triton.jit
+def radix_key(score):  # type: ignore[no-untyped-def]
+    """Keys of KEY_BITS bits in the order of the scores: f32 -> i64; both zeros count as the positive one."""
+    return ((order_of(tl.where(score == 0, 0.0, score)).to(tl.int64) + TOP_BIT) & LOWER_HALF) << 1
+
+
+@triton.jit
+def score_of_radix_key(key):  # type: ignore[no-untyped-def]
+    """The score of a key from `radix_key`: i64 -> f32."""
+    return score_of_order(((key >> 1) - TOP_BIT).to(tl.int32))
 
 
 def span_of(vocab_size: int, sampled: bool) -> int:
@@ -33,34 +142,45 @@ def span_of(vocab_size: int, sampled: bool) -> int:
     return whole if whole <= WHOLE else SPAN
 
 
+@dataclass(frozen=True, slots=True)
+class Adjusted:
+    """Scores after bias, penalties and min_tokens, for the rows that have any of them."""
+
+    rows: Tensor  # [R] i32: 1 if the row has adjusted scores
+    scores: Tensor  # [R * T, V] f32, written in those rows alone; NaN where a logit is not finite
+
+
 def best_tokens(
     scores: Tensor,
     positions: Tensor,
-    law: SamplingTensors,
+    sampling: SamplingTensors,
     sampled: bool,
     ids: Tensor | None,
     lowest: Tensor | None,
     checked: bool,
     out: Tensor,
+    adjusted: Adjusted | None = None,
 ) -> None:
     """The token of the largest sum at each node, lowest on ties, into `out`, a dense [R, T] i64.
 
     scores [R, T, V] of any float type are those of token ids [V] (None: 0, 1, ...), positions are [R, T]. Scores
     below `lowest` [R, T], after temperature, are passed over. Checked: -1 if a score is not finite; otherwise
-    what is not a number counts as -inf.
+    what is not a number counts as -inf. Rows with adjusted scores take those instead.
     """
-    scores = scores if scores.stride(2) == 1 or scores.shape[2] == 1 else scores.contiguous()
+    scores = dense_vocab(scores)
     num_rows, num_nodes, vocab_size = scores.shape
     span = span_of(vocab_size, sampled)
     num_spans = triton.cdiv(vocab_size, span)
     keys = out
     if num_spans > 1:
         keys = torch.empty(num_rows * num_nodes, num_spans, dtype=torch.int64, device=scores.device)
+    adjusted_rows, adjusted_scores = (out, out) if adjusted is None else (adjusted.rows, adjusted.scores)
     launch(
         _best_of_span,
         (num_rows * num_nodes, num_spans),
-        *(scores, positions, law.temperature, law.seeds),
-        *(out if ids is None else ids, law.temperature if lowest is None else lowest, out, keys),
+        *(scores, positions, sampling.temperature, sampling.seeds),
+        *(out if ids is None else ids, sampling.temperature if lowest is None else lowest),
+        *(adjusted_rows, adjusted_scores, out, keys),
         *(*scores.stride()[:2], *positions.stride(), num_nodes, vocab_size),
         SPAN=span,
         ALONE=num_spans == 1,
@@ -68,6 +188,7 @@ def best_tokens(
         NAMED=ids is not None,
         FILTERED=lowest is not None,
         CHECKED=checked,
+        ADJUSTED=adjusted is not None,
         num_warps=max(1, min(32, span // (32 * SCORES_PER_THREAD) * (2 if sampled else 1))),
         enable_fp_fusion=False,  # every variant of the kernel rounds alike
         pdl=True,
@@ -84,17 +205,9 @@ def best_tokens(
         )
 
 
-@triton.jit
-def order_of(score):  # type: ignore[no-untyped-def]
-    """Integers in the order of the floats: f32 -> i32; the two zeros differ."""
-    bits = score.to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
-def divisor_of(temperature):  # type: ignore[no-untyped-def]
-    """What scores are divided by: the temperature, and 1 for greedy rows."""
-    return tl.where(temperature > 0, tl.maximum(temperature, LEAST_DIVISOR), 1.0)
+def dense_vocab(scores: Tensor) -> Tensor:
+    """Scores [R, T, V] with those of a node side by side."""
+    return scores if scores.stride(2) == 1 or scores.shape[2] == 1 else scores.contiguous()
 
 
 @triton.jit
@@ -115,6 +228,8 @@ def _best_of_span(  # type: ignore[no-untyped-def]
     seeds,
     ids,
     lowest,
+    adjusted_rows,
+    adjusted_scores,
     out,
     keys,
     row_stride,
@@ -129,6 +244,7 @@ def _best_of_span(  # type: ignore[no-untyped-def]
     NAMED: tl.constexpr,
     FILTERED: tl.constexpr,
     CHECKED: tl.constexpr,
+    ADJUSTED: tl.constexpr,
 ):
     """The key of the best score of one span; if it is the only one, the token itself."""
     enter()
@@ -137,8 +253,16 @@ def _best_of_span(  # type: ignore[no-untyped-def]
     offsets = span * SPAN + tl.arange(0, SPAN)
     inside = offsets < vocab_size
     start = scores + row * row_stride + place * node_stride
-    score = tl.load(start + offsets, mask=inside, other=0.0).to(tl.float32)
-    finite = tl.abs(score) < float("inf")  # false for what is not a number
+    if ADJUSTED:
+        is_adjusted = tl.load(adjusted_rows + row) != 0
+        if is_adjusted:
+            score = tl.load(adjusted_scores + node * vocab_size + offsets, mask=inside, other=0.0)
+        else:
+            score = tl.load(start + offsets, mask=inside, other=0.0).to(tl.float32)
+        finite = (score == score) & (is_adjusted | (tl.abs(score) < INFINITY))  # adjusted scores may be -inf
+    else:
+        score = tl.load(start + offsets, mask=inside, other=0.0).to(tl.float32)
+        finite = tl.abs(score) < float("inf")  # false for what is not a number
     broken = tl.sum((~finite).to(tl.int32)) > 0
     if not CHECKED:
         score = tl.where(score == score, score, float("-inf"))
@@ -156,8 +280,7 @@ def _best_of_span(  # type: ignore[no-untyped-def]
     score = tl.where(inside, score, float("-inf"))
     best = tl.max(score)
     first = tl.min(tl.where(inside & (score == best), offsets, LAST_ID))
-    # Zeros are equal: both count as the positive one.
-    key = (order_of(tl.where(best == 0, 0.0, best)).to(tl.int64) << 32) | (first ^ LAST_ID).to(tl.int64)
+    key = rank_key(best, first)
     if CHECKED:
         key = tl.where(broken, BROKEN, key)
     if ALONE:
@@ -173,3 +296,205 @@ def _best_of_node(keys, ids, out, num_spans, PADDED: tl.constexpr, NAMED: tl.con
     node, span = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
     of_spans = tl.load(keys + node * num_spans + span, mask=span < num_spans, other=-BROKEN)
     tl.store(out + node, _token_of(tl.max(of_spans), ids, NAMED))
+
+
+def adjust(
+    logits: Tensor, positions: Tensor, sampling: SamplingTensors, features: Features, context: Context | None
+) -> Adjusted:
+    """Scores after bias, penalties and min_tokens, of the rows that have any of them.
+
+    A first launch counts the tokens of penalised rows, a second computes scores.
+    """
+    num_rows, num_nodes, vocab_size = logits.shape
+    rows = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
+    scores = torch.empty(num_rows * num_nodes, vocab_size, dtype=torch.float32, device=logits.device)
+    counts = rows
+    history = window_tokens = ancestors = sampling.stop_ids  # read where a context is given
+    prompt_lens = lens = sampling.min_lens
+    if context is not None:
+        counts = torch.zeros(num_rows, vocab_size, dtype=torch.int32, device=logits.device)
+        history, prompt_lens, lens = context.history, context.prompt_lens, context.lens
+        window_tokens, ancestors = context.window_tokens, context.ancestors
+    parts = {"PENALISED": features.penalised, "BIASED": features.biased, "MIN_LEN": features.min_len}
+    penalties = (sampling.repetition, sampling.presence, sampling.frequency)
+    launch(
+        _count_tokens,
+        (num_rows, triton.cdiv(history.shape[1], COUNT_SPAN) if features.penalised else 1),
+        *(history, prompt_lens, lens, *penalties, sampling.bias_ids, sampling.min_lens, rows, counts),
+        *(history.stride(0), sampling.bias_ids.stride(0), vocab_size),
+        SPAN=COUNT_SPAN,
+        **parts,
+        pdl=True,
+    )
+    launch(
+        _adjust,
+        (num_rows * num_nodes, triton.cdiv(vocab_size, COUNT_SPAN)),
+        *(logits, positions, rows, counts, window_tokens, ancestors, *penalties),
+        *(sampling.bias_ids, sampling.bias_values, sampling.stop_ids, sampling.min_lens, scores),
+        *(*logits.stride()[:2], *positions.stride(), window_tokens.stride(0), *ancestors.stride()),
+        *(sampling.bias_ids.stride(0), sampling.stop_ids.stride(0)),
+        *(sampling.bias_ids.shape[1], sampling.stop_ids.shape[1], num_nodes, vocab_size),
+        SPAN=COUNT_SPAN,
+        **parts,
+        num_warps=8,
+        enable_fp_fusion=False,  # products and differences are rounded one after the other
+        pdl=True,
+    )
+    return Adjusted(rows, scores)
+
+
+@triton.jit
+def _count_tokens(  # type: ignore[no-untyped-def]
+    history,
+    prompt_lens,
+    lens,
+    repetitions,
+    presences,
+    frequencies,
+    bias_ids,
+    min_lens,
+    rows,
+    counts,
+    history_stride,
+    bias_stride,
+    vocab_size,
+    SPAN: tl.constexpr,
+    PENALISED: tl.constexpr,
+    BIASED: tl.constexpr,
+    MIN_LEN: tl.constexpr,
+):
+    """Whether a row is adjusted at all; and for penalised rows how often each token came before the window."""
+    enter()
+    row, span = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    penalised = row < 0
+    if PENALISED:
+        penalised = tl.load(repetitions + row) != 1
+        penalised = penalised | (tl.load(presences + row) != 0) | (tl.load(frequencies + row) != 0)
+    adjusted = penalised
+    if BIASED:
+        adjusted = adjusted | (tl.load(bias_ids + row * bias_stride) >= 0)
+    if MIN_LEN:
+        adjusted = adjusted | (tl.load(min_lens + row) > 0)
+    if span == 0:
+        tl.store(rows + row, adjusted.to(tl.int32))
+    if PENALISED:
+        length = tl.load(lens + row)
+        if penalised & (span * SPAN < length):
+            place = span * SPAN + tl.arange(0, SPAN)
+            inside = place < length
+            token = tl.load(history + row * history_stride + place, mask=inside, other=0)
+            count = counts + row * vocab_size + tl.minimum(tl.maximum(token, 0), vocab_size - 1)
+            in_prompt = place < tl.load(prompt_lens + row)
+            tl.atomic_add(count, tl.full([SPAN], 1, tl.int32), mask=inside & ~in_prompt, sem="relaxed")
+            tl.atomic_or(count, tl.full([SPAN], IN_PROMPT, tl.int32), mask=inside & in_prompt, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["position_row_stride", "position_node_stride", "num_nodes", "num_biases", "num_stops"])
+def _adjust(  # type: ignore[no-untyped-def]
+    logits,
+    positions,
+    rows,
+    counts,
+    window_tokens,
+    ancestors,
+    repetitions,
+    presences,
+    frequencies,
+    bias_ids,
+    bias_values,
+    stop_ids,
+    min_lens,
+    scores,
+    row_stride,
+    node_stride,
+    position_row_stride,
+    position_node_stride,
+    window_stride,
+    ancestor_row_stride,
+    ancestor_stride,
+    bias_stride,
+    stop_stride,
+    num_biases,
+    num_stops,
+    num_nodes,
+    vocab_size,
+    SPAN: tl.constexpr,
+    PENALISED: tl.constexpr,
+    BIASED: tl.constexpr,
+    MIN_LEN: tl.constexpr,
+):
+    """The adjusted scores of one span of an adjusted node."""
+    enter()
+    node, span = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, place = node // num_nodes, node % num_nodes
+    if tl.load(rows + row) != 0:
+        offsets = span * SPAN + tl.arange(0, SPAN)
+        inside = offsets < vocab_size
+        start = logits + row * row_stride + place * node_stride
+        logit = tl.load(start + offsets, mask=inside, other=0.0).to(tl.float32)
+        score = logit
+        if BIASED:
+            entry = row * bias_stride
+            end = entry + num_biases
+            biased = tl.load(bias_ids + entry)
+            while biased >= 0:  # used entries come first
+                score = tl.where(offsets == biased, score + tl.load(bias_values + entry), score)
+                entry += 1
+                biased = tl.load(bias_ids + entry, mask=entry < end, other=-1)
+        if PENALISED:
+            seen = tl.load(counts + row * vocab_size + offsets, mask=inside, other=0)
+            count = seen & (IN_PROMPT - 1)
+            word = tl.load(ancestors + row * ancestor_row_stride + place * ancestor_stride)
+            for other in range(1, num_nodes):  # the root is part of the history
+                token = tl.load(window_tokens + row * window_stride + other)
+                token = tl.minimum(tl.maximum(token, 0), vocab_size - 1)
+                count += tl.where(offsets == token, ((word >> other) & 1).to(tl.int32), 0)
+            factor = tl.where((seen >= IN_PROMPT) | (count > 0), tl.load(repetitions + row), 1.0)
+            score = tl.where(score > 0, tl.math.div_rn(score, factor), score * factor)
+            score = score - count.to(tl.float32) * tl.load(frequencies + row)
+            score = score - tl.where(count > 0, tl.load(presences + row), 0.0)
+        if MIN_LEN:
+            position = tl.load(positions + row * position_row_stride + place * position_node_stride)
+            if position < tl.load(min_lens + row):
+                for number in range(0, num_stops):
+                    stop = tl.load(stop_ids + row * stop_stride + number)
+                    score = tl.where(offsets == stop, float("-inf"), score)
+        score = tl.where(tl.abs(logit) < INFINITY, score, float("nan"))
+        tl.store(scores + node * vocab_size + offsets, score, mask=inside)
+
+
+def masses(scores: Tensor, best: Tensor) -> Tensor:
+    """exp(score - best) in units of 1 / MASS, rounded down: [..., V], [..., 1] f32 -> [..., V] i64."""
+    scores, best = scores.contiguous(), best.contiguous()
+    found = torch.empty(scores.shape, dtype=torch.int64, device=scores.device)
+    grid = (best.numel(), triton.cdiv(scores.shape[-1], COUNT_SPAN))
+    launch(_masses, grid, scores, best, found, scores.shape[-1], SPAN=COUNT_SPAN)
+    return found
+
+
+def gumbel(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
+    """Standard Gumbel noise: [R], [R, T], [V] i64 -> [R, T, V] f32."""
+    seeds, positions, ids = seeds.contiguous(), positions.contiguous(), ids.contiguous()
+    num_nodes, vocab_size = positions.shape[1], ids.numel()
+    drawn = torch.empty(*positions.shape, vocab_size, dtype=torch.float32, device=seeds.device)
+    grid = (positions.numel(), triton.cdiv(vocab_size, COUNT_SPAN))
+    arguments = (seeds, positions, ids, drawn, num_nodes, vocab_size)
+    launch(_gumbel, grid, *arguments, SPAN=COUNT_SPAN, enable_fp_fusion=False)
+    return drawn
+
+
+@triton.jit
+def _masses(scores, best, found, width, SPAN: tl.constexpr):  # type: ignore[no-untyped-def]
+    node = tl.program_id(0).to(tl.int64)
+    offsets = tl.program_id(1) * SPAN + tl.arange(0, SPAN)
+    score = tl.load(scores + node * width + offsets, mask=offsets < width, other=0.0)
+    tl.store(found + node * width + offsets, mass_of(score, tl.load(best + node)), mask=offsets < width)
+
+
+@triton.jit(do_not_specialize=["num_nodes"])
+def _gumbel(seeds, positions, ids, drawn, num_nodes, vocab_size, SPAN: tl.constexpr):  # type: ignore[no-untyped-def]
+    node = tl.program_id(0).to(tl.int64)
+    offsets = tl.program_id(1) * SPAN + tl.arange(0, SPAN)
+    token_ids = tl.load(ids + offsets, mask=offsets < vocab_size, other=0)
+    key = key_of(tl.load(seeds + node // num_nodes), tl.load(positions + node))
+    tl.store(drawn + node * vocab_size + offsets, noise_of(key, token_ids), mask=offsets < vocab_size)
