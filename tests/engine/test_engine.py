@@ -1,6 +1,7 @@
 """What comes back of a request: reasons, log-probabilities, provenance, timing; faults; simulated acceptance."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,9 +11,11 @@ from scipy import stats
 
 from peregrine.engine.request import Output
 from peregrine.sampling import SamplingParams
+from peregrine.text.tokenizer import Tokenizer
 from spec import reference
 from spec.harness import Case, accept_length, build, cases, copy_model, noisy_model, run, tiny_model, tokens
 from spec.test_identity import naive_logits
+from text.conftest import byte_fallback, write_folder
 
 TREE = {"drafter": str(noisy_model()), "tree": (3, 3, 10)}
 
@@ -144,6 +147,24 @@ def test_a_stop_string_does_not_end_a_request_before_min_tokens(min_tokens: int)
             assert output.token_ids == ids[: count or 60]
             text = plain.tokenizer.decode(output.token_ids)
             assert output.text == (text[: text.rindex(stop)] if count else text)
+
+
+def test_a_stop_string_in_a_run_of_bytes_ends_at_one_token_however_rounds_fall(tmp_path: Path) -> None:
+    """A byte-fallback tokenizer holds the text of a run of bytes back until it ends, which may be rounds later."""
+    tokenizer = Tokenizer.read(write_folder(tmp_path, byte_fallback()))
+    byte = {value: token for token, value in tokenizer.byte_ids.items()}
+    newline, letter = byte[ord("\n")], max(byte.values()) + 4  # ids of text follow those of bytes
+    often = {newline: 96.0, byte[ord("a")]: 100.0, byte[ord("c")]: 100.0, letter: 96.0}
+    params = [SamplingParams(seed=s, max_tokens=40, logit_bias=often, stop="\n", ignore_eos=True) for s in range(8)]
+    seen = []
+    for options in ({}, {"drafter": str(tiny_model()), "num_drafts": 5}, TREE):
+        engine = build(**options).engine
+        engine.tokenizer = tokenizer
+        seen.append(run(engine, [Case((5, letter), one) for one in params]))
+        assert all(o.token_ids.index(newline) == len(o.token_ids) - 1 for o in seen[-1] if o.finish_reason == "stop")
+    assert tokens(seen[0]) == tokens(seen[1]) == tokens(seen[2])
+    assert [o.text for o in seen[0]] == [o.text for o in seen[1]] == [o.text for o in seen[2]]
+    assert any(o.finish_reason == "stop" and len(o.token_ids) > 5 for o in seen[0])
 
 
 def test_abort_before_the_first_token_and_after_the_last() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peregrine.text.stream import Detokenizer, Piece, TextStream
+from peregrine.text.stream import Detokenizer, TextStream
 from peregrine.text.tokenizer import Tokenizer
 
 ALPHABET = [*"abtheng .,\n 0", "é", "e\u0301", "ß", "你", "好", "世", "🦅", "👩\u200d🚀", "\ufffd", "▁", "\u0000"]
@@ -194,14 +194,13 @@ def test_time_grows_with_the_text_and_no_faster(bytewise: Tokenizer, spelled: by
 
 
 def push_all(stream: TextStream, parts: Sequence[Sequence[int]]) -> tuple[str, int, str | None]:
-    """Text, kept ids and stop string of a whole generation."""
-    text, kept = "", 0
+    """Text, ids it needs and stop string of a whole generation."""
+    text = ""
     for part in parts:
-        piece = stream.push(part)
-        text, kept = text + piece.text, kept + piece.kept
-        if piece.stopped is not None:
+        text += stream.push(part)
+        if stream.stopped is not None:
             break
-    return text + stream.finish(), kept, stream.stopped
+    return text + stream.finish(), stream.num_final, stream.stopped
 
 
 @settings(max_examples=60)
@@ -213,27 +212,26 @@ def test_a_stream_ends_at_the_first_stop(tokenizer: Tokenizer, data: st.DataObje
     end, negative, stop = min(ends, default=(len(whole), 0, None))
     expected = whole[: end + negative]
 
-    text, kept, stopped = push_all(TextStream(tokenizer, prompt, stops), cut(data, ids))
-    assert (text, stopped) == (expected, stop)
-    at_once = push_all(TextStream(tokenizer, prompt, stops), [ids])
-    assert at_once[0] == expected
-    if stop is None:
-        assert kept == at_once[1] == len(ids)
-    else:
-        # The shortest beginning of the ids that already reads so.
+    needed = len(ids)
+    if stop is not None:  # the shortest beginning of the ids that already reads so
         lengths = range(len(ids) + 1)
         needed = next(n for n in lengths if reference(tokenizer, prompt, ids[:n], True)[:end] == whole[:end])
-        assert at_once[1] == needed
-        assert kept == needed or (kept > needed and tokenizer.byte_ids)  # a run of bytes may be kept by then
+    for parts in (cut(data, ids), [ids]):
+        assert push_all(TextStream(tokenizer, prompt, stops), parts) == (expected, needed, stop)
 
 
-def test_ids_after_the_one_that_completes_the_stop_are_not_kept(tokenizers: dict[str, Tokenizer]) -> None:
+def push(stream: TextStream, ids: Sequence[int]) -> tuple[str, int, str | None]:
+    """What one push brought, how many ids the text so far needs, and the stop string."""
+    return stream.push(ids), stream.num_final, stream.stopped
+
+
+def test_ids_after_the_one_that_completes_the_stop_do_not_count(tokenizers: dict[str, Tokenizer]) -> None:
     tokenizer = tokenizers["byte_level"]
     stream = TextStream(tokenizer, [], stops=["st"])
-    assert stream.push(ids_of(tokenizer, "kil")) == Piece("kil", 1, None)
-    assert stream.push(ids_of(tokenizer, "s")) == Piece("", 1, None)
-    assert stream.push(ids_of(tokenizer, "turn", "the", "upon")) == Piece("", 1, "st")
-    assert stream.push(ids_of(tokenizer, "the")) == Piece("", 0, "st")
+    assert push(stream, ids_of(tokenizer, "kil")) == ("kil", 1, None)
+    assert push(stream, ids_of(tokenizer, "s")) == ("", 2, None)
+    assert push(stream, ids_of(tokenizer, "turn", "the", "upon")) == ("", 3, "st")
+    assert push(stream, ids_of(tokenizer, "the")) == ("", 3, "st")
     assert stream.finish() == ""
 
 
@@ -241,25 +239,25 @@ def test_a_newline_byte_stops_at_its_own_id(tokenizers: dict[str, Tokenizer]) ->
     tokenizer = tokenizers["byte_fallback"]
     bird, newline = ids_of(tokenizer, "b"), byte_ids(tokenizer, b"\n")
     at_once = TextStream(tokenizer, bird, stops=["\n"])
-    assert at_once.push([*bird, *newline, *newline, *bird]) == Piece("b", 2, "\n")
-    # Held until the run of bytes ends; what was kept by then stays kept.
+    assert push(at_once, [*bird, *newline, *newline, *bird]) == ("b", 2, "\n")
+    # Held until the run of bytes ends.
     stream = TextStream(tokenizer, bird, stops=["\n"])
-    assert stream.push([*bird, *newline]) == Piece("b", 2, None)
-    assert stream.push([*newline]) == Piece("", 1, None)
-    assert stream.push(bird) == Piece("", 0, "\n")
+    assert push(stream, [*bird, *newline]) == ("b", 1, None)
+    assert push(stream, [*newline]) == ("", 1, None)
+    assert push(stream, bird) == ("", 2, "\n")
 
 
 def test_a_stop_in_the_text_held_to_the_end_is_found(tokenizers: dict[str, Tokenizer]) -> None:
     tokenizer = tokenizers["byte_fallback"]
     stream = TextStream(tokenizer, ids_of(tokenizer, "b"), stops=["\n"])
-    assert stream.push([*ids_of(tokenizer, "b"), *byte_ids(tokenizer, b"\n.")]).stopped is None
+    assert push(stream, [*ids_of(tokenizer, "b"), *byte_ids(tokenizer, b"\n.")]) == ("b", 1, None)
     assert stream.finish() == ""
-    assert stream.stopped == "\n"
+    assert (stream.num_final, stream.stopped) == (2, "\n")
 
 
 def test_half_a_stop_at_the_end_is_text(tokenizers: dict[str, Tokenizer]) -> None:
     tokenizer = tokenizers["byte_level"]
     stream = TextStream(tokenizer, [], stops=["fast bird"])
-    assert stream.push(ids_of(tokenizer, "fast")) == Piece("", 1, None)
+    assert push(stream, ids_of(tokenizer, "fast")) == ("", 1, None)
     assert stream.finish() == "fast"
     assert stream.stopped is None

@@ -223,12 +223,9 @@ class Engine:
         stop: str | int | None = tokens[-1] if result.finish == FINISH_STOP else None
         if request.stream is not None:
             silent = 1 if result.finish == FINISH_STOP else 0  # the stop token itself has no text
-            piece = request.stream.push(tokens[: len(tokens) - silent])
-            text = piece.text
+            text = request.stream.push(tokens[: len(tokens) - silent])
             request.text += text
-            if piece.stopped is not None:
-                request.trim(len(tokens) - piece.kept)
-                tokens, reason, stop = tokens[: piece.kept], "stop", piece.stopped
+            reason = reason if request.stream.stopped is None else "stop"
         start = request.num_generated - len(tokens)
         delta = Delta(
             request_id=request.id,
@@ -244,7 +241,15 @@ class Engine:
 
     def _finish(self, request: Request, last: Delta, reason: str, stop: str | int | None = None) -> Delta:
         """Free the request's seat and pages; returns its last delta, which carries the output."""
-        text = last.text
+        if request.stream is not None:
+            rest = request.stream.finish()
+            request.text, last = request.text + rest, replace(last, text=last.text + rest)
+            if request.stream.stopped is not None and reason in ("stop", "length"):
+                reason, stop = "stop", request.stream.stopped
+                # Tokens of earlier rounds go too if the stop's text was held back since then.
+                excess = request.num_generated - request.stream.num_final
+                request.trim(excess)
+                last = last.without_last(excess)
         if request.seat is not None:
             # After a fault, none of its KV is known to be sound: nothing may be shared.
             request.read_len = 0 if reason == "error" else request.num_tokens - 1
@@ -254,11 +259,6 @@ class Engine:
         else:
             self.waiting.remove(request)
         self.ledger.release(request)
-        if request.stream is not None:
-            rest = request.stream.finish()
-            text, request.text = text + rest, request.text + rest
-            if reason == "length" and request.stream.stopped is not None:
-                reason, stop = "stop", request.stream.stopped
         output = Output(
             request_id=request.id,
             prompt_token_ids=request.prompt,
@@ -275,4 +275,4 @@ class Engine:
             simulated=self.simulated,
             prompt_logprobs=request.prompt_logprobs(),
         )
-        return replace(last, text=text, finish_reason=reason, output=output)
+        return replace(last, finish_reason=reason, output=output)

@@ -1,7 +1,7 @@
 """A request inside the engine, and the values that it returns to its user."""
 
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 from torch import Tensor
 
@@ -111,6 +111,12 @@ class Delta:
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob] | None = None  # with the first delta
     drafts: RoundDrafts | None = None
+
+    def without_last(self, count: int) -> "Delta":
+        """The delta without its last `count` tokens, or as many of them as it has; its text is left alone."""
+        keep = max(0, len(self.token_ids) - count)
+        logprobs = None if self.logprobs is None else self.logprobs[:keep]
+        return replace(self, token_ids=self.token_ids[:keep], drafted=self.drafted[:keep], logprobs=logprobs)
 
 
 class Request:

@@ -12,7 +12,6 @@ has no way to flush held text, and it does not say which id completed a characte
 
 import codecs
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 
 from peregrine.errors import RequestError
@@ -222,15 +221,6 @@ def _border_lengths(stop: str) -> list[int]:
     return lengths
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """The result of one push."""
-
-    text: str  # final text, to be appended to the output
-    kept: int  # number of leading pushed ids that belong to the output
-    stopped: str | None  # the stop string that ended the text
-
-
 class TextStream:
     """The text of one generation, up to but without its stop string."""
 
@@ -254,18 +244,20 @@ class TextStream:
         """The stop string that ended the text, if one did."""
         return self._stops.stopped
 
-    def push(self, ids: Sequence[int]) -> Piece:
-        """Add ids. Kept are those up to the id that completes a stop string; after a stop, none.
+    @property
+    def num_final(self) -> int:
+        """Number of ids whose text is final; after a stop, of those up to the id that completed it."""
+        return self._num_final
 
-        A kept id stays kept, since it may have been sent: if the stop was completed by an id of an earlier push
-        whose text was held, none of these ids is kept.
+    def push(self, ids: Sequence[int]) -> str:
+        """Add ids; returns the text that is final now. See `stopped` for a stop string, after which ids are ignored.
+
+        The stop may have been completed by an id of an earlier push, whose text was held: see `num_final`.
         """
         if self.stopped is not None:
-            return Piece("", 0, self.stopped)
-        num_before, self._num_ids = self._num_ids, self._num_ids + len(ids)
-        text = self._until_stop(self._detokenizer.push_each(ids))
-        kept = len(ids) if self.stopped is None else max(0, self._num_final - num_before)
-        return Piece(text, kept, self.stopped)
+            return ""
+        self._num_ids += len(ids)
+        return self._until_stop(self._detokenizer.push_each(ids))
 
     def finish(self) -> str:
         """The rest of the text, when no more ids come; it may contain a stop string: see `stopped`."""
