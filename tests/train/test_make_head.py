@@ -101,7 +101,7 @@ def test_a_head_for_a_toy_is_accepted_far_more_often_than_an_untrained_one(
 def test_a_killed_run_ends_with_the_weights_of_an_uninterrupted_one(
     train: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flags = ("--tokens", "3000", "--steps", "12", "--save-every", "4", "--no-eval")
+    flags = ("--tokens", "1500", "--rows", "8", "--steps", "8", "--save-every", "4", "--no-eval")
     assert train(*flags, out="whole") == 0
     save, saved = Samples.save, []
     loss = HeadRun.loss

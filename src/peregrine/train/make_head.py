@@ -21,7 +21,7 @@ from peregrine.text.tokenizer import Tokenizer
 from peregrine.train import report
 from peregrine.train.documents import MERLIN_SHARES, open_sources
 from peregrine.train.head import HeadRun, draft_ids, fresh_head, pick_taps
-from peregrine.train.head_size import estimate, refuse_oversize
+from peregrine.train.head_size import check_size
 from peregrine.train.options import FULL, Facts, HeadOrder, SamplingPlan
 from peregrine.train.prompts import Prompt, PromptBook
 from peregrine.train.rows import SampleRows, fitting_row_len
@@ -37,10 +37,7 @@ def make_head(order: HeadOrder) -> Facts:
     config, device = read_config(folder), resolve_device(order.device)
     dtype = resolve_dtype(order.dtype, device, stored_dtype(folder))
     claim(order)
-    draft_vocab = int(order.draft_vocab) if order.draft_vocab.isdigit() else config.vocab_size
-    size = estimate(config, order.plan, order.options, draft_vocab, dtype)
-    print(size, flush=True)
-    refuse_oversize(size, device, order.out)
+    print(check_size(order, config, dtype, device), flush=True)
     check_context(order.plan, config)
 
     train, held_out = prepare_prompts(order, folder)

@@ -19,6 +19,7 @@ from peregrine.train.options import RunOptions
 from peregrine.train.run import Run
 
 MAX_EVAL_ROWS = 64
+LossOf = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +55,9 @@ class Pretraining(Run[Tensor]):
         super().__init__(self.decoder, options, folder, table="embedding")
         self.rows = TokenRows(train, options.row_len + 1, options.seed, options.epoch_tokens)
         self.held_out = held_out
-        self._next_token_loss: Callable[[Decoder, Tensor], Tensor] = next_token_loss
-        if device.type == "cuda":
-            self._next_token_loss = torch.compile(next_token_loss, dynamic=False)
+        decoder = self.decoder
+        self._eager: LossOf = lambda rows: next_token_loss(decoder, rows)
+        self._loss: LossOf = torch.compile(self._eager, dynamic=False) if device.type == "cuda" else self._eager
 
     @property
     def tokens_per_step(self) -> int:
@@ -69,13 +70,13 @@ class Pretraining(Run[Tensor]):
         rows = batch.pin_memory() if self.device.type == "cuda" else batch
         rows = rows.to(self.device, non_blocking=True)
         try:
-            return self._next_token_loss(self.decoder, rows), {}
+            return self._loss(rows), {}
         except Exception as error:
-            if self._next_token_loss is next_token_loss:
+            if self._loss is self._eager:
                 raise
             logger.warning("torch.compile failed, training goes on uncompiled: %s", error)
-            self._next_token_loss = next_token_loss
-            return next_token_loss(self.decoder, rows), {}
+            self._loss = self._eager
+            return self._eager(rows), {}
 
     def after_step(self, last: bool) -> None:
         if self.step % self.options.eval_every == 0 or last:
