@@ -71,7 +71,7 @@ FAULTS: dict[str, tuple[Case, Spoil, str]] = {
     "bits by the number of rows": (
         PLAIN,
         lambda store, m, q, out: nudged(out, m.window.num_rows - 1),
-        "rows independent of company",
+        "rows independent of the batch",
     ),
     "bits by the window's length": (
         PLAIN,

@@ -30,7 +30,7 @@ def test_a_wrong_one_fails(peregrine: Run, monkeypatch: pytest.MonkeyPatch) -> N
     report = json.loads(out)
     assert report["passed"] is False
     assert report["properties"]["near the float64 answer"]["failures"]
-    assert not report["properties"]["rows independent of company"]["failures"]
+    assert not report["properties"]["rows independent of the batch"]["failures"]
 
 
 @pytest.mark.skipif(bool(NumbaBackend().missing()), reason="needs numba")

@@ -50,7 +50,7 @@ def answers(trial: Trial) -> Iterator[float]:
         yield float(share) if bool(out.isfinite().all()) else inf
 
 
-def company(trial: Trial) -> Iterator[float]:
+def other_rows(trial: Trial) -> Iterator[float]:
     """A row alone gives what it gave among others."""
     for row, out in zip(trial.rows, trial.outs, strict=True):
         yield _differs(trial.run([row])[0], out)
@@ -129,7 +129,7 @@ def captured(trial: Trial) -> Iterator[float]:
 
 PROPERTIES: dict[str, Callable[[Trial], Iterator[float]]] = {
     "near the float64 answer": answers,
-    "rows independent of company": company,
+    "rows independent of the batch": other_rows,
     "queries independent of the window": window_length,
     "decode equals context": both_kernels,
     "a tree path equals its chain": tree_paths,

@@ -6,7 +6,7 @@ for a chat.
 
 import json
 from collections.abc import Iterator
-from itertools import islice
+from itertools import cycle, islice
 from pathlib import Path
 
 from peregrine.errors import ConfigError
@@ -49,16 +49,14 @@ def read_line(place: str, line: str) -> Prompt:
     match entry:
         case {"prompt": str(text)} if text:
             return text
-        case {"messages": [*messages]} if messages and all(is_message(message) for message in messages):
+        case {"messages": [_, *_] as messages} if all(map(is_message, messages)):
             return messages
     raise ConfigError(f"{place}: {line[:60]!r} is not a prompt; {SHAPE}")
 
 
 def is_message(entry: object) -> bool:
-    match entry:
-        case {"role": str(), "content": str()}:
-            return True
-    return False
+    """Whether this is a chat's message with a role and text."""
+    return isinstance(entry, dict) and all(isinstance(entry.get(name), str) for name in ("role", "content"))
 
 
 def long_prompts() -> Iterator[Prompt]:
@@ -77,5 +75,4 @@ def last_words(prompt: Prompt) -> str:
 
 def repeated(prompts: list[Prompt], count: int) -> list[Prompt]:
     """`count` prompts, starting over when they run out."""
-    whole, rest = divmod(count, len(prompts))
-    return prompts * whole + list(islice(prompts, rest))
+    return list(islice(cycle(prompts), count))
