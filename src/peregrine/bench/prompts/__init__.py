@@ -50,7 +50,7 @@ def read_line(place: str, line: str) -> Prompt:
         case {"prompt": str(text)} if text:
             return text
         case {"messages": [_, *_] as messages} if all(map(is_message, messages)):
-            return messages
+            return list(messages)
     raise ConfigError(f"{place}: {line[:60]!r} is not a prompt; {SHAPE}")
 
 
