@@ -218,7 +218,7 @@ def test_prefill_copies_a_prompt_a_few_times_not_once_per_chunk() -> None:
 
     engine = build(prefill_chunk=8, prefix_cache=False).engine
     request = engine.prepare(Tokens(range(1, 290)), SamplingParams(temperature=0, max_tokens=2))
-    if request.tokens is request.tokens:  # held, not made anew
+    if request.tokens is request.tokens:  # one list, not a copy per access
         request.tokens = Tokens(request.tokens)
     engine.enqueue(request)
     with torch.inference_mode():

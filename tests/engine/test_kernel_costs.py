@@ -85,7 +85,7 @@ def test_a_round_has_no_other_windows(options: dict[str, object], monkeypatch: p
     assert {shape for shape, tree in bound if tree} == {shape for shape, tree in measured.items() if tree}
 
 
-def test_the_faster_kernel_serves_and_both_times_are_told(store: KVStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_faster_kernel_serves_and_both_times_are_reported(store: KVStore, monkeypatch: pytest.MonkeyPatch) -> None:
     def time_forward(model: BoundModel, metadata: AttentionMetadata) -> float:
         assert isinstance(model.backend, TritonBackend)
         window = metadata.window

@@ -13,7 +13,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=4)
 
 
 @pytest.mark.parametrize("end", ["fault", "close"])
-def test_a_request_that_enters_while_the_engine_ends_is_told(end: str) -> None:
+def test_a_request_that_enters_while_the_engine_ends_gets_a_fault(end: str) -> None:
     llm = LLM(str(tiny_model()), drafter="none", num_pages=100)
     prepare = llm.engine.prepare
 

@@ -64,7 +64,7 @@ def test_stores_hold_what_a_page_counts() -> None:
 
 
 def pick(free: int | None, device: torch.device, patch: pytest.MonkeyPatch, **asked: object) -> tuple[int, str]:
-    """Pages where so many bytes are free, for 4 requests of 100 tokens on pages of 16."""
+    """The number of pages chosen with `free` bytes unused, for 4 requests of 100 tokens on pages of 16."""
     patch.setattr(hardware, "read_memory", lambda: (None, free))
     patch.setattr(hardware, "read_gpu", lambda index: Gpu(index, "a GPU", (9, 0), 0, free or 0))
     config = EngineConfig(max_rows=4, page_size=16, **asked)  # type: ignore[arg-type]

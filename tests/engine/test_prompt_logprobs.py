@@ -19,10 +19,10 @@ def scores(output: Output) -> list[TokenLogprob]:
 
 def test_they_equal_a_naive_recompute() -> None:
     engine = build(prefill_chunk=16).engine
-    told = scores(run(engine, [Case(PROMPT, SCORED), *cases(3, max_tokens=20)])[0])
+    scored = scores(run(engine, [Case(PROMPT, SCORED), *cases(3, max_tokens=20)])[0])
     logits = naive_logits(engine)
-    assert [entry.token_id for entry in told] == list(PROMPT[1:])
-    for place, entry in enumerate(told, start=1):
+    assert [entry.token_id for entry in scored] == list(PROMPT[1:])
+    for place, entry in enumerate(scored, start=1):
         expected = torch.tensor(logits(list(PROMPT[:place]))).double().log_softmax(0)
         assert entry.logprob == pytest.approx(float(expected[PROMPT[place]]), abs=1e-4)
         assert [i for i, _ in entry.top] == expected.topk(3).indices.tolist()

@@ -1,4 +1,4 @@
-"""What a model's name comes to: a folder, an embedded model, or the mere shape of one."""
+"""Which source a model's name stands for: a folder, an embedded model, or random weights in a public shape."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -35,7 +35,7 @@ class EngineLoop:
     def submit(self, prompt: list[int], params: SamplingParams, sink: Sink) -> Request:
         """Admit a request in the caller's thread (RequestError is raised here) and hand it to the engine."""
         request = self.engine.prepare(prompt, params)
-        with self._entrance:  # no sink is added once the engine's thread has told its sinks that it ends
+        with self._entrance:  # a sink added after the engine's end would never be called
             if self.fault is not None:
                 raise self.fault
             if not self._open:

@@ -1,7 +1,7 @@
 """Prefill: prompts are read in ragged chunks between rounds, cut at multiples of the chunk size.
 
 A prompt is read up to, and not including, its last token. That token is the root of the request's first round, so
-tokens are chosen in one place only, and a prompt whose prefix is wholly cached needs no prefill at all.
+tokens are chosen in one place only, and a prompt that is cached up to its last token needs no prefill at all.
 """
 
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ def next_chunks(requests: list[Request], chunk_size: int) -> list[PromptChunk]:
 
 
 def read_chunks(target: BoundModel, drafter: Drafter, chunks: list[PromptChunk], page_size: int) -> None:
-    """Read the chunks; those that need prompt log-probabilities go apart, since only they need all logits."""
+    """Read the chunks; those that need prompt log-probabilities are read in a forward of their own, which keeps all hidden states."""
     for scored in (False, True):
         group = [chunk for chunk in chunks if chunk.request.wants_scores == scored]
         if group:
