@@ -46,7 +46,7 @@ def next_chunks(requests: list[Request], chunk_size: int) -> list[PromptChunk]:
 
 
 def read_chunks(target: BoundModel, drafter: Drafter, chunks: list[PromptChunk], page_size: int) -> None:
-    """Read the chunks; those that need prompt log-probabilities are read in a forward of their own, which keeps all hidden states."""
+    """Read the chunks; those whose prompts are scored get a forward of their own, which keeps all hidden states."""
     for scored in (False, True):
         group = [chunk for chunk in chunks if chunk.request.wants_scores == scored]
         if group:
