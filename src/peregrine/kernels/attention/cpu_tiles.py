@@ -1,8 +1,7 @@
 """The inner loops of compiled attention in vector instructions: scores, softmax weights, sums of values.
 
 Every result is its own chain of operations in an order that is written down here; how many query rows or keys
-a tile holds decides speed alone. Addresses and pitches count bytes. A slot list names one slot per key. After
-a change here delete `__pycache__`: numba's cache looks at the calling file only.
+a tile holds decides speed alone. Addresses and pitches count bytes. A slot list names one slot per key.
 """
 
 from collections.abc import Callable

@@ -1,18 +1,18 @@
 """What compiled CPU kernels are written with: a decorator, a claim counter, raw memory, vector instructions.
 
-Imports numba: only `*_cpu.py` files may import this one. A cached kernel is compiled again when its own file
-changes, not when this one does: after a change here delete `__pycache__`.
+Imports numba: only `*_cpu.py` files may import this one.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
-from numba import carray, cfunc, njit, types
+from numba import carray, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from peregrine.kernels.runtime.cpu import CpuKernel
+from peregrine.kernels.runtime.cpu_cache import compile_cached
 
 MAX_WORDS = 32
 INT64 = ir.IntType(64)
@@ -25,7 +25,7 @@ Body = Callable[[Any], None]
 
 
 def cpu_kernel(layout: str) -> Callable[[Body], CpuKernel]:
-    """Compile `body(block)`, or load it from numba's cache, as a kernel whose arguments follow `layout`.
+    """Compile `body(block)`, or load it from the cache, as a kernel whose arguments follow `layout`.
 
     A body claims pieces until none is left:
 
@@ -38,11 +38,7 @@ def cpu_kernel(layout: str) -> Callable[[Body], CpuKernel]:
 
     def compile_body(body: Body) -> CpuKernel:
         signature = types.void(types.voidptr)
-        options = {"error_model": "numpy", "boundscheck": False}
-        try:
-            compiled = cfunc(signature, cache=True, **options)(body)
-        except RuntimeError:  # no place to write a cache to
-            compiled = cfunc(signature, **options)(body)
+        compiled = compile_cached(body, signature, error_model="numpy", boundscheck=False)
         return CpuKernel(compiled, layout)
 
     return compile_body

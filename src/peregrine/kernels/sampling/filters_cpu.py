@@ -1,7 +1,6 @@
 """The lowest score that top-k, top-p and min-p keep, found by halving ranges instead of sorting.
 
-Counts and masses are whole numbers, so no order of adding them can change the answer. After a change here
-delete `__pycache__`: numba's cache looks at the calling file only.
+Counts and masses are whole numbers, so no order of adding them can change the answer.
 """
 
 import math

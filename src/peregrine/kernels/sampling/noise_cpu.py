@@ -1,7 +1,7 @@
 """Gumbel noise as compiled kernels compute it: the bits of `noise.py`, a vector logarithm, a bound without one.
 
 Whole rows and single tokens take the same operations in the same order, so a token's noise has the same bits
-in both. After a change here delete `__pycache__`: numba's cache looks at the calling file only.
+in both.
 """
 
 from typing import Any
