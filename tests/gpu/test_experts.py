@@ -2,19 +2,17 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels.compile_experts import MODELS
-from peregrine.kernels.linear.reference import PackedWeight
-from peregrine.kernels.moe.experts import PackedExperts, join_experts, pack_experts
-from peregrine.kernels.moe.route import pack_router, route, route_torch
-from peregrine.kernels.moe.routing_rule import ExpertChoice, RoutingRule
-from peregrine.kernels.moe.tiles import ExpertTile
-from peregrine.kernels.residual.reference import Residual
+from kernels.compile_experts import MODELS, RMSNorm
+from peregrine.kernels.linear.tiles import Tile
+from peregrine.kernels.moe import ExpertChoice, RoutingRule, pack_experts, pack_router, route, route_torch
+from peregrine.kernels.residual import Residual
 
 ROWS = (1, 4, 17, 32, 33, 128, 4096)  # blocks of up to 16 rows are found without a plan
 EPS = 1e-6
@@ -25,36 +23,36 @@ UNIT = 2.0**24  # squares are whole numbers of 1 / UNIT
 class Problem:
     """One layer's experts, and the most rows that will be asked of them."""
 
-    law: RoutingRule
-    router: PackedWeight
+    rule: RoutingRule
+    router: Any  # TritonWeight
     bias: Tensor | None
-    gate_up: PackedExperts
-    down: PackedExperts
+    gate_up: Any  # TritonExperts
+    down: Any
     values: Tensor  # [4096, H]
     norm: Tensor  # [H]
 
-    def stream(self, rows: slice) -> Residual:
+    def residual(self, rows: slice) -> Residual:
         values = self.values[rows]
         squares = sums_of_squares(values)
         ready = (values.float() * self.norm.float()).bfloat16()
         return Residual(values, ready, squares, torch.zeros_like(squares), EPS)
 
     def choose(self, rows: slice) -> ExpertChoice:
-        return route(self.stream(rows), self.router, self.law, self.bias)
+        return route(self.residual(rows), self.router, self.rule, self.bias)
 
     def run(self, rows: slice) -> tuple[Tensor, ...]:
-        """Experts, weights, and all that the joined stream holds."""
-        stream, choice = self.stream(rows), self.choose(rows)
-        joined = join_experts(stream, choice, self.gate_up, self.down, self.norm, EPS)
+        """Experts, weights, and all that the residual then holds."""
+        residual, choice = self.residual(rows), self.choose(rows)
+        joined = self.gate_up.add(self.down, residual, choice, RMSNorm(self.norm, EPS))
         assert joined.squares is not None
-        return choice.experts, choice.weights, joined.values, joined.ready, joined.squares
+        return choice.experts, choice.weights, joined.values, joined.normed, joined.squares
 
     def normed(self, rows: slice) -> Tensor:
         """What routing and experts read, in float64: the scale of a row is exact, its values are rounded."""
-        stream = self.stream(rows)
-        assert stream.squares is not None
-        mean = stream.squares.double() / (UNIT * self.values.shape[1])
-        return stream.ready.double() * (mean + EPS).rsqrt()[:, None]
+        residual = self.residual(rows)
+        assert residual.squares is not None
+        mean = residual.squares.double() / (UNIT * self.values.shape[1])
+        return residual.normed.double() * (mean + EPS).rsqrt()[:, None]
 
 
 def sums_of_squares(values: Tensor) -> Tensor:
@@ -64,17 +62,17 @@ def sums_of_squares(values: Tensor) -> Tensor:
 
 @pytest.fixture(scope="module", params=MODELS)
 def problem(request: pytest.FixtureRequest) -> Iterator[Problem]:
-    law, hidden, inner = MODELS[request.param]
+    rule, hidden, inner = MODELS[request.param]
     generator = torch.Generator("cuda").manual_seed(sum(map(ord, request.param)))
 
     def draw(*size: int, spread: float = 1.0) -> Tensor:
         return (torch.randn(size, device="cuda", generator=generator) * spread).bfloat16()
 
-    count = law.num_experts + law.num_shared
+    count = rule.num_experts + rule.num_shared
     yield Problem(
-        law=law,
-        router=pack_router(draw(law.num_experts, hidden, spread=hidden**-0.5)),
-        bias=draw(law.num_experts, spread=0.1).float() if law.sigmoid else None,
+        rule=rule,
+        router=pack_router(draw(rule.num_experts, hidden, spread=hidden**-0.5)),
+        bias=draw(rule.num_experts, spread=0.1).float() if rule.sigmoid else None,
         gate_up=pack_experts(draw(count * 2 * inner, hidden, spread=hidden**-0.5), count),
         down=pack_experts(draw(count * hidden, inner, spread=inner**-0.5), count),
         values=draw(max(ROWS), hidden, spread=3.0),
@@ -96,17 +94,14 @@ def test_a_row_has_the_same_bits_in_any_company(problem: Problem) -> None:
 def test_routing_is_the_twins_where_scores_are_apart(problem: Problem) -> None:
     rows = slice(0, 512)
     found = problem.choose(rows)
-    assert problem.router.weight is not None
     logits = problem.normed(rows) @ problem.router.weight.double().T
-    twin = route_torch(logits.float(), problem.law, problem.bias)
+    twin = route_torch(logits.float(), problem.rule, problem.bias)
     same = (found.experts == twin.experts).all(dim=1)
     assert same.float().mean() > 0.98  # in the rest two scores are equal to the last places of float32
     torch.testing.assert_close(found.weights[same], twin.weights[same], rtol=1e-4, atol=1e-6)
 
 
 def test_answers_are_near_float64(problem: Problem) -> None:
-    assert problem.gate_up.weight is not None
-    assert problem.down.weight is not None
     for num_rows in (4, 160):
         rows = slice(0, num_rows)
         experts, weights, values, ready, squares = problem.run(rows)
@@ -128,45 +123,42 @@ def test_answers_are_near_float64(problem: Problem) -> None:
 
 
 def test_tiles_change_no_bit(problem: Problem) -> None:
-    from peregrine.kernels.moe import experts_triton as experts_gpu
+    from peregrine.kernels.moe import triton as experts_gpu
 
-    assert problem.gate_up.weight is not None
-    assert problem.down.weight is not None
     weights = problem.gate_up.weight, problem.down.weight
     for num_rows in (200, 12):  # planned and direct
-        stream, choice = problem.stream(slice(0, num_rows)), problem.choose(slice(0, num_rows))
-        assert stream.squares is not None
-        scale = stream.squares, EPS
-        first = experts_gpu.answer(stream.ready, scale, choice, *weights)
+        residual, choice = problem.residual(slice(0, num_rows)), problem.choose(slice(0, num_rows))
+        assert residual.squares is not None
+        scale = residual.squares, EPS
+        first = experts_gpu.expert_outputs(residual.normed, scale, choice, *weights)
         for rows, cols, depth, warps in ((16, 32, 64, 4), (32, 64, 128, 4), (64, 128, 64, 8), (128, 64, 32, 4)):
-            tile = ExpertTile(rows, cols, depth, warps, 3)
-            again = experts_gpu.answer(stream.ready, scale, choice, *weights, (tile, tile))
+            tile = Tile(rows, cols, depth, warps, 3)
+            again = experts_gpu.expert_outputs(residual.normed, scale, choice, *weights, (tile, tile))
             assert torch.equal(again, first), tile
 
 
 def test_blocks_are_alike_planned_and_direct(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
-    from peregrine.kernels.moe import experts_triton as experts_gpu
+    from peregrine.kernels.moe import triton as experts_gpu
 
-    assert problem.gate_up.weight is not None
-    assert problem.down.weight is not None
     weights = problem.gate_up.weight, problem.down.weight
     for num_rows in (1, 4, 16):
-        stream, choice = problem.stream(slice(0, num_rows)), problem.choose(slice(0, num_rows))
-        assert stream.squares is not None
+        residual, choice = problem.residual(slice(0, num_rows)), problem.choose(slice(0, num_rows))
+        assert residual.squares is not None
         with monkeypatch.context() as patch:
-            direct = experts_gpu.answer(stream.ready, (stream.squares, EPS), choice, *weights)
+            direct = experts_gpu.expert_outputs(residual.normed, (residual.squares, EPS), choice, *weights)
             patch.setattr(experts_gpu, "DIRECT_ROWS", 0)
-            planned = experts_gpu.answer(stream.ready, (stream.squares, EPS), choice, *weights)
+            planned = experts_gpu.expert_outputs(residual.normed, (residual.squares, EPS), choice, *weights)
         assert torch.equal(direct, planned), num_rows
 
 
 def test_one_expert_may_get_everything(problem: Problem) -> None:
     """As many blocks of one expert as there are rows for, and none of the others."""
-    stream = problem.stream(slice(0, 300))
+    residual = problem.residual(slice(0, 300))
     crowd = ExpertChoice(torch.full((300, 1), 7, dtype=torch.int32, device="cuda"), torch.ones(300, 1, device="cuda"))
     alone = ExpertChoice(crowd.experts[:1], crowd.weights[:1])
-    whole = join_experts(stream, crowd, problem.gate_up, problem.down, problem.norm, EPS)
-    first = join_experts(problem.stream(slice(0, 1)), alone, problem.gate_up, problem.down, problem.norm, EPS)
+    norm = RMSNorm(problem.norm, EPS)
+    whole = problem.gate_up.add(problem.down, residual, crowd, norm)
+    first = problem.gate_up.add(problem.down, problem.residual(slice(0, 1)), alone, norm)
     assert torch.equal(first.values, whole.values[:1])
 
 
@@ -178,20 +170,20 @@ def test_captured_experts_follow_their_input(problem: Problem, num_rows: int) ->
     ready = (held.float() * problem.norm.float()).bfloat16()
 
     def step() -> tuple[Tensor, ...]:
-        stream = Residual(held, ready, squares.clone(), spare.clone(), EPS)
-        choice = route(stream, problem.router, problem.law, problem.bias)
-        joined = join_experts(stream, choice, problem.gate_up, problem.down, problem.norm, EPS)
+        residual = Residual(held, ready, squares.clone(), spare.clone(), EPS)
+        choice = route(residual, problem.router, problem.rule, problem.bias)
+        joined = problem.gate_up.add(problem.down, residual, choice, RMSNorm(problem.norm, EPS))
         assert joined.squares is not None
-        return choice.experts, choice.weights, joined.values, joined.ready, joined.squares
+        return choice.experts, choice.weights, joined.values, joined.normed, joined.squares
 
     replay, recorded = capture(step)
     for first in (num_rows, 0):
         rows = slice(first, first + num_rows)
-        stream = problem.stream(rows)
-        assert stream.squares is not None
-        held.copy_(stream.values)
-        ready.copy_(stream.ready)
-        squares.copy_(stream.squares)
+        residual = problem.residual(rows)
+        assert residual.squares is not None
+        held.copy_(residual.values)
+        ready.copy_(residual.normed)
+        squares.copy_(residual.squares)
         replay()
         for part, expected in zip(recorded, problem.run(rows), strict=True):
             assert torch.equal(part, expected)

@@ -16,7 +16,7 @@ from peregrine.attention.conformance.problem import Row, answer, chain, tree
 from peregrine.attention.kernel_choice import only
 from peregrine.attention.triton_backend import TritonBackend
 from peregrine.kernels.attention.mla import DeferredMLARope, turn_latent
-from peregrine.kernels.linear.per_head import pack_per_head, per_head_linear
+from peregrine.kernels.linear import pack_per_head
 
 LITE, V3 = (16, 1, 576, 512), (128, 1, 576, 512)  # DeepSeek-V2-Lite and V3
 RANK = 512
@@ -149,7 +149,7 @@ def test_the_host_never_waits() -> None:
 
     def call(backend: TritonBackend) -> Tensor:
         q = torch.empty_like(forward.q)
-        per_head_linear(nope, weight, q[..., :RANK])
+        weight.linear(nope, q[..., :RANK])
         bound = backend.bind(forward.store, [OWN] * (LAYER + 1), forward.metadata)
         return bound(LAYER, q, forward.k, forward.v, turn)
 
@@ -191,11 +191,11 @@ def test_heads_have_the_same_bits_in_any_company(inputs: int, outputs: int) -> N
     x = torch.randn(4096, 16, inputs + 64, device=DEVICE, dtype=torch.bfloat16)[..., :inputs]
     weight = torch.randn(16, outputs, inputs, device=DEVICE, dtype=torch.bfloat16) / inputs**0.5
     packed = pack_per_head(weight)
-    together = per_head_linear(x, packed)
+    together = packed.linear(x)
     right = torch.einsum("nhk,hok->nho", x.double(), weight.double())
     torch.testing.assert_close(together.double(), right, atol=2e-2, rtol=1e-2)
     for count in (1, 4, 16, 17, 64, 128, 1000):
-        assert torch.equal(per_head_linear(x[7 : 7 + count], packed), together[7 : 7 + count]), count
+        assert torch.equal(packed.linear(x[7 : 7 + count]), together[7 : 7 + count]), count
 
 
 @pytest.mark.parametrize(("rows", "q_len"), [(1, 1), (1, 4), (8, 1), (8, 4)])

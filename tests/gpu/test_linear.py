@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from peregrine.kernels.linear.reference import PackedWeight, linear_torch
+from peregrine.kernels.linear import DenseWeight
 
 ROWS = (1, 2, 4, 7, 16, 17, 64, 128, 200, 300)
 EPS = 1e-5
@@ -31,23 +31,23 @@ class Problem:
     weight: Tensor  # [N, K], or [2 N, K] with a gate
     bias: Tensor | None
     x: Tensor  # [300, K]
-    squares: Tensor  # [300] of the stream that x was prepared from
+    squares: Tensor  # [300] of the residual that x was prepared from
     residual: Tensor  # [300, N]
     norm: Tensor  # [N]
 
     def run(self, rows: slice) -> tuple[Tensor, ...]:
         """What the kernel makes of some rows, in memory that held NaN: the result, and all that is beside it."""
-        from peregrine.kernels.linear import triton as linear_gpu
+        from peregrine.kernels.linear.triton import Addition, TritonWeight, run
 
+        weight = TritonWeight(self.weight, self.bias)
         x, residual = self.x[rows], self.residual[rows]
         out, scaled = torch.full_like(residual, torch.nan), torch.full_like(residual, torch.nan)
         if self.part == "add":
             squares, stale = torch.zeros_like(self.squares[rows]), torch.full_like(self.squares[rows], 99)
-            add = (residual, self.norm, scaled, squares, stale)
-            linear_gpu.run(x, self.weight, self.bias, out, add=add)
+            run(x, weight, out, add=Addition(residual, self.norm, scaled, squares, stale))
             return out, scaled, squares, stale
         scale = None if self.part == "plain" else (self.squares[rows], EPS)
-        linear_gpu.run(x, self.weight, self.bias, out, scale=scale, gate=self.part == "gate")
+        run(x, weight, out, scale=scale, gate=self.part == "gate")
         return (out,)
 
     def exact(self, rows: slice) -> tuple[Tensor, Tensor]:
@@ -116,8 +116,7 @@ def test_results_are_near_float64_and_near_the_twin(problem: Problem) -> None:
         exact, bound = problem.exact(rows)
         assert bool(((out - exact).abs() <= bound).all())
         if problem.part == "plain":
-            packed = PackedWeight(len(problem.weight), None, problem.weight, problem.bias)
-            twin = linear_torch(problem.x[rows], packed).double()
+            twin = DenseWeight(problem.weight, problem.bias).linear(problem.x[rows]).double()
             assert bool(((out - twin).abs() <= 2 * bound).all())
 
 

@@ -1,10 +1,19 @@
 """What compile_kernels.py compiles for mixtures of experts: published shapes, few rows and many."""
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
-from peregrine.kernels.moe.routing_rule import ExpertChoice, RoutingRule
+from peregrine.kernels.moe import RoutingRule
+
+
+class RMSNorm(NamedTuple):
+    """A norm, as models hand it to kernels."""
+
+    weight: torch.Tensor
+    eps: float
+
 
 LITE = RoutingRule(
     num_experts=64,
@@ -29,25 +38,27 @@ V3 = RoutingRule(
     normalise=True,
     scale=2.5,
 )
-# law, hidden size, inner size
+# rule, hidden size, inner size
 MODELS = {"DeepSeek-V2-Lite": (LITE, 2048, 1408), "Qwen3-30B-A3B": (QWEN3, 2048, 768), "DeepSeek-V3": (V3, 7168, 2048)}
 
 
 def compile_experts() -> None:
     """Routing and experts of every model; tensors have shapes alone, no memory."""
-    from peregrine.kernels.moe import experts_triton as experts_gpu
-    from peregrine.kernels.moe import route_triton as route_gpu
-    from peregrine.kernels.residual.reference import Residual
+    from peregrine.kernels.linear.triton import TritonWeight
+    from peregrine.kernels.moe.route_triton import route
+    from peregrine.kernels.moe.triton import TritonExperts
+    from peregrine.kernels.residual import Residual
 
     def shape(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device="meta")
 
-    for law, hidden, inner in MODELS.values():
-        count = law.num_experts + law.num_shared
-        weights = shape(count, 2 * inner, hidden), shape(count, hidden, inner)
+    for rule, hidden, inner in MODELS.values():
+        count = rule.num_experts + rule.num_shared
+        gate_up = TritonExperts(shape(count, 2 * inner, hidden))
+        down, router = TritonExperts(shape(count, hidden, inner)), TritonWeight(shape(rule.num_experts, hidden), None)
+        norm = RMSNorm(shape(hidden), 1e-6)
         for rows in (4, 4096):
             x, squares = shape(rows, hidden), shape(rows, dtype=torch.int64)
-            bias = shape(law.num_experts, dtype=torch.float32) if law.sigmoid else None
-            choice = ExpertChoice(*route_gpu.route(x, squares, 1e-6, shape(law.num_experts, hidden), law, bias))
-            stream = Residual(x, x, squares, squares, 1e-6)
-            experts_gpu.join_experts(stream, choice, *weights, shape(hidden), squares, squares)
+            bias = shape(rule.num_experts, dtype=torch.float32) if rule.sigmoid else None
+            residual = Residual(x, x, squares, squares, 1e-6)
+            gate_up.add(down, residual, route(residual, router, rule, bias), norm)

@@ -11,7 +11,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels.compile_experts import compile_experts
+from kernels.compile_experts import RMSNorm, compile_experts
 from kernels.exact_law import Params, law_of
 from peregrine.kernels.linear.tiles import WIDE_OUTPUTS
 from peregrine.kernels.runtime import gpu
@@ -45,7 +45,7 @@ def compile_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **option
             signature[name], constants[(place,)] = "constexpr", options.pop(name)
     code = triton.compile(ASTSource(kernel, signature, constants), target=H200, options=options)
     assert code.asm["cubin"]
-    print(kernel.fn.__module__.rpartition(".")[2], kernel.fn.__name__)
+    print(".".join(kernel.fn.__module__.split(".")[-2:]), kernel.fn.__name__)
 
 
 def compile_rounds() -> None:
@@ -109,9 +109,10 @@ def compile_rounds() -> None:
 
 def compile_models() -> None:
     """Every kernel of the models, with all its parts and with none."""
-    from peregrine.kernels.linear import triton as linear_gpu
+    from peregrine.kernels.linear.triton import TritonWeight
     from peregrine.kernels.norm import triton as norm_gpu
-    from peregrine.kernels.residual import triton as stream_gpu
+    from peregrine.kernels.residual import Residual
+    from peregrine.kernels.residual import triton as residual_gpu
     from peregrine.kernels.rope import triton as rope_gpu
     from peregrine.kernels.rope.reference import DeferredRope
 
@@ -120,12 +121,14 @@ def compile_models() -> None:
 
     rows, hidden, inner = 3, 2048, 8192
     tokens, squares = torch.zeros(2, rows, dtype=torch.int64)
-    x, norm, bias = half(rows, hidden), half(hidden), half(hidden)
-    linear_gpu.linear(x, half(WIDE_OUTPUTS, hidden), None)
-    linear_gpu.linear_scaled(half(100, hidden), squares.repeat(40)[:100], 1e-5, half(inner, hidden), None, True)
-    linear_gpu.linear_add(half(rows, inner), half(hidden, inner), bias, x, norm, squares, tokens)
-    stream_gpu.embed(tokens, half(99, hidden), norm)
-    stream_gpu.finish_norm(x, squares, 1e-5)
+    x, norm, many = half(rows, hidden), half(hidden), half(100, hidden)
+    TritonWeight(half(WIDE_OUTPUTS, hidden), None).linear(x)
+    sums = torch.zeros(100, dtype=torch.int64)
+    TritonWeight(half(inner, hidden), None).gated(Residual(many, many, sums, sums, 1e-5))
+    residual = Residual(x, x, squares, tokens, 1e-5)
+    TritonWeight(half(hidden, inner), half(hidden)).add(half(rows, inner), residual, RMSNorm(norm, 1e-5))
+    residual_gpu.embed(tokens, half(99, hidden), norm)
+    residual_gpu.finish_norm(x, squares, 1e-5)
     norm_gpu.rms_norm(x, norm, 1e-5)
     norm_gpu.norm_pair(tokens, half(99, hidden), norm, x, norm, 1e-5)
 

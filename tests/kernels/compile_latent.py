@@ -73,7 +73,7 @@ def compile_parts(heads: int, nope: int, rank: int, rope: int) -> None:
     """What stands around attention: the rotation with the store, and one linear per head on each side."""
     from peregrine.kernels.attention import mla_kv_write_triton as latent_gpu
     from peregrine.kernels.attention.mla import DeferredMLARope
-    from peregrine.kernels.linear import per_head_triton as heads_gpu
+    from peregrine.kernels.linear.per_head_triton import TritonPerHead
 
     tokens, table = whole(3), torch.zeros(99, rope)
     projected, k, keys = half(3, heads, nope + rope), half(3, 1, rank + rope), half(32, 1, rank + rope)
@@ -81,8 +81,8 @@ def compile_parts(heads: int, nope: int, rank: int, rope: int) -> None:
     turn = DeferredMLARope(projected[..., nope:], tokens, tokens, table, half(rank), 1e-6)
     latent_gpu.turn_latent_gpu(q, k, turn, tokens, keys)
     latent_gpu.write_latent_gpu(k, rank, tokens, keys)
-    heads_gpu.per_head_linear_gpu(projected[..., :nope], half(heads, rank, nope), q[..., :rank])
-    heads_gpu.per_head_linear_gpu(half(300, heads, rank), half(heads, nope, rank))
+    TritonPerHead(half(heads, rank, nope)).linear(projected[..., :nope], q[..., :rank])
+    TritonPerHead(half(heads, nope, rank)).linear(half(300, heads, rank))
 
 
 if __name__ == "__main__":

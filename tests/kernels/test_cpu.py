@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from peregrine.kernels.linear.reference import linear, pack_weight
+from peregrine.kernels.linear import DenseWeight, pack_weight
 from peregrine.kernels.runtime import cpu
 from peregrine.kernels.runtime.cpu import NUMBA_PRESENT, numba_ready
 
@@ -39,26 +39,26 @@ def test_takes_float32_without_gradients():
 def test_without_numba_the_twin_serves(monkeypatch):
     monkeypatch.setattr(cpu, "NUMBA_PRESENT", False)
     packed = pack_weight(torch.ones(3, 7))
-    assert packed.panels is None
-    assert torch.equal(linear(torch.ones(2, 7), packed), torch.full((2, 3), 7.0))
+    assert type(packed) is DenseWeight
+    assert torch.equal(packed.linear(torch.ones(2, 7)), torch.full((2, 3), 7.0))
 
 
 @needs_numba
 @pytest.mark.usefixtures("two_threads")
 def test_without_torchs_threads_the_caller_computes(monkeypatch):
     x, packed = torch.randn(5, 320), pack_weight(torch.randn(384, 320))
-    expected = linear(x, packed)
+    expected = packed.linear(x)
     monkeypatch.setattr(cpu, "torch_team", lambda: None)
-    assert torch.equal(linear(x, packed), expected)
+    assert torch.equal(packed.linear(x), expected)
 
 
 @needs_numba
 @pytest.mark.usefixtures("two_threads")
 def test_many_python_threads_may_call_at_once():
     x, packed = torch.randn(5, 320), pack_weight(torch.randn(384, 320))
-    expected = linear(x, packed)
+    expected = packed.linear(x)
     with ThreadPoolExecutor(4) as pool:
-        results = list(pool.map(lambda _: linear(x, packed), range(100)))
+        results = list(pool.map(lambda _: packed.linear(x), range(100)))
     assert all(torch.equal(result, expected) for result in results)
 
 

@@ -71,12 +71,12 @@ def test_tiles_lose_stages_where_they_do_not_fit(device: str, kind: str) -> None
     outputs, inputs, gate = SHAPES[kind]
     for rows in HEIGHTS:
         full = pick_tile(rows, outputs, inputs, gate)
-        for number_bytes in (2, 4):
-            room = Room(SMALLER[device], number_bytes)
+        for element_bytes in (2, 4):
+            room = Room(SMALLER[device], element_bytes)
             tile = pick_tile(rows, outputs, inputs, gate, room=room)
             numbers = (rows + tile.cols * (2 if gate else 1)) * tile.depth
             assert 1 <= tile.stages <= full.stages
-            assert tile.stages == 1 or tile.stages * numbers * number_bytes <= room.shared_bytes
+            assert tile.stages == 1 or tile.stages * numbers * element_bytes <= room.shared_bytes
             assert (tile.rows, tile.cols, tile.depth, tile.split) == (full.rows, full.cols, full.depth, full.split)
 
 

@@ -1,4 +1,4 @@
-"""Experts: the twin against a loop in float64, the kernels against the twin, and bits that no company changes."""
+"""Experts: the twin against a loop in float64, the kernels against the twin; bits do not depend on the batch."""
 
 from collections.abc import Callable
 
@@ -9,16 +9,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
+from kernels.compile_experts import RMSNorm
 from kernels.interpreted import needs_interpreter
 from peregrine.errors import ConfigError
-from peregrine.kernels.moe import experts as kernels
-from peregrine.kernels.moe.experts import PackedExperts, experts_mlp, join_experts, pack_experts, plain_experts
-from peregrine.kernels.moe.routing_rule import ExpertChoice
-from peregrine.kernels.moe.tiles import CROWDED, DIRECT_ROWS, GATED, PLAIN, ExpertTile, pick_expert_tiles
-from peregrine.kernels.residual.reference import Residual
+from peregrine.kernels.linear.tiles import Tile
+from peregrine.kernels.moe import ExpertChoice, ExpertFormat, pack_experts, plain_experts
+from peregrine.kernels.moe.reference import LinearExperts, experts_mlp
+from peregrine.kernels.moe.tiles import CROWDED, DIRECT_ROWS, GATED, PLAIN, pick_expert_tiles
+from peregrine.kernels.residual import Residual
 
 NUM_EXPERTS, HIDDEN, INNER = 7, 48, 32
 UNIT = 2**24  # of a square
+Experts = tuple[ExpertFormat, ExpertFormat]  # gate_up and down
 
 
 def draw(*size: int, seed: int = 0, spread: float = 1.0) -> Tensor:
@@ -30,9 +32,15 @@ def stacks() -> tuple[Tensor, Tensor]:
     return gate_up, draw(NUM_EXPERTS * HIDDEN, INNER, seed=2, spread=0.2)
 
 
-def packed() -> tuple[PackedExperts, PackedExperts]:
+def linears(weight: Tensor) -> LinearExperts:
+    experts = pack_experts(weight, NUM_EXPERTS)
+    assert isinstance(experts, LinearExperts)
+    return experts
+
+
+def packed() -> tuple[LinearExperts, LinearExperts]:
     gate_up, down = stacks()
-    return pack_experts(gate_up, NUM_EXPERTS), pack_experts(down, NUM_EXPERTS)
+    return linears(gate_up), linears(down)
 
 
 def choice_of(num_rows: int, choices: int = 3, seed: int = 0, first: int = 0) -> ExpertChoice:
@@ -70,7 +78,7 @@ def test_the_twin_is_the_loop(choice: ExpertChoice) -> None:
     torch.testing.assert_close(experts_mlp(x, choice, *packed()).double(), by_hand(x, choice), rtol=1e-5, atol=1e-5)
 
 
-def test_a_row_has_the_same_bits_in_any_company() -> None:
+def test_a_row_has_the_same_bits_in_every_batch() -> None:
     choice, x = CHOICES["many"], draw(70, HIDDEN, seed=3)
     whole = experts_mlp(x, choice, *packed())
     for rows in (slice(0, 1), slice(5, 9), slice(60, 70), slice(69, 70)):
@@ -86,7 +94,7 @@ def test_answers_are_added_in_the_order_of_the_choice() -> None:
     gate_up[:, 0, 0], gate_up[:, INNER, 0] = 100.0, 0.01  # silu(100) * 0.01 is one
     x, weights = torch.zeros(1, HIDDEN), torch.ones(1, 3)
     x[0, 0] = 1.0
-    stacked = pack_experts(gate_up.flatten(0, 1), NUM_EXPERTS), pack_experts(down.flatten(0, 1), NUM_EXPERTS)
+    stacked = linears(gate_up.flatten(0, 1)), linears(down.flatten(0, 1))
     for experts, expected in (([0, 1, 2], 1.0), ([2, 0, 1], 0.0)):
         found = experts_mlp(x, ExpertChoice(torch.tensor([experts]), weights), *stacked)
         assert found[0, 0].item() == pytest.approx(expected, abs=1e-3)
@@ -96,21 +104,21 @@ def test_plain_experts_can_be_trained() -> None:
     gate_up, down = (stack.requires_grad_() for stack in stacks())
     x = draw(9, HIDDEN, seed=3).requires_grad_()
     plain = plain_experts(gate_up, NUM_EXPERTS), plain_experts(down, NUM_EXPERTS)
-    found = experts_mlp(x, CHOICES["some"], *plain)
+    found = experts_mlp(x, CHOICES["some"], *plain)  # type: ignore[arg-type]
     torch.testing.assert_close(found, experts_mlp(x.detach(), CHOICES["some"], *packed()))
     found.sum().backward()
     assert all(part.grad is not None and part.grad.abs().sum() > 0 for part in (gate_up, down, x))
 
 
 @pytest.mark.parametrize("with_norm", [False, True])
-def test_joining_adds_to_the_stream(with_norm: bool) -> None:
+def test_outputs_are_added_to_the_residual(with_norm: bool) -> None:
     x, residual, norm = draw(9, HIDDEN, seed=3), draw(9, HIDDEN, seed=4), draw(HIDDEN, seed=5)
-    stream = Residual(residual, x)
-    joined = join_experts(stream, CHOICES["some"], *packed(), norm if with_norm else None, 1e-6)
+    gate_up, down = packed()
+    joined = gate_up.add(down, Residual(residual, x), CHOICES["some"], RMSNorm(norm, 1e-6) if with_norm else None)
     values = residual + experts_mlp(x, CHOICES["some"], *packed())
     torch.testing.assert_close(joined.values, values)
-    ready = F.rms_norm(values, (HIDDEN,), norm, 1e-6) if with_norm else values
-    torch.testing.assert_close(joined.ready, ready)
+    normed = F.rms_norm(values, (HIDDEN,), norm, 1e-6) if with_norm else values
+    torch.testing.assert_close(joined.normed, normed)
 
 
 def test_tiles_take_what_matrix_instructions_can() -> None:
@@ -138,10 +146,12 @@ def test_blocks_that_just_fit_the_device_have_smaller_tiles() -> None:
 
 
 @pytest.fixture
-def triton_experts(monkeypatch: pytest.MonkeyPatch) -> tuple[PackedExperts, ...]:
-    """Gate_up and down as the kernels take them, and a door that lets CPU tensors in."""
-    monkeypatch.setattr(kernels, "triton_ready", lambda tensor: True)
-    return tuple(PackedExperts((), stack.view(NUM_EXPERTS, -1, stack.shape[1])) for stack in stacks())
+def triton_experts() -> Experts:
+    """Gate_up and down in the format of a GPU."""
+    from peregrine.kernels.moe.triton import TritonExperts
+
+    gate_up, down = (TritonExperts(stack.view(NUM_EXPERTS, -1, stack.shape[1])) for stack in stacks())
+    return gate_up, down
 
 
 def squares_of(values: Tensor) -> Tensor:
@@ -151,16 +161,17 @@ def squares_of(values: Tensor) -> Tensor:
 
 @needs_interpreter
 @each_choice
-def test_the_kernels_are_the_twin(choice: ExpertChoice, triton_experts: tuple[PackedExperts, ...]) -> None:
+def test_the_kernels_are_the_twin(choice: ExpertChoice, triton_experts: Experts) -> None:
     num_rows = len(choice.experts)
     values, norm, next_norm = draw(num_rows, HIDDEN, seed=3), draw(HIDDEN, seed=4), draw(HIDDEN, seed=5)
     stale = squares_of(values)
-    stream = Residual(values, values * norm, stale, torch.zeros_like(stale), 1e-6)
-    joined = join_experts(stream, choice, triton_experts[0], triton_experts[1], next_norm, 1e-5)
+    residual = Residual(values, values * norm, stale, torch.zeros_like(stale), 1e-6)
+    gate_up, down = triton_experts
+    joined = gate_up.add(down, residual, choice, RMSNorm(next_norm, 1e-5))
     whole = F.rms_norm(values, (HIDDEN,), norm, 1e-6)
     expected = values + experts_mlp(whole, choice, *packed())
     torch.testing.assert_close(joined.values, expected, rtol=1e-4, atol=1e-5)
-    assert torch.equal(joined.ready, joined.values * next_norm)
+    assert torch.equal(joined.normed, joined.values * next_norm)
     assert joined.squares is not None
     assert torch.equal(joined.squares, squares_of(joined.values))
     assert joined.spare is not None
@@ -170,13 +181,14 @@ def test_the_kernels_are_the_twin(choice: ExpertChoice, triton_experts: tuple[Pa
 
 
 @needs_interpreter
-def test_the_kernels_take_a_whole_norm_and_need_not_make_one(triton_experts: tuple[PackedExperts, ...]) -> None:
+def test_the_kernels_take_a_whole_norm_and_need_not_make_one(triton_experts: Experts) -> None:
     x, residual, norm = draw(9, HIDDEN, seed=3), draw(9, HIDDEN, seed=4), draw(HIDDEN, seed=5)
     expected = residual + experts_mlp(x, CHOICES["some"], *packed())
-    bare = join_experts(Residual(residual, x), CHOICES["some"], triton_experts[0], triton_experts[1], None, 0.0)
+    gate_up, down = triton_experts
+    bare = gate_up.add(down, Residual(residual, x), CHOICES["some"], None)
     torch.testing.assert_close(bare.values, expected, rtol=1e-4, atol=1e-5)
     assert bare.squares is None
-    normed = join_experts(Residual(residual, x), CHOICES["some"], triton_experts[0], triton_experts[1], norm, 1e-6)
+    normed = gate_up.add(down, Residual(residual, x), CHOICES["some"], RMSNorm(norm, 1e-6))
     assert torch.equal(normed.values, bare.values)
     assert normed.squares is not None
     assert torch.equal(normed.squares, squares_of(bare.values))
@@ -194,24 +206,24 @@ def whole_stacks() -> tuple[Tensor, Tensor]:
 
 
 def whole_twin(x: Tensor, choice: ExpertChoice) -> Tensor:
-    return experts_mlp(x, choice, *(pack_experts(stack.flatten(0, 1), NUM_EXPERTS) for stack in whole_stacks()))
+    return experts_mlp(x, choice, *(linears(stack.flatten(0, 1)) for stack in whole_stacks()))
 
 
 @needs_interpreter
-def test_the_kernels_answer_alike_in_any_company_and_tile() -> None:
-    from peregrine.kernels.moe import experts_triton as experts_gpu
+def test_the_kernels_outputs_do_not_depend_on_batch_or_tile() -> None:
+    from peregrine.kernels.moe import triton as experts_gpu
 
     stacked, x = whole_stacks(), whole_numbers(1, 2, 70, HIDDEN, seed=4)
     choice = ExpertChoice(CHOICES["many"].experts, whole_numbers(1, 4, 70, 3, seed=5))
-    whole = experts_gpu.answer(x, None, choice, *stacked).view(70, 3, HIDDEN)
+    whole = experts_gpu.expert_outputs(x, None, choice, *stacked).view(70, 3, HIDDEN)
     assert torch.equal(whole.sum(dim=1), whole_twin(x, choice))
     for rows in (slice(0, 1), slice(5, 9), slice(66, 70)):
         own = ExpertChoice(choice.experts[rows].contiguous(), choice.weights[rows].contiguous())
-        alone = experts_gpu.answer(x[rows], None, own, *stacked)
+        alone = experts_gpu.expert_outputs(x[rows], None, own, *stacked)
         assert torch.equal(alone.view(-1, 3, HIDDEN), whole[rows])
     for rows, cols, depth in ((32, 16, 16), (64, 64, 16), (128, 32, 16)):
-        tile = ExpertTile(rows, cols, depth, 4, 1)
-        again = experts_gpu.answer(x, None, choice, *stacked, (tile, tile))
+        tile = Tile(rows, cols, depth, 4, 1)
+        again = experts_gpu.expert_outputs(x, None, choice, *stacked, (tile, tile))
         assert torch.equal(again.view(70, 3, HIDDEN), whole)
 
 
@@ -235,7 +247,7 @@ def test_few_rows_are_answered_alike_without_a_plan(
     draw_choice: Callable[[int], ExpertChoice], num_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last row is a pad, and not a number: nobody else may notice."""
-    from peregrine.kernels.moe import experts_triton as experts_gpu
+    from peregrine.kernels.moe import triton as experts_gpu
 
     plan, plans = experts_gpu.plan, []
 
@@ -250,12 +262,12 @@ def test_few_rows_are_answered_alike_without_a_plan(
     twin = whole_twin(x, choice)
     if num_rows > 1:
         x[-1], twin[-1] = torch.nan, torch.nan
-    found = experts_gpu.answer(x, None, choice, *stacked)
+    found = experts_gpu.expert_outputs(x, None, choice, *stacked)
     assert len(plans) == (num_rows > DIRECT_ROWS)
     summed = found.view(num_rows, -1, HIDDEN).sum(dim=1)
     torch.testing.assert_close(summed, twin, rtol=0, atol=0, equal_nan=True)
     monkeypatch.setattr(experts_gpu, "DIRECT_ROWS", 0)
-    planned = experts_gpu.answer(x, None, choice, *stacked)
+    planned = experts_gpu.expert_outputs(x, None, choice, *stacked)
     assert len(plans) == 1 + (num_rows > DIRECT_ROWS)
     torch.testing.assert_close(planned, found, rtol=0, atol=0, equal_nan=True)
 
@@ -264,11 +276,11 @@ def test_few_rows_are_answered_alike_without_a_plan(
 @settings(max_examples=15, deadline=None)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=150), st.sampled_from([16, 32]), st.booleans())
 def test_a_plan_sorts_pairs_and_cuts_blocks(numbers: list[int], rows: int, ranked: bool) -> None:
-    from peregrine.kernels.moe import plan_triton as experts_plan_gpu
+    from peregrine.kernels.moe import triton as experts_gpu
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(experts_plan_gpu, "MAX_RANKED", 4096 if ranked else 0)
-        order, blocks = experts_plan_gpu.plan(torch.tensor(numbers, dtype=torch.int32)[:, None], 10, rows)
+        patch.setattr(experts_gpu, "MAX_RANKED", 4096 if ranked else 0)
+        order, blocks = experts_gpu.plan(torch.tensor(numbers, dtype=torch.int32)[:, None], 10, rows)
     assert order.tolist() == sorted(range(len(numbers)), key=lambda pair: (numbers[pair], pair))
     expected, start = [], 0
     for expert in sorted(set(numbers)):
@@ -276,23 +288,22 @@ def test_a_plan_sorts_pairs_and_cuts_blocks(numbers: list[int], rows: int, ranke
         expected += [[expert, first, last] for first in range(start, last, rows)]
         start = last
     count = int(blocks[0])
-    assert count == len(expected) <= experts_plan_gpu.most_blocks(len(numbers), 10, rows)
+    assert count == len(expected) <= experts_gpu.most_blocks(len(numbers), 10, rows)
     assert blocks[1 : 1 + 3 * count].view(-1, 3).tolist() == expected
 
 
 @needs_interpreter
-def test_long_inputs_are_cut(triton_experts: tuple[PackedExperts, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    from peregrine.kernels.moe import experts_triton as experts_gpu
+def test_long_inputs_are_cut(triton_experts: Experts, monkeypatch: pytest.MonkeyPatch) -> None:
+    from peregrine.kernels.moe import triton as experts_gpu
 
     choice, x = CHOICES["many"], draw(70, HIDDEN, seed=3)
-    whole = join_experts(Residual(x, x), choice, triton_experts[0], triton_experts[1], torch.ones(HIDDEN), 1e-6)
+    (gate_up, down), norm = triton_experts, RMSNorm(torch.ones(HIDDEN), 1e-6)
+    whole = gate_up.add(down, Residual(x, x), choice, norm)
     monkeypatch.setattr(experts_gpu, "MAX_ROWS", 32)
-    cut = join_experts(Residual(x, x), choice, triton_experts[0], triton_experts[1], torch.ones(HIDDEN), 1e-6)
+    cut = gate_up.add(down, Residual(x, x), choice, norm)
     assert torch.equal(whole.values, cut.values)
     assert whole.squares is not None
     assert cut.squares is not None
     assert torch.equal(whole.squares, cut.squares)
     nothing = ExpertChoice(choice.experts[:0], choice.weights[:0])
-    assert join_experts(
-        Residual(x[:0], x[:0]), nothing, triton_experts[0], triton_experts[1], None, 0.0
-    ).values.shape == (0, HIDDEN)
+    assert gate_up.add(down, Residual(x[:0], x[:0]), nothing, None).values.shape == (0, HIDDEN)

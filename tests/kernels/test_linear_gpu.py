@@ -15,12 +15,13 @@ from torch.nn import functional as F
 
 from peregrine.errors import ConfigError
 from peregrine.hardware import triton_interprets
-from peregrine.kernels.linear.reference import PackedWeight, linear_torch
+from peregrine.kernels.linear import DenseWeight, workspace_bytes
 from peregrine.kernels.linear.tiles import (
     HEIGHTS,
+    MAX_ROWS,
     MIN_DEPTH,
+    MULTIPROCESSORS,
     ON_H200,
-    PROCESSORS,
     SPLIT_DEPTH,
     TABLES,
     Tile,
@@ -32,7 +33,10 @@ from peregrine.kernels.runtime.gpu import TRITON_PRESENT
 if not (TRITON_PRESENT and triton_interprets()):
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
 
+from kernels.compile_experts import RMSNorm
 from peregrine.kernels.linear import triton as gpu
+from peregrine.kernels.linear.triton import TritonWeight
+from peregrine.kernels.residual import Residual
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, of inf
 
@@ -63,6 +67,23 @@ def weights_of(shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
     return draw(*shape, seed=1) * shape[1] ** -0.5, draw(shape[0], seed=2)
 
 
+def add(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm: Tensor, squares: Tensor, stale: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(sum, sum * norm) of the linear and the residual; the sum's squares are added to `squares`."""
+    joined = TritonWeight(weight, bias).add(x, Residual(residual, residual, stale, squares), RMSNorm(norm, EPS))
+    assert joined.squares is squares
+    assert joined.spare is stale
+    assert joined.eps == EPS
+    return joined.values, joined.normed
+
+
+def scaled(x: Tensor, squares: Tensor, weight: Tensor, bias: Tensor | None = None, gate: bool = False) -> Tensor:
+    """The linear of a residual whose norm is split: x is its values times the norm's weight."""
+    packed, residual = TritonWeight(weight, bias), Residual(x, x, squares, torch.zeros_like(squares), EPS)
+    return packed.gated(residual) if gate else packed.linear_normed(residual)
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=IDS)
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_the_kernel_is_the_twin_within_rounding(shape: tuple[int, int], with_bias: bool) -> None:
@@ -70,31 +91,31 @@ def test_the_kernel_is_the_twin_within_rounding(shape: tuple[int, int], with_bia
     kept = bias if with_bias else None
     for rows in ROWS:
         x = draw(rows, shape[1])
-        y = gpu.linear(x, weight, kept)
+        y = TritonWeight(weight, kept).linear(x)
         exact = x.double() @ weight.double().T + (bias.double() if with_bias else 0.0)
         # One rounding for each product and each sum, of at most half a unit in the last place.
         bound = (shape[1] + 2) * 2.0**-23 * (x.abs() @ weight.abs().T + bias.abs())
         assert bool(((y - exact).abs() <= bound).all())
-        twin = linear_torch(x, PackedWeight(shape[0], None, weight, kept))
+        twin = DenseWeight(weight, kept).linear(x)
         assert bool(((y - twin).abs() <= 2 * bound).all())
 
 
 def test_no_rows_are_no_launch() -> None:
     weight, bias = weights_of((80, 96))
-    assert gpu.linear(torch.empty(0, 96), weight, bias).shape == (0, 80)
+    assert TritonWeight(weight, bias).linear(torch.empty(0, 96)).shape == (0, 80)
 
 
 def test_rows_may_lie_apart() -> None:
     weight, bias = weights_of((80, 96))
     wide = draw(5, 200)
     for x in (wide[:, :96], wide[:, 100:196], wide.T.contiguous().T[:, :96]):
-        assert torch.equal(gpu.linear(x, weight, bias), gpu.linear(x.contiguous(), weight, bias))
+        assert torch.equal(TritonWeight(weight, bias).linear(x), TritonWeight(weight, bias).linear(x.contiguous()))
 
 
 def test_the_residual_may_lie_apart() -> None:
     x, weight, wide = whole(5, 96), whole(80, 96, seed=1), whole(5, 200, seed=2)
     squares, stale = torch.zeros(2, 5, dtype=torch.int64)
-    total, _ = gpu.linear_add(x, weight, None, wide[:, :80], torch.ones(80), squares, stale)
+    total, _ = add(x, weight, None, wide[:, :80], torch.ones(80), squares, stale)
     assert torch.equal(total, x @ weight.T + wide[:, :80])
 
 
@@ -103,7 +124,7 @@ def test_nothing_outside_the_outputs_is_written(shape: tuple[int, int]) -> None:
     weight, _ = weights_of(shape)
     for rows in (5, 17):
         held = torch.full((rows + 130, shape[0]), torch.nan)
-        gpu.run(draw(rows, shape[1]), weight, None, held[:rows])
+        gpu.run(draw(rows, shape[1]), TritonWeight(weight, None), held[:rows])
         assert not held[:rows].isnan().any()
         assert held[rows:].isnan().all()
 
@@ -120,20 +141,20 @@ def test_scaled_is_the_linear_of_the_norm(gate: bool, with_bias: bool, inputs: i
     exact = F.linear(normed, weight.double(), bias.double() if with_bias else None)
     if gate:
         exact = F.silu(exact[:, :80]) * exact[:, 80:]
-    y = gpu.linear_scaled(values * norm, squares, EPS, weight, bias if with_bias else None, gate)
+    y = scaled(values * norm, squares, weight, bias if with_bias else None, gate)
     torch.testing.assert_close(y.double(), exact, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=IDS)
 @pytest.mark.parametrize("rows", ROWS)
-def test_adding_makes_the_stream_ready_for_its_next_norm(rows: int, shape: tuple[int, int]) -> None:
+def test_adding_prepares_the_residual_for_its_next_norm(rows: int, shape: tuple[int, int]) -> None:
     weight, bias = weights_of(shape)
     x, residual, norm = draw(rows, shape[1]), draw(rows, shape[0], seed=5), draw(shape[0], seed=6)
     squares, stale = torch.zeros(rows, dtype=torch.int64), torch.full((rows,), 99)
-    total, scaled = gpu.linear_add(x, weight, bias, residual, norm, squares, stale)
-    plain = linear_torch(x, PackedWeight(shape[0], None, weight, bias)) + residual
+    total, prepared = add(x, weight, bias, residual, norm, squares, stale)
+    plain = DenseWeight(weight, bias).linear(x) + residual
     torch.testing.assert_close(total, plain, rtol=1e-5, atol=1e-5)
-    assert torch.equal(scaled, total * norm)
+    assert torch.equal(prepared, total * norm)
     assert squares.tolist() == squares_of(total)
     assert stale.tolist() == [0] * rows
 
@@ -141,17 +162,17 @@ def test_adding_makes_the_stream_ready_for_its_next_norm(rows: int, shape: tuple
 def test_squares_are_added_to_what_is_there() -> None:
     x, weight, residual = whole(5, 96), whole(80, 96, seed=1), whole(5, 80, seed=2)
     squares = torch.arange(5)
-    total, _ = gpu.linear_add(x, weight, None, residual, torch.ones(80), squares, torch.zeros_like(squares))
+    total, _ = add(x, weight, None, residual, torch.ones(80), squares, torch.zeros_like(squares))
     assert squares.tolist() == [row + count for row, count in enumerate(squares_of(total))]
 
 
 def add_to(residual: Tensor) -> tuple[Tensor, list[int]]:
-    """(made ready for the next norm, squares) of a residual to which nothing is added."""
+    """(prepared for the next norm, squares) of a residual to which nothing is added."""
     rows, size = residual.shape
     squares = torch.zeros(rows, dtype=torch.int64)
     nothing = torch.zeros(rows, 96), torch.zeros(size, 96), None
-    _, scaled = gpu.linear_add(*nothing, residual, torch.ones(size), squares, torch.zeros_like(squares))
-    return scaled, squares.tolist()
+    _, prepared = add(*nothing, residual, torch.ones(size), squares, torch.zeros_like(squares))
+    return prepared, squares.tolist()
 
 
 @pytest.mark.parametrize("value", [2.0**17 + 1, 1e6, -1e30, float("inf"), float("nan")])
@@ -159,17 +180,17 @@ def test_a_value_too_large_to_count_spoils_its_row_and_no_other(value: float) ->
     """The norm of such a row cannot be told, and a wrong one would be worse than none."""
     residual = torch.zeros(2, 80)
     residual[1, 3], residual[:, 70] = value, 0.5
-    scaled, squares = add_to(residual)
-    assert scaled[1, 3].isnan()
-    assert scaled[0].equal(residual[0])
+    prepared, squares = add_to(residual)
+    assert prepared[1, 3].isnan()
+    assert prepared[0].equal(residual[0])
     assert squares[0] == UNIT // 4
 
 
 def test_thirty_one_of_the_largest_values_are_counted_exactly() -> None:
     residual = torch.zeros(1, 80)
     residual[0, :31] = 2.0**17
-    scaled, squares = add_to(residual)
-    assert scaled.equal(residual)
+    prepared, squares = add_to(residual)
+    assert prepared.equal(residual)
     assert squares == [31 * 2**34 * UNIT]
 
 
@@ -202,14 +223,14 @@ def test_long_inputs_are_cut_into_launches(shape: tuple[int, int], monkeypatch: 
 
     monkeypatch.setattr(gpu, "launch", counted)
     squares, stale = torch.zeros(70, dtype=torch.int64), torch.full((70,), 7)
-    total, scaled = gpu.linear_add(x, weight, None, residual, norm, squares, stale)
+    total, prepared = add(x, weight, None, residual, norm, squares, stale)
     assert len(grids) == 3
     assert torch.equal(total, x @ weight.T + residual)
-    assert torch.equal(scaled, total * norm)
+    assert torch.equal(prepared, total * norm)
     assert squares.tolist() == squares_of(total)
     assert not stale.any()
-    values = gpu.linear_scaled(x, squares, EPS, weight, None, False)
-    alone = gpu.linear_scaled(x[64:], squares[64:], EPS, weight, None, False)
+    values = scaled(x, squares, weight)
+    alone = scaled(x[64:], squares[64:], weight)
     assert torch.equal(values[64:], alone)
 
 
@@ -220,10 +241,10 @@ def test_the_tile_changes_no_bit_of_what_is_exact(tile: Tile, split: int, monkey
     residual, norm = whole(21, 80, seed=3), whole(80, seed=4)
     monkeypatch.setattr(gpu, "pick_tile", lambda *_: replace(tile, split=split))
     squares, stale = torch.zeros(2, 21, dtype=torch.int64)
-    total, scaled = gpu.linear_add(x, weight, bias, residual, norm, squares, stale)
+    total, prepared = add(x, weight, bias, residual, norm, squares, stale)
     expected = x @ weight.T + bias + residual
     assert torch.equal(total, expected)
-    assert torch.equal(scaled, expected * norm)
+    assert torch.equal(prepared, expected * norm)
     assert squares.tolist() == squares_of(expected)
     if split > 1:
         assert not gpu._workspace(x.device)[1].any(), "the next launch counts from zero"
@@ -236,7 +257,7 @@ def test_inputs_are_added_in_order(split: int, total: float, monkeypatch: pytest
     weight = torch.zeros(16, 64)
     weight[:, ::16] = torch.tensor([big, 1.0, -big, 1.0])
     monkeypatch.setattr(gpu, "pick_tile", lambda *_: Tile(16, 16, 16, 4, 1, split))
-    assert torch.equal(gpu.linear(torch.ones(3, 64), weight, None), torch.full((3, 16), total))
+    assert torch.equal(TritonWeight(weight, None).linear(torch.ones(3, 64)), torch.full((3, 16), total))
 
 
 sizes = st.integers(1, 1 << 18)
@@ -253,7 +274,7 @@ def test_rows_choose_the_tile_and_never_the_split(outputs: int, blocks: int, gat
 
 
 @pytest.mark.parametrize("kind", TABLES)
-def test_tiles_fit_a_processor(kind: str) -> None:
+def test_tiles_fit_a_multiprocessor(kind: str) -> None:
     """What loads in flight take of an H200's shared memory."""
     for rows, (cols, depth, _, stages) in TABLES[kind].items():
         assert rows in HEIGHTS
@@ -265,7 +286,7 @@ def test_tiles_fit_a_processor(kind: str) -> None:
     ("outputs", "inputs", "split"),
     [(4096, 14336, 2), (6144, 4096, 1), (2048, 4096, 4), (2048, 10944, 3), (1024, 4096, 8), (256, 512, 1)],
 )
-def test_few_tiles_are_shared_by_as_many_programs_as_there_are_processors(
+def test_few_tiles_are_shared_by_as_many_programs_as_there_are_multiprocessors(
     outputs: int, inputs: int, split: int
 ) -> None:
     assert pick_split(outputs, inputs, gate=False) == split
@@ -279,15 +300,16 @@ def test_programs_that_share_tiles_all_start_at_once(outputs: int, blocks: int, 
     assume(tile.split > 1)
     programs = tile.split * -(-outputs // tile.cols)
     shared_bytes = 2 * tile.stages * tile.depth * (tile.rows + tile.cols)
-    assert programs <= PROCESSORS * (ON_H200.shared_bytes // shared_bytes)
+    assert programs <= MULTIPROCESSORS * (ON_H200.shared_bytes // shared_bytes)
 
 
-@given(st.integers(1, 5120), st.integers(1, gpu.MAX_ROWS), st.integers(16, 256))
+@given(st.integers(1, 5120), st.integers(1, MAX_ROWS), st.integers(16, 256))
 def test_partial_sums_find_room(outputs: int, rows: int, blocks: int) -> None:
     """Every program that shares a tile has a place of its own, within the workspace."""
     tile = pick_tile(rows, outputs, SPLIT_DEPTH * blocks, gate=False)
     assume(tile.split > 1)
     partial, arrived = gpu._workspace(torch.device("cpu"))
+    assert 4 * (partial.numel() + arrived.numel()) == workspace_bytes(torch.device("cuda"))
     tiles = -(-outputs // tile.cols) * -(-rows // tile.rows)
     assert tiles * tile.split * tile.rows * tile.cols <= partial.numel()
     assert tiles <= arrived.numel()

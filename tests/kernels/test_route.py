@@ -9,14 +9,14 @@ from torch import Tensor
 
 from kernels.compile_experts import LITE
 from kernels.interpreted import needs_interpreter
-from peregrine.kernels.moe.route import pack_router, route, route_torch
-from peregrine.kernels.moe.routing_rule import LEAST_SUM, ExpertChoice, RoutingRule
-from peregrine.kernels.residual.reference import Residual
+from peregrine.kernels.moe import ExpertChoice, RoutingRule, pack_router, route, route_torch
+from peregrine.kernels.moe.reference import LEAST_SUM
+from peregrine.kernels.residual import Residual
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, of nan
 
 SOFTMAX = replace(LITE, num_experts=12, top_k=3, num_shared=0)
-LAWS = {
+RULES = {
     "mixtral": replace(SOFTMAX, num_experts=8, top_k=2, normalise=True),
     "qwen3": replace(SOFTMAX, num_experts=128, top_k=8, normalise=True),
     "v2 lite": replace(SOFTMAX, num_experts=64, top_k=6, num_shared=2),
@@ -35,42 +35,42 @@ LAWS = {
     ),
     "kimi": replace(SOFTMAX, num_experts=48, top_k=8, num_shared=1, sigmoid=True, normalise=True, scale=2.827),
 }
-each_law = pytest.mark.parametrize("law", LAWS.values(), ids=LAWS)
+each_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 
 
 def draw(*size: int, seed: int = 0, spread: float = 1.0) -> Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(seed)) * spread
 
 
-def bias_of(law: RoutingRule) -> Tensor | None:
-    return draw(law.num_experts, seed=9, spread=0.2) if law.sigmoid else None
+def bias_of(rule: RoutingRule) -> Tensor | None:
+    return draw(rule.num_experts, seed=9, spread=0.2) if rule.sigmoid else None
 
 
-def by_hand(logits: list[float], law: RoutingRule, bias: list[float]) -> tuple[list[int], list[float]]:
+def by_hand(logits: list[float], rule: RoutingRule, bias: list[float]) -> tuple[list[int], list[float]]:
     """One row's choice by sorting in Python, in float64."""
     row = torch.tensor(logits, dtype=torch.float64)
-    scores = (row.sigmoid() if law.sigmoid else row.softmax(0)).tolist()
+    scores = (row.sigmoid() if rule.sigmoid else row.softmax(0)).tolist()
     choice = [score + extra for score, extra in zip(scores, bias, strict=True)]
-    size = law.num_experts // law.num_groups
-    members = [range(g * size, (g + 1) * size) for g in range(law.num_groups)]
-    worth = [sum(sorted(choice[e] for e in group)[-(2 if law.best_two else 1) :]) for group in members]
-    kept = sorted(range(law.num_groups), key=lambda g: (-worth[g], g))[: law.top_groups]
+    size = rule.num_experts // rule.num_groups
+    members = [range(g * size, (g + 1) * size) for g in range(rule.num_groups)]
+    worth = [sum(sorted(choice[e] for e in group)[-(2 if rule.best_two else 1) :]) for group in members]
+    kept = sorted(range(rule.num_groups), key=lambda g: (-worth[g], g))[: rule.top_groups]
     allowed = [e for g in kept for e in members[g]]
-    chosen = sorted(allowed, key=lambda e: (-choice[e], e))[: law.top_k]
+    chosen = sorted(allowed, key=lambda e: (-choice[e], e))[: rule.top_k]
     weights = [scores[e] for e in chosen]
-    if law.normalise:
+    if rule.normalise:
         weights = [weight / (sum(scores[e] for e in chosen) + LEAST_SUM) for weight in weights]
-    shared = range(law.num_experts, law.num_experts + law.num_shared)
-    return [*chosen, *shared], [*(weight * law.scale for weight in weights), *(1.0 for _ in shared)]
+    shared = range(rule.num_experts, rule.num_experts + rule.num_shared)
+    return [*chosen, *shared], [*(weight * rule.scale for weight in weights), *(1.0 for _ in shared)]
 
 
-@each_law
-def test_the_twin_is_a_sort(law: RoutingRule) -> None:
-    logits, bias = draw(40, law.num_experts, spread=2.0), bias_of(law)
-    found = route_torch(logits, law, bias)
+@each_rule
+def test_the_twin_is_a_sort(rule: RoutingRule) -> None:
+    logits, bias = draw(40, rule.num_experts, spread=2.0), bias_of(rule)
+    found = route_torch(logits, rule, bias)
     assert found.experts.dtype == torch.int32
     for i, row in enumerate(logits.tolist()):
-        experts, weights = by_hand(row, law, [0.0] * law.num_experts if bias is None else bias.tolist())
+        experts, weights = by_hand(row, rule, [0.0] * rule.num_experts if bias is None else bias.tolist())
         assert found.experts[i].tolist() == experts
         torch.testing.assert_close(found.weights[i], torch.tensor(weights))
 
@@ -85,21 +85,21 @@ def test_among_equals_the_lowest_number_is_first() -> None:
 
 
 def test_a_bias_decides_the_choice_and_not_the_weights() -> None:
-    law = replace(LAWS["kimi"], num_experts=4, top_k=2, num_shared=0, normalise=False, scale=1.0)
+    rule = replace(RULES["kimi"], num_experts=4, top_k=2, num_shared=0, normalise=False, scale=1.0)
     bias = torch.tensor([0.0, 0.0, 5.0, 0.0])
-    found = route_torch(torch.tensor([[3.0, 2.0, -1.0, 0.0]]), law, bias)
+    found = route_torch(torch.tensor([[3.0, 2.0, -1.0, 0.0]]), rule, bias)
     assert found.experts.tolist() == [[2, 0]]
     torch.testing.assert_close(found.weights, torch.tensor([[-1.0, 3.0]]).sigmoid())
 
 
 def test_what_is_not_a_number_makes_the_weights_so_and_keeps_the_experts_valid() -> None:
-    for law in LAWS.values():
-        logits = draw(3, law.num_experts)
+    for rule in RULES.values():
+        logits = draw(3, rule.num_experts)
         logits[1, 5] = torch.nan
-        found = route_torch(logits, law, bias_of(law))
-        assert found.weights[1, : law.top_k].isnan().all()
+        found = route_torch(logits, rule, bias_of(rule))
+        assert found.weights[1, : rule.top_k].isnan().all()
         assert not found.weights[[0, 2]].isnan().any()
-        assert int(found.experts.max()) < law.num_experts + law.num_shared
+        assert int(found.experts.max()) < rule.num_experts + rule.num_shared
 
 
 GATES: list[tuple[str, str, dict[str, Any], str]] = [
@@ -132,86 +132,89 @@ GATES: list[tuple[str, str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("family", "gate", "fields", "law"), GATES, ids=[case[0] for case in GATES])
-def test_transformers_gates_choose_and_weight_alike(family: str, gate: str, fields: dict[str, Any], law: str) -> None:
+@pytest.mark.parametrize(("family", "gate", "fields", "rule"), GATES, ids=[case[0] for case in GATES])
+def test_transformers_gates_choose_and_weight_alike(family: str, gate: str, fields: dict[str, Any], rule: str) -> None:
     transformers = pytest.importorskip("transformers")
     config = getattr(transformers, f"{family}Config")(hidden_size=32, num_attention_heads=4, **fields)
     module = transformers.models
     for name in gate.split("."):
         module = getattr(module, name)
     router = module(config)
-    chosen_law = replace(LAWS[law], num_shared=0)
-    weight, x = draw(chosen_law.num_experts, 32, seed=1), draw(50, 32, seed=2)
+    chosen_rule = replace(RULES[rule], num_shared=0)
+    weight, x = draw(chosen_rule.num_experts, 32, seed=1), draw(50, 32, seed=2)
     with torch.no_grad():
         router.weight.copy_(weight)
-        if chosen_law.sigmoid:
-            router.e_score_correction_bias.copy_(bias_of(chosen_law))
+        if chosen_rule.sigmoid:
+            router.e_score_correction_bias.copy_(bias_of(chosen_rule))
         _, weights, experts = router(x)
-    found = route(Residual(x, x), pack_router(weight), chosen_law, bias_of(chosen_law))
+    found = route(Residual(x, x), pack_router(weight), chosen_rule, bias_of(chosen_rule))
     order = experts.argsort(dim=1)  # theirs come in no order
     ours = found.experts.argsort(dim=1)
     assert torch.equal(found.experts.gather(1, ours).long(), experts.gather(1, order))
     torch.testing.assert_close(found.weights.gather(1, ours), weights.gather(1, order))
 
 
-@each_law
-def test_a_row_routes_alike_in_any_company(law: RoutingRule) -> None:
-    weight, x = pack_router(draw(law.num_experts, 48, seed=1)), draw(37, 48, seed=2)
-    whole = route(Residual(x, x), weight, law, bias_of(law))
+@each_rule
+def test_a_row_routes_alike_in_any_company(rule: RoutingRule) -> None:
+    weight, x = pack_router(draw(rule.num_experts, 48, seed=1)), draw(37, 48, seed=2)
+    whole = route(Residual(x, x), weight, rule, bias_of(rule))
     for first, last in ((0, 1), (5, 6), (3, 20), (36, 37)):
-        alone = route(Residual(x[first:last], x[first:last]), weight, law, bias_of(law))
+        alone = route(Residual(x[first:last], x[first:last]), weight, rule, bias_of(rule))
         assert torch.equal(alone.experts, whole.experts[first:last])
         assert torch.equal(alone.weights, whole.weights[first:last])
 
 
-def on_gpu(x: Tensor, weight: Tensor, law: RoutingRule, squares: Tensor | None = None) -> ExpertChoice:
-    from peregrine.kernels.moe import route_triton as route_gpu
+def on_gpu(x: Tensor, weight: Tensor, rule: RoutingRule, squares: Tensor | None = None) -> ExpertChoice:
+    from peregrine.kernels.linear.triton import TritonWeight
+    from peregrine.kernels.moe import route_triton
 
-    return ExpertChoice(*route_gpu.route(x, squares, 1e-6, weight, law, bias_of(law)))
+    residual = Residual(x, x, squares, squares, 1e-6)
+    choice: ExpertChoice = route_triton.route(residual, TritonWeight(weight, None), rule, bias_of(rule))
+    return choice
 
 
 @needs_interpreter
-@each_law
-def test_the_kernel_is_the_twin(law: RoutingRule) -> None:
-    weight, x = draw(law.num_experts, 512, seed=1, spread=0.05), draw(5, 512, seed=2)
-    twin = route(Residual(x, x), pack_router(weight), law, bias_of(law))
-    found = on_gpu(x, weight, law)
+@each_rule
+def test_the_kernel_is_the_twin(rule: RoutingRule) -> None:
+    weight, x = draw(rule.num_experts, 512, seed=1, spread=0.05), draw(5, 512, seed=2)
+    twin = route(Residual(x, x), pack_router(weight), rule, bias_of(rule))
+    found = on_gpu(x, weight, rule)
     assert torch.equal(found.experts, twin.experts)
     torch.testing.assert_close(found.weights, twin.weights)
 
 
 @needs_interpreter
-def test_the_kernel_divides_by_the_norm_of_the_stream() -> None:
-    law, values = LAWS["v3"], draw(3, 64, seed=2, spread=3.0)
-    weight, norm = draw(law.num_experts, 64, seed=1), draw(64, seed=3)
+def test_the_kernel_divides_by_the_norm_of_the_residual() -> None:
+    rule, values = RULES["v3"], draw(3, 64, seed=2, spread=3.0)
+    weight, norm = draw(rule.num_experts, 64, seed=1), draw(64, seed=3)
     squares = (values.double().square().sum(dim=1) * 2**24).long()
     normed = values / (values.square().mean(dim=1, keepdim=True) + 1e-6).sqrt() * norm
-    twin = route(Residual(normed, normed), pack_router(weight), law, bias_of(law))
-    found = on_gpu(values * norm, weight, law, squares)
+    twin = route(Residual(normed, normed), pack_router(weight), rule, bias_of(rule))
+    found = on_gpu(values * norm, weight, rule, squares)
     assert torch.equal(found.experts, twin.experts)
     torch.testing.assert_close(found.weights, twin.weights)
 
 
 @needs_interpreter
 def test_the_kernel_breaks_ties_and_meets_broken_rows_as_the_twin_does() -> None:
-    for law in LAWS.values():
+    for rule in RULES.values():
         x = torch.zeros(2, 16)
         x[1] = torch.nan
-        found = on_gpu(x, torch.ones(law.num_experts, 16), law)
-        twin = route_torch(torch.zeros(1, law.num_experts), law, bias_of(law))
+        found = on_gpu(x, torch.ones(rule.num_experts, 16), rule)
+        twin = route_torch(torch.zeros(1, rule.num_experts), rule, bias_of(rule))
         assert torch.equal(found.experts[:1], twin.experts)
-        assert found.weights[1, : law.top_k].isnan().all()
-        assert int(found.experts.max()) < law.num_experts + law.num_shared
+        assert found.weights[1, : rule.top_k].isnan().all()
+        assert int(found.experts.max()) < rule.num_experts + rule.num_shared
         assert int(found.experts.min()) >= 0
 
 
 @needs_interpreter
 def test_the_kernels_rows_do_not_depend_on_the_tile() -> None:
     """More rows than a small tile takes: the tall one gives the same bits."""
-    law = LAWS["v2"]
-    weight, x = draw(law.num_experts, 48, seed=1), draw(70, 48, seed=2)
-    whole = on_gpu(x, weight, law)
+    rule = RULES["v2"]
+    weight, x = draw(rule.num_experts, 48, seed=1), draw(70, 48, seed=2)
+    whole = on_gpu(x, weight, rule)
     for first, last in ((0, 1), (60, 64), (69, 70)):
-        alone = on_gpu(x[first:last], weight, law)
+        alone = on_gpu(x[first:last], weight, rule)
         assert torch.equal(alone.experts, whole.experts[first:last])
         assert torch.equal(alone.weights, whole.weights[first:last])

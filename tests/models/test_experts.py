@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kernels.interpreted import needs_interpreter, send_models_to_triton
 from peregrine.errors import CheckpointError
-from peregrine.kernels.residual.reference import Residual, normed, start_residual
+from peregrine.kernels.residual import Residual, start_residual
 from peregrine.models.checkpoint.folder import Fields
 from peregrine.models.checkpoint.weights import Weights
 from peregrine.models.config import ExpertsConfig, ModelConfig
@@ -215,8 +215,8 @@ def load(folder: Path, config: ModelConfig, pack: bool) -> Experts:
 def streams(config: ModelConfig, num_rows: int = 20) -> tuple[Residual, Tensor]:
     """A normed stream, and its normed values."""
     values = torch.randn(num_rows, config.hidden_size, generator=torch.Generator().manual_seed(1)) * 2
-    stream = start_residual(values, torch.ones(config.hidden_size), 1e-6)
-    return stream, stream.ready
+    stream = start_residual(values, RMSNorm(config.hidden_size, 1e-6).requires_grad_(False))
+    return stream, stream.normed
 
 
 @pytest.mark.parametrize("pack", [False, True])
@@ -237,7 +237,7 @@ def test_a_row_has_the_same_bits_in_any_company(checkpoint: tuple[Path, ModelCon
     for first, last in ((0, 1), (7, 11), (19, 20)):
         alone = experts.forward(stream.rows(torch.arange(first, last)), norm)
         assert torch.equal(alone.values, whole.values[first:last])
-        assert torch.equal(alone.ready, whole.ready[first:last])
+        assert torch.equal(alone.normed, whole.normed[first:last])
 
 
 @needs_interpreter
@@ -255,7 +255,7 @@ def test_the_gpus_kernels_answer_as_the_cpus(
     )
     assert found.squares is not None
     torch.testing.assert_close(found.values, expected.values, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(normed(found), expected.ready, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found.finish_norm(), expected.normed, rtol=1e-4, atol=1e-5)
 
 
 def test_a_missing_expert_is_named(checkpoint: tuple[Path, ModelConfig, Any]) -> None:
@@ -290,13 +290,13 @@ def test_bfloat16_models_route_in_float32() -> None:
     draw_weights(experts, torch.Generator().manual_seed(2), scale=0.3)
     assert experts.router.weight is not None
     weight, stream = experts.router.weight.float(), streams(config)[0]
-    stream = Residual(stream.values.bfloat16(), stream.ready.bfloat16())
+    stream = Residual(stream.values.bfloat16(), stream.normed.bfloat16())
     plain = experts.router.choose(stream)
     pack_linears(experts)
     packed = experts.router.choose(stream)
     assert torch.equal(plain.experts, packed.experts)
     torch.testing.assert_close(plain.weights, packed.weights, rtol=1e-6, atol=1e-7)
-    scores = (stream.ready.double() @ weight.double().T).sigmoid()
+    scores = (stream.normed.double() @ weight.double().T).sigmoid()
     best = scores.gather(1, packed.experts[:, :2].long())
     expected = best / best.sum(1, keepdim=True) * 2.5
     torch.testing.assert_close(packed.weights[:, :2].double(), expected, rtol=1e-6, atol=0.0)

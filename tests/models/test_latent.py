@@ -11,7 +11,7 @@ from torch import Tensor
 
 from models.latent_fields import LATENT
 from peregrine.errors import CheckpointError
-from peregrine.kernels.residual.reference import Residual
+from peregrine.kernels.residual import Residual
 from peregrine.models.checkpoint.folder import Fields
 from peregrine.models.checkpoint.weights import Weights
 from peregrine.models.config import ModelConfig

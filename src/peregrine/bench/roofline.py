@@ -4,17 +4,18 @@ Bytes are weights, keys and values, once for every forward pass that reads them;
 and left out. Of experts, as many count as tokens would hit at random; `experts_read` counts those that they do hit.
 """
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from peregrine.cache.store import KVStore
 from peregrine.engine.engine import Engine
-from peregrine.kernels.linear import PackedWeight
-from peregrine.kernels.moe import ExpertChoice
+from peregrine.kernels.linear import PerHeadFormat, WeightFormat
+from peregrine.kernels.moe import ExpertChoice, ExpertFormat
 from peregrine.models.draft_heads import Eagle3Head
 from peregrine.models.experts import Experts
 from peregrine.models.layers import Linear
@@ -86,35 +87,22 @@ def weight_work(module: nn.Module, num_tokens: int) -> Work:
         match part:
             case Experts():
                 work += expert_work(part, expected_hits(part, num_tokens), num_tokens)
-            case PerHeadLinear():
-                assert part.packed is not None
-                heads = part.packed.linears or ()
-                held = [tensor_of(head) for head in heads] if part.packed.weight is None else [part.packed.weight]
-                work += linear_work(held, num_tokens)
-            case Linear():
-                assert part.packed is not None
-                work += linear_work([tensor_of(part.packed)], num_tokens)
+            case PerHeadLinear() | Linear():
+                work += linear_work(part.format, num_tokens)
     return work
 
 
-def linear_work(weights: Iterable[Tensor], num_tokens: int) -> Work:
-    """Weights that are read once and applied to each token."""
-    weights = list(weights)
-    return Work(sum(each.nbytes for each in weights), 2.0 * num_tokens * sum(each.numel() for each in weights))
-
-
-def tensor_of(packed: PackedWeight) -> Tensor:
-    """The values of a packed weight."""
-    weight = packed.weight if packed.weight is not None else packed.panels
-    assert weight is not None
-    return weight
+def linear_work(weight: WeightFormat | PerHeadFormat | ExpertFormat, num_tokens: int) -> Work:
+    """A weight that is read once and applied to each token."""
+    return Work(weight.num_bytes, 2.0 * num_tokens * math.prod(weight.shape))
 
 
 def expert_work(mixture: Experts, hits: float, num_tokens: int) -> Work:
     """A layer's experts, `hits` of which are read; the router is a linear of its own."""
-    one = linear_work([tensor_of(part.experts().experts[0]) for part in (mixture.gate_up, mixture.down)], num_tokens)
+    both = linear_work(mixture.gate_up.format, num_tokens) + linear_work(mixture.down.format, num_tokens)
     chosen = mixture.config.top_k + mixture.config.num_shared
-    return Work(hits * one.num_bytes, chosen * one.operations)
+    count = mixture.down.num_experts
+    return Work(hits * both.num_bytes / count, chosen * both.operations / count)
 
 
 def expected_hits(mixture: Experts, num_tokens: int) -> float:

@@ -18,13 +18,14 @@ from peregrine.attention.numba_backend import NumbaBackend
 from peregrine.attention.torch_backend import TorchBackend
 from peregrine.kernels.activation import sigmoid, silu, silu_mul
 from peregrine.kernels.attention import DeferredMLARope, turn_latent
-from peregrine.kernels.linear import linear, pack_per_head, pack_weight, per_head_linear
-from peregrine.kernels.moe import RoutingRule, join_experts, pack_experts, pack_router, route
+from peregrine.kernels.linear import pack_per_head, pack_weight
+from peregrine.kernels.moe import RoutingRule, pack_experts, pack_router, route
 from peregrine.kernels.norm import add_rms_norm, norm_pair, rms_norm
-from peregrine.kernels.residual import Residual, add_to_residual, embed_residual, stream_gate
+from peregrine.kernels.residual import Residual, add_to_residual, embed_residual
 from peregrine.kernels.rope import DeferredRope, rope, rotate_heads
 from peregrine.kernels.round import Ends, Growth, Nodes, commit, find_repeats, grow, select
 from peregrine.kernels.sampling import Context, Features, SamplingTensors, choose, logprobs, pick, pick_scores, process
+from peregrine.models.layers import RMSNorm
 
 EPS = 1e-6
 ROWS, WIDTH, VOCAB = 67, 515, 1031  # odd, and each tensor of ROWS has more than 32,768 elements
@@ -72,11 +73,11 @@ def _layers(draw: _Draw) -> Iterator[Operation]:
     for inputs, outputs in ((WIDTH, ROWS), (33, 17), (64, VOCAB), (256, 256)):
         packed = pack_weight(draw.floats(outputs, inputs, scale=inputs**-0.5), draw.floats(outputs))
         rows = draw.floats(ROWS, inputs)
-        yield Operation(f"linear {inputs}x{outputs}", (rows,), lambda x, packed=packed: linear(x, packed))
+        yield Operation(f"linear {inputs}x{outputs}", (rows,), packed.linear)
     heads = pack_per_head(draw.floats(3, 33, 65, scale=0.1))
-    yield Operation("per_head_linear", (draw.floats(ROWS, 3, 65),), lambda x: per_head_linear(x, heads))
+    yield Operation("per_head_linear", (draw.floats(ROWS, 3, 65),), heads.linear)
     weight, head_weight, embedding = draw.floats(WIDTH), draw.floats(65), draw.floats(VOCAB, WIDTH)
-    tokens = draw.wholes(VOCAB, ROWS)
+    tokens, norm = draw.wholes(VOCAB, ROWS), _norm(weight)
     yield Operation("rms_norm", (x,), lambda x: rms_norm(x, weight, EPS))
     yield Operation("rms_norm of heads", (draw.floats(ROWS, 9, 65),), lambda x: rms_norm(x, head_weight, EPS))
     yield Operation("add_rms_norm", (x, residual), lambda x, residual: add_rms_norm(x, residual, weight, EPS))
@@ -85,9 +86,15 @@ def _layers(draw: _Draw) -> Iterator[Operation]:
     yield Operation("silu_mul", (draw.floats(ROWS, 2 * WIDTH, scale=4),), silu_mul)
     yield Operation("sigmoid", (4 * x,), sigmoid)
     yield Operation("silu", (4 * x,), silu)
-    yield Operation("gate of the residual", (x,), lambda x: stream_gate(Residual(x, x), gate_up))
-    yield Operation("residual", (x, residual), lambda x, y: _parts(add_to_residual(x, Residual(y, y), weight, EPS)))
-    yield Operation("embedding", (tokens,), lambda tokens: _parts(embed_residual(tokens, embedding, weight, EPS)))
+    yield Operation("gate of the residual", (x,), lambda x: gate_up.gated(Residual(x, x)))
+    yield Operation("residual", (x, residual), lambda x, y: _parts(add_to_residual(x, Residual(y, y), norm)))
+    yield Operation("embedding", (tokens,), lambda tokens: _parts(embed_residual(tokens, embedding, norm)))
+
+
+def _norm(weight: Tensor) -> RMSNorm:
+    norm = RMSNorm(len(weight), EPS).to(weight.dtype).requires_grad_(False)
+    norm.weight.copy_(weight)
+    return norm
 
 
 def _parts(residual: Residual) -> list[Tensor]:
@@ -129,12 +136,12 @@ def _experts(draw: _Draw) -> Iterator[Operation]:
 
         yield Operation(f"route, {name}", (x,), choice)
     rule = RoutingRule(5, 2, 1, True, 1, 1, False, True, 1.0)
-    router, norm = pack_router(draw.floats(5, 48)), draw.floats(48)
+    router, norm = pack_router(draw.floats(5, 48)), _norm(draw.floats(48))
     gate_up, down = (pack_experts(draw.floats(6 * size, inputs, scale=0.2), 6) for size, inputs in ((70, 48), (48, 35)))
 
     def mixture(x: Tensor) -> Result:
-        stream = Residual(x, x)
-        return _parts(join_experts(stream, route(stream, router, rule, None), gate_up, down, norm, EPS))
+        residual = Residual(x, x)
+        return _parts(gate_up.add(down, residual, route(residual, router, rule, None), norm))
 
     yield Operation("experts", (x[:ROWS],), mixture)
 

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from peregrine.bench.device import COLD_BYTES, graph_ms
-from peregrine.bench.roofline import tensor_of
 from peregrine.engine.sources import open_source
 from peregrine.errors import ConfigError
 from peregrine.hardware import resolve_device, resolve_dtype
@@ -112,10 +111,9 @@ def shapes_of(networks: Iterable[nn.Module]) -> list[WeightShape]:
     gated = {id(part.gate_up) for part in parts if isinstance(part, MLP)}
     shapes = set()
     for part in parts:
-        if isinstance(part, Linear) and part.packed is not None:
-            inputs = tensor_of(part.packed).shape[1]  # of a weight [O, I] and of panels [O / 16, I, 16]
-            gate = id(part) in gated
-            shapes.add(WeightShape(part.packed.out_features // (2 if gate else 1), inputs, gate))
+        if isinstance(part, Linear):
+            gate, (outputs, inputs) = id(part) in gated, part.format.shape
+            shapes.add(WeightShape(outputs // (2 if gate else 1), inputs, gate))
     return sorted(shapes)
 
 
@@ -161,6 +159,7 @@ def time_tile(shape: WeightShape, tile: Tile, dtype: torch.dtype, device: torch.
     # Imports triton, which is slow and may be absent.
     from triton.runtime.errors import OutOfResources
 
+    from peregrine.kernels.linear.triton import TritonWeight
     from peregrine.kernels.linear.triton import run as run_linear
 
     height = shape.outputs * (2 if shape.gate else 1)
@@ -173,7 +172,7 @@ def time_tile(shape: WeightShape, tile: Tile, dtype: torch.dtype, device: torch.
 
     def every_copy() -> list[Tensor]:
         for weight in weights:
-            run_linear(x, weight, None, out, scale=scale, gate=shape.gate, tile=tile)
+            run_linear(x, TritonWeight(weight, None), out, scale=scale, gate=shape.gate, tile=tile)
         return [out]
 
     try:

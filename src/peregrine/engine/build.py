@@ -24,6 +24,7 @@ from peregrine.engine.runner import VARIANTS, Runner
 from peregrine.engine.sources import ModelSource, open_source
 from peregrine.errors import ConfigError
 from peregrine.hardware import current_device, resolve_device, resolve_dtype, resolve_kv_dtype
+from peregrine.kernels.linear import workspace_bytes
 from peregrine.kernels.runtime.cpu import COMPILED, load_kernels
 from peregrine.kernels.runtime.gpu import TRITON_PRESENT
 from peregrine.models.config import ModelConfig
@@ -92,6 +93,7 @@ def _build(asked: EngineConfig, device: torch.device) -> Built:
     decisions.take("attention", (backend.name, why))
     graphs = decisions.take("graphs", pick_graphs(asked, device))
     scratch = scratch_bytes(asked, target.config, max_len, dtype) if device.type == "cuda" else 0
+    scratch += workspace_bytes(device)
     num_pages = decisions.take("num_pages", pick_num_pages(asked, shapes, max_len, device, kv_dtype, scratch))
     stores = make_stores(shapes, num_pages, asked.page_size, kv_dtype, device)
     lag = decisions.take("lag", pick_lag(asked, device))

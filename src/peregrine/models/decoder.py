@@ -1,25 +1,23 @@
 """The decoder: Llama, Mistral, Qwen2, Qwen3, Mixtral and DeepSeek as one module.
 
-A pure function of (tokens, positions, attend): how attention is computed, where keys and values live and
-which tokens see which is `attend`'s affair alone, so one forward serves prefill, verify, look-ahead and
-training.
+A pure function of (tokens, positions, attend): `attend` alone knows how attention is computed, where keys and values
+live and which tokens see which. So one forward serves prefill, verify, look-ahead and training.
 """
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from peregrine.attention import Attend, LayerAttention
-from peregrine.kernels.residual import Residual, embed_residual, normed, start_residual
+from peregrine.kernels.residual import Residual, embed_residual
 from peregrine.kernels.runtime.cpu_graph import CpuGraphs
 from peregrine.models.config import ModelConfig
 from peregrine.models.decoder_layer import Layer
 from peregrine.models.layers import QKV, Linear, LiveRows, RMSNorm, pack_linears
 from peregrine.models.rope_table import rope_table
 
-# Windows whose activations fit in this are run from remembered kernel calls; larger ones do not need it.
+# Windows whose activations fit in this are replayed from CPU graphs; larger ones do not need it.
 MAX_GRAPH_BYTES = 8 * 2**20
 
 
@@ -39,8 +37,6 @@ class Decoder(nn.Module):
         self.config = config
         token_bytes = 4 * (6 * config.hidden_size + 3 * config.intermediate_size) * config.num_layers
         self.graphs = CpuGraphs(max_rows=MAX_GRAPH_BYTES // token_bytes)
-        # Calls are remembered where a layer is the same kernels for every token.
-        self.remembers = config.mla is None and config.experts is None
         last = config.num_layers - 1
         with torch.device("meta"):
             self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
@@ -58,7 +54,7 @@ class Decoder(nn.Module):
         return self.config.layer_attention()
 
     def pack(self) -> "Decoder":
-        """Switch every linear to the row-exact kernel, for inference; it can no longer be trained."""
+        """Pack every linear, for inference; it can no longer be trained."""
         pack_linears(self, self.head if self.config.tied else None)
         return self
 
@@ -70,41 +66,38 @@ class Decoder(nn.Module):
         taps: Sequence[int] = (),
         live: Tensor | None = None,  # [R] i64
     ) -> tuple[Tensor, Tensor | None]:
-        """(normed hidden [N, H], taps [N, len(taps) * H] or None); with `live` hidden is of those rows alone.
+        """(normed hidden [N, H], taps [N, len(taps) * H] or None); with `live`, hidden of those rows alone.
 
-        Tap i is the residual stream that enters layer i; tap `num_layers` is the normed hidden, always of all
+        Tap i is the residual stream that enters layer i; tap `num_layers` is the normed hidden state, always of all
         rows. In the last layer keys and values are computed for all tokens, the rest for live rows alone.
         """
         num_layers = len(self.layers)
         last, tap_normed = num_layers - 1, num_layers in taps
-        queried = None if tap_normed else live
+        live_queries = None if tap_normed else live
         tapped: dict[int, Tensor] = {}
-        stream, heads = self.embed(tokens), None
+        residual, qkv = self.embed(tokens), None
         for i in range(num_layers):
             if i in taps:
-                tapped[i] = stream.values
-            live_rows = LiveRows.of(queried, stream, positions) if i == last else None
-            if heads is None:
-                heads = self.layer(i).attention.project(stream, positions, self.rope_table, live_rows)
-            attended = heads.attend(attend, i)
-            if i == last:
-                stream = self.layer(i).after_attention(attended, live_rows.residual if live_rows else stream, self.norm)
+                tapped[i] = residual.values
+            if i < last:
+                qkv = qkv or self.layer(i).attention.project(residual, positions, self.rope_table)
+                attended = qkv.attend(attend, i)
+                can_project = live_queries is None or i + 1 < last
+                qkv, residual = self._to_next_layer(i, attended, residual, positions, can_project)
             else:
-                all_ask = queried is None or i + 1 < last
-                heads, stream = self._cross(i, attended, stream, positions, all_ask)
-        hidden = normed(stream)
+                rows = LiveRows.of(live_queries, residual, positions)
+                qkv = qkv or self.layer(i).attention.project(residual, positions, self.rope_table, rows)
+                attended = qkv.attend(attend, i)
+                residual = self.layer(i).after_attention(attended, rows.residual if rows else residual, self.norm)
+        hidden = residual.finish_norm()
         if tap_normed:
             tapped[num_layers] = hidden
             hidden = hidden if live is None else hidden.index_select(0, live)
         return hidden, torch.cat([tapped[i] for i in taps], dim=1) if taps else None
 
     def embed(self, tokens: Tensor) -> Residual:
-        """The embeddings of tokens [N], ready for the first layer."""
-        norm = self.layer(0).input_norm
-        assert norm is not None
-        if self.head.packed is None:
-            return start_residual(F.embedding(tokens, self.embedding), norm.weight, norm.eps)
-        return embed_residual(tokens, self.embedding, norm.weight, norm.eps)
+        """The residual stream of tokens [N], prepared for the first layer."""
+        return embed_residual(tokens, self.embedding, self.layer(0).input_norm)
 
     def layer(self, i: int) -> Layer:
         """The i-th layer."""
@@ -112,21 +105,25 @@ class Decoder(nn.Module):
         assert isinstance(layer, Layer)
         return layer
 
-    def _cross(
-        self, i: int, attended: Tensor, stream: Residual, positions: Tensor, all_ask: bool
+    @property
+    def _is_recordable(self) -> bool:
+        """Whether the layers run the same compiled CPU kernels for every token, so that a CPU graph can replay them."""
+        return self.head.format.is_recordable and self.config.mla is None and self.config.experts is None
+
+    def _to_next_layer(
+        self, i: int, attended: Tensor, residual: Residual, positions: Tensor, can_project: bool
     ) -> tuple[QKV | None, Residual]:
-        """From layer i's answer of attention to layer i + 1; its question comes along where calls are remembered."""
+        """From layer i's attention to layer i + 1; a CPU graph replays it with the projection of layer i + 1."""
         layer, following = self.layer(i), self.layer(i + 1)
-        packed = self.head.packed
-        if not self.remembers or packed is None or packed.panels is None or not all_ask:
-            return None, layer.after_attention(attended, stream, following.input_norm)
+        if not can_project or not self._is_recordable:
+            return None, layer.after_attention(attended, residual, following.input_norm)
 
         def step(attended: Tensor, values: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
             after = layer.after_attention(attended, Residual(values, values), following.input_norm)
-            heads = following.attention.project(after, positions, self.rope_table)
-            return heads.q, heads.k, heads.v, after.values
+            qkv = following.attention.project(after, positions, self.rope_table)
+            return qkv.q, qkv.k, qkv.v, after.values
 
-        q, k, v, values = self.graphs.run(i, step, attended, stream.values, positions)
+        q, k, v, values = self.graphs.run(i, step, attended, residual.values, positions)
         return QKV(q, k, v), Residual(values, values)
 
     def logits(self, hidden: Tensor) -> Tensor:

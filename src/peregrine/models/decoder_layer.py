@@ -10,9 +10,9 @@ from peregrine.models.mla import MLAAttention
 
 
 class Layer(nn.Module):
-    """One decoder layer: attention and MLP or experts, each behind a norm and beside the residual stream.
+    """One decoder layer: attention, then an MLP or experts, each reading a norm of the residual and adding to it.
 
-    The input norm belongs to whoever adds to the stream before this layer; None: it is read as it is.
+    The input norm is applied where something is added to the residual before this layer; None: it is read as it is.
     """
 
     def __init__(self, config: ModelConfig, layer: int, split: bool, normed_input: bool = True) -> None:
@@ -26,7 +26,7 @@ class Layer(nn.Module):
         self.post_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp: MLP | Experts = Experts(config) if config.has_experts(layer) else MLP(config)
 
-    def after_attention(self, attended: Tensor, stream: Residual, next_norm: RMSNorm | None) -> Residual:
-        """The second half of the layer, after attention has answered [N, Hq, D]."""
-        stream = self.attention.out.join(self.attention.merge_heads(attended), stream, self.post_norm)
-        return self.mlp.forward(stream, next_norm)
+    def after_attention(self, attended: Tensor, residual: Residual, next_norm: RMSNorm | None) -> Residual:
+        """The second half of the layer, from the result of attention [N, Hq, D] on."""
+        residual = self.attention.out.format.add(self.attention.merge_heads(attended), residual, self.post_norm)
+        return self.mlp.forward(residual, next_norm)

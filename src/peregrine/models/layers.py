@@ -1,84 +1,74 @@
-"""The parts of a decoder's layers: linear, norm, attention, MLP.
+"""The parts of a decoder layer: linear, norm, attention, MLP.
 
-Every part is a plain module with parameters, so the same code trains. A packed `Linear` runs the kernel whose
-rows do not depend on their company; an unpacked one is `F.linear` and differentiable. The residual stream is
-made ready for its next norm wherever something is added to it, so that norms are not steps of their own.
-Parts call each other's `forward`, not the module: a call through it costs as much as a small kernel.
+Every part is a plain module with parameters, so the same code trains. A packed part holds its weight in the format of
+its device, whose rows do not depend on the batch; an unpacked one uses the library and is differentiable. The residual
+stream is prepared for its next norm wherever something is added to it, so norms are not steps of their own. Parts call
+each other's `forward` directly: a call through the module costs as much as a small kernel.
 """
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from peregrine.attention import Attend, Deferred
-from peregrine.kernels.activation import silu_mul
-from peregrine.kernels.linear import PackedWeight, linear, pack_weight
+from peregrine.kernels.linear import PlainWeight, WeightFormat, pack_weight
 from peregrine.kernels.norm import rms_norm
-from peregrine.kernels.residual import Residual, add_to_residual, join_stream, stream_gate, stream_linear
+from peregrine.kernels.residual import Residual
 from peregrine.kernels.rope import DeferredRope, rope
 from peregrine.kernels.runtime.gpu import triton_ready
 from peregrine.models.config import ModelConfig
 
-
-class Packable(nn.Module, ABC):
-    """A part whose weight is laid out for a kernel as soon as it is whole; `packed` is None before."""
-
-    packed: object | None
-
-    @abstractmethod
-    def pack(self, keep_weight: bool = False) -> None:
-        """Switch to the kernel's own layout; the plain weight goes, unless another module shares it."""
+Format = TypeVar("Format")
 
 
-class Linear(Packable):
-    """x @ weight.T + bias; after `pack` with the row-exact kernel and without the plain weight."""
+class Packable(nn.Module, ABC, Generic[Format]):
+    """A part with one weight, which is packed for inference as soon as it is filled."""
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None
-    packed: PackedWeight | None
+    packed: Format | None
 
-    def __init__(self, in_size: int, out_size: int, bias: bool = False) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(out_size, in_size))
-        self.bias = nn.Parameter(torch.empty(out_size)) if bias else None
+        self.weight = nn.Parameter(weight)
+        self.bias = None if bias is None else nn.Parameter(bias)
         self.packed = None
 
+    @property
+    def format(self) -> Format:
+        """The weight in the format of its device; before it is packed, in one that trains."""
+        return self._pack(train=True) if self.packed is None else self.packed
+
     def pack(self, keep_weight: bool = False) -> None:
-        """Switch to the kernel's own layout; the plain weight goes, unless another module shares it."""
+        """Switch to the format of the device; the plain weight goes, unless another module shares it."""
         if self.weight is None:
-            raise RuntimeError("this linear is packed already")
-        weight, bias = self.weight.detach(), None if self.bias is None else self.bias.detach()
-        self.packed = pack_weight(weight, bias)
+            raise RuntimeError(f"this {type(self).__name__} is packed already")
+        self.packed = self._pack(train=False)
         self.bias = None
         if not keep_weight:
             self.weight = None
 
+    @abstractmethod
+    def _pack(self, train: bool) -> Format:
+        """The weight, which is there, in the format of its device or in one that trains."""
+
+
+class Linear(Packable[WeightFormat]):
+    """x @ weight.T + bias."""
+
+    def __init__(self, in_size: int, out_size: int, bias: bool = False) -> None:
+        super().__init__(torch.empty(out_size, in_size), torch.empty(out_size) if bias else None)
+
+    def _pack(self, train: bool) -> WeightFormat:
+        assert self.weight is not None
+        return PlainWeight(self.weight, self.bias) if train else pack_weight(self.weight, self.bias)
+
     def forward(self, x: Tensor) -> Tensor:
         """[N, in] -> [N, out]."""
-        if self.packed is not None:
-            return linear(x, self.packed)
-        assert self.weight is not None
-        return F.linear(x, self.weight, self.bias)
-
-    def of(self, stream: Residual) -> Tensor:
-        """The linear of the normed stream. -> [N, out]"""
-        return self.forward(stream.ready) if self.packed is None else stream_linear(stream, self.packed)
-
-    def gated(self, stream: Residual) -> Tensor:
-        """silu(first half) * second half of it. -> [N, out / 2]"""
-        if self.packed is None:
-            return silu_mul(self.forward(stream.ready))
-        return stream_gate(stream, self.packed)
-
-    def join(self, x: Tensor, stream: Residual, norm: "RMSNorm | None") -> Residual:
-        """The stream with the linear of x added to it, ready for the norm that comes next, if one does."""
-        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-        if self.packed is None:
-            return add_to_residual(self.forward(x), stream, weight, eps)
-        return join_stream(x, self.packed, stream, weight, eps)
+        return self.format.linear(x)
 
 
 class RMSNorm(nn.Module):
@@ -96,38 +86,36 @@ class RMSNorm(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class QKV:
-    """What attention is asked: queries, keys and values in heads; turned, or with the turn still to be made."""
+    """Projected queries, keys and values; `rope` is set if the backend must still apply it."""
 
     q: Tensor  # [N or R, Hq, D]
     k: Tensor  # [N, Hkv, D]
     v: Tensor  # [N, Hkv, Dv]
-    rope: Deferred | None = None  # set if the backend must still apply it
+    rope: Deferred | None = None
 
     def attend(self, attend: Attend, layer: int) -> Tensor:
-        """What the queries found. [N or R, Hq, Dv]"""
+        """-> [N or R, Hq, Dv]."""
         return attend(layer, self.q, self.k, self.v, self.rope)
 
 
 @dataclass(frozen=True, slots=True)
 class LiveRows:
-    """The rows that ask something of a layer whose keys and values are computed for all."""
+    """The rows of a layer that are queried, if not all are; keys and values are computed for every row."""
 
-    rows: Tensor  # [R] i64
     residual: Residual  # [R, H]
     positions: Tensor  # [R] i64
 
     @staticmethod
-    def of(rows: Tensor | None, stream: Residual, positions: Tensor) -> "LiveRows | None":
-        """None if no rows are named: all ask."""
-        return None if rows is None else LiveRows(rows, stream.rows(rows), positions.index_select(0, rows))
+    def of(rows: Tensor | None, residual: Residual, positions: Tensor) -> "LiveRows | None":
+        """Rows [R] i64 of a window; None if all are queried."""
+        return None if rows is None else LiveRows(residual.rows(rows), positions.index_select(0, rows))
 
 
 class Attention(nn.Module):
     """Projections, head norms and rotation around `attend`.
 
-    One projection is fused from three, or two if queries may be fewer: a layer that is asked for few live
-    queries projects them apart from keys and values. It does so always, so that a query has the same bits
-    with company and without.
+    Queries, keys and values are one fused projection. A layer that may be asked for live rows alone (`split`) projects
+    queries apart from keys and values, always, so that a query's bits do not depend on which rows are live.
     """
 
     def __init__(self, config: ModelConfig, layer: int, in_size: int, split: bool) -> None:
@@ -143,35 +131,36 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
 
-    def project(self, stream: Residual, positions: Tensor, table: Tensor, live_rows: "LiveRows | None" = None) -> QKV:
-        """Queries, keys and values of the normed stream [N, in]; queries of the live_rows rows, if not all ask."""
-        q_positions = positions if live_rows is None else live_rows.positions
+    def project(self, residual: Residual, positions: Tensor, table: Tensor, live: LiveRows | None = None) -> QKV:
+        """Queries, keys and values of the normed residual [N, in]; queries of the live rows alone, if given."""
+        q_heads, kv_heads = self.num_heads, self.num_kv_heads
+        queried, q_positions = (residual, positions) if live is None else (live.residual, live.positions)
         if self.qkv is not None:
-            assert live_rows is None, "this layer projects queries with keys and values"
-            heads = self.qkv.of(stream).view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
-            q, kv = torch.split_with_sizes(heads, (self.num_heads, 2 * self.num_kv_heads), 1)
+            assert live is None, "this layer projects queries together with keys and values"
+            heads = self.qkv.format.linear_normed(residual).view(-1, q_heads + 2 * kv_heads, self.head_dim)
+            q, kv = torch.split_with_sizes(heads, (q_heads, 2 * kv_heads), 1)
         else:
             assert self.q is not None
             assert self.kv is not None
             heads = None
-            kv = self.kv.of(stream).view(-1, 2 * self.num_kv_heads, self.head_dim)
-            q = self.q.of(stream if live_rows is None else live_rows.residual).view(-1, self.num_heads, self.head_dim)
-        k, v = torch.split_with_sizes(kv, (self.num_kv_heads, self.num_kv_heads), 1)
+            kv = self.kv.format.linear_normed(residual).view(-1, 2 * kv_heads, self.head_dim)
+            q = self.q.format.linear_normed(queried).view(-1, q_heads, self.head_dim)
+        k, v = torch.split_with_sizes(kv, (kv_heads, kv_heads), 1)
         if self.out.packed is not None and triton_ready(q):
-            return QKV(q, k, v, self._turn(q_positions, positions, table))
+            return QKV(q, k, v, self._deferred_rope(q_positions, positions, table))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        elif heads is not None:  # side by side: one call turns both
-            turned = rope(heads[:, : self.num_heads + self.num_kv_heads], positions, table)
-            q, k = torch.split_with_sizes(turned, (self.num_heads, self.num_kv_heads), 1)
+        elif heads is not None:  # adjacent: one call rotates both
+            rotated = rope(heads[:, : q_heads + kv_heads], positions, table)
+            q, k = torch.split_with_sizes(rotated, (q_heads, kv_heads), 1)
             return QKV(q, k, v)
         return QKV(rope(q, q_positions, table), rope(k, positions, table), v)
 
     def merge_heads(self, attended: Tensor) -> Tensor:
-        """What the queries found [N, Hq, D], as `out` reads it. -> [N, Hq * D]"""
+        """The result of attention as the output projection reads it: [N, Hq, D] -> [N, Hq * D]."""
         return attended.flatten(1)
 
-    def _turn(self, q_positions: Tensor, positions: Tensor, table: Tensor) -> DeferredRope:
+    def _deferred_rope(self, q_positions: Tensor, positions: Tensor, table: Tensor) -> DeferredRope:
         q_norm, k_norm = self.q_norm, self.k_norm
         if q_norm is None or k_norm is None:
             return DeferredRope(q_positions, positions, table, None, None, 0.0)
@@ -179,34 +168,33 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """The gated feed-forward part, gate and up fused."""
+    """The gated feed-forward part, with gate and up fused."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.gate_up = Linear(config.hidden_size, 2 * config.intermediate_size, config.mlp_bias)
         self.down = Linear(config.intermediate_size, config.hidden_size, config.mlp_bias)
 
-    def forward(self, stream: Residual, next_norm: RMSNorm | None) -> Residual:
-        """The stream with the MLP of its norm added to it, ready for the norm that comes next."""
-        return self.down.join(self.gate_up.gated(stream), stream, next_norm)
+    def forward(self, residual: Residual, next_norm: RMSNorm | None) -> Residual:
+        """The residual plus the MLP of its norm, prepared for the norm that comes next."""
+        return self.down.format.add(self.gate_up.format.gated(residual), residual, next_norm)
 
 
 def pack_linears(module: nn.Module, shared: Linear | None = None) -> None:
-    """Switch every linear to the row-exact kernel, for inference; the module can no longer be trained.
-
-    A shared linear keeps its plain weight.
-    """
+    """Pack every linear, for inference; the module can no longer be trained. `shared` keeps its plain weight."""
     module.requires_grad_(False)
     for part in module.modules():
         if isinstance(part, Packable) and part.packed is None:
             part.pack(keep_weight=part is shared)
-    settle(module)
+    cache_attributes(module)
 
 
-def settle(module: nn.Module) -> None:
-    """Make a packed module's parts plain attributes: nn.Module finds them by a look-up of a microsecond each.
+def cache_attributes(module: nn.Module) -> None:
+    """Copy parts, parameters and buffers into each module's `__dict__`, where Python finds them directly.
 
-    Only for modules that will not be moved, cast or trained any more.
+    nn.Module keeps them in dictionaries of its own, which cost about a microsecond per access: Python calls
+    `nn.Module.__getattr__` only after the ordinary lookup has failed. A layer makes dozens of such accesses. Later
+    assignments would not be seen: only for modules that will not be moved, cast or trained any more.
     """
     for part in module.modules():
         part.__dict__.update(part._modules | part._parameters | part._buffers)

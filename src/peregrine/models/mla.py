@@ -1,15 +1,15 @@
-"""MLAConfig attention (MLA): a token leaves one latent for all heads, and heads read it through weights of their own.
+"""Multi-head latent attention (MLA): a token caches one latent for all heads, which read it through their own weights.
 
-Attention itself is of one shared key whose first part is its value. The weights that would make keys and values of
-every head out of a latent are applied to the queries (`w_uk`) and to the answers (`w_uv`) instead, for one token and
-for a thousand: what a token reads has the same bits whether it was part of a prompt, cached or generated.
+Attention itself has one shared KV head, and the first part of its key is its value. The weights that would expand a
+latent to the keys and values of every head are applied to the queries (`w_uk`) and to the results (`w_uv`) instead, for
+one token as for a thousand: what a token reads has the same bits whether it was part of a prompt, cached or generated.
 """
 
 import torch
 from torch import Tensor, nn
 
 from peregrine.kernels.attention import DeferredMLARope, turn_latent
-from peregrine.kernels.linear import PackedPerHead, pack_per_head, per_head_linear
+from peregrine.kernels.linear import PerHeadFormat, PlainPerHead, pack_per_head
 from peregrine.kernels.residual import Residual
 from peregrine.kernels.runtime.gpu import triton_ready
 from peregrine.models.config import MLAConfig, ModelConfig
@@ -18,39 +18,25 @@ from peregrine.models.layers import QKV, Linear, LiveRows, Packable, RMSNorm
 NORM_EPS = 1e-6  # of the norms inside the attention, whatever rms_norm_eps says
 
 
-class PerHeadLinear(Packable):
-    """One linear per head; after `pack` with the row-exact kernel and without the plain weight."""
-
-    weight: nn.Parameter | None
-    packed: PackedPerHead | None
+class PerHeadLinear(Packable[PerHeadFormat]):
+    """One linear layer per head."""
 
     def __init__(self, num_heads: int, in_size: int, out_size: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_heads, out_size, in_size))
-        self.packed = None
+        super().__init__(torch.empty(num_heads, out_size, in_size))
 
-    def pack(self, keep_weight: bool = False) -> None:
-        """Switch to the kernel's own layout; the plain weight goes, unless another module shares it."""
-        if self.weight is None:
-            raise RuntimeError("these linears are packed already")
-        self.packed = pack_per_head(self.weight)
-        if not keep_weight:
-            self.weight = None
+    def _pack(self, train: bool) -> PerHeadFormat:
+        assert self.weight is not None
+        return PlainPerHead(self.weight) if train else pack_per_head(self.weight)
 
     def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """[N, heads, in] -> [N, heads, out], written to `out` if that is given."""
-        if self.packed is not None:
-            return per_head_linear(x, self.packed, out)
-        assert self.weight is not None
-        y = torch.einsum("nhk,hok->nho", x, self.weight)
-        return y if out is None else out.copy_(y)
+        return self.format.linear(x, out)
 
 
 class MLAAttention(nn.Module):
-    """Projections, norms and rotation around `attend`, as `Attention` has them.
+    """Projections, norms and rotation around `attend`, as in `Attention`.
 
-    What is read from the stream is one linear, or two if queries may be fewer: see `Attention`. For queries it is the
-    queries themselves or, where they have a rank of their own, a few numbers that they are made of.
+    `q` projects to the queries themselves or, if the model has a query rank, to a vector of that rank.
     """
 
     def __init__(self, config: ModelConfig, latent: MLAConfig, layer: int, split: bool) -> None:
@@ -70,34 +56,35 @@ class MLAAttention(nn.Module):
         self.w_uv = PerHeadLinear(self.num_heads, latent.kv_rank, latent.value_dim)
         self.out = Linear(self.num_heads * latent.value_dim, hidden, config.out_bias)
 
-    def project(self, stream: Residual, positions: Tensor, table: Tensor, live_rows: LiveRows | None = None) -> QKV:
-        """Queries and keys of the normed stream [N, in]; queries of the live_rows rows, if not all ask."""
-        q, kv = self._read(stream, live_rows)
+    def project(self, residual: Residual, positions: Tensor, table: Tensor, live: LiveRows | None = None) -> QKV:
+        """Queries and keys of the normed residual [N, in]; queries of the live rows alone, if given."""
+        q, kv = self._linears(residual, live)
         nope, q_rope = torch.split_with_sizes(q, (self.latent.nope_dim, self.latent.rope_dim), 2)
-        q_positions = positions if live_rows is None else live_rows.positions
-        turn = DeferredMLARope(q_rope, q_positions, positions, table, self.kv_norm.weight, self.kv_norm.eps)
+        q_positions = positions if live is None else live.positions
+        deferred = DeferredMLARope(q_rope, q_positions, positions, table, self.kv_norm.weight, self.kv_norm.eps)
         k = kv[:, None]
         if self.out.packed is not None and triton_ready(q):
             absorbed = q.new_empty(q.shape[0], self.num_heads, self.latent.key_dim)
             self.w_uk.forward(nope, out=absorbed[..., : self.latent.kv_rank])
-            return QKV(absorbed, k, k[..., : self.latent.kv_rank], turn)
-        q, k = turn_latent(self.w_uk.forward(nope), k, turn)
+            return QKV(absorbed, k, k[..., : self.latent.kv_rank], deferred)
+        q, k = turn_latent(self.w_uk.forward(nope), k, deferred)
         return QKV(q, k, k[..., : self.latent.kv_rank])
 
-    def _read(self, stream: Residual, live_rows: LiveRows | None) -> tuple[Tensor, Tensor]:
-        """The linears before the rotation: queries [R, heads, nope + rope] and keys [N, key_dim], not normed."""
+    def _linears(self, residual: Residual, live: LiveRows | None) -> tuple[Tensor, Tensor]:
+        """Queries [R, heads, nope + rope] and keys [N, key_dim] before norm and rotation."""
         if self.qkv is not None:
-            assert live_rows is None, "this layer projects queries with keys"
-            q, kv = torch.split_with_sizes(self.qkv.of(stream), (self.q_size, self.latent.key_dim), 1)
+            assert live is None, "this layer projects queries together with keys"
+            both = self.qkv.format.linear_normed(residual)
+            q, kv = torch.split_with_sizes(both, (self.q_size, self.latent.key_dim), 1)
         else:
             assert self.q is not None
             assert self.kv is not None
-            kv = self.kv.of(stream)
-            q = self.q.of(stream if live_rows is None else live_rows.residual)
+            kv = self.kv.format.linear_normed(residual)
+            q = self.q.format.linear_normed(residual if live is None else live.residual)
         if self.q_norm is not None and self.q_up is not None:
             q = self.q_up.forward(self.q_norm.forward(q))
         return q.view(q.shape[0], self.num_heads, self.latent.q_dim), kv
 
     def merge_heads(self, attended: Tensor) -> Tensor:
-        """What the queries found among latents [N, heads, kv_rank], as `out` reads it. -> [N, heads * value_dim]"""
+        """The result of attention as the output projection reads it: [N, heads, kv_rank] -> [N, heads * value_dim]."""
         return self.w_uv.forward(attended).flatten(1)

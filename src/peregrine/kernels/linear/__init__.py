@@ -1,6 +1,16 @@
 """Linear layers whose rows have the same bits in every batch."""
 
-from peregrine.kernels.linear.per_head import PackedPerHead, pack_per_head, per_head_linear
-from peregrine.kernels.linear.reference import PackedWeight, linear, pack_weight
+from peregrine.kernels.linear.per_head import PerHeadFormat, PlainPerHead, pack_per_head
+from peregrine.kernels.linear.reference import DenseWeight, PlainWeight, WeightFormat, pack_weight
+from peregrine.kernels.linear.tiles import workspace_bytes
 
-__all__ = ["PackedPerHead", "PackedWeight", "linear", "pack_per_head", "pack_weight", "per_head_linear"]
+__all__ = [
+    "DenseWeight",
+    "PerHeadFormat",
+    "PlainPerHead",
+    "PlainWeight",
+    "WeightFormat",
+    "pack_per_head",
+    "pack_weight",
+    "workspace_bytes",
+]

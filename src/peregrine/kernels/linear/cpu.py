@@ -5,6 +5,7 @@ Five rows are what 32 registers of four floats hold; with four, loads and arithm
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch.nn.functional as F
@@ -13,7 +14,8 @@ from numba import types
 from numba.extending import intrinsic
 from torch import Tensor
 
-from peregrine.kernels.runtime.cpu import pieces_for
+from peregrine.kernels.linear.reference import DenseWeight, WeightFormat
+from peregrine.kernels.runtime.cpu import numba_ready, pieces_for
 from peregrine.kernels.runtime.cpu_jit import (
     FLOAT,
     INT64,
@@ -32,32 +34,57 @@ UNROLL = 4  # inputs of a row that are loaded by one vector load
 SERIAL_WORK = 1 << 15  # multiply-adds below which a second thread costs more than it saves
 
 
-def pack(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Panels [ceil(O / 16), I, 16] of weight [O, I], and bias [O] (or zeros) filled up to their outputs."""
-    out_features = weight.shape[0]
-    padding = -out_features % PANEL
-    offsets = weight.new_zeros(out_features) if bias is None else bias
-    padded = F.pad(weight, (0, 0, 0, padding)).view(-1, PANEL, weight.shape[1])
-    return padded.transpose(1, 2).contiguous(), F.pad(offsets, (0, padding))
+@dataclass(frozen=True, slots=True)
+class PanelWeight(WeightFormat):
+    """float32 on the CPU: the weights of PANEL outputs lie together, one input after the other."""
 
+    is_recordable = True
+    num_outputs: int
+    panels: Tensor  # [ceil(O / PANEL), I, PANEL]; outputs past the last are zero
+    bias: Tensor  # [ceil(O / PANEL) * PANEL]
 
-def linear(x: Tensor, panels: Tensor, bias: Tensor, out_features: int) -> Tensor:
-    """x @ weight.T + bias for x [N, I] float32 on the CPU and what `pack` made of weight and bias: [N, O]."""
-    num_rows, width = x.shape
-    num_panels, in_features, _ = panels.shape
-    if width != in_features:
-        raise ValueError(f"x has rows of {width}, the weight takes rows of {in_features}")
-    stride = width
-    if not x.is_contiguous():
+    @classmethod
+    def pack(cls, dense: DenseWeight) -> "PanelWeight":
+        """Lay out weight [O, I] and bias [O]."""
+        weight, bias = dense.weight, dense.bias
+        num_outputs, num_inputs = weight.shape
+        padding = -num_outputs % PANEL
+        padded = F.pad(weight, (0, 0, 0, padding)).view(-1, PANEL, num_inputs)
+        offsets = F.pad(weight.new_zeros(num_outputs) if bias is None else bias, (0, padding))
+        return cls(num_outputs, padded.transpose(1, 2).contiguous(), offsets)
+
+    def unpack(self) -> DenseWeight:
+        """The plain tensors, for the twin."""
+        weight = self.panels.transpose(1, 2).flatten(0, 1)[: self.num_outputs]
+        return DenseWeight(weight, self.bias[: self.num_outputs])
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(outputs, inputs)."""
+        return self.num_outputs, self.panels.shape[1]
+
+    @property
+    def num_bytes(self) -> int:
+        """What a layer reads: the weight's size in memory."""
+        return self.panels.nbytes
+
+    def linear(self, x: Tensor) -> Tensor:
+        """x @ weight.T + bias: [N, I] -> [N, O]; where a gradient is wanted, the twin."""
+        if not numba_ready(x):
+            return self.unpack().linear(x)
+        num_rows, width = x.shape
+        num_panels, num_inputs, _ = self.panels.shape
+        if width != num_inputs:
+            raise ValueError(f"x has rows of {width}, the weight takes rows of {num_inputs}")
         if x.stride(1) != 1:
             x = x.contiguous()
-        stride = x.stride(0)
-    columns = num_panels * PANEL
-    y = x.new_empty(num_rows, columns)
-    pieces = pieces_for(num_panels, num_rows * columns * width, SERIAL_WORK)
-    pointers = x.data_ptr(), panels.data_ptr(), bias.data_ptr(), y.data_ptr()
-    _linear(pieces, *pointers, num_rows, stride, width, num_panels)
-    return y if columns == out_features else y[:, :out_features].contiguous()
+        stride = width if x.is_contiguous() else x.stride(0)
+        columns = num_panels * PANEL
+        y = x.new_empty(num_rows, columns)
+        pieces = pieces_for(num_panels, num_rows * columns * width, SERIAL_WORK)
+        pointers = x.data_ptr(), self.panels.data_ptr(), self.bias.data_ptr(), y.data_ptr()
+        _linear(pieces, *pointers, num_rows, stride, width, num_panels)
+        return y if columns == self.num_outputs else y[:, : self.num_outputs].contiguous()
 
 
 def _tile(rows: int) -> Any:

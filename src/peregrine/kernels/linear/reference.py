@@ -1,18 +1,21 @@
-"""Linear layers whose rows do not depend on their company: alone or among many, a row has the same bits.
+"""Linear layers in which a row's bits do not depend on the other rows of the batch.
 
-The law of the compiled kernels: each output is one chain over the inputs in ascending order, started at zero
-(on a CPU of fused multiply-adds, on a GPU of matrix instructions); the bias is added to the finished sum. The
-law of the twin: rows go through the library in tiles of a fixed height, the last one filled with zeros, so that
-every row meets the same call on the same shape.
+The compiled kernels compute each output as one chain over the inputs in ascending order, started at zero (of fused
+multiply-adds on a CPU, of matrix instructions on a GPU), and add the bias to the finished sum. The torch twin gets the
+same property from the library: rows go through it in tiles of a fixed height, the last one filled with zeros, so that
+every library call has the same shape.
 """
 
 import functools
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from peregrine.kernels.activation import silu_mul
+from peregrine.kernels.residual import Norm, Residual, add_to_residual
 from peregrine.kernels.runtime.cpu import numba_ready
 from peregrine.kernels.runtime.dispatch import DeviceFile
 from peregrine.kernels.runtime.gpu import triton_ready
@@ -24,55 +27,92 @@ CPU_TILE_ROWS = 16
 DEVICE_TILE_ROWS = 64  # an accelerator is bound by reading the weight, once per tile
 
 
+class WeightFormat(ABC):
+    """A weight [O, I] with its bias as one device stores them, and the linear layers that read them.
+
+    A new format must define the abstract members; it overrides the others where it has a kernel that fuses them.
+    """
+
+    __slots__ = ()
+    is_recordable = False  # whether its layers run compiled CPU kernels alone, which a CpuGraph can replay
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, int]:
+        """(outputs, inputs)."""
+
+    @property
+    @abstractmethod
+    def num_bytes(self) -> int:
+        """What a layer reads: the weight's size in memory."""
+
+    @abstractmethod
+    def linear(self, x: Tensor) -> Tensor:
+        """x @ weight.T + bias: [N, I] -> [N, O]. Differentiable in x."""
+
+    def linear_normed(self, residual: Residual) -> Tensor:
+        """The linear of the normed residual: -> [N, O]."""
+        return self.linear(residual.finish_norm())
+
+    def gated(self, residual: Residual) -> Tensor:
+        """silu(first half) * second half of the linear of the normed residual: -> [N, O / 2]."""
+        return silu_mul(self.linear(residual.finish_norm()))
+
+    def add(self, x: Tensor, residual: Residual, norm: Norm | None) -> Residual:
+        """The residual plus the linear of x [N, I], prepared for the norm that comes next."""
+        return add_to_residual(self.linear(x), residual, norm)
+
+
 @dataclass(frozen=True, slots=True)
-class PackedWeight:
-    """A weight laid out for `linear`; exactly one of `panels` and `weight` is there."""
+class DenseWeight(WeightFormat):
+    """The twin: plain tensors and library calls. Differentiable in the weight too."""
 
-    out_features: int
-    panels: Tensor | None  # [ceil(O / 16), I, 16] float32 for the compiled kernel; outputs past O are zero
-    weight: Tensor | None  # [O, I] for a GPU's kernel and for the twin
-    bias: Tensor | None  # [O]; beside panels it is always there and as long as their outputs
+    weight: Tensor  # [O, I]
+    bias: Tensor | None  # [O]
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(outputs, inputs)."""
+        return self.weight.shape[0], self.weight.shape[1]
 
-def pack_weight(weight: Tensor, bias: Tensor | None = None) -> PackedWeight:
-    """Lay out the values of weight [O, I] and bias [O] for `linear`; no gradient will reach them."""
-    out_features = weight.shape[0]
-    if bias is not None and bias.shape != (out_features,):
-        raise ValueError(f"bias has shape {tuple(bias.shape)}, the weight has {out_features} outputs")
-    weight, bias = weight.detach(), None if bias is None else bias.detach()
-    if weight.numel() == 0 or not numba_ready(weight, *(() if bias is None else (bias,))):
-        return PackedWeight(out_features, panels=None, weight=weight, bias=bias)
-    panels, padded_bias = _cpu.pack(weight, bias)
-    return PackedWeight(out_features, panels=panels, weight=None, bias=padded_bias)
+    @property
+    def num_bytes(self) -> int:
+        """What a layer reads: the weight's size in memory."""
+        return self.weight.numel() * self.weight.element_size()
 
-
-def linear(x: Tensor, packed: PackedWeight) -> Tensor:
-    """x @ weight.T + bias, row by row: [N, I] -> [N, O]."""
-    if packed.panels is not None and numba_ready(x):
-        y: Tensor = _cpu.linear(x, packed.panels, packed.bias, packed.out_features)
-        return y
-    if packed.weight is not None and triton_ready(x) and not x.requires_grad:
-        y = _triton.linear(x, packed.weight, packed.bias)
-        return y
-    return linear_torch(x, packed)
+    def linear(self, x: Tensor) -> Tensor:
+        """One library call per tile of rows, all of one shape."""
+        num_rows = x.shape[0]
+        tile_rows = CPU_TILE_ROWS if x.is_cpu else DEVICE_TILE_ROWS
+        # Padding copies even when nothing is missing: all tiles are then aligned in the same way, whatever view x is.
+        padded, weight, bias = F.pad(x, (0, 0, 0, -num_rows % tile_rows)), self.weight, self.bias
+        if x.is_cpu and not _library_takes(x.dtype):
+            padded, weight, bias = padded.float(), weight.float(), None if bias is None else bias.float()
+        starts = range(0, max(num_rows, 1), tile_rows)
+        tiles = [F.linear(padded[start : start + tile_rows], weight, bias) for start in starts]
+        return torch.cat(tiles)[:num_rows].to(x.dtype)
 
 
-def linear_torch(x: Tensor, packed: PackedWeight) -> Tensor:
-    """The twin: one library call per tile of rows, all of one shape. Differentiable in x."""
-    weight, bias = packed.weight, packed.bias
-    if packed.panels is not None and bias is not None:
-        weight = packed.panels.transpose(1, 2).flatten(0, 1)[: packed.out_features]
-        bias = bias[: packed.out_features]
-    assert weight is not None
-    num_rows = x.shape[0]
-    tile_rows = CPU_TILE_ROWS if x.is_cpu else DEVICE_TILE_ROWS
-    # Padding copies even when nothing is missing: tiles are then aligned alike, whatever view x is.
-    padded = F.pad(x, (0, 0, 0, -num_rows % tile_rows))
-    if x.is_cpu and not _library_takes(x.dtype):
-        padded, weight, bias = padded.float(), weight.float(), None if bias is None else bias.float()
-    starts = range(0, max(num_rows, 1), tile_rows)
-    tiles = [F.linear(padded[start : start + tile_rows], weight, bias) for start in starts]
-    return torch.cat(tiles)[:num_rows].to(x.dtype)
+@dataclass(frozen=True, slots=True)
+class PlainWeight(DenseWeight):
+    """The library's own linear layer, for training: a row's bits may depend on the batch."""
+
+    def linear(self, x: Tensor) -> Tensor:
+        """x @ weight.T + bias: [N, I] -> [N, O]."""
+        return F.linear(x, self.weight, self.bias)
+
+
+def pack_weight(weight: Tensor, bias: Tensor | None = None) -> WeightFormat:
+    """The values of weight [O, I] and bias [O] in the format of their device; no gradient will reach them."""
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias has shape {tuple(bias.shape)}, the weight has {weight.shape[0]} outputs")
+    dense = DenseWeight(weight.detach(), None if bias is None else bias.detach())
+    packed: WeightFormat = dense
+    if triton_ready(weight):
+        packed = _triton.TritonWeight(dense.weight, dense.bias)
+    elif weight.numel() and numba_ready(dense.weight, *(() if dense.bias is None else (dense.bias,))):
+        packed = _cpu.PanelWeight.pack(dense)
+    return packed
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Which tile a linear of a given shape uses on a GPU: a table of what was fastest on an H200.
+"""Which tile a linear layer uses on a GPU: a table of what was fastest on an H200.
 
 The number of rows may choose the tile's height, width and depth, because they do not change a bit. It may not choose
 the split, which does: that follows from the weight's shape alone. `peregrine bench tiles` measures other shapes.
@@ -6,23 +6,23 @@ the split, which does: that follows from the weight's shape alone. `peregrine be
 
 from dataclasses import dataclass
 
+import torch
+
 from peregrine.errors import ConfigError
 
-SQUARE_UNIT = 2.0**24  # sums of squares are whole numbers of 1 / this
-# Of one value. A larger one is made NaN, so that its request ends with an error: the sum of a row holds 32 of these.
-MAX_SQUARE = 2.0**34
-MIN_DEPTH = 16  # of a matrix instruction: inputs must be a multiple of it
-# Where there are fewer tiles than processors, programs share the inputs of a tile: up to so many programs in all, each
-# with so many inputs or more, in whole steps of so many.
+MIN_DEPTH = 16  # of a matrix instruction: the number of inputs must be a multiple of it
+MAX_ROWS = 4096  # of one launch; longer inputs are cut, which bounds the workspace
+# Where there are fewer tiles than multiprocessors, several programs share the inputs of a tile: at most SPLIT_PROGRAMS
+# in all, each with SPLIT_INPUTS inputs or more, in whole steps of SPLIT_DEPTH.
 SPLIT_PROGRAMS, SPLIT_INPUTS, SPLIT_DEPTH = 160, 512, 64
 SPLIT_COLS = 64  # outputs of a tile that is shared
-PROCESSORS = 132  # of an H200
+MULTIPROCESSORS = 132  # of an H200
 WIDE_OUTPUTS = 32768
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How much one program computes, and how."""
+    """How much one program computes, and with which resources."""
 
     rows: int
     cols: int
@@ -34,18 +34,18 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What a program has for the tiles on their way."""
+    """Shared memory that a program has for the tiles it is loading."""
 
     shared_bytes: int
-    number_bytes: int  # of one input or weight
+    element_bytes: int  # of an input or a weight
 
-    def stages(self, wanted: int, numbers: int) -> int:
-        """As many stages of so many numbers as are wanted, or as fit; they change no bit."""
-        return max(1, min(wanted, self.shared_bytes // (numbers * self.number_bytes)))
+    def stages(self, wanted: int, elements: int) -> int:
+        """The wanted number of pipeline stages of so many elements, or as many as fit; they change no bit."""
+        return max(1, min(wanted, self.shared_bytes // (elements * self.element_bytes)))
 
     def half(self) -> "Room":
-        """For each of two programs beside each other."""
-        return Room(self.shared_bytes // 2, self.number_bytes)
+        """Room for each of two programs on one multiprocessor."""
+        return Room(self.shared_bytes // 2, self.element_bytes)
 
 
 ON_H200 = Room(227 * 1024, 2)
@@ -57,7 +57,7 @@ TABLES = {
     "gated": {16: (64, 128, 4, 3), 32: (64, 128, 4, 4), 64: (64, 64, 4, 6), 128: (128, 64, 8, 4)},
     "wide": {16: (128, 128, 8, 3), 32: (128, 64, 4, 5), 64: (128, 64, 8, 4), 128: (128, 64, 8, 6)},
 }
-# The same for Hopper's own kernel.
+# For Hopper's own kernel.
 HOPPER_TABLES = {
     "plain": {16: (64, 128, 4, 8), 32: (64, 128, 4, 8), 64: (64, 128, 4, 5), 128: (64, 64, 4, 8)},
     "split": {16: (64, 128, 4, 8), 32: (64, 128, 4, 8), 64: (64, 128, 4, 5), 128: (64, 64, 4, 8)},
@@ -67,14 +67,14 @@ HOPPER_TABLES = {
 
 
 def pick_split(num_outputs: int, num_inputs: int, gate: bool) -> int:
-    """How many programs share the inputs of one tile."""
+    """How many programs share the inputs of one tile; follows from the weight's shape alone."""
     tiles = -(-num_outputs // SPLIT_COLS)
     most = 1 if gate else min(SPLIT_PROGRAMS // tiles, num_inputs // SPLIT_INPUTS)
     return next((split for split in range(most, 1, -1) if num_inputs % (split * SPLIT_DEPTH) == 0), 1)
 
 
 def kind_of(num_outputs: int, num_inputs: int, gate: bool) -> str:
-    """Which table a weight's tiles are in."""
+    """The table that holds a weight's tiles."""
     if gate:
         return "gated"
     if num_outputs >= WIDE_OUTPUTS:
@@ -85,20 +85,31 @@ def kind_of(num_outputs: int, num_inputs: int, gate: bool) -> str:
 def pick_tile(
     num_rows: int, num_outputs: int, num_inputs: int, gate: bool, on_hopper: bool = False, room: Room = ON_H200
 ) -> Tile:
-    """The tile for so many rows of a linear; with `gate` there are twice as many weights as outputs."""
-    if num_inputs % MIN_DEPTH:
-        raise ConfigError(
-            f"a linear of {num_inputs} inputs: GPU kernels take multiples of {MIN_DEPTH}; use device='cpu'"
-        )
+    """The tile of a linear for so many rows; with `gate` there are two rows of weights per output."""
+    check_inputs(f"a linear of {num_inputs} inputs", num_inputs)
     rows = next((height for height in HEIGHTS if num_rows <= height), HEIGHTS[-1])
     split = pick_split(num_outputs, num_inputs, gate)
     table = HOPPER_TABLES if on_hopper else TABLES
     cols, depth, warps, stages = table[kind_of(num_outputs, num_inputs, gate)][rows]
     while (num_inputs // split) % depth:
         depth //= 2
-    if (
-        split > 1 and split * -(-num_outputs // cols) > PROCESSORS
-    ):  # short programs: all at once, or some would start too late
-        room = room.half()
+    if split > 1 and split * -(-num_outputs // cols) > MULTIPROCESSORS:
+        room = room.half()  # programs are short: all must run at once, or the last ones would start too late
     stages = room.stages(stages, (rows + cols * (2 if gate else 1)) * depth)
     return Tile(rows, cols, depth, warps, stages, split)
+
+
+def check_inputs(what: str, *sizes: int) -> None:
+    """Refuse inputs that do not fill matrix instructions."""
+    if any(size % MIN_DEPTH for size in sizes):
+        raise ConfigError(f"{what}: GPU kernels take multiples of {MIN_DEPTH}; use device='cpu'")
+
+
+def workspace_sizes(max_rows: int = MAX_ROWS) -> tuple[int, int]:
+    """(float32 partial sums, int32 counters) that programs which share tiles need for so many rows."""
+    return SPLIT_PROGRAMS * SPLIT_COLS * max_rows, SPLIT_PROGRAMS // 2 * max_rows // min(HEIGHTS)
+
+
+def workspace_bytes(device: torch.device) -> int:
+    """Memory that linear layers hold on a device from their first launch on, besides weights and results."""
+    return 4 * sum(workspace_sizes()) if device.type == "cuda" else 0

@@ -1,18 +1,17 @@
-"""Linear layers on a GPU, with all that stands around them in a decoder layer done in the same launch.
+"""Linear layers on a GPU, with everything around them in a decoder layer done in the same launch.
 
-    y = x @ weight.T + bias                 and, where asked for:
-    scale      each row by 1 / rms of the stream that x was prepared from: the second half of a norm
+    y = x @ weight.T + bias                 and, if asked for:
+    scale      divide each row by its root mean square: the second half of a split norm
     gate       silu of the first half of the outputs times the second half
-    add        to the residual stream, and prepare the stream for its next norm: its values times the norm's weight,
-               and its sum of squares as a whole number
+    add        to the residual stream, and do the first half of its next norm
 
-Every output is one chain of matrix instructions over the inputs in ascending order (with `split`: some chains, added
-in order), whatever the tile. Tiles of any height, width and depth give the same bits, so each number of rows may have
-the tile that is fastest for it, and a row's bits do not depend on its company. Sums of squares are whole numbers of
-2**-24: it does not matter who adds first.
+Every output is one chain of matrix instructions over the inputs in ascending order (with `split`: a few chains, added
+in order). Tiles of every height, width and depth give the same bits, so each number of rows has the tile that is
+fastest for it, and a row's bits do not depend on the batch.
 """
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,12 +19,140 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from peregrine.kernels.linear import tiles as linear_tiles
-from peregrine.kernels.linear.tiles import HEIGHTS, SPLIT_COLS, SPLIT_DEPTH, SPLIT_PROGRAMS, Room, Tile, pick_tile
+from peregrine.kernels.linear.epilogue import finish_outputs, merge_split
+from peregrine.kernels.linear.reference import DenseWeight
+from peregrine.kernels.linear.tiles import MAX_ROWS, SPLIT_DEPTH, Room, Tile, pick_tile, workspace_sizes
+from peregrine.kernels.residual import Norm, Residual, add_to_residual
 from peregrine.kernels.runtime.gpu import dense_rows, is_hopper, launch, shared_bytes
+from peregrine.kernels.runtime.pdl import enter
 
-MAX_ROWS = 4096  # of one launch; longer inputs are cut, and so is the memory that partial sums take
-SQUARE_UNIT, MAX_SQUARE = tl.constexpr(linear_tiles.SQUARE_UNIT), tl.constexpr(linear_tiles.MAX_SQUARE)
+
+@dataclass(frozen=True, slots=True)
+class TritonWeight(DenseWeight):
+    """Plain tensors on a GPU, read by the kernels of this folder."""
+
+    def linear(self, x: Tensor) -> Tensor:
+        """x @ weight.T + bias: [N, I] -> [N, O]; where a gradient is wanted, the twin."""
+        return DenseWeight.linear(self, x) if x.requires_grad else self._read(x, None)
+
+    def linear_normed(self, residual: Residual) -> Tensor:
+        """The linear of the normed residual: -> [N, O]."""
+        return self._read(residual.normed, residual.scale)
+
+    def gated(self, residual: Residual) -> Tensor:
+        """silu(first half) * second half of the linear of the normed residual: -> [N, O / 2]."""
+        return self._read(residual.normed, residual.scale, gate=True)
+
+    def add(self, x: Tensor, residual: Residual, norm: Norm | None) -> Residual:
+        """The residual plus the linear of x [N, I], prepared for the norm that comes next."""
+        if norm is None:
+            return add_to_residual(self.linear(x), residual, norm)
+        before = residual.values.contiguous()
+        values, scaled = torch.empty_like(before), torch.empty_like(before)
+        squares, stale = residual.take_sums()
+        run(x, self, values, add=Addition(before, norm.weight, scaled, squares, stale))
+        return Residual(values, scaled, squares, stale, norm.eps)
+
+    def _read(self, x: Tensor, scale: tuple[Tensor, float] | None, gate: bool = False) -> Tensor:
+        out = x.new_empty(x.shape[0], self.weight.shape[0] // (2 if gate else 1))
+        run(x, self, out, scale=scale, gate=gate)
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class Addition:
+    """What the kernel reads and writes to add to a residual stream."""
+
+    residual: Tensor  # [M, N]
+    norm: Tensor  # [N] weight of the next norm
+    scaled: Tensor  # [M, N] result: the sum times the norm's weight
+    squares: Tensor  # [M] i64 result: the sum's squares are added to it
+    stale_squares: Tensor  # [M] i64 result: zeros
+
+    def pointers(self, rows: slice) -> tuple[Tensor, ...]:
+        """The kernel's arguments for some rows."""
+        return self.residual[rows], self.norm, self.scaled[rows], self.squares[rows], self.stale_squares[rows]
+
+
+def run(
+    x: Tensor,
+    weight: DenseWeight,
+    out: Tensor,
+    *,
+    scale: tuple[Tensor, float] | None = None,
+    gate: bool = False,
+    add: Addition | None = None,
+    tile: Tile | None = None,
+) -> None:
+    """One launch for every MAX_ROWS rows. `scale` is (squares, eps); without a tile, the one that the tables say."""
+    x = dense_rows(x)
+    num_rows, num_outputs = out.shape
+    matrix, bias = weight.weight, weight.bias
+    on_hopper = hopper_takes(matrix)
+    if tile is None:
+        room = Room(shared_bytes(x.device), x.element_size())
+        tile = pick_tile(min(num_rows, MAX_ROWS), num_outputs, x.shape[1], gate, on_hopper, room)
+    squares, eps = scale or (None, 0.0)
+    constants: dict[str, Any] = {
+        "N": num_outputs,
+        "K": x.shape[1],
+        "SCALE": squares is not None,
+        "BIAS": bias is not None,
+        "GATE": gate,
+        "ADD": add is not None,
+        "SPLIT": tile.split,
+        "ROWS": tile.rows,
+        "COLS": tile.cols,
+        "DEPTH": tile.depth,
+        "num_warps": tile.warps,
+    }
+    for first in range(0, num_rows, MAX_ROWS):
+        rows = slice(first, min(first + MAX_ROWS, num_rows))
+        count = rows.stop - first
+        grid = triton.cdiv(num_outputs, tile.cols), triton.cdiv(count, tile.rows), tile.split
+        pointers = (
+            matrix if bias is None else bias,
+            out[rows],
+            out if squares is None else squares[rows],
+            *(add.pointers(rows) if add else (out,) * 5),
+            *_workspace(x.device),
+        )
+        if on_hopper:
+            # Imports Gluon, which other devices do not need.
+            from peregrine.kernels.linear.hopper import hopper_kernel, tiled
+
+            tiles = tiled(x[rows], tile.rows, tile.depth), tiled(matrix, tile.cols, tile.depth)
+            launch(hopper_kernel, grid, *tiles, *pointers, count, eps, **constants, STAGES=tile.stages, pdl=True)
+        else:
+            sizes = count, x.stride(0), eps
+            launch(linear_kernel, grid, x[rows], matrix, *pointers, *sizes, **constants, num_stages=tile.stages)
+
+
+def hopper_takes(weight: Tensor) -> bool:
+    """Whether Hopper's own kernel multiplies by a weight [N, K]; follows from the weight alone, never from the rows."""
+    is_half = weight.dtype in (torch.bfloat16, torch.float16)
+    return is_half and is_hopper(weight) and weight.shape[1] % SPLIT_DEPTH == 0
+
+
+@functools.cache
+def _workspace(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Partial sums and counters of programs that share a tile; one buffer per device, for all launches."""
+    numbers, counters = workspace_sizes(MAX_ROWS)
+    partial = torch.empty(numbers, dtype=torch.float32, device=device)
+    return partial, torch.zeros(counters, dtype=torch.int32, device=device)
+
+
+@triton.jit
+def prefetched_product(w_places, x_places, live, INPUTS: tl.constexpr, DEPTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """weight @ x of one tile [COLS, ROWS]; the first step's weights are loaded before the kernel waits."""
+    weights = tl.load(w_places)
+    enter()
+    values = tl.load(x_places, mask=live[None, :], other=0.0)
+    total = tl.dot(weights, values, input_precision="ieee")
+    for start in range(DEPTH, INPUTS, DEPTH):
+        values = tl.load(x_places + start, mask=live[None, :], other=0.0)
+        total = tl.dot(tl.load(w_places + start), values, total, input_precision="ieee")
+    return total
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -34,12 +161,12 @@ def linear_kernel(  # type: ignore[no-untyped-def]
     weight,  # [N, K], or [2 N, K] with GATE
     bias,  # [N] or [2 N]
     out,  # [M, N]
-    squares,  # [M] i64 of the stream that x was prepared from
-    residual,  # [M, N]
+    squares,  # [M] i64 of the residual that x was prepared from, with SCALE
+    residual,  # [M, N], and the five below: with ADD
     norm,  # [N] weight of the norm that comes next
     scaled,  # [M, N] out * norm
     next_squares,  # [M] i64, zero before
-    stale_squares,  # [M] i64 nobody reads any more: made zero, to be next_squares of the next addition
+    stale_squares,  # [M] i64 not read any more: set to zero, for the next addition
     partial,  # [tiles, SPLIT, ROWS * COLS] f32
     arrived,  # [tiles] i32, all zero before and after
     M,
@@ -79,146 +206,28 @@ def linear_kernel(  # type: ignore[no-untyped-def]
     if SPLIT > 1:
         tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
         inner = tl.arange(0, ROWS)[:, None] * COLS + tl.arange(0, COLS)[None, :]
-        tl.store(partial + (tile * SPLIT + part) * ROWS * COLS + inner, total)
-        tl.debug_barrier()
-        last = tl.atomic_add(arrived + tile, 1, sem="acq_rel") == SPLIT - 1
-        tl.debug_barrier()
-        if last:
-            total = tl.load(partial + tile * SPLIT * ROWS * COLS + inner, cache_modifier=".cg")
-            for other in tl.static_range(1, SPLIT):
-                total += tl.load(partial + (tile * SPLIT + other) * ROWS * COLS + inner, cache_modifier=".cg")
-            tl.store(arrived + tile, 0)
+        total, last = merge_split(total, partial, arrived, tile, inner, part, SPLIT, ROWS * COLS)
     if last:
-        if SCALE:
-            mean = tl.load(squares + rows, mask=rows < M, other=0).to(tl.float32) / (K * SQUARE_UNIT)
-            scale = (1.0 / tl.sqrt_rn(mean + eps))[:, None]
-            total = total * scale
-        if BIAS:
-            total += tl.load(bias + cols % N).to(tl.float32)[None, :]
-        if GATE:
-            if SCALE:
-                up = up * scale
-            if BIAS:
-                up += tl.load(bias + N + cols % N).to(tl.float32)[None, :]
-            total = total * tl.sigmoid(total) * up
-        inside = (rows < M)[:, None] & (cols < N)[None, :]
-        places = rows.to(tl.int64)[:, None] * N + cols[None, :]
-        if ADD:
-            total += tl.load(residual + places, mask=inside, other=0.0).to(tl.float32)
-        result = total.to(out.dtype.element_ty)
-        tl.store(out + places, result, mask=inside)
-        if ADD:
-            value = tl.where(inside, result.to(tl.float32), 0.0)
-            norm_weights = tl.load(norm + cols % N).to(tl.float32)[None, :]
-            square = value * value
-            ready = tl.where(square <= MAX_SQUARE, value * norm_weights, float("nan"))
-            tl.store(scaled + places, ready.to(out.dtype.element_ty), mask=inside)
-            square = tl.where(square <= MAX_SQUARE, square, 0.0) * SQUARE_UNIT
-            tl.atomic_add(next_squares + rows, tl.sum(square.to(tl.int64), axis=1), mask=rows < M, sem="relaxed")
-            if tl.program_id(0) == 0:
-                tl.store(stale_squares + rows, tl.zeros((ROWS,), tl.int64), mask=rows < M)
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x @ weight.T + bias: [M, K], [N, K] -> [M, N]."""
-    out = x.new_empty(x.shape[0], weight.shape[0])
-    run(x, weight, bias, out)
-    return out
-
-
-def linear_scaled(x: Tensor, squares: Tensor, eps: float, weight: Tensor, bias: Tensor | None, gate: bool) -> Tensor:
-    """The linear of a normed stream: x [M, K] its values times the norm's weight, squares [M] i64.
-
-    With `gate`: silu of the first half of the outputs times the second half. -> [M, N] or [M, N / 2]
-    """
-    out = x.new_empty(x.shape[0], weight.shape[0] // (2 if gate else 1))
-    run(x, weight, bias, out, scale=(squares, eps), gate=gate)
-    return out
-
-
-def linear_add(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor,
-    norm: Tensor,
-    squares: Tensor,
-    stale_squares: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """(sum, sum * norm) of the linear and the residual [M, N]; the sum's squares [M] are added to `squares`."""
-    residual = residual.contiguous()
-    out, scaled = torch.empty_like(residual), torch.empty_like(residual)
-    run(x, weight, bias, out, add=(residual, norm, scaled, squares, stale_squares))
-    return out, scaled
-
-
-def run(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    *,
-    scale: tuple[Tensor, float] | None = None,
-    gate: bool = False,
-    add: tuple[Tensor, ...] | None = None,
-    tile: Tile | None = None,
-) -> None:
-    """One launch for every MAX_ROWS rows. `scale` is (squares, eps); no tile: the one the tables say."""
-    x = dense_rows(x)
-    num_rows, num_outputs = out.shape
-    on_hopper = hopper_takes(weight)
-    if tile is None:
-        room = Room(shared_bytes(x.device), x.element_size())
-        tile = pick_tile(min(num_rows, MAX_ROWS), num_outputs, x.shape[1], gate, on_hopper, room)
-    squares, eps = scale or (None, 0.0)
-    partial, arrived = _workspace(x.device)
-    constants: dict[str, Any] = {
-        "N": num_outputs,
-        "K": x.shape[1],
-        "SCALE": squares is not None,
-        "BIAS": bias is not None,
-        "GATE": gate,
-        "ADD": add is not None,
-        "SPLIT": tile.split,
-        "ROWS": tile.rows,
-        "COLS": tile.cols,
-        "DEPTH": tile.depth,
-        "num_warps": tile.warps,
-    }
-    for first in range(0, num_rows, MAX_ROWS):
-        rows = slice(first, min(first + MAX_ROWS, num_rows))
-        count = rows.stop - first
-        grid = triton.cdiv(num_outputs, tile.cols), triton.cdiv(count, tile.rows), tile.split
-        added = tuple(t if t.ndim == 1 and t is add[1] else t[rows] for t in add) if add else (out,) * 5
-        beside = (
-            weight if bias is None else bias,
-            out[rows],
-            out if squares is None else squares[rows],
-            *added,
-            partial,
-            arrived,
-            count,
+        finish_outputs(
+            total,
+            up,
+            rows,
+            cols,
+            bias,
+            out,
+            squares,
+            residual,
+            norm,
+            scaled,
+            next_squares,
+            stale_squares,
+            M,
+            eps,
+            N,
+            K,
+            SCALE,
+            BIAS,
+            GATE,
+            ADD,
+            ROW_AXIS=0,
         )
-        if on_hopper:
-            # Imports Gluon, which other devices have no use for.
-            from peregrine.kernels.linear.hopper import hopper_kernel, tiled
-
-            tiles = tiled(x[rows], tile.rows, tile.depth), tiled(weight, tile.cols, tile.depth)
-            launch(hopper_kernel, grid, *tiles, *beside, eps, **constants, STAGES=tile.stages, pdl=True)
-        else:
-            sizes = x.stride(0), eps
-            launch(linear_kernel, grid, x[rows], weight, *beside, *sizes, **constants, num_stages=tile.stages)
-
-
-def hopper_takes(weight: Tensor) -> bool:
-    """Whether a weight [N, K] is multiplied by Hopper's own kernel; decided by the weight alone, never by the rows."""
-    half = weight.dtype in (torch.bfloat16, torch.float16)
-    return half and is_hopper(weight) and weight.shape[1] % SPLIT_DEPTH == 0
-
-
-@functools.cache
-def _workspace(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Where programs that share a tile leave their sums, and how many have; one place for all launches."""
-    partial = torch.empty(SPLIT_PROGRAMS * SPLIT_COLS * MAX_ROWS, dtype=torch.float32, device=device)
-    most_tiles = SPLIT_PROGRAMS // 2 * MAX_ROWS // min(HEIGHTS)
-    return partial, torch.zeros(most_tiles, dtype=torch.int32, device=device)

@@ -1,14 +1,20 @@
-"""Mixtures of experts: routing and the experts' MLPs."""
+"""Mixtures of experts: routing, and the experts' MLPs."""
 
-from peregrine.kernels.moe.experts import PackedExperts, join_experts, pack_experts, plain_experts
-from peregrine.kernels.moe.route import pack_router, route, route_torch
-from peregrine.kernels.moe.routing_rule import ExpertChoice, RoutingRule
+from peregrine.kernels.moe.reference import (
+    ExpertChoice,
+    ExpertFormat,
+    RoutingRule,
+    pack_experts,
+    pack_router,
+    plain_experts,
+    route,
+    route_torch,
+)
 
 __all__ = [
     "ExpertChoice",
-    "PackedExperts",
+    "ExpertFormat",
     "RoutingRule",
-    "join_experts",
     "pack_experts",
     "pack_router",
     "plain_experts",

@@ -1,8 +1,8 @@
 """Routing on a GPU: the router's linear, then one program per row that chooses its experts.
 
-The linear's inputs are shared by as many programs as their number allows, since a router is small and all of a layer
-waits for it. Each leaves its part of every logit, and whoever routes the row adds the parts in order. How many there
-are follows from the weight's shape alone; the tile changes no bit, as in linear_gpu.py.
+The linear's inputs are shared by as many programs as their number allows, since a router is small and the whole layer
+waits for it. Each program writes its part of every logit, and the program that routes a row adds the parts in order.
+The number of parts follows from the weight's shape alone; the tile changes no bit.
 """
 
 import torch
@@ -10,10 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from peregrine.errors import ConfigError
-from peregrine.kernels.linear.tiles import MIN_DEPTH
-from peregrine.kernels.linear.triton import SQUARE_UNIT
-from peregrine.kernels.moe.routing_rule import LEAST_SUM, RoutingRule
+from peregrine.kernels.linear.tiles import MIN_DEPTH, check_inputs
+from peregrine.kernels.linear.triton import TritonWeight, prefetched_product
+from peregrine.kernels.moe.reference import LEAST_SUM, ExpertChoice, RoutingRule
+from peregrine.kernels.residual import Residual
+from peregrine.kernels.residual.triton import root_mean_square
 from peregrine.kernels.runtime.gpu import dense_rows, launch
 from peregrine.kernels.runtime.pdl import enter
 from peregrine.kernels.sampling.triton import order_of
@@ -22,74 +23,65 @@ MAX_SPLIT = 8
 MIN_SHARE = 256  # inputs that are worth a program
 FEW_ROWS = 64
 SMALL_TILE, LARGE_TILE = (16, 16, 1), (64, 64, 4)  # rows and experts of a program, and its warps
-MAX_DEPTH = 128  # of a step; but the smallest share worth a program is taken in one
+MAX_DEPTH = 128  # of a step; but a share of MIN_SHARE is taken in one step
 LAST = tl.constexpr(0x7FFFFFFF)  # above every expert's number
-# Below every score's order: what is taken already, and what lies outside the groups a row has chosen.
+# Below every score's order: experts that are taken already, and those outside the groups a row has chosen.
 TAKEN, OUTSIDE = tl.constexpr(-0x80000000), tl.constexpr(-0x7FFFFFFF)
 TINY = tl.constexpr(LEAST_SUM)
 
 
-def route(
-    x: Tensor, squares: Tensor | None, eps: float, weight: Tensor, law: RoutingRule, bias: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Experts and weights [N, choices] of rows x [N, H], which `squares` [N] tells how to scale if it is there."""
-    x = dense_rows(x)
+def route(residual: Residual, router: TritonWeight, rule: RoutingRule, bias: Tensor | None) -> ExpertChoice:
+    """The experts of each row of the normed residual [N, H]."""
+    x, scale, weight = dense_rows(residual.normed), residual.scale, router.weight
     num_rows, size = x.shape
     split = pick_split(size)
-    parts = torch.empty(split, num_rows, law.num_experts, dtype=torch.float32, device=x.device)
-    experts = torch.empty(num_rows, law.num_choices, dtype=torch.int32, device=x.device)
-    weights = torch.empty(num_rows, law.num_choices, dtype=torch.float32, device=x.device)
+    parts = torch.empty(split, num_rows, rule.num_experts, dtype=torch.float32, device=x.device)
+    experts = torch.empty(num_rows, rule.num_choices, dtype=torch.int32, device=x.device)
+    weights = torch.empty(num_rows, rule.num_choices, dtype=torch.float32, device=x.device)
     if num_rows == 0:
-        return experts, weights
+        return ExpertChoice(experts, weights)
     rows, cols, warps = SMALL_TILE if num_rows <= FEW_ROWS else LARGE_TILE
-    launch(
-        logits_kernel,
-        (triton.cdiv(law.num_experts, cols), triton.cdiv(num_rows, rows), split),
-        *(x, weight, parts, num_rows, x.stride(0)),
-        E=law.num_experts,
-        H=size,
-        SPLIT=split,
-        ROWS=rows,
-        COLS=cols,
-        DEPTH=pick_depth(size // split),
-        num_warps=warps,
-        num_stages=4,
-        pdl=True,
-    )
-    in_group = law.num_experts // law.num_groups
+    grid = triton.cdiv(rule.num_experts, cols), triton.cdiv(num_rows, rows), split
+    sizes = {"E": rule.num_experts, "H": size, "SPLIT": split}
+    tile = {"ROWS": rows, "COLS": cols, "DEPTH": pick_depth(size // split)}
+    arguments = x, weight, parts, num_rows, x.stride(0)
+    launch(logits_kernel, grid, *arguments, **sizes, **tile, num_warps=warps, num_stages=4, pdl=True)
+    squares, eps = scale or (parts, 0.0)
+    in_group = rule.num_experts // rule.num_groups
     launch(
         route_kernel,
         (num_rows,),
-        *(parts, parts if squares is None else squares, parts if bias is None else bias, experts, weights),
-        *(num_rows, eps, law.scale),
-        E=law.num_experts,
-        H=size,
-        SPLIT=split,
-        SCALE=squares is not None,
+        parts,
+        squares,
+        parts if bias is None else bias,
+        experts,
+        weights,
+        num_rows,
+        eps,
+        rule.scale,
+        **sizes,
+        SCALE=scale is not None,
         BIAS=bias is not None,
-        SIGMOID=law.sigmoid,
-        NORMALISE=law.normalise,
-        NUM_GROUPS=law.num_groups,
-        TOP_GROUPS=law.top_groups,
-        BEST_TWO=law.best_two,
-        TOP_K=law.top_k,
-        CHOICES=law.num_choices,
+        SIGMOID=rule.sigmoid,
+        NORMALISE=rule.normalise,
+        NUM_GROUPS=rule.num_groups,
+        TOP_GROUPS=rule.top_groups,
+        BEST_TWO=rule.best_two,
+        TOP_K=rule.top_k,
+        CHOICES=rule.num_choices,
         IN_GROUP=in_group,
-        GROUPS=triton.next_power_of_2(law.num_groups),
+        GROUPS=triton.next_power_of_2(rule.num_groups),
         WIDTH=triton.next_power_of_2(in_group),
-        SLOTS=triton.next_power_of_2(law.num_choices),
+        SLOTS=triton.next_power_of_2(rule.num_choices),
         num_warps=1,
         pdl=True,
     )
-    return experts, weights
+    return ExpertChoice(experts, weights)
 
 
 def pick_split(num_inputs: int) -> int:
     """How many programs share the inputs of a router."""
-    if num_inputs % MIN_DEPTH:
-        raise ConfigError(
-            f"a router of {num_inputs} inputs: GPU kernels take multiples of {MIN_DEPTH}; use device='cpu'"
-        )
+    check_inputs(f"a router of {num_inputs} inputs", num_inputs)
     split = MAX_SPLIT
     while num_inputs // split < MIN_SHARE or num_inputs % (split * MIN_DEPTH):
         if split == 1:
@@ -99,7 +91,7 @@ def pick_split(num_inputs: int) -> int:
 
 
 def pick_depth(share: int) -> int:
-    """How many of its inputs a program of a router takes at a time."""
+    """How many of its inputs a program takes per step."""
     depth = MIN_SHARE if share == MIN_SHARE else MAX_DEPTH
     while share % depth:
         depth //= 2
@@ -127,14 +119,7 @@ def logits_kernel(  # type: ignore[no-untyped-def]
     depth = part * (H // SPLIT) + tl.arange(0, DEPTH)
     w_places = weight + (cols % E)[:, None] * H + depth[None, :]
     x_places = x + rows.to(tl.int64)[None, :] * x_stride + depth[:, None]
-    # Weights depend on nobody: the first, often all of them, are on their way while the kernel before still runs.
-    first = tl.load(w_places)
-    enter()
-    values = tl.load(x_places, mask=(rows < N)[None, :], other=0.0)
-    total = tl.dot(first, values, input_precision="ieee")
-    for start in range(DEPTH, H // SPLIT, DEPTH):
-        values = tl.load(x_places + start, mask=(rows < N)[None, :], other=0.0)
-        total = tl.dot(tl.load(w_places + start), values, total, input_precision="ieee")
+    total = prefetched_product(w_places, x_places, rows < N, H // SPLIT, DEPTH)
     places = (part * N + rows).to(tl.int64)[None, :] * E + cols[:, None]
     tl.store(parts + places, total, mask=(rows < N)[None, :] & (cols < E)[:, None])
 
@@ -166,7 +151,7 @@ def route_kernel(  # type: ignore[no-untyped-def]
     WIDTH: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    """The law of route.py for one row; its scores lie in a table of groups by experts in a group."""
+    """One row by the rule of reference.py; its scores lie in a table of groups by experts in a group."""
     enter()
     row = tl.program_id(0).to(tl.int64)
     group, inner = tl.arange(0, GROUPS), tl.arange(0, WIDTH)
@@ -176,8 +161,7 @@ def route_kernel(  # type: ignore[no-untyped-def]
     for part in tl.static_range(1, SPLIT):
         logit += tl.load(parts + (part * N + row) * E + index, mask=inside, other=0.0)
     if SCALE:
-        mean = tl.load(squares + row).to(tl.float32) / (H * SQUARE_UNIT)
-        logit = logit * (1.0 / tl.sqrt_rn(mean + eps))
+        logit = logit * (1.0 / root_mean_square(tl.load(squares + row), eps, H))
     if SIGMOID:
         score = 1.0 / (1.0 + tl.exp(-logit))
     else:
@@ -189,7 +173,7 @@ def route_kernel(  # type: ignore[no-untyped-def]
     if BIAS:
         choice += tl.load(bias + index, mask=inside, other=0.0)
     expert = tl.where(inside, index, LAST)
-    # A NaN's order may be as low as the marks below all orders.
+    # The order of a NaN may be as low as the two marks below all orders.
     order = tl.where(inside, tl.maximum(order_of(choice), OUTSIDE + 1), TAKEN)
     if TOP_GROUPS < NUM_GROUPS:
         of_group = tl.max(tl.where(inside, choice, float("-inf")), axis=1)
@@ -226,9 +210,9 @@ def route_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def best_of(order, number, AXIS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The number with the largest order, the lowest of them among equals; LAST is nobody's.
+    """The number with the largest order, the lowest of them among equals.
 
-    All in i32, which a warp reduces by one instruction; a key of both in i64 would take ten shuffles.
+    All in i32, which a warp reduces with one instruction; one i64 key for both would take ten shuffles.
     """
     most = tl.max(order, axis=AXIS, keep_dims=True)
     return tl.min(tl.where(order == most, number, LAST), axis=AXIS)

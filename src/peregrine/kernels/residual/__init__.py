@@ -1,23 +1,5 @@
-"""The residual stream of a decoder, kept ready for its next norm."""
+"""The residual stream of a decoder, prepared for its next norm."""
 
-from peregrine.kernels.residual.reference import (
-    Residual,
-    add_to_residual,
-    embed_residual,
-    join_stream,
-    normed,
-    start_residual,
-    stream_gate,
-    stream_linear,
-)
+from peregrine.kernels.residual.reference import Norm, Residual, add_to_residual, embed_residual, start_residual
 
-__all__ = [
-    "Residual",
-    "add_to_residual",
-    "embed_residual",
-    "join_stream",
-    "normed",
-    "start_residual",
-    "stream_gate",
-    "stream_linear",
-]
+__all__ = ["Norm", "Residual", "add_to_residual", "embed_residual", "start_residual"]

@@ -1,99 +1,114 @@
-"""The residual stream of a decoder, and the linears that read from it and add to it.
+"""The residual stream of a decoder, carried together with the norm that is read next.
 
-A stream carries what the next linear reads beside its own values. Where it is added to, it is made ready for the norm
-that comes next, so that no norm is a step of its own: on a CPU the addition and the norm are one kernel; on a GPU the
-addition is part of the linear before it, and the norm's division is part of the linear after it.
+Wherever something is added to the stream, it is prepared for its next norm, so that no norm is a step of its own. On a
+CPU the addition and the norm are one kernel. On a GPU the norm is split between the linear layers around it:
+
+    the layer that adds      writes the sum, the sum times the norm's weight, and the sum of squares of every row
+    the layer that reads     multiplies that product and divides each row by its root mean square
+
+Sums of squares are whole numbers of 1 / SQUARE_UNIT: integers may be added in any order, so the programs that compute
+parts of a row need not wait for each other, and a row's bits do not depend on them.
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from peregrine.kernels.activation import silu_mul
-from peregrine.kernels.linear import PackedWeight, linear
 from peregrine.kernels.norm import add_rms_norm, rms_norm
 from peregrine.kernels.runtime.dispatch import DeviceFile
 from peregrine.kernels.runtime.gpu import triton_ready
 
 _triton = DeviceFile("peregrine.kernels.residual.triton")
 
+SQUARE_UNIT = 2.0**24
+# Largest square of one value; a larger one is made NaN, so that its request ends with an error. A row's sum holds 32.
+MAX_SQUARE = 2.0**34
 
-@dataclass(frozen=True, slots=True)
+
+class Norm(Protocol):
+    """A root-mean-square norm over the hidden size."""
+
+    @property
+    def weight(self) -> Tensor:
+        """[H]"""
+
+    @property
+    def eps(self) -> float:
+        """Added to the mean square."""
+
+
+@dataclass(slots=True)
 class Residual:
-    """Values [N, H] and their norm: whole, or in two halves of which the next linear does the second."""
+    """Values [N, H] and their next norm: complete, or split, with its division left to the next linear layer.
+
+    A split norm can be added to once: the addition takes over `squares` and sets them to zero (see `take_sums`).
+    """
 
     values: Tensor  # [N, H]
-    ready: Tensor  # [N, H] the norm of the values; where squares are there, the values times its weight
-    squares: Tensor | None = None  # [N] i64 sums of the values' squares, see linear_gpu.py
-    spare: Tensor | None = None  # [N] i64 zeros, for the sums of the next addition
+    normed: Tensor  # [N, H] the norm of the values; if it is split, the values times the norm's weight
+    squares: Tensor | None = None  # [N] i64 sums of the values' squares; None: the norm is complete
+    spare: Tensor | None = None  # [N] i64 zeros, for the squares of the next addition
     eps: float = 0.0
+    is_taken: bool = False
+
+    @property
+    def scale(self) -> tuple[Tensor, float] | None:
+        """(squares, eps) by which a linear layer must divide `normed`; None if the norm is complete."""
+        assert not self.is_taken, "this residual was added to: its sums of squares are zeroed by now"
+        return None if self.squares is None else (self.squares, self.eps)
+
+    def take_sums(self) -> tuple[Tensor, Tensor]:
+        """Two buffers [N] i64 for an addition: zeros to count its squares in, and one to set to zero.
+
+        The second holds this residual's own squares, which nothing may read after the addition.
+        """
+        if self.squares is None or self.spare is None:
+            zeros, unused = torch.zeros(2, len(self.values), dtype=torch.int64, device=self.values.device)
+            return zeros, unused
+        assert not self.is_taken, "a residual with a split norm can be added to once"
+        self.is_taken = True
+        return self.spare, self.squares
+
+    def finish_norm(self) -> Tensor:
+        """The complete norm. [N, H]"""
+        if self.scale is None:
+            return self.normed
+        whole: Tensor = _triton.finish_norm(self.normed, *self.scale)
+        return whole
 
     def rows(self, chosen: Tensor) -> "Residual":
-        """The stream of some rows [R] alone."""
-        values, ready = self.values.index_select(0, chosen), self.ready.index_select(0, chosen)
-        if self.squares is None:
-            return Residual(values, ready)
-        squares = self.squares.index_select(0, chosen)
-        return Residual(values, ready, squares, torch.zeros_like(squares), self.eps)
+        """The residual of some rows [R]; both can be added to."""
+        values, normed = self.values.index_select(0, chosen), self.normed.index_select(0, chosen)
+        if self.scale is None:
+            return Residual(values, normed)
+        squares = self.scale[0].index_select(0, chosen)
+        return Residual(values, normed, squares, torch.zeros_like(squares), self.eps)
 
 
-def start_residual(values: Tensor, norm: Tensor | None, eps: float) -> Residual:
-    """A stream of these values [N, H]; without a norm the next linear reads them as they are."""
-    return Residual(values, values if norm is None else rms_norm(values, norm, eps))
+def start_residual(values: Tensor, norm: Norm | None) -> Residual:
+    """A residual stream of values [N, H]; without a norm the next layer reads the values themselves."""
+    return Residual(values, values if norm is None else rms_norm(values, norm.weight, norm.eps))
 
 
-def embed_residual(tokens: Tensor, embedding: Tensor, norm: Tensor | None, eps: float) -> Residual:
-    """A stream of the tokens' embeddings: [N] -> [N, H]."""
-    if norm is None or not triton_ready(embedding):
-        return start_residual(F.embedding(tokens, embedding), norm, eps)
-    values, scaled, squares, spare = _triton.embed(tokens, embedding, norm)
-    return Residual(values, scaled, squares, spare, eps)
+def embed_residual(tokens: Tensor, embedding: Tensor, norm: Norm | None) -> Residual:
+    """The residual stream of tokens [N]: rows of embedding [V, H]."""
+    if norm is None or not triton_ready(embedding) or _needs_gradient(embedding, norm.weight):
+        return start_residual(F.embedding(tokens, embedding), norm)
+    values, scaled, squares, spare = _triton.embed(tokens, embedding, norm.weight)
+    return Residual(values, scaled, squares, spare, norm.eps)
 
 
-def stream_linear(stream: Residual, packed: PackedWeight) -> Tensor:
-    """The linear of the normed stream. -> [N, O]"""
-    if stream.squares is None:
-        return linear(stream.ready, packed)
-    assert packed.weight is not None
-    out: Tensor = _triton.linear_scaled(stream.ready, stream.squares, stream.eps, packed.weight, packed.bias, False)
-    return out
-
-
-def stream_gate(stream: Residual, packed: PackedWeight) -> Tensor:
-    """silu(first half) * second half of the linear of the normed stream. -> [N, O / 2]"""
-    if stream.squares is None:
-        return silu_mul(linear(stream.ready, packed))
-    assert packed.weight is not None
-    out: Tensor = _triton.linear_scaled(stream.ready, stream.squares, stream.eps, packed.weight, packed.bias, True)
-    return out
-
-
-def join_stream(x: Tensor, packed: PackedWeight, stream: Residual, norm: Tensor | None, eps: float) -> Residual:
-    """The stream with the linear of x [N, I] added to it, ready for the norm that comes next."""
-    if norm is None or packed.weight is None or not triton_ready(packed.weight):
-        return add_to_residual(linear(x, packed), stream, norm, eps)
-    squares = stream.spare
-    if squares is None or stream.squares is None:
-        squares = torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
-    stale = torch.empty_like(squares) if stream.squares is None else stream.squares
-    values, scaled = _triton.linear_add(x, packed.weight, packed.bias, stream.values, norm, squares, stale)
-    return Residual(values, scaled, squares, stale, eps)
-
-
-def add_to_residual(update: Tensor, stream: Residual, norm: Tensor | None, eps: float) -> Residual:
-    """The stream with an update [N, H] added to it."""
+def add_to_residual(update: Tensor, residual: Residual, norm: Norm | None) -> Residual:
+    """The residual stream plus an update [N, H], with a complete norm."""
     if norm is None:
-        values = update + stream.values
+        values = update + residual.values
         return Residual(values, values)
-    normed, values = add_rms_norm(update, stream.values, norm, eps)
+    normed, values = add_rms_norm(update, residual.values, norm.weight, norm.eps)
     return Residual(values, normed)
 
 
-def normed(stream: Residual) -> Tensor:
-    """The stream after the norm it was made ready for. [N, H]"""
-    if stream.squares is None:
-        return stream.ready
-    whole: Tensor = _triton.finish_norm(stream.ready, stream.squares, stream.eps)
-    return whole
+def _needs_gradient(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)

@@ -1,15 +1,34 @@
-"""Where a stream begins and ends on a GPU: embedding rows made ready for a norm, and a norm finished."""
+"""The split norm on a GPU: device functions for its two halves, and kernels where a residual stream starts and ends."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from peregrine.kernels.linear.triton import MAX_SQUARE, SQUARE_UNIT, linear_add, linear_scaled
+from peregrine.kernels.residual import reference
 from peregrine.kernels.runtime.gpu import launch
 from peregrine.kernels.runtime.pdl import enter
 
-__all__ = ["embed", "finish_norm", "linear_add", "linear_scaled"]
+SQUARE_UNIT, MAX_SQUARE = tl.constexpr(reference.SQUARE_UNIT), tl.constexpr(reference.MAX_SQUARE)
+
+
+@triton.jit
+def weighted(value, weight):  # type: ignore[no-untyped-def]
+    """First half of a norm: the value times the norm's weight; NaN if its square cannot be counted. f32"""
+    return tl.where(value * value <= MAX_SQUARE, value * weight, float("nan"))
+
+
+@triton.jit
+def counted_square(value):  # type: ignore[no-untyped-def]
+    """The square of a value f32 in units, to be added up. i64"""
+    square = value * value
+    return (tl.where(square <= MAX_SQUARE, square, 0.0) * SQUARE_UNIT).to(tl.int64)
+
+
+@triton.jit
+def root_mean_square(squares, eps, H: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Second half: what rows of H values are divided by, from their sums of squares."""
+    return tl.sqrt_rn(squares.to(tl.float32) / (H * SQUARE_UNIT) + eps)
 
 
 @triton.jit
@@ -23,13 +42,10 @@ def embed_kernel(  # type: ignore[no-untyped-def]
     inside = places < H
     value = tl.load(embedding + token * H + places, mask=inside, other=0.0)
     weights = tl.load(norm + places, mask=inside, other=0.0).to(tl.float32)
-    wide = value.to(tl.float32)
     tl.store(values + row * H + places, value, mask=inside)
-    square = wide * wide
-    ready = tl.where(square <= MAX_SQUARE, wide * weights, float("nan"))
-    tl.store(scaled + row * H + places, ready.to(scaled.dtype.element_ty), mask=inside)
-    square = tl.where(square <= MAX_SQUARE, square, 0.0) * SQUARE_UNIT
-    tl.store(squares + row, tl.sum(square.to(tl.int64), axis=0))
+    wide = value.to(tl.float32)
+    tl.store(scaled + row * H + places, weighted(wide, weights).to(scaled.dtype.element_ty), mask=inside)
+    tl.store(squares + row, tl.sum(counted_square(wide), axis=0))
     tl.store(spare + row, tl.zeros((), tl.int64))
 
 
@@ -41,40 +57,26 @@ def finish_norm_kernel(  # type: ignore[no-untyped-def]
     row = tl.program_id(0)
     places = tl.arange(0, BLOCK)
     inside = places < H
-    mean = tl.load(squares + row).to(tl.float32) / (H * SQUARE_UNIT)
+    divisor = root_mean_square(tl.load(squares + row), eps, H)
     value = tl.load(scaled + row * H + places, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * H + places, (value / tl.sqrt_rn(mean + eps)).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * H + places, (value / divisor).to(out.dtype.element_ty), mask=inside)
 
 
 def embed(tokens: Tensor, embedding: Tensor, norm: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(values, values * norm, squares, zeros) of tokens [N] in embedding [V, H]."""
     num_rows, size = tokens.shape[0], embedding.shape[1]
-    values = embedding.new_empty(num_rows, size)
-    scaled = torch.empty_like(values)
+    values, scaled = embedding.new_empty(num_rows, size), embedding.new_empty(num_rows, size)
     squares, spare = torch.empty(2, num_rows, dtype=torch.int64, device=tokens.device)
-    block = triton.next_power_of_2(size)
     if num_rows:
-        launch(
-            embed_kernel,
-            (num_rows,),
-            tokens,
-            embedding,
-            norm,
-            values,
-            scaled,
-            squares,
-            spare,
-            H=size,
-            BLOCK=block,
-            pdl=True,
-        )
+        pointers = tokens, embedding, norm, values, scaled, squares, spare
+        launch(embed_kernel, (num_rows,), *pointers, H=size, BLOCK=triton.next_power_of_2(size), pdl=True)
     return values, scaled, squares, spare
 
 
 def finish_norm(scaled: Tensor, squares: Tensor, eps: float) -> Tensor:
-    """Scaled values [N, H] divided by the root of their mean square."""
-    out = torch.empty_like(scaled)
-    block = triton.next_power_of_2(scaled.shape[1])
-    if len(scaled):
-        launch(finish_norm_kernel, (len(scaled),), scaled, squares, out, eps, H=scaled.shape[1], BLOCK=block, pdl=True)
+    """Values times a norm's weight [N, H], divided by their rows' root mean squares."""
+    out, (num_rows, size) = torch.empty_like(scaled), scaled.shape
+    if num_rows:
+        block = triton.next_power_of_2(size)
+        launch(finish_norm_kernel, (num_rows,), scaled, squares, out, eps, H=size, BLOCK=block, pdl=True)
     return out

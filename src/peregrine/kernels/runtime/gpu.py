@@ -60,7 +60,8 @@ def shared_bytes(device: torch.device) -> int:
     """Shared memory that one program can have on this device; Hopper's where kernels run on a CPU."""
     if device.type != "cuda":
         return HOPPER_SHARED_BYTES
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    properties: Any = torch.cuda.get_device_properties(device)  # torch's stubs do not know the field
+    return int(properties.shared_memory_per_block_optin)
 
 
 def multiprocessors(device: torch.device, elsewhere: int) -> int:

@@ -18,7 +18,7 @@ from peregrine.errors import CheckpointError
 from peregrine.models.checkpoint import fp8
 from peregrine.models.checkpoint.folder import open_folder, read_json
 from peregrine.models.checkpoint.plan import Plan
-from peregrine.models.layers import Linear, Packable, settle
+from peregrine.models.layers import Linear, Packable, cache_attributes
 
 INDEX = "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -146,7 +146,7 @@ class Weights:
             self.fill(module, {name: plan[name] for name in names if name in plan})
             if isinstance(part, Packable) and part.packed is None:
                 part.pack(keep_weight=any(part is other for other in kept))
-        settle(module)
+        cache_attributes(module)
 
 
 def listed(names: list[str]) -> str:

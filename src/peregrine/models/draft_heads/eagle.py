@@ -55,8 +55,8 @@ class EagleHead(DraftHead):
     ) -> Tensor:
         """tokens [N], hidden [N, H], positions [N] -> [N, H], or [R, H] for the live rows."""
         values = self.fc(torch.cat((self.embed(tokens), hidden), dim=1))
-        stream = Residual(values, values)  # the first layer has no input norm
-        return self.through(list(self.layers), stream, positions, attend, live, None).values
+        residual = Residual(values, values)  # the first layer has no input norm
+        return self.through(list(self.layers), residual, positions, attend, live, None).values
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, H] -> [n, V]."""

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from peregrine.attention import Attend
 from peregrine.errors import CheckpointError
 from peregrine.kernels.norm import norm_pair
-from peregrine.kernels.residual import Residual, normed
+from peregrine.kernels.residual import Residual
 from peregrine.kernels.runtime.cpu_graph import CpuGraphs
 from peregrine.models.checkpoint.plan import Piece, Plan, linear_plan
 from peregrine.models.config import ModelConfig
@@ -95,7 +95,7 @@ class Eagle3Head(DraftHead):
         """tokens [N], hidden [N, H], positions [N] -> [N, H], or [R, H] for the live rows."""
         layers = list(self.layers)
         last_norm = self.norm if self.config.norm_output else None
-        stream = self.first.forward(
+        residual = self.first.forward(
             tokens,
             self.token_embedding,
             hidden,
@@ -106,8 +106,8 @@ class Eagle3Head(DraftHead):
             input_norm(layers[0]) if layers else last_norm,
         )
         if layers:
-            stream = self.through(layers, stream, positions, attend, live, last_norm)
-        return normed(stream)
+            residual = self.through(layers, residual, positions, attend, live, last_norm)
+        return residual.finish_norm()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, H] -> [n, Vd]."""
@@ -142,46 +142,41 @@ class Eagle3Layer(nn.Module):
         norms = self.input_norm.weight, self.hidden_norm.weight
         both = norm_pair(tokens, embedding, norms[0], hidden, norms[1], self.input_norm.eps)  # [N, 2 H]
         values = both[:, hidden.shape[1] :].contiguous() if self.norm_before_residual else hidden
+        # `both` is normed already, so the projection reads it as it is.
         if live is None:
-            heads = self._ask(both, positions, table)
+            qkv = self._project(both, positions, table)
         else:
             chosen = both.index_select(0, live)
-            live_rows = LiveRows(live, Residual(chosen, chosen), positions.index_select(0, live))
-            # `both` is normed already, so the projection reads it as it is.
-            heads = self.attention.project(Residual(both, both), positions, table, live_rows)
+            rows = LiveRows(Residual(chosen, chosen), positions.index_select(0, live))
+            qkv = self.attention.project(Residual(both, both), positions, table, rows)
             values = values.index_select(0, live)
-        return self._leave(heads.attend(attend, 0), values, next_norm)
+        return self._after_attention(qkv.attend(attend, 0), values, next_norm)
 
-    def _ask(self, both: Tensor, positions: Tensor, table: Tensor) -> QKV:
-        if not self._remembers:
+    def _project(self, both: Tensor, positions: Tensor, table: Tensor) -> QKV:
+        if not self.mlp.down.format.is_recordable:
             return self.attention.project(Residual(both, both), positions, table)
 
         def step(both: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
-            heads = self.attention.project(Residual(both, both), positions, table)
-            return heads.q, heads.k, heads.v
+            qkv = self.attention.project(Residual(both, both), positions, table)
+            return qkv.q, qkv.k, qkv.v
 
         q, k, v = self.graphs.run(0, step, both, positions)
         return QKV(q, k, v)
 
-    def _leave(self, attended: Tensor, values: Tensor, next_norm: RMSNorm | None) -> Residual:
-        def leave(attended: Tensor, values: Tensor) -> Residual:
-            stream = self.attention.out.join(attended.flatten(1), Residual(values, values), self.post_norm)
-            return self.mlp.forward(stream, next_norm)
+    def _after_attention(self, attended: Tensor, values: Tensor, next_norm: RMSNorm | None) -> Residual:
+        def second_half(attended: Tensor, values: Tensor) -> Residual:
+            merged = self.attention.merge_heads(attended)
+            residual = self.attention.out.format.add(merged, Residual(values, values), self.post_norm)
+            return self.mlp.forward(residual, next_norm)
 
         def step(attended: Tensor, values: Tensor) -> tuple[Tensor, ...]:
-            stream = leave(attended, values)
-            return stream.values, stream.ready
+            residual = second_half(attended, values)
+            return residual.values, residual.normed
 
-        if not self._remembers:
-            return leave(attended, values)
-        values, ready = self.graphs.run(1, step, attended, values)
-        return Residual(values, ready)
-
-    @property
-    def _remembers(self) -> bool:
-        """Whether steps of kernels alone are run from memory: once it is packed for the CPU."""
-        packed = self.mlp.down.packed
-        return packed is not None and packed.panels is not None
+        if not self.mlp.down.format.is_recordable:
+            return second_half(attended, values)
+        values, normed = self.graphs.run(1, step, attended, values)
+        return Residual(values, normed)
 
 
 def eagle3_plan(config: Eagle3Config) -> Plan:

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from peregrine.attention import Attend
 from peregrine.errors import CheckpointError
-from peregrine.kernels.residual import normed, start_residual
+from peregrine.kernels.residual import start_residual
 from peregrine.models.checkpoint.plan import Piece, linear_plan
 from peregrine.models.checkpoint.weights import Weights, listed
 from peregrine.models.config import ModelConfig
@@ -79,10 +79,8 @@ class MTPHead(DraftHead):
         """tokens [N], hidden [N, H], positions [N] -> [N, H], or [R, H] for the live rows."""
         halves = (self.embedding_norm(self.embed(tokens)), self.hidden_norm(hidden))
         values = self.fc(torch.cat(halves[::-1] if self.hidden_first else halves, dim=1))
-        norm = input_norm(self.layers[0])
-        assert norm is not None
-        stream = start_residual(values, norm.weight, norm.eps)
-        return normed(self.through(list(self.layers), stream, positions, attend, live, self.norm))
+        residual = start_residual(values, input_norm(self.layers[0]))
+        return self.through(list(self.layers), residual, positions, attend, live, self.norm).finish_norm()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, H] -> [n, V]."""

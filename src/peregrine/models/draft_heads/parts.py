@@ -89,7 +89,7 @@ class DraftHead(nn.Module, ABC):
     def through(
         self,
         layers: Sequence[nn.Module],
-        stream: Residual,
+        residual: Residual,
         positions: Tensor,
         attend: Attend,
         live: Tensor | None,
@@ -99,12 +99,12 @@ class DraftHead(nn.Module, ABC):
         for i, layer in enumerate(layers):
             assert isinstance(layer, Layer)
             last = i == len(layers) - 1
-            live_rows = LiveRows.of(live if last else None, stream, positions)
-            heads = layer.attention.project(stream, positions, self.rope_table, live_rows)
-            attended = heads.attend(attend, layer.attention.layer)
+            rows = LiveRows.of(live if last else None, residual, positions)
+            qkv = layer.attention.project(residual, positions, self.rope_table, rows)
+            attended = qkv.attend(attend, layer.attention.layer)
             next_norm = last_norm if last else input_norm(layers[i + 1])
-            stream = layer.after_attention(attended, live_rows.residual if live_rows else stream, next_norm)
-        return stream
+            residual = layer.after_attention(attended, rows.residual if rows else residual, next_norm)
+        return residual
 
 
 def input_norm(layer: nn.Module) -> RMSNorm | None:

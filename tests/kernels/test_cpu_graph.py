@@ -1,11 +1,11 @@
-"""A remembered run gives the bits of the run itself, and what cannot be remembered is noticed."""
+"""A replayed run gives the bits of the run itself, and what cannot be recorded is noticed."""
 
 import pytest
 import torch
 from torch import Tensor
 
 from peregrine.kernels.activation.reference import silu_mul
-from peregrine.kernels.linear.reference import linear, pack_weight
+from peregrine.kernels.linear import pack_weight
 from peregrine.kernels.norm.reference import add_rms_norm
 from peregrine.kernels.runtime.cpu import NUMBA_PRESENT
 from peregrine.kernels.runtime.cpu_graph import CpuGraph, CpuGraphs
@@ -19,15 +19,15 @@ def mlp():
     up = pack_weight(torch.randn(96, 32, generator=generator))
     down = pack_weight(torch.randn(32, 48, generator=generator))
 
-    def step(x: Tensor, stream: Tensor) -> tuple[Tensor, ...]:
-        normed, total = add_rms_norm(x, stream, torch.ones(32), 1e-5)
-        return linear(silu_mul(linear(normed, up)).flatten(1), down), total
+    def step(x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
+        normed, total = add_rms_norm(x, residual, torch.ones(32), 1e-5)
+        return down.linear(silu_mul(up.linear(normed)).flatten(1)), total
 
     weight = torch.ones(32)
 
-    def clean(x: Tensor, stream: Tensor) -> tuple[Tensor, ...]:
-        normed, total = add_rms_norm(x, stream, weight, 1e-5)
-        return linear(silu_mul(linear(normed, up)).flatten(1), down), total
+    def clean(x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
+        normed, total = add_rms_norm(x, residual, weight, 1e-5)
+        return down.linear(silu_mul(up.linear(normed)).flatten(1)), total
 
     return step, clean
 
@@ -39,15 +39,15 @@ def draw(rows: int, seed: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("rows", [1, 4, 17])
 @pytest.mark.parametrize("inference", [True, False])
-def test_a_remembered_run_has_the_same_bits(mlp, rows: int, inference: bool) -> None:
+def test_a_replayed_run_has_the_same_bits(mlp, rows: int, inference: bool) -> None:
     _, clean = mlp
     with torch.inference_mode(inference):
-        known = CpuGraph(clean, draw(rows, 0))
-        assert known.complete
+        graph = CpuGraph(clean, draw(rows, 0))
+        assert graph.complete
         for seed in range(1, 6):
             torch.randn(10_000)  # whatever memory was free is used by somebody else now
             expected = clean(*draw(rows, seed))
-            assert all(torch.equal(a, b) for a, b in zip(known(*draw(rows, seed)), expected, strict=True))
+            assert all(torch.equal(a, b) for a, b in zip(graph(*draw(rows, seed)), expected, strict=True))
 
 
 def test_work_done_by_torch_is_noticed(mlp) -> None:
@@ -58,23 +58,23 @@ def test_work_done_by_torch_is_noticed(mlp) -> None:
     assert CpuGraph(lambda x, y: (x.view(-1)[3:],), draw(2, 0)).complete
 
 
-def test_a_shelf_runs_what_it_cannot_remember(mlp) -> None:
+def test_graphs_run_what_cannot_be_recorded(mlp) -> None:
     step, clean = mlp
-    shelf = CpuGraphs(max_rows=8, max_kept=2)
+    graphs = CpuGraphs(max_rows=8, max_kept=2)
     for seed in range(3):
         for rows in (1, 2, 3, 20):
             for index, function in enumerate((step, clean)):
                 inputs = draw(rows, seed)
                 expected = function(*inputs)
-                made = shelf.run(index, function, *inputs)
+                made = graphs.run(index, function, *inputs)
                 assert all(torch.equal(a, b) for a, b in zip(made, expected, strict=True))
-    assert list(shelf._steps) == [2, 3]  # 1 was used least recently, 20 is too large
+    assert list(graphs._steps) == [2, 3]  # 1 was used least recently, 20 is too large
 
 
 def test_an_unchanged_input_is_not_copied(mlp) -> None:
     _, clean = mlp
-    x, stream = draw(2, 0)
-    known = CpuGraph(clean, (x, stream))
+    x, residual = draw(2, 0)
+    graph = CpuGraph(clean, (x, residual))
     x.mul_(2)
-    expected = clean(x, stream)
-    assert torch.equal(known(x, stream)[0], expected[0])
+    expected = clean(x, residual)
+    assert torch.equal(graph(x, residual)[0], expected[0])

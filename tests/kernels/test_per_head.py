@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from peregrine.kernels.attention.mla import DeferredMLARope, turn_latent
+from peregrine.kernels.linear import pack_per_head
 from peregrine.kernels.linear import reference as linear
-from peregrine.kernels.linear.per_head import pack_per_head, per_head_linear
 
 SHAPES = [(1, 1, 8, 16), (5, 3, 12, 32), (40, 4, 33, 17)]  # N, h, K, O: no size a multiple of anything
 
@@ -28,33 +28,33 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 def test_each_head_meets_its_own_weight(shape: tuple[int, int, int, int]) -> None:
     x, weight = problem(*shape)
     expected = torch.einsum("nhk,hok->nho", x.double(), weight.double())
-    torch.testing.assert_close(per_head_linear(x, pack_per_head(weight)).double(), expected, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(pack_per_head(weight).linear(x).double(), expected, atol=1e-4, rtol=1e-5)
 
 
 @pytest.mark.usefixtures("kind")
 def test_company_and_layout_change_no_bit() -> None:
     x, weight = problem(40, 4, 33, 17)
     packed = pack_per_head(weight)
-    whole = per_head_linear(x, packed)
+    whole = packed.linear(x)
     for rows in ([7], [39, 0], list(range(5, 23))):
-        assert torch.equal(per_head_linear(x[rows], packed), whole[rows])
+        assert torch.equal(packed.linear(x[rows]), whole[rows])
     wide = torch.randn(40, 4, 50)
     wide[..., 9:42] = x
-    assert torch.equal(per_head_linear(wide[..., 9:42], packed), whole)
+    assert torch.equal(packed.linear(wide[..., 9:42]), whole)
 
 
 def test_it_writes_where_it_is_told() -> None:
     x, weight = problem(5, 3, 12, 32)
     room = torch.full((5, 3, 40), 7.0)
-    out = per_head_linear(x, pack_per_head(weight), out=room[..., :32])
+    out = pack_per_head(weight).linear(x, out=room[..., :32])
     assert out.data_ptr() == room.data_ptr()
-    assert torch.equal(room[..., :32], per_head_linear(x, pack_per_head(weight)))
+    assert torch.equal(room[..., :32], pack_per_head(weight).linear(x))
     assert torch.equal(room[..., 32:], torch.full((5, 3, 8), 7.0))
 
 
 def test_no_rows_are_none() -> None:
     x, weight = problem(0, 3, 12, 32)
-    assert per_head_linear(x, pack_per_head(weight)).shape == (0, 3, 32)
+    assert pack_per_head(weight).linear(x).shape == (0, 3, 32)
 
 
 def test_a_latent_key_is_the_normed_latent_beside_the_turned_part() -> None:

@@ -1,22 +1,15 @@
-"""The residual stream as a GPU carries it, in the interpreter: the twin's values, with norms cut in two halves."""
+"""The residual stream as a GPU carries it, in the interpreter: the twin's values, with split norms."""
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kernels.compile_experts import RMSNorm
 from kernels.interpreted import send_models_to_triton
 from peregrine.hardware import triton_interprets
-from peregrine.kernels.linear.reference import PackedWeight
-from peregrine.kernels.residual.reference import (
-    Residual,
-    embed_residual,
-    join_stream,
-    normed,
-    start_residual,
-    stream_gate,
-    stream_linear,
-)
+from peregrine.kernels.linear import pack_weight
+from peregrine.kernels.residual import Norm, Residual, embed_residual, start_residual
 from peregrine.kernels.runtime.gpu import TRITON_PRESENT
 
 if not (TRITON_PRESENT and triton_interprets()):
@@ -35,9 +28,8 @@ def draw(*size: int, seed: int = 0) -> Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(seed + size[-1]))
 
 
-def packed(out_size: int, in_size: int, seed: int, with_bias: bool = False) -> PackedWeight:
-    bias = draw(out_size, seed=seed) if with_bias else None
-    return PackedWeight(out_size, None, draw(out_size, in_size, seed=seed) * in_size**-0.5, bias)
+def drawn(out_size: int, in_size: int, seed: int) -> Tensor:
+    return draw(out_size, in_size, seed=seed) * in_size**-0.5
 
 
 def squares_of(values: Tensor) -> list[int]:
@@ -46,21 +38,22 @@ def squares_of(values: Tensor) -> list[int]:
 
 
 EMBEDDING = draw(VOCAB, HIDDEN) * 3
-NORMS = [draw(HIDDEN, seed=seed) for seed in range(3)]
-GATE_UP, DOWN = packed(2 * INNER, HIDDEN, 1), packed(HIDDEN, INNER, 2, with_bias=True)
-LAST = packed(OUT, HIDDEN, 3)
+NORMS = [RMSNorm(draw(HIDDEN, seed=seed), EPS) for seed in range(3)]
+GATE_UP, DOWN, DOWN_BIAS = drawn(2 * INNER, HIDDEN, 1), drawn(HIDDEN, INNER, 2), draw(HIDDEN, seed=2)
+LAST = drawn(OUT, HIDDEN, 3)
 
 
-def layer(stream: Residual, norm: Tensor | None) -> Residual:
-    return join_stream(stream_gate(stream, GATE_UP), DOWN, stream, norm, EPS)
+def layer(residual: Residual, norm: Norm | None) -> Residual:
+    """An MLP; its weights are packed for the device at hand."""
+    return pack_weight(DOWN, DOWN_BIAS).add(pack_weight(GATE_UP).gated(residual), residual, norm)
 
 
 @pytest.mark.parametrize("rows", ROWS)
-def test_embedding_rows_are_made_ready_for_a_norm(rows: int) -> None:
+def test_embedding_rows_are_prepared_for_a_norm(rows: int) -> None:
     tokens = torch.arange(rows) * 7 % VOCAB
-    values, scaled, squares, spare = gpu.embed(tokens, EMBEDDING, NORMS[0])
+    values, scaled, squares, spare = gpu.embed(tokens, EMBEDDING, NORMS[0].weight)
     assert torch.equal(values, EMBEDDING[tokens])
-    assert torch.equal(scaled, EMBEDDING[tokens] * NORMS[0])
+    assert torch.equal(scaled, EMBEDDING[tokens] * NORMS[0].weight)
     assert squares.tolist() == squares_of(values)
     assert spare.tolist() == [0] * rows
 
@@ -76,8 +69,8 @@ def test_a_value_too_large_to_count_spoils_its_row_and_no_other() -> None:
 def test_a_norm_is_finished(rows: int) -> None:
     values = draw(rows, HIDDEN) * 3
     squares = torch.tensor(squares_of(values), dtype=torch.int64)
-    whole = F.rms_norm(values, (HIDDEN,), NORMS[0], EPS)
-    torch.testing.assert_close(gpu.finish_norm(values * NORMS[0], squares, EPS), whole)
+    whole = F.rms_norm(values, (HIDDEN,), NORMS[0].weight, EPS)
+    torch.testing.assert_close(gpu.finish_norm(values * NORMS[0].weight, squares, EPS), whole)
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -86,22 +79,22 @@ def test_layers_are_the_twins(rows: int, monkeypatch: pytest.MonkeyPatch) -> Non
     tokens = torch.arange(rows) * 7 % VOCAB
 
     def run() -> tuple[Residual, Tensor, Tensor]:
-        stream = embed_residual(tokens, EMBEDDING, NORMS[0], EPS)
-        stream = layer(layer(stream, NORMS[1]), NORMS[2])
-        return stream, normed(stream), stream_linear(stream, LAST)
+        residual = embed_residual(tokens, EMBEDDING, NORMS[0])
+        residual = layer(layer(residual, NORMS[1]), NORMS[2])
+        return residual, residual.finish_norm(), pack_weight(LAST).linear_normed(residual)
 
     _, hidden, scores = run()
     send_models_to_triton(monkeypatch)
-    stream, gpu_hidden, gpu_scores = run()
-    assert stream.squares is not None
-    assert stream.squares.tolist() == squares_of(stream.values)
+    residual, gpu_hidden, gpu_scores = run()
+    assert residual.squares is not None
+    assert residual.squares.tolist() == squares_of(residual.values)
     torch.testing.assert_close(gpu_hidden, hidden, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(gpu_scores, scores, rtol=1e-4, atol=1e-5)
 
 
 def test_sums_that_are_no_longer_read_serve_the_addition_after_next(monkeypatch: pytest.MonkeyPatch) -> None:
     send_models_to_triton(monkeypatch)
-    first = embed_residual(torch.arange(5), EMBEDDING, NORMS[0], EPS)
+    first = embed_residual(torch.arange(5), EMBEDDING, NORMS[0])
     second = layer(first, NORMS[1])
     assert second.squares is first.spare
     assert second.spare is first.squares
@@ -113,25 +106,36 @@ def test_sums_that_are_no_longer_read_serve_the_addition_after_next(monkeypatch:
 
 
 @pytest.mark.parametrize("norm", [NORMS[1], None], ids=["normed", "plain"])
-def test_a_stream_without_sums_gets_them_where_a_norm_follows(
-    norm: Tensor | None, monkeypatch: pytest.MonkeyPatch
+def test_a_residual_without_sums_gets_them_where_a_norm_follows(
+    norm: Norm | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As the first layer of a draft head, whose input is read as it is."""
     values, x = draw(5, HIDDEN, seed=4), draw(5, INNER, seed=5)
-    expected = normed(join_stream(x, DOWN, start_residual(values, None, EPS), norm, EPS))
+    expected = pack_weight(DOWN, DOWN_BIAS).add(x, start_residual(values, None), norm).finish_norm()
     send_models_to_triton(monkeypatch)
-    stream = join_stream(x, DOWN, start_residual(values, None, EPS), norm, EPS)
-    assert (stream.squares is None) == (norm is None)
-    torch.testing.assert_close(normed(stream), expected, rtol=1e-4, atol=1e-5)
+    residual = pack_weight(DOWN, DOWN_BIAS).add(x, start_residual(values, None), norm)
+    assert (residual.squares is None) == (norm is None)
+    torch.testing.assert_close(residual.finish_norm(), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_chosen_rows_go_on_as_they_would_in_company(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chosen_rows_go_on_as_they_would_among_others(monkeypatch: pytest.MonkeyPatch) -> None:
     send_models_to_triton(monkeypatch)
-    stream = embed_residual(torch.arange(9), EMBEDDING, NORMS[0], EPS)
+    residual = embed_residual(torch.arange(9), EMBEDDING, NORMS[0])
     chosen = torch.tensor([7, 0, 4])
-    alone = stream.rows(chosen)
-    assert torch.equal(alone.values, stream.values[chosen])
+    alone = residual.rows(chosen)
+    assert torch.equal(alone.values, residual.values[chosen])
     after = layer(alone, NORMS[1])
     assert after.squares is not None
     assert after.squares.tolist() == squares_of(after.values)
-    torch.testing.assert_close(after.values, layer(stream, NORMS[1]).values[chosen], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(after.values, layer(residual, NORMS[1]).values[chosen], rtol=1e-5, atol=1e-5)
+
+
+def test_a_residual_with_a_split_norm_is_added_to_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The addition sets its sums of squares to zero: reading them again would divide by a wrong norm."""
+    send_models_to_triton(monkeypatch)
+    residual = embed_residual(torch.arange(5), EMBEDDING, NORMS[0])
+    layer(residual, NORMS[1])
+    with pytest.raises(AssertionError, match="zeroed"):
+        pack_weight(LAST).linear_normed(residual)
+    with pytest.raises(AssertionError, match="added to once"):
+        pack_weight(DOWN, DOWN_BIAS).add(draw(5, INNER), residual, NORMS[1])

@@ -12,7 +12,7 @@ if not (TRITON_PRESENT and triton_interprets()):
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
 
 from peregrine.kernels.linear import per_head_triton as heads_gpu
-from peregrine.kernels.linear.per_head_triton import per_head_linear_gpu, pick_tile
+from peregrine.kernels.linear.per_head_triton import TritonPerHead, pick_tile
 
 
 def draw(*size: int) -> Tensor:
@@ -24,14 +24,14 @@ def draw(*size: int) -> Tensor:
 def test_every_head_meets_its_own_weight(heads: int, inputs: int, outputs: int, rows: int) -> None:
     x, weight = draw(rows, heads, inputs + 8)[..., :inputs], draw(heads, outputs, inputs)
     expected = torch.einsum("nhk,hok->nho", x.double(), weight.double())
-    torch.testing.assert_close(per_head_linear_gpu(x, weight).double(), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(TritonPerHead(weight).linear(x).double(), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_answers_go_where_they_are_asked_to() -> None:
     x, weight = draw(5, 3, 32), draw(3, 48, 32)
     wide = torch.full((5, 3, 48 + 16), 9.0)
-    out = per_head_linear_gpu(x, weight, wide[..., :48])
-    assert torch.equal(out, per_head_linear_gpu(x, weight))
+    out = TritonPerHead(weight).linear(x, wide[..., :48])
+    assert torch.equal(out, TritonPerHead(weight).linear(x))
     assert torch.equal(wide[..., :48], out)
     assert bool((wide[..., 48:] == 9.0).all())
 
@@ -39,10 +39,10 @@ def test_answers_go_where_they_are_asked_to() -> None:
 @pytest.mark.parametrize("tile", [(16, 16), (16, 64), (32, 32), (64, 64), (128, 16)])
 def test_neither_tile_nor_company_changes_a_bit_here(tile: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = draw(70, 2, 64), draw(2, 72, 64)
-    together = per_head_linear_gpu(x, weight)
+    together = TritonPerHead(weight).linear(x)
     monkeypatch.setattr(heads_gpu, "pick_tile", lambda *sizes: tile)
-    assert torch.equal(per_head_linear_gpu(x, weight), together)
-    assert torch.equal(per_head_linear_gpu(x[3:4], weight), together[3:4])
+    assert torch.equal(TritonPerHead(weight).linear(x), together)
+    assert torch.equal(TritonPerHead(weight).linear(x[3:4]), together[3:4])
 
 
 def test_tiles_grow_with_the_rows_and_narrow_until_all_processors_have_one() -> None:
@@ -55,8 +55,8 @@ def test_tiles_grow_with_the_rows_and_narrow_until_all_processors_have_one() -> 
 
 def test_sizes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="x has 2 heads of 32, but the weight is"):
-        per_head_linear_gpu(draw(1, 2, 32), draw(3, 16, 32))
+        TritonPerHead(draw(3, 16, 32)).linear(draw(1, 2, 32))
     with pytest.raises(ValueError, match="out is"):
-        per_head_linear_gpu(draw(1, 2, 32), draw(2, 16, 32), draw(1, 2, 32))
+        TritonPerHead(draw(2, 16, 32)).linear(draw(1, 2, 32), draw(1, 2, 32))
     with pytest.raises(ConfigError, match="24 inputs per head: GPU kernels take multiples of 16"):
-        per_head_linear_gpu(draw(1, 2, 24), draw(2, 16, 24))
+        TritonPerHead(draw(2, 16, 24)).linear(draw(1, 2, 24))

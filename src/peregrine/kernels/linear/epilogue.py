@@ -1,0 +1,83 @@
+"""What follows the product of a linear layer on a GPU: device functions of the Triton kernel and of Hopper's own.
+
+They are plain `triton.jit` functions, which Gluon kernels can call too. The two kernels hold their tiles the other way
+round: ROW_AXIS is the axis of a tile along which its rows (tokens) lie, 0 in Triton's and 1 in Hopper's.
+"""
+
+import triton
+import triton.language as tl
+
+from peregrine.kernels.residual.triton import counted_square, root_mean_square, weighted
+
+
+@triton.jit
+def merge_split(total, partial, arrived, tile, inner, part, SPLIT: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(sum, whether this program has it) of the partial sums of SPLIT programs that share a tile of SIZE outputs.
+
+    Each program writes its part; the last one to arrive adds up all of them, in order.
+    """
+    tl.store(partial + (tile * SPLIT + part) * SIZE + inner, total)
+    tl.debug_barrier()
+    is_last = tl.atomic_add(arrived + tile, 1, sem="acq_rel") == SPLIT - 1
+    tl.debug_barrier()
+    if is_last:
+        total = tl.load(partial + tile * SPLIT * SIZE + inner, cache_modifier=".cg")
+        for other in tl.static_range(1, SPLIT):
+            total += tl.load(partial + (tile * SPLIT + other) * SIZE + inner, cache_modifier=".cg")
+        tl.store(arrived + tile, 0)
+    return total, is_last
+
+
+@triton.jit
+def finish_outputs(  # type: ignore[no-untyped-def]
+    total,
+    up,
+    rows,
+    cols,
+    bias,
+    out,
+    squares,
+    residual,
+    norm,
+    scaled,
+    next_squares,
+    stale_squares,
+    M,
+    eps,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    SCALE: tl.constexpr,
+    BIAS: tl.constexpr,
+    GATE: tl.constexpr,
+    ADD: tl.constexpr,
+    ROW_AXIS: tl.constexpr,
+):
+    """Scale, bias, gate, residual, and the first half of the next norm; arguments are those of `linear_kernel`."""
+    COL_AXIS: tl.constexpr = 1 - ROW_AXIS
+    if SCALE:
+        scale = 1.0 / root_mean_square(tl.load(squares + rows, mask=rows < M, other=0), eps, K)
+        scale = tl.expand_dims(scale, COL_AXIS)
+        total = total * scale
+    if BIAS:
+        total += tl.expand_dims(tl.load(bias + cols % N).to(tl.float32), ROW_AXIS)
+    if GATE:
+        if SCALE:
+            up = up * scale
+        if BIAS:
+            up += tl.expand_dims(tl.load(bias + N + cols % N).to(tl.float32), ROW_AXIS)
+        # The two kernels round silu differently.
+        total = total * tl.sigmoid(total) * up if ROW_AXIS == 0 else total / (1.0 + tl.exp(-total)) * up
+    inside = tl.expand_dims(rows < M, COL_AXIS) & tl.expand_dims(cols < N, ROW_AXIS)
+    places = tl.expand_dims(rows.to(tl.int64), COL_AXIS) * N + tl.expand_dims(cols, ROW_AXIS)
+    if ADD:
+        total += tl.load(residual + places, mask=inside, other=0.0).to(tl.float32)
+    result = total.to(out.dtype.element_ty)
+    tl.store(out + places, result, mask=inside)
+    if ADD:
+        value = tl.where(inside, result.to(tl.float32), 0.0)
+        weights = tl.expand_dims(tl.load(norm + cols % N).to(tl.float32), ROW_AXIS)
+        prepared = weighted(value, weights)
+        tl.store(scaled + places, prepared.to(out.dtype.element_ty), mask=inside)
+        tl.atomic_add(next_squares + rows, tl.sum(counted_square(value), axis=COL_AXIS), mask=rows < M, sem="relaxed")
+        if tl.program_id(0) == 0:
+            tl.store(stale_squares + rows, 0, mask=rows < M)

@@ -1,0 +1,321 @@
+"""Mixtures of experts on a GPU: rows are grouped by expert, and an expert's weights are read once for all of its rows.
+
+    plan       pairs of (row, place in its choice) are cut into blocks that share an expert
+    gate_up    of each block: silu(gate) * up, with the norm's division
+    down       of each block, times the pair's weight
+    combine    a row's expert outputs in the order of its choice, and the residual; first half of the next norm
+
+Every output is one chain over its inputs in ascending order, and a row's expert outputs are added in the order of its
+choice: neither the tile, nor the way its block was found, nor the batch changes a bit. The host knows how many blocks
+there can be, but not how many there are: surplus programs return at once.
+
+With few rows no plan is made: all pairs of an expert fit one block, which its program finds in the choice itself. That
+saves a launch and three dependent loads, and relies on a row never choosing an expert twice.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from peregrine.kernels.linear.tiles import Room, Tile
+from peregrine.kernels.moe.reference import ExpertChoice, ExpertFormat
+from peregrine.kernels.moe.tiles import DIRECT_ROWS, pick_expert_tiles
+from peregrine.kernels.residual import Norm, Residual
+from peregrine.kernels.residual.triton import counted_square, root_mean_square, weighted
+from peregrine.kernels.runtime.gpu import dense_rows, launch, shared_bytes
+from peregrine.kernels.runtime.pdl import enter
+
+MAX_ROWS = 4096  # of one pass; longer inputs are cut, which bounds the memory of expert outputs
+COMBINED = 512  # columns of a program that adds up expert outputs
+MAX_RANKED = 4096  # pairs that are sorted by counting, every pair against every other; above it, torch sorts
+RANKED = 64  # pairs whose places one program counts
+CHUNK = 128  # pairs that it compares them with at a time
+FIELDS = tl.constexpr(3)  # of a block: expert, first place in the sorted order, end of the expert's pairs
+
+
+@dataclass(frozen=True, slots=True)
+class TritonExperts(ExpertFormat):
+    """One dense tensor on a GPU."""
+
+    weight: Tensor  # [E, O, I]
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(experts, outputs, inputs)."""
+        experts, outputs, inputs = self.weight.shape
+        return experts, outputs, inputs
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all experts' weights in memory."""
+        return self.weight.nbytes
+
+    def add(self, down: ExpertFormat, residual: Residual, choice: ExpertChoice, norm: Norm | None) -> Residual:
+        """The residual plus its experts' outputs, prepared for the norm that comes next."""
+        assert isinstance(down, TritonExperts)
+        scale, before = residual.scale, residual.values.contiguous()
+        values, scaled = torch.empty_like(before), torch.empty_like(before)
+        squares, stale = residual.take_sums()
+        for first in range(0, len(before), MAX_ROWS):
+            rows = slice(first, first + MAX_ROWS)
+            own = ExpertChoice(choice.experts[rows].contiguous(), choice.weights[rows].contiguous())
+            own_scale = None if scale is None else (scale[0][rows], scale[1])
+            outputs = expert_outputs(residual.normed[rows], own_scale, own, self.weight, down.weight)
+            made = values[rows], scaled[rows], squares[rows], stale[rows]
+            combine(outputs, before[rows], None if norm is None else norm.weight, made)
+        return Residual(values, values) if norm is None else Residual(values, scaled, squares, stale, norm.eps)
+
+
+def expert_outputs(
+    x: Tensor,
+    scale: tuple[Tensor, float] | None,
+    choice: ExpertChoice,
+    gate_up: Tensor,
+    down: Tensor,
+    tiles: tuple[Tile, Tile] | None = None,
+) -> Tensor:
+    """The weighted outputs of each row's experts: [N, H] -> [N * choices, H]. `scale` is (squares, eps)."""
+    (num_rows, choices), (num_experts, size, inner_size) = choice.experts.shape, down.shape
+    num_pairs = num_rows * choices
+    room = Room(shared_bytes(x.device), x.element_size())
+    wide, narrow = tiles or pick_expert_tiles(num_pairs, num_experts, size, inner_size, room)
+    is_direct = num_rows <= DIRECT_ROWS
+    if is_direct:
+        order, blocks, most = choice.experts, choice.experts, num_pairs  # the first two are not read
+    else:
+        order, blocks = plan(choice.experts, num_experts, wide.rows)
+        most = most_blocks(num_pairs, num_experts, wide.rows)
+    inner, outputs = x.new_empty(num_pairs, inner_size), x.new_empty(num_pairs, size)
+    x = dense_rows(x)
+    squares, eps = scale or (None, 0.0)
+    for tile, source, weight, out in ((wide, x, gate_up, inner), (narrow, inner, down, outputs)):
+        is_gate = weight is gate_up
+        pointers = source, weight, out, choice.experts, order, blocks, out if squares is None else squares
+        launch(
+            block_kernel,
+            (triton.cdiv(out.shape[1], tile.cols), most),
+            *pointers,
+            choice.weights,
+            source.stride(0),
+            num_pairs,
+            eps,
+            CHOICES=choices,
+            SLOTS=triton.next_power_of_2(choices),
+            DIRECT=is_direct,
+            N=out.shape[1],
+            K=source.shape[1],
+            GATE=is_gate,
+            SCALE=squares is not None and is_gate,
+            ROWS=tile.rows,
+            COLS=tile.cols,
+            DEPTH=tile.depth,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+            pdl=True,
+        )
+    return outputs
+
+
+@triton.jit(do_not_specialize=["P"])
+def block_kernel(  # type: ignore[no-untyped-def]
+    x,  # [rows, K] of the residual with GATE, [P, K] by pair without
+    weight,  # [E, N, K], or [E, 2 N, K] with GATE
+    out,  # [P, N] by pair
+    experts,  # [P] i32
+    order,  # [P] i32
+    blocks,  # [1 + 3 * most] i32
+    squares,  # [rows] i64 of the residual, with SCALE
+    factors,  # [P] f32 weights of the pairs
+    x_stride,
+    P,
+    eps,
+    CHOICES: tl.constexpr,
+    SLOTS: tl.constexpr,
+    DIRECT: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    GATE: tl.constexpr,
+    SCALE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """Some outputs of one expert's linear, for one block of its pairs: gate_up with GATE, down without."""
+    # Down finds its block before it waits: gate_up runs before it, and has waited for the choice and the plan.
+    if GATE:
+        enter()
+    if DIRECT:
+        found, expert, pairs, live = direct_block(experts, P, CHOICES, SLOTS, ROWS)
+    else:
+        found, expert, pairs, live = planned_block(order, blocks, ROWS)
+    if not found:
+        return
+    if not GATE:
+        enter()
+    rows = pairs // CHOICES if GATE else pairs
+    cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    depth = tl.arange(0, DEPTH)
+    # As in `linear_kernel`: the weight is the left matrix; outputs past the last one repeat others and are not stored.
+    w_places = weight + expert * ((2 if GATE else 1) * N * K) + (cols % N)[:, None] * K + depth[None, :]
+    x_places = x + rows.to(tl.int64)[None, :] * x_stride + depth[:, None]
+    # What a row is multiplied by is loaded before the loop; after it, every program would wait for the load.
+    if SCALE:
+        square = tl.load(squares + rows, mask=live, other=0)
+    if not GATE:
+        factor = tl.load(factors + pairs, mask=live, other=0.0)
+    total = tl.zeros((COLS, ROWS), tl.float32)
+    up = tl.zeros((COLS, ROWS), tl.float32)
+    for start in range(0, K, DEPTH):
+        values = tl.load(x_places + start, mask=live[None, :], other=0.0)
+        total = tl.dot(tl.load(w_places + start), values, total, input_precision="ieee")
+        if GATE:
+            up = tl.dot(tl.load(w_places + N * K + start), values, up, input_precision="ieee")
+    total, up = tl.trans(total), tl.trans(up)  # [ROWS, COLS]
+    if SCALE:
+        scale = (1.0 / root_mean_square(square, eps, K))[:, None]
+        total, up = total * scale, up * scale
+    total = total * tl.sigmoid(total) * up if GATE else total * factor[:, None]
+    out_places = pairs.to(tl.int64)[:, None] * N + cols[None, :]
+    tl.store(out + out_places, total.to(out.dtype.element_ty), mask=live[:, None] & (cols < N)[None, :])
+
+
+def combine(outputs: Tensor, residual: Tensor, norm: Tensor | None, made: tuple[Tensor, ...]) -> None:
+    """Add up the expert outputs [N * choices, H] of each row and the residual [N, H] into `made`.
+
+    It is (sum, sum * norm, squares, squares to set to zero); without a norm only the sum is written.
+    """
+    num_rows, size = residual.shape
+    pointers = outputs, residual, residual if norm is None else norm, *made
+    sizes = {"H": size, "CHOICES": len(outputs) // num_rows, "NORM": norm is not None, "BLOCK": COMBINED}
+    launch(combine_kernel, (triton.cdiv(size, COMBINED), num_rows), *pointers, **sizes, num_warps=4, pdl=True)
+
+
+@triton.jit
+def combine_kernel(  # type: ignore[no-untyped-def]
+    outputs,  # [N * CHOICES, H]
+    residual,  # [N, H]
+    norm,  # [H]
+    out,  # [N, H]
+    scaled,  # [N, H]
+    next_squares,  # [N] i64
+    stale_squares,  # [N] i64
+    H: tl.constexpr,
+    CHOICES: tl.constexpr,
+    NORM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Grid (blocks of columns, rows): expert outputs in order, the residual, the first half of the next norm."""
+    row = tl.program_id(1).to(tl.int64)
+    cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = cols < H
+    # Nothing here is written by the previous kernel (down), which has waited for everything before it.
+    before = tl.load(residual + row * H + cols, mask=inside, other=0.0).to(tl.float32)
+    if NORM:
+        norms = tl.load(norm + cols, mask=inside, other=0.0).to(tl.float32)
+    enter()
+    total = tl.load(outputs + row * CHOICES * H + cols, mask=inside, other=0.0).to(tl.float32)
+    for place in tl.static_range(1, CHOICES):
+        total += tl.load(outputs + (row * CHOICES + place) * H + cols, mask=inside, other=0.0).to(tl.float32)
+    total += before
+    result = total.to(out.dtype.element_ty)
+    tl.store(out + row * H + cols, result, mask=inside)
+    if NORM:
+        value = result.to(tl.float32)
+        tl.store(scaled + row * H + cols, weighted(value, norms).to(out.dtype.element_ty), mask=inside)
+        tl.atomic_add(next_squares + row, tl.sum(counted_square(value)), sem="relaxed")
+        if tl.program_id(0) == 0:
+            tl.store(stale_squares + row, tl.zeros((), tl.int64))
+
+
+def most_blocks(num_pairs: int, num_experts: int, rows: int) -> int:
+    """The largest possible number of blocks: all full ones, and one with the rest for each expert that has pairs."""
+    return min(num_experts, num_pairs) + num_pairs // rows
+
+
+def plan(experts: Tensor, num_experts: int, rows: int) -> tuple[Tensor, Tensor]:
+    """(order [P], blocks [1 + 3 * most]) of choices [N, choices]: pairs sorted by expert, and how they are cut.
+
+    `blocks` is their number, then for each block its expert, its first place in the order, and its expert's end.
+    """
+    flat = experts.flatten()
+    num_pairs = len(flat)
+    ranked = num_pairs <= MAX_RANKED
+    order = torch.empty_like(flat) if ranked else flat.sort(stable=True).indices.int()
+    most = most_blocks(num_pairs, num_experts, rows)
+    blocks = torch.empty(1 + FIELDS.value * most, dtype=torch.int32, device=flat.device)
+    grid = (1 + (triton.cdiv(num_pairs, RANKED) if ranked else 0),)
+    sizes = {"ROWS": rows, "BINS": triton.next_power_of_2(num_experts + 1), "RANKED": RANKED, "CHUNK": CHUNK}
+    launch(plan_kernel, grid, flat, order, blocks, num_pairs, **sizes, num_warps=4, pdl=True)
+    return order, blocks
+
+
+@triton.jit(do_not_specialize=["P"])
+def plan_kernel(  # type: ignore[no-untyped-def]
+    experts,  # [P] i32
+    order,  # [P] i32
+    blocks,  # [1 + FIELDS * most] i32
+    P,
+    ROWS: tl.constexpr,
+    BINS: tl.constexpr,
+    RANKED: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """The first program cuts blocks; the others sort, a pair's place being the number of pairs before it."""
+    enter()
+    if tl.program_id(0) == 0:
+        expert = tl.arange(0, BINS)
+        count = tl.zeros((BINS,), tl.int32)
+        for start in range(0, P, CHUNK):
+            other = start + tl.arange(0, CHUNK)
+            count += tl.histogram(tl.load(experts + other, mask=other < P, other=BINS - 1), BINS)
+        count = tl.where(expert == BINS - 1, 0, count)  # padding past the last pair
+        last = tl.cumsum(count)
+        needed = (count + ROWS - 1) // ROWS
+        place = tl.cumsum(needed) - needed
+        tl.store(blocks, tl.sum(needed))
+        for step in range(0, tl.max(needed)):
+            fields = blocks + 1 + (place + step) * FIELDS
+            tl.store(fields, expert, mask=step < needed)
+            tl.store(fields + 1, last - count + step * ROWS, mask=step < needed)
+            tl.store(fields + 2, last, mask=step < needed)
+    else:
+        pair = (tl.program_id(0) - 1) * RANKED + tl.arange(0, RANKED)
+        own = tl.load(experts + pair, mask=pair < P, other=0)
+        before = tl.zeros((RANKED,), tl.int32)
+        for start in range(0, P, CHUNK):
+            other = start + tl.arange(0, CHUNK)
+            theirs = tl.load(experts + other, mask=other < P, other=BINS)[None, :]
+            earlier = (theirs < own[:, None]) | ((theirs == own[:, None]) & (other[None, :] < pair[:, None]))
+            before += tl.sum(earlier.to(tl.int32), axis=1)
+        tl.store(order + before, pair, mask=pair < P)
+
+
+@triton.jit
+def planned_block(order, blocks, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(whether there is one, expert, pairs [ROWS], which of them are live): this program's block, from a plan."""
+    block = tl.program_id(1)
+    found = block < tl.load(blocks)
+    fields = blocks + 1 + block * FIELDS
+    expert, first, last = tl.load(fields), tl.load(fields + 1), tl.load(fields + 2)
+    places = first + tl.arange(0, ROWS)
+    live = (places < last) & found  # past the last block the fields are undefined
+    pairs = tl.load(order + places, mask=live, other=0)
+    return found, expert.to(tl.int64), pairs, live
+
+
+@triton.jit
+def direct_block(experts, P, CHOICES: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(whether there is one, expert, pairs [ROWS], which are live): this program's block, from the choice [P] itself.
+
+    For at most ROWS rows: the program of an expert's first pair has its block.
+    """
+    first = tl.program_id(1)
+    slot = tl.arange(0, SLOTS)[None, :]
+    pair = tl.arange(0, ROWS)[:, None] * CHOICES + slot
+    expert = tl.load(experts + first)
+    chosen = tl.load(experts + pair, mask=(slot < CHOICES) & (pair < P), other=-1)  # [ROWS, SLOTS]
+    pairs = tl.min(tl.where(chosen == expert, pair, P), axis=1)  # P for rows that did not choose it
+    return tl.min(pairs) == first, expert.to(tl.int64), pairs, pairs < P
