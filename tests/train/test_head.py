@@ -97,11 +97,13 @@ def test_a_sample_does_not_see_its_neighbours_in_the_row() -> None:
     target = load_decoder(tiny_model(), pack=False)
     head = load_head(eagle3_head(), target, "cpu", torch.float32, pack=False)
     together, alone = make_samples([20, 20]), make_samples([20])
-    labels_of, states = [], []
+    all_labels, states = [], []
     for rows in (all_rows(together, 40), all_rows(alone, 20)):
-        labels_of.append(read_target(target, head, rows))
-        states.append([h.view(*rows.tokens.shape, -1)[0, :15] for h in unroll(head, rows, labels_of[-1].tapped, 3)])
-    torch.testing.assert_close(labels_of[0].probabilities[0, :20], labels_of[1].probabilities[0], atol=1e-5, rtol=1e-4)
+        all_labels.append(read_target(target, head, rows))
+        states.append([h.view(*rows.tokens.shape, -1)[0, :15] for h in unroll(head, rows, all_labels[-1].tapped, 3)])
+    torch.testing.assert_close(
+        all_labels[0].probabilities[0, :20], all_labels[1].probabilities[0], atol=1e-5, rtol=1e-4
+    )
     for first, second in zip(*states, strict=True):
         torch.testing.assert_close(first, second, atol=1e-5, rtol=1e-4)
 
