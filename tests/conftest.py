@@ -17,7 +17,7 @@ os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1"
 
 import torch
 
-from peregrine.kernels.runtime.interpreter import mend_interpreter
+from peregrine.synthetic.interpreter import mend_interpreter
 
 GPU_FOLDER = Path(__file__).parent / "gpu"
 LOOPBACK = ("127.", "::1", "localhost")

@@ -176,7 +176,7 @@ def test_cases_keep_to_what_the_traits_promise() -> None:
         tree_masks=False,
         windows=False,
         sinks=False,
-        latent_dims=frozenset(),
+        mla_dims=frozenset(),
     )
     cases = conformance_cases(poor, [torch.float32])
     assert {(c.heads[2], c.page_size, c.window, c.has_sinks, c.is_tree) for c in cases} == {

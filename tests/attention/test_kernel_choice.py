@@ -1,17 +1,25 @@
-"""A kernel follows the window's shape, and the clock where both may serve; it never gets what it cannot take."""
+"""A kernel follows the window's shape, and the clock where two may serve; it never gets what it cannot take."""
 
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peregrine.attention import Kernel, KernelCosts, Window, kernel_for
-from peregrine.attention.kernel_choice import admits, kernel_reason, measure_costs, only
+from peregrine.attention import Kernel, KernelCosts, Window, choose_launch
+from peregrine.attention.kernel_choice import kernel_reason, measure_costs, only, usual_problem
 from peregrine.attention.triton_backend import ON_CUDA
+from peregrine.kernels.attention import Gpu, Problem, context_launch, decode_launch
 
 TRAITS = replace(ON_CUDA, max_decode_q_len=16)
 NO_DECODE = replace(ON_CUDA, max_decode_q_len=0)
+H200 = Gpu(is_cuda=True, is_hopper=True, num_sms=132)
+A100 = Gpu(is_cuda=True, is_hopper=False, num_sms=108)
+
+
+def problem(window: Window) -> Problem:
+    return usual_problem(window, 128, 16, torch.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -27,19 +35,27 @@ NO_DECODE = replace(ON_CUDA, max_decode_q_len=0)
     ],
 )
 def test_kernel_follows_shape(window: Window, kernel: Kernel) -> None:
-    assert kernel_for(window, TRAITS) is kernel
+    assert choose_launch(problem(window), TRAITS, H200).kernel is kernel
 
 
 def test_a_backend_without_a_decode_kernel_takes_all_as_context() -> None:
-    assert kernel_for(Window.uniform(1, 1), NO_DECODE) is Kernel.CONTEXT
-    assert kernel_reason(Window.uniform(1, 1), NO_DECODE) == "1 x 1: context, the only kernel there is"
+    one = problem(Window.uniform(1, 1))
+    assert choose_launch(one, NO_DECODE, H200).kernel is Kernel.CONTEXT
+    assert kernel_reason(one, NO_DECODE, H200) == "1 x 1: context, the only kernel there is"
+
+
+def test_many_rows_have_one_kernel_where_hopper_has_two() -> None:
+    """Tiles alone fill the device, and split-KV would only add a merge."""
+    many = problem(Window.uniform(32, 4))
+    assert choose_launch(many, ON_CUDA, A100) == context_launch(many, A100)
+    assert kernel_reason(many, ON_CUDA, A100) == "32 x 4: context, tiles of queries alone fill the device"
+    assert choose_launch(many, ON_CUDA, H200).on_hopper
 
 
 def test_the_faster_kernel_is_taken_for_the_shape_that_was_measured() -> None:
     costs = KernelCosts({(1, 4): (0.5, 0.25), (8, 4): (0.25, 0.5)})
-    assert kernel_for(Window.uniform(1, 4), TRAITS, costs) is Kernel.CONTEXT
-    assert kernel_for(Window.uniform(8, 4), TRAITS, costs) is Kernel.DECODE
-    assert kernel_for(Window.uniform(2, 4), TRAITS, costs) is Kernel.DECODE  # not measured
+    taken = [choose_launch(problem(Window.uniform(rows, 4)), TRAITS, H200, costs).kernel for rows in (1, 8, 2)]
+    assert taken == [Kernel.CONTEXT, Kernel.DECODE, Kernel.DECODE]  # the last was not measured
 
 
 def test_both_kernels_are_timed_for_each_shape() -> None:
@@ -53,21 +69,24 @@ windows = st.one_of(lengths.map(Window.ragged), st.builds(Window.uniform, st.int
 times = st.floats(0, 10)
 
 
-@given(windows, st.integers(0, 64), times, times)
-def test_whatever_the_window_the_chosen_kernel_admits_it(
-    window: Window, max_q_len: int, decode_ms: float, context_ms: float
+@given(windows, st.integers(0, 64), times, times, st.sampled_from([H200, A100]))
+def test_whatever_the_window_the_chosen_kernel_takes_it(
+    window: Window, max_q_len: int, decode_ms: float, context_ms: float, gpu: Gpu
 ) -> None:
     traits = replace(ON_CUDA, max_decode_q_len=max_q_len)
     shape = (window.num_rows, window.q_len or 0)
     for costs in (KernelCosts({}), KernelCosts({shape: (decode_ms, context_ms)}), *(only(k, [shape]) for k in Kernel)):
-        kernel = kernel_for(window, traits, costs)
-        assert admits(kernel, window, traits)
-        assert f": {kernel.value}, " in kernel_reason(window, traits, costs)
+        launch = choose_launch(problem(window), traits, gpu, costs)
+        assert launch in (decode_launch(problem(window), gpu, max_q_len), context_launch(problem(window), gpu))
+        assert launch.kernel is Kernel.CONTEXT or (window.q_len is not None and window.q_len <= max_q_len)
+        assert f": {launch.kernel.value}, " in kernel_reason(problem(window), traits, gpu, costs)
 
 
 @given(st.integers(1, 64), st.sampled_from(Kernel))
 def test_only_forces_a_kernel_where_both_may_serve(q_len: int, kernel: Kernel) -> None:
-    assert kernel_for(Window.uniform(3, q_len), ON_CUDA, only(kernel, [(3, q_len)])) is kernel
+    window = problem(Window.uniform(3, q_len))
+    launch = choose_launch(window, ON_CUDA, H200, only(kernel, [(3, q_len)]))
+    assert launch.kernel is (Kernel.CONTEXT if decode_launch(window, H200, 64) is None else kernel)
 
 
 @pytest.mark.parametrize(
@@ -80,4 +99,4 @@ def test_only_forces_a_kernel_where_both_may_serve(q_len: int, kernel: Kernel) -
     ],
 )
 def test_reasons_are_for_people(window: Window, reason: str) -> None:
-    assert kernel_reason(window, TRAITS, KernelCosts({(1, 4): (0.5, 0.25)})) == reason
+    assert kernel_reason(problem(window), TRAITS, H200, KernelCosts({(1, 4): (0.5, 0.25)})) == reason

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from peregrine.attention import GraphSupport, Needs, Traits, choose_backend, refusals
+from peregrine.attention import Needs, Traits, choose_backend, refusals
 from peregrine.attention.numba_backend import NumbaBackend
 from peregrine.attention.routing import BACKENDS
 from peregrine.attention.torch_backend import TorchBackend
@@ -21,9 +21,7 @@ TRAITS = Traits(
     tree_masks=False,
     windows=False,
     sinks=False,
-    latent_dims=frozenset(),
-    reads_host_lens=False,
-    graphs=GraphSupport.UNIFORM,
+    mla_dims=frozenset(),
     automatic=True,
 )
 NEEDS = Needs(
@@ -36,11 +34,8 @@ NEEDS = Needs(
     windows=False,
     sinks=False,
     shared_kv=False,
-    graphs=GraphSupport.UNIFORM,
 )
-CPU_NEEDS = replace(
-    NEEDS, device="cpu", dtype=torch.float32, kv_dtype=torch.float32, head_dim=64, graphs=GraphSupport.NEVER
-)
+CPU_NEEDS = replace(NEEDS, device="cpu", dtype=torch.float32, kv_dtype=torch.float32, head_dim=64)
 
 
 def test_what_fits_has_no_refusals() -> None:
@@ -63,7 +58,6 @@ def test_what_fits_has_no_refusals() -> None:
             replace(NEEDS, shared_kv=True, head_dim=576),
             "reads values apart from keys, and the model's values are a part of its keys (MLA)",
         ),
-        (replace(NEEDS, graphs=GraphSupport.ANY), "captures UNIFORM, but the round needs ANY"),
     ],
 )
 def test_each_need_has_its_refusal(needs: Needs, reason: str) -> None:
@@ -81,12 +75,6 @@ def test_keys_that_hold_their_values_have_sizes_of_their_own() -> None:
     needs = replace(CPU_NEEDS, shared_kv=True, head_dim=576)
     assert refusals(needs, NumbaBackend().traits) == []
     assert refusals(replace(needs, head_dim=572), NumbaBackend().traits) == ["has head dims 8, 16 .. 1024, not 572"]
-
-
-def test_a_captured_round_never_reads_lengths_on_the_host() -> None:
-    (reason,) = refusals(NEEDS, replace(TRAITS, reads_host_lens=True))
-    assert "reads lengths on the host" in reason
-    assert refusals(replace(NEEDS, graphs=GraphSupport.NEVER), replace(TRAITS, reads_host_lens=True)) == []
 
 
 def test_all_reasons_come_at_once() -> None:

@@ -1,4 +1,4 @@
-"""The Triton backend takes the kernel the costs say, and keeps the counters of each store apart."""
+"""The Triton backend launches the kernel that the costs say, and rotates queries and keys where it is asked to."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ from peregrine.attention.kernel_choice import only
 from peregrine.attention.torch_backend import TorchBackend
 from peregrine.attention.triton_backend import INTERPRETED, ON_CUDA, TritonBackend
 from peregrine.hardware import triton_interprets
-from peregrine.kernels.attention.mla import DeferredMLARope
+from peregrine.kernels.attention import DeferredMLARope
 from peregrine.kernels.runtime.gpu import TRITON_PRESENT
 
 needs_interpreter = pytest.mark.skipif(
@@ -32,67 +32,69 @@ def test_traits_say_where_the_kernels_run(monkeypatch: pytest.MonkeyPatch) -> No
     assert torch.bfloat16 not in INTERPRETED.dtypes
 
 
-def test_latents_need_a_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mla_needs_a_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their tiles take more shared memory than earlier devices have; there plain torch reads them."""
     monkeypatch.setattr(triton_backend, "triton_interprets", lambda: False)
     for generation, fits in ((8, False), (9, True), (10, True)):
         monkeypatch.setattr(triton_backend, "generation", lambda generation=generation: generation)
-        assert TritonBackend().traits == replace(ON_CUDA, latent_dims=None if fits else frozenset())
+        assert TritonBackend().traits == replace(ON_CUDA, mla_dims=None if fits else frozenset())
 
 
 @needs_interpreter
 @pytest.mark.parametrize("kernel", Kernel)
 def test_the_kernel_that_costs_less_is_launched(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    from peregrine.kernels.attention import plan_triton as gpu
+    from peregrine.kernels.attention import kv_write_triton as kv_write
+    from peregrine.kernels.attention import triton as dense
 
     launched = []
-    right = gpu.launch
+    right = dense.launch
 
     def spy(what: object, *arguments: object, **options: object) -> None:
         launched.append(what)
         right(what, *arguments, **options)
 
-    monkeypatch.setattr(gpu, "launch", spy)
+    for module in (dense, kv_write):
+        monkeypatch.setattr(module, "launch", spy)
     attend(TritonBackend(only(kernel, [(1, 2)])), [chain(140, 2, HEADS)], LAYER)
-    decode, context = [gpu.decode_kernel, gpu.merge_kernel], [gpu.context_kernel]
-    assert launched == [gpu.write_kernel, *(decode if kernel is Kernel.DECODE else context)]
+    decode, context = [dense.decode_kernel, dense.merge_kernel], [dense.context_kernel]
+    assert launched == [kv_write.write_kernel, *(decode if kernel is Kernel.DECODE else context)]
 
 
 @needs_interpreter
 @pytest.mark.parametrize("kernel", Kernel)
-def test_latent_attention_has_both_kernels(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    from peregrine.kernels.attention import mla_plan_triton as gpu
+def test_mla_has_both_kernels(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    from peregrine.kernels.attention import mla_triton as gpu
 
     launched = []
     right = gpu.launch
 
     def spy(what: object, *arguments: object, **options: object) -> None:
-        launched.append((what, options.get("APART")))
+        launched.append((what, options.get("SPLIT_KV")))
         right(what, *arguments, **options)
 
     monkeypatch.setattr(gpu, "launch", spy)
     attend(TritonBackend(only(kernel, [(1, 2)])), [chain(140, 2, LATENT)], LAYER)
-    decode = [(gpu.latent_kernel, True), (gpu.latent_merge_kernel, None)]
-    assert launched == (decode if kernel is Kernel.DECODE else [(gpu.latent_kernel, False)])
+    decode = [(gpu.mla_kernel, True), (gpu.mla_merge_kernel, None)]
+    assert launched == (decode if kernel is Kernel.DECODE else [(gpu.mla_kernel, False)])
 
 
 @needs_interpreter
-@pytest.mark.parametrize("asking", [[0, 1, 2], [2], []])
-def test_latent_queries_and_keys_are_turned_on_the_way(asking: list[int]) -> None:
-    """What a model asks of a GPU, against the torch backend; with few queries, and with none."""
-    rows = [chain(140, 3, LATENT).at(*(asking or [0]))]
+@pytest.mark.parametrize("live", [[0, 1, 2], [2], []])
+def test_mla_queries_and_keys_are_rotated_on_the_way(live: list[int]) -> None:
+    """As a model calls it on a GPU, against the torch backend; with few queries, and with none."""
+    rows = [chain(140, 3, LATENT).at(*(live or [0]))]
     rank, rope = LATENT[3], LATENT[2] - LATENT[3]
     rng = torch.Generator().manual_seed(1)
-    q_rope = torch.randn(len(asking), LATENT[0], rope, generator=rng)
+    q_rope = torch.randn(len(live), LATENT[0], rope, generator=rng)
     places = torch.arange(140, 143)
     table = torch.randn(150, rope, generator=rng)
-    turn = DeferredMLARope(q_rope, places[asking], places, table, torch.rand(rank, generator=rng), 1e-6)
+    deferred = DeferredMLARope(q_rope, places[live], places, table, torch.rand(rank, generator=rng), 1e-6)
     outs, stores = [], []
     for backend in (TorchBackend(), TritonBackend()):
         forward = lay_out(rows, Layout())
         bound = backend.bind(forward.store, [LAYER] * 2, forward.metadata)
-        outs.append(bound(1, forward.q[: len(asking)], forward.k, forward.v, turn))
+        outs.append(bound(1, forward.q[: len(live)], forward.k, forward.v, deferred))
         stores.append(forward.store.keys)
-    assert outs[0].shape == (len(asking), LATENT[0], rank)
+    assert outs[0].shape == (len(live), LATENT[0], rank)
     torch.testing.assert_close(outs[1], outs[0], atol=2e-6, rtol=1e-5)
     torch.testing.assert_close(stores[1], stores[0], atol=1e-6, rtol=1e-5)

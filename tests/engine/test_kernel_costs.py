@@ -1,16 +1,20 @@
 """Which attention kernel serves is measured when an engine starts, and said."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
-from peregrine.attention import AttentionMetadata, Kernel, LayerAttention, Window, kernel_for
-from peregrine.attention.kernel_choice import Shape
+from peregrine.attention import AttentionMetadata, Kernel, LayerAttention, Window, choose_launch
+from peregrine.attention.kernel_choice import Shape, problem_of
 from peregrine.attention.numba_backend import NumbaBackend
 from peregrine.attention.torch_backend import TorchBackend
 from peregrine.attention.triton_backend import ON_CUDA, TritonBackend
 from peregrine.cache.store import KVShape, KVStore
 from peregrine.engine import kernel_costs
 from peregrine.engine.kernel_costs import CONTEXT, choose_kernels, full_window, window_shapes
+from peregrine.kernels.attention import gpu_of
 from peregrine.llm import engine_config
 from peregrine.models.decoder import Decoder
 from peregrine.models.draft_heads import Eagle3Head
@@ -86,20 +90,28 @@ def test_a_round_has_no_other_windows(options: dict[str, object], monkeypatch: p
 
 
 def test_the_faster_kernel_serves_and_both_times_are_reported(store: KVStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    def time_forward(model: BoundModel, metadata: AttentionMetadata) -> float:
-        assert isinstance(model.backend, TritonBackend)
-        window = metadata.window
-        taken = kernel_for(window, ON_CUDA, model.backend.costs)
-        return {Kernel.DECODE: 0.02, Kernel.CONTEXT: 0.01 if window.num_rows == 8 else 0.5}[taken]
+    def kernel_of(backend: object, metadata: AttentionMetadata) -> Kernel:
+        assert isinstance(backend, TritonBackend)
+        problem = problem_of(metadata, store, LAYERS[0], 2, torch.float32)
+        return choose_launch(problem, ON_CUDA, gpu_of(store.keys), backend.costs).kernel
 
+    def time_forward(model: BoundModel, metadata: AttentionMetadata) -> float:
+        timed.append(metadata.window)
+        taken = kernel_of(model.backend, metadata)
+        return {Kernel.DECODE: 0.02, Kernel.CONTEXT: 0.01 if metadata.window.num_rows == 8 else 0.5}[taken]
+
+    timed: list[Window] = []
     monkeypatch.setattr(kernel_costs, "time_forward", time_forward)
-    model = BoundModel(Decoder.__new__(Decoder), LAYERS, store, TritonBackend())
-    chosen, made = choose_kernels(model, {(1, 4): False, (8, 4): False})
-    assert isinstance(chosen, TritonBackend)
-    assert kernel_for(Window.uniform(1, 4), ON_CUDA, chosen.costs) is Kernel.DECODE
-    assert kernel_for(Window.uniform(8, 4), ON_CUDA, chosen.costs) is Kernel.CONTEXT
+    decoder: Any = SimpleNamespace(config=SimpleNamespace(num_heads=2), embedding=torch.zeros(1))
+    model = BoundModel(decoder, LAYERS, store, TritonBackend())
+    chosen, made = choose_kernels(model, {(1, 4): False, (8, 4): False, (99, 4): False})
+    assert kernel_of(chosen, full_window(store, (1, 4))) is Kernel.DECODE
+    assert kernel_of(chosen, full_window(store, (8, 4))) is Kernel.CONTEXT
     assert "1 x 4: decode, decode took 0.0200 ms and context 0.5000 ms" in made.because
     assert "8 x 4: context, decode took 0.0200 ms and context 0.0100 ms" in made.because
+    # Only one kernel serves so many rows: there is nothing to time.
+    assert "99 x 4: context, tiles of queries alone fill the device" in made.because
+    assert {window.num_rows for window in timed} == {1, 8}
 
 
 def test_a_backend_with_one_kernel_stays_itself() -> None:

@@ -22,6 +22,8 @@ from peregrine.attention.conformance.problem import Row, answer, chain, tree
 from peregrine.attention.kernel_choice import only
 from peregrine.attention.triton_backend import TritonBackend
 from peregrine.cache.store import KVShape, KVStore
+from peregrine.kernels.attention import Launch, StoredKV
+from peregrine.kernels.attention.plan import TILE
 
 LLAMA = (32, 8, 128)  # query heads, KV heads, head dim of an 8B model
 DEVICE = torch.device("cuda")
@@ -29,7 +31,8 @@ SHAPES = list(itertools.product(range(1, 65), range(1, 65)))
 DECODE, CONTEXT = TritonBackend(only(Kernel.DECODE, SHAPES)), TritonBackend(only(Kernel.CONTEXT, SHAPES))
 PARTS = 12  # processes that conformance is spread over
 FP8 = torch.float8_e4m3fn
-LAYER_ATTENTION = LayerAttention(LLAMA[2] ** -0.5, None, None)
+SCALE = LLAMA[2] ** -0.5
+LAYER_ATTENTION = LayerAttention(SCALE, None, None)
 BRANCHED = (-1, 0, 0, 1, 1, 2, 3, 3, 7, 8, 0, 10, 4, 5, 12, 14)
 
 
@@ -87,7 +90,7 @@ def test_real_shapes_answer_within_the_bound(
 
 def test_the_kernels_write_float8_as_the_store_does() -> None:
     torch.manual_seed(0)
-    from peregrine.kernels.attention.plan_triton import StoredKV, write_gpu
+    from peregrine.kernels.attention.kv_write_triton import write_kv
 
     stores = [KVStore(1, 4, 16, KVShape.of_heads(8, 128), FP8, DEVICE) for _ in range(2)]
     k, v = (torch.randn(64, 8, 128, device=DEVICE, dtype=torch.bfloat16) * 300 for _ in range(2))
@@ -102,19 +105,19 @@ def test_the_kernels_write_float8_as_the_store_does() -> None:
     kv = stores[1]
     assert kv.k_scales is not None
     assert kv.v_scales is not None
-    write_gpu(StoredKV(kv.keys[0], kv.values[0], kv.k_scales[0], kv.v_scales[0]), slots, k, v)
+    write_kv(StoredKV(kv.keys[0], kv.values[0], kv.k_scales[0], kv.v_scales[0]), slots, k, v)
     for one, other in ((stores[0].keys, stores[1].keys), (stores[0].values, stores[1].values)):
         assert torch.equal(one.float().nan_to_num(nan=999.0), other.float().nan_to_num(nan=999.0))
 
 
 def test_a_value_that_is_not_finite_is_told_by_its_key_alone() -> None:
-    """Who does not see it multiplies it by zero."""
-    from peregrine.kernels.attention.plan_triton import StoredKV, write_gpu
+    """A query that does not see it multiplies it by zero."""
+    from peregrine.kernels.attention.kv_write_triton import write_kv
 
     store = KVStore(1, 4, 16, KVShape.of_heads(2, 128), torch.bfloat16, DEVICE)
     k, v = (torch.randn(3, 2, 128, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
     v[1, 0, 7] = torch.inf
-    write_gpu(StoredKV(store.keys[0], store.values[0], None, None), torch.arange(3, device=DEVICE), k, v)
+    write_kv(StoredKV(store.keys[0], store.values[0], None, None), torch.arange(3, device=DEVICE), k, v)
     assert bool(store.keys[0, 1, 0].isnan().all())
     assert not store.values[0, 1, 0].any()
     assert torch.equal(store.keys[0, [0, 2]], k[[0, 2]])
@@ -123,15 +126,17 @@ def test_a_value_that_is_not_finite_is_told_by_its_key_alone() -> None:
 
 @pytest.mark.parametrize("past", [100, 2040, 33000])
 def test_the_number_of_programs_changes_no_bit(past: int) -> None:
-    from peregrine.kernels.attention.plan_triton import StoredKV, context_gpu, decode_gpu, plan_gpu
+    from peregrine.kernels.attention.kv_write_triton import plan_gpu
+    from peregrine.kernels.attention.triton import dense_attention
 
     forward = opened(on_gpu([chain(past, 4, LLAMA), chain(past // 2, 4, LLAMA)]))
     m = forward.metadata
     plan = plan_gpu(m.positions, m.q_starts, m.past_lens, m.page_table, m.page_size, None)
     kv = StoredKV(forward.store.keys[LAYER], forward.store.values[LAYER], None, None)
-    alone = context_gpu(forward.q, kv, plan, LAYER_ATTENTION.scale, None, None)
+    alone = dense_attention(forward.q, kv, plan, Launch(Kernel.CONTEXT, False, TILE, 0), SCALE, None, None)
     for programs in (1, 2, 3, 7, 16, 33, 100):
-        out = decode_gpu(forward.q, kv, plan, LAYER_ATTENTION.scale, None, None, programs)
+        how = Launch(Kernel.DECODE, False, TILE, programs)
+        out = dense_attention(forward.q, kv, plan, how, SCALE, None, None)
         assert torch.equal(out, alone), programs
 
 
@@ -149,7 +154,7 @@ def test_a_call_repeated_gives_the_same_bits(is_tree: bool) -> None:
     assert bool(same)
 
 
-def test_company_changes_no_bit() -> None:
+def test_other_rows_change_no_bit() -> None:
     row = chain(2040, 4, LLAMA)
     (alone,) = attend(DECODE, on_gpu([row]), LAYER_ATTENTION)
     for count in (2, 8, 16, 32, 40):
@@ -220,7 +225,8 @@ def test_the_host_never_waits() -> None:
 
 def test_taller_tiles_of_the_context_kernel(capsys: pytest.CaptureFixture[str]) -> None:
     """All heights are right; which of them keep the bits of 16 rows, and how fast they read, is printed."""
-    from peregrine.kernels.attention.plan_triton import StoredKV, context_gpu, plan_gpu
+    from peregrine.kernels.attention.kv_write_triton import plan_gpu
+    from peregrine.kernels.attention.triton import dense_attention
 
     row = chain(1000, 1024, LLAMA)
     forward = opened(on_gpu([row]))
@@ -233,7 +239,7 @@ def test_taller_tiles_of_the_context_kernel(capsys: pytest.CaptureFixture[str]) 
     for tile in (16, 32, 64, 128):
 
         def call(tile: int = tile) -> Tensor:
-            return context_gpu(forward.q, kv, plan, LAYER_ATTENTION.scale, None, None, tile)
+            return dense_attention(forward.q, kv, plan, Launch(Kernel.CONTEXT, False, tile, 0), SCALE, None, None)
 
         out = call()
         reference = out if reference is None else reference

@@ -1,4 +1,4 @@
-"""Latent attention (MLA) on a GPU: right answers on real shapes, and bits that depend on nothing else.
+"""Multi-head latent attention (MLA) on a GPU: right answers on real shapes, and bits that depend on nothing else.
 
 Conformance as a whole runs in test_attention.py. What is only worth knowing, how fast tiles read, is printed.
 """
@@ -15,7 +15,7 @@ from peregrine.attention.conformance.paging import LAYER, Forward, Layout, atten
 from peregrine.attention.conformance.problem import Row, answer, chain, tree
 from peregrine.attention.kernel_choice import only
 from peregrine.attention.triton_backend import TritonBackend
-from peregrine.kernels.attention.mla import DeferredMLARope, turn_latent
+from peregrine.kernels.attention import DeferredMLARope, GpuPlan, Launch, mla_rope
 from peregrine.kernels.linear import pack_per_head
 
 LITE, V3 = (16, 1, 576, 512), (128, 1, 576, 512)  # DeepSeek-V2-Lite and V3
@@ -25,7 +25,9 @@ SHAPES = list(itertools.product(range(1, 65), range(1, 65)))
 DECODE, CONTEXT = TritonBackend(only(Kernel.DECODE, SHAPES)), TritonBackend(only(Kernel.CONTEXT, SHAPES))
 OWN = LayerAttention(192**-0.5, None, None)
 BRANCHED = (-1, 0, 0, 1, 1, 2, 3, 3, 7, 8, 0, 10)
-TILES, PROGRAMS = (64, None), (1, 2, 3, 7, 16, 33, 100)  # no height: Hopper's own kernel
+PROGRAMS = (1, 2, 3, 7, 16, 33, 100)
+# Rows of a tile, and whether it is of Hopper's own kernel. A tree is served by Triton alone.
+TRITON, TILES = ((16, False), (32, False), (64, False)), ((16, False), (32, False), (64, False), (16, True), (64, True))
 
 
 def on_gpu(rows: list[Row], dtype: torch.dtype = torch.bfloat16) -> list[Row]:
@@ -39,19 +41,20 @@ def opened(rows: list[Row]) -> Forward:
     return forward
 
 
-def answers(forward: Forward, tiles: tuple[int | None, ...] = TILES) -> Iterator[tuple[str, Tensor]]:
+def answers(forward: Forward, tiles: tuple[tuple[int, bool], ...] = TILES) -> Iterator[tuple[str, Tensor]]:
     """The same call with every height of a tile, by one program and by several."""
-    from peregrine.kernels.attention.mla_plan_triton import latent_context_gpu, latent_decode_gpu
-    from peregrine.kernels.attention.plan_triton import plan_gpu
+    from peregrine.kernels.attention.kv_write_triton import plan_gpu
+    from peregrine.kernels.attention.mla_triton import mla_attention
 
     m = forward.metadata
     plan = plan_gpu(m.positions, m.q_starts, m.past_lens, m.page_table, m.page_size, m.ancestors)
     keys = forward.store.keys[LAYER]
-    for tile in tiles:
-        yield f"context, tile {tile}", latent_context_gpu(forward.q, keys, plan, RANK, OWN.scale, tile)
-        for programs in PROGRAMS:
-            out = latent_decode_gpu(forward.q, keys, plan, RANK, OWN.scale, programs, tile)
-            yield f"{programs} programs, tile {tile}", out
+    for tile, on_hopper in tiles:
+        launches = [Launch(Kernel.DECODE, on_hopper, tile, programs) for programs in PROGRAMS]
+        if tile == 64 or not on_hopper:
+            launches.insert(0, Launch(Kernel.CONTEXT, on_hopper, tile, 0))
+        for how in launches:
+            yield str(how), mla_attention(forward.q, keys, plan, how, RANK, OWN.scale)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -78,7 +81,7 @@ def test_neither_tiles_nor_programs_change_a_bit(past: int, dtype: torch.dtype) 
 def test_every_node_of_a_tree_gives_what_its_path_gives(past: int) -> None:
     row = tree(past, BRANCHED, LITE)
     paths = [attend(DECODE, on_gpu([row.path_to(node)]), OWN)[0] for node in range(len(BRANCHED))]
-    for name, out in answers(opened(on_gpu([row]))):
+    for name, out in answers(opened(on_gpu([row])), TRITON):
         assert torch.equal(out, torch.cat(paths)), name
 
 
@@ -96,7 +99,7 @@ def test_a_call_repeated_gives_the_same_bits(is_tree: bool) -> None:
         assert bool(same)
 
 
-def test_company_changes_no_bit() -> None:
+def test_other_rows_change_no_bit() -> None:
     row = chain(2040, 4, LITE)
     (alone,) = attend(DECODE, on_gpu([row]), OWN)
     for count in (2, 8, 32, 140):
@@ -130,7 +133,7 @@ def test_a_captured_call_follows_lengths_that_change() -> None:
     graph = torch.cuda.CUDAGraph()
 
     def read() -> Tensor:
-        return next(out for name, out in answers(forward, (64,)) if name.startswith("33"))
+        return next(out for name, out in answers(forward, ((64, False),)) if "programs=33" in name)
 
     read()
     with torch.cuda.graph(graph):
@@ -143,7 +146,7 @@ def test_a_captured_call_follows_lengths_that_change() -> None:
 
 
 def test_the_host_never_waits() -> None:
-    forward, turn = opened(on_gpu([chain(300, 4, LITE)])), turn_of(4)
+    forward, deferred = opened(on_gpu([chain(300, 4, LITE)])), rope_of(4)
     weight = pack_per_head(torch.randn(16, RANK, 128, device=DEVICE, dtype=torch.bfloat16))
     nope = torch.randn(4, 16, 128, device=DEVICE, dtype=torch.bfloat16)
 
@@ -151,7 +154,7 @@ def test_the_host_never_waits() -> None:
         q = torch.empty_like(forward.q)
         weight.linear(nope, q[..., :RANK])
         bound = backend.bind(forward.store, [OWN] * (LAYER + 1), forward.metadata)
-        return bound(LAYER, q, forward.k, forward.v, turn)
+        return bound(LAYER, q, forward.k, forward.v, deferred)
 
     for backend in (DECODE, CONTEXT):
         call(backend)
@@ -162,7 +165,7 @@ def test_the_host_never_waits() -> None:
             torch.cuda.set_sync_debug_mode("default")
 
 
-def turn_of(tokens: int) -> DeferredMLARope:
+def rope_of(tokens: int) -> DeferredMLARope:
     torch.manual_seed(tokens)
     q_rope = torch.randn(tokens, 16, 192, device=DEVICE, dtype=torch.bfloat16)[..., 128:]
     positions = torch.randperm(5000, device=DEVICE)[:tokens]
@@ -172,16 +175,16 @@ def turn_of(tokens: int) -> DeferredMLARope:
     return DeferredMLARope(q_rope, positions, positions, table, norm, 1e-6)
 
 
-def test_one_launch_turns_and_stores_as_the_twin_does() -> None:
-    from peregrine.kernels.attention.mla_kv_write_triton import turn_latent_gpu
+def test_one_launch_rotates_and_stores_as_the_twin_does() -> None:
+    from peregrine.kernels.attention.kv_write_triton import mla_rope_write_kv
 
-    turn = turn_of(300)
+    deferred = rope_of(300)
     k = torch.randn(300, 1, 576, device=DEVICE, dtype=torch.bfloat16)
     q = torch.randn(300, 16, 576, device=DEVICE, dtype=torch.bfloat16)
-    right_q, right_k = turn_latent(q, k, turn)
+    right_q, right_k = mla_rope(q, k, deferred)
     slots, held = torch.randperm(400, device=DEVICE)[:300], torch.zeros(400, 1, 576, device=DEVICE).bfloat16()
-    turned = turn_latent_gpu(q, k, turn, slots, held)
-    torch.testing.assert_close(turned, right_q)
+    rotated = mla_rope_write_kv(held, slots, q, k, deferred)
+    torch.testing.assert_close(rotated, right_q)
     torch.testing.assert_close(held[slots], right_k)
 
 
@@ -201,8 +204,7 @@ def test_heads_have_the_same_bits_in_any_company(inputs: int, outputs: int) -> N
 @pytest.mark.parametrize(("rows", "q_len"), [(1, 1), (1, 4), (8, 1), (8, 4)])
 def test_how_fast_tiles_read(rows: int, q_len: int, capsys: pytest.CaptureFixture[str]) -> None:
     """At 80k tokens of context: milliseconds and bytes of keys per second, printed."""
-    from peregrine.kernels.attention.mla_plan_triton import latent_context_gpu, latent_decode_gpu
-    from peregrine.kernels.attention.plan_triton import GpuPlan
+    from peregrine.kernels.attention.mla_triton import mla_attention
 
     context = 81920
     keys = torch.randn((1 + rows * context // 16) * 16, 1, 576, device=DEVICE, dtype=torch.bfloat16)
@@ -212,20 +214,22 @@ def test_how_fast_tiles_read(rows: int, q_len: int, capsys: pytest.CaptureFixtur
     plan = GpuPlan(positions, torch.arange(rows + 1, device=DEVICE) * q_len, past, table, 16, None, None)
     q = torch.randn(rows * q_len, 16, 576, device=DEVICE, dtype=torch.bfloat16)
     lines, first = [], None
-    for tile in TILES:
-        for programs in sorted({None, 132 // rows, 264 // rows, 66 // rows}, key=lambda n: n or 0):
+    for tile, on_hopper in TILES:
+        for programs in sorted({132 // rows, 264 // rows, 66 // rows}):
+            how = Launch(Kernel.DECODE, on_hopper, tile, programs)
 
-            def call(tile: int | None = tile, programs: int | None = programs) -> Tensor:
-                return latent_decode_gpu(q, keys, plan, RANK, OWN.scale, programs, tile)
+            def call(how: Launch = how) -> Tensor:
+                return mla_attention(q, keys, plan, how, RANK, OWN.scale)
 
             first = call() if first is None else first
             assert torch.equal(call(), first)
             took = milliseconds(call)
             speed = keys.numel() * 2 / took / 1e9
-            lines.append(f"tile {tile or 'of Hopper'}, programs {programs or 'auto'}: {took:.4f} ms, {speed:.2f} TB/s")
-    assert torch.equal(latent_context_gpu(q, keys, plan, RANK, OWN.scale), first)
+            kernel = "Hopper's" if on_hopper else "Triton's"
+            lines.append(f"{kernel} tile of {tile}, {programs} programs: {took:.4f} ms, {speed:.2f} TB/s")
+    assert torch.equal(mla_attention(q, keys, plan, Launch(Kernel.CONTEXT, True, 64, 0), RANK, OWN.scale), first)
     with capsys.disabled():
-        print(f"\nlatent decode, {rows} rows x {q_len} queries x 16 heads at 80k:", *lines, sep="\n  ")
+        print(f"\nMLA decode, {rows} rows x {q_len} queries x 16 heads at 80k:", *lines, sep="\n  ")
 
 
 def milliseconds(call: Callable[[], Tensor], repeats: int = 20) -> float:

@@ -18,9 +18,8 @@ def main() -> None:
     """Kernels are imported here: what the device is counts from then on."""
     gpu.generation = lambda: 8
     from kernels.compile_attention import PLAIN, SHAPE, TYPES
-    from peregrine.kernels.attention.blocks_triton import SAME_BITS
-    from peregrine.kernels.attention.merge_triton import merge_kernel
-    from peregrine.kernels.attention.triton import decode_kernel
+    from peregrine.kernels.attention.blocks import SAME_BITS
+    from peregrine.kernels.attention.triton import decode_kernel, merge_kernel
 
     types = {name: kind for kind, names in TYPES.items() for name in names}
     types |= dict.fromkeys(("q", "out", "keys", "values"), "*bf16")

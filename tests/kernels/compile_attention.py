@@ -11,15 +11,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from peregrine.kernels.attention import kv_write_triton as slots
+from peregrine.kernels.attention import kv_write_triton as kv_write
 from peregrine.kernels.attention import triton as kernels
-from peregrine.kernels.attention.blocks_triton import SAME_BITS
-from peregrine.kernels.attention.merge_triton import merge_kernel
-from peregrine.kernels.attention.splits_triton import BLOCK, TILE
+from peregrine.kernels.attention.blocks import SAME_BITS
+from peregrine.kernels.attention.plan import BLOCK, TILE
 
 TYPES = {
     "fp32": ("scale",),
-    "*fp32": ("k_scale", "v_scale", "sinks", "part_sums", "part_stats"),
+    "*fp32": ("k_scale", "v_scale", "sinks", "partial_acc", "partial_ml"),
     "*i32": ("limits",),
     "*i64": ("positions", "past_lens", "table", "q_starts", "paths", "slots", "ancestors"),
 }
@@ -59,6 +58,7 @@ if __name__ == "__main__":
         compile_kernel(kernel, SHAPE | PLAIN, "*bf16", num_stages=3, **SAME_BITS)
         compile_kernel(kernel, SHAPE | EVERYTHING, "*fp8e4nv", num_stages=3, **SAME_BITS)
     for features in (PLAIN, EVERYTHING):
-        compile_kernel(merge_kernel, SHAPE | features | {"MERGED": 1}, "*bf16", enable_fp_fusion=False, num_warps=1)
-    compile_kernel(slots.write_kernel, COPY, "*fp8e4nv", num_warps=1)
-    compile_kernel(slots.paths_kernel, {"PAGE": 16}, "*bf16", num_warps=1)
+        known = SHAPE | features | {"MERGED": 1}
+        compile_kernel(kernels.merge_kernel, known, "*bf16", enable_fp_fusion=False, num_warps=1)
+    compile_kernel(kv_write.write_kernel, COPY, "*fp8e4nv", num_warps=1)
+    compile_kernel(kv_write.paths_kernel, {"PAGE": 16}, "*bf16", num_warps=1)

@@ -13,17 +13,17 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from peregrine.kernels.attention.hopper import hopper_decode_kernel
-from peregrine.kernels.attention.mla_hopper import hopper_latent_kernel
-from peregrine.kernels.attention.mla_plan_triton import HOPPER_REGISTERS as LATENT_REGISTERS
-from peregrine.kernels.attention.mla_plan_triton import TILES
-from peregrine.kernels.attention.plan_triton import HOPPER_REGISTERS, HOPPER_STAGES
+from peregrine.kernels.attention.mla_hopper import mla_hopper_kernel
+from peregrine.kernels.attention.mla_triton import HOPPER_REGISTERS as MLA_REGISTERS
+from peregrine.kernels.attention.plan import MLA_WARPS
+from peregrine.kernels.attention.triton import HOPPER_REGISTERS, HOPPER_STAGES
 from peregrine.kernels.linear.hopper import hopper_kernel
 from peregrine.kernels.linear.tiles import HOPPER_TABLES
 
 TYPES = {
     "*bf16": ("q", "out", "bias", "residual", "norm", "scaled"),
     "*i64": ("positions", "q_starts", "past_lens", "table", "squares", "next_squares", "stale_squares"),
-    "*fp32": ("part_sums", "part_stats", "held_sums", "held_stats", "partial"),
+    "*fp32": ("partial_acc", "partial_ml", "partial"),
     "*i32": ("arrived",),
     "fp32": ("scale", "eps"),
 }
@@ -77,14 +77,14 @@ if __name__ == "__main__":
         known = ROUND | {"ROWS": rows, "D": head_dim, "PAGE": page, "num_warps": 4}
         options = {"maxnreg": HOPPER_REGISTERS, "enable_fp_fusion": False}
         compile_kernel(hopper_decode_kernel, {"keys": pages, "values": pages}, known, **options)
-    for heads, rank, rows, is_apart in (
+    for heads, rank, rows, split_kv in (
         (16, 512, 16, True),
         (16, 512, 64, False),
         (128, 512, 64, True),
         (4, 128, 64, True),
     ):
         known = {"HEADS": heads, "RANK": rank, "ROPE": 64, "PAGE": 16, "ROWS": rows, "STAGES": 2}
-        known |= {"APART": is_apart, "num_warps": TILES[rows]}
-        options = {"maxnreg": LATENT_REGISTERS[rows], "enable_fp_fusion": False}
+        known |= {"SPLIT_KV": split_kv, "num_warps": MLA_WARPS[rows]}
+        options = {"maxnreg": MLA_REGISTERS[rows], "enable_fp_fusion": False}
         pages = {"keys": tiles(16, 64, height=64)}
-        compile_kernel(hopper_latent_kernel, pages, known, **options)
+        compile_kernel(mla_hopper_kernel, pages, known, **options)

@@ -109,11 +109,12 @@ def compile_rounds() -> None:
 
 def compile_models() -> None:
     """Every kernel of the models, with all its parts and with none."""
+    from peregrine.kernels.attention.kv_write_triton import rope_write_kv
+    from peregrine.kernels.attention.plan import StoredKV
     from peregrine.kernels.linear.triton import TritonWeight
     from peregrine.kernels.norm import triton as norm_gpu
     from peregrine.kernels.residual import Residual
     from peregrine.kernels.residual import triton as residual_gpu
-    from peregrine.kernels.rope import triton as rope_gpu
     from peregrine.kernels.rope.reference import DeferredRope
 
     def half(*size: int) -> torch.Tensor:
@@ -138,7 +139,8 @@ def compile_models() -> None:
         turn = DeferredRope(tokens, tokens, table, head_norm, head_norm, 1e-5)
         store = torch.zeros(16, 2, head_dim, dtype=kind)
         scale = None if head_norm is None else torch.ones(())
-        rope_gpu.turn_and_store(heads[:, :2], heads[:, 2:4], heads[:, 4:], turn, tokens, (store, store, scale, scale))
+        kv = StoredKV(store, store, scale, scale)
+        rope_write_kv(kv, tokens, heads[:, :2], heads[:, 2:4], heads[:, 4:], turn)
 
 
 if __name__ == "__main__":

@@ -56,31 +56,32 @@ def whole(*size: int) -> torch.Tensor:
 
 def compile_attention(heads: int, rank: int, rope: int, tile: int, everything: bool = False) -> None:
     """A chain whose keys programs share; if asked for, also a tree, and a program that reads all keys."""
-    from peregrine.kernels.attention import mla_plan_triton as plans
-    from peregrine.kernels.attention.plan_triton import GpuPlan
+    from peregrine.kernels.attention.mla_triton import mla_attention
+    from peregrine.kernels.attention.plan import GpuPlan, Kernel, Launch
 
     q, keys = half(4, heads, rank + rope), half(32, 1, rank + rope)
     chain = GpuPlan(whole(4), whole(2), whole(1), whole(1, 8), 16, None, None)
-    plans.latent_decode_gpu(q, keys, chain, rank, 0.1, 7, tile)
+    shared, alone = Launch(Kernel.DECODE, False, tile, 7), Launch(Kernel.CONTEXT, False, tile, 0)
+    mla_attention(q, keys, chain, shared, rank, 0.1)
     if everything:
         tree = replace(chain, limits=torch.zeros(4, dtype=torch.int32), paths=whole(4, 64))
-        plans.latent_decode_gpu(q, keys, tree, rank, 0.1, 7, tile)
-        plans.latent_context_gpu(q, keys, chain, rank, 0.1, tile)
-        plans.latent_context_gpu(q, keys, tree, rank, 0.1, tile)
+        mla_attention(q, keys, tree, shared, rank, 0.1)
+        mla_attention(q, keys, chain, alone, rank, 0.1)
+        mla_attention(q, keys, tree, alone, rank, 0.1)
 
 
 def compile_parts(heads: int, nope: int, rank: int, rope: int) -> None:
     """What stands around attention: the rotation with the store, and one linear per head on each side."""
-    from peregrine.kernels.attention import mla_kv_write_triton as latent_gpu
+    from peregrine.kernels.attention import kv_write_triton as kv_write
     from peregrine.kernels.attention.mla import DeferredMLARope
     from peregrine.kernels.linear.per_head_triton import TritonPerHead
 
     tokens, table = whole(3), torch.zeros(99, rope)
     projected, k, keys = half(3, heads, nope + rope), half(3, 1, rank + rope), half(32, 1, rank + rope)
     q = half(3, heads, rank + rope)
-    turn = DeferredMLARope(projected[..., nope:], tokens, tokens, table, half(rank), 1e-6)
-    latent_gpu.turn_latent_gpu(q, k, turn, tokens, keys)
-    latent_gpu.write_latent_gpu(k, rank, tokens, keys)
+    deferred = DeferredMLARope(projected[..., nope:], tokens, tokens, table, half(rank), 1e-6)
+    kv_write.mla_rope_write_kv(keys, tokens, q, k, deferred)
+    kv_write.mla_write_kv(keys, tokens, k, rank)
     TritonPerHead(half(heads, rank, nope)).linear(projected[..., :nope], q[..., :rank])
     TritonPerHead(half(heads, nope, rank)).linear(half(300, heads, rank))
 

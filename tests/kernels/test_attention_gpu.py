@@ -18,38 +18,46 @@ from peregrine.kernels.runtime.gpu import TRITON_PRESENT
 if not (TRITON_PRESENT and triton_interprets()):
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
 
-from peregrine.kernels.attention import plan_triton as gpu
-from peregrine.kernels.attention.splits_triton import BLOCK, num_splits, split_of_index, start_of_split
+from peregrine.kernels.attention import GpuPlan, Kernel, Launch, StoredKV
+from peregrine.kernels.attention.kv_write_triton import plan_gpu, write_kv
+from peregrine.kernels.attention.plan import BLOCK, TILE, num_splits, split_of_index, start_of_split
+from peregrine.kernels.attention.triton import dense_attention
 
 LAYER = LayerAttention(0.2, None, None)
 HEADS = (4, 1, 16)
+CONTEXT = Launch(Kernel.CONTEXT, False, TILE, 0)
 
 
-def open_layer(forward: Forward) -> gpu.StoredKV:
+def split_kv(programs: int) -> Launch:
+    return Launch(Kernel.DECODE, False, TILE, programs)
+
+
+def open_layer(forward: Forward) -> StoredKV:
     """The forward's layer, with its keys and values written."""
     store = forward.store
     store.write(1, forward.metadata.slots, forward.k, forward.v)
     scales = (None, None)
     if store.k_scales is not None and store.v_scales is not None:
         scales = (store.k_scales[1], store.v_scales[1])
-    return gpu.StoredKV(store.keys[1], store.values[1], *scales)
+    return StoredKV(store.keys[1], store.values[1], *scales)
 
 
-def plan_of(forward: Forward) -> gpu.GpuPlan:
+def plan_of(forward: Forward) -> GpuPlan:
     m = forward.metadata
-    return gpu.plan_gpu(m.positions, m.q_starts, m.past_lens, m.page_table, m.page_size, m.ancestors)
+    return plan_gpu(m.positions, m.q_starts, m.past_lens, m.page_table, m.page_size, m.ancestors)
 
 
 def decode(rows: list[Row], programs: int, layer: LayerAttention = LAYER) -> Tensor:
     forward = lay_out(rows, Layout())
     kv, plan = open_layer(forward), plan_of(forward)
-    return gpu.decode_gpu(forward.q, kv, plan, layer.scale, layer.window, layer.sinks, programs)
+    return dense_attention(forward.q, kv, plan, split_kv(programs), layer.scale, layer.window, layer.sinks)
 
 
 def context(rows: list[Row], tile: int, layer: LayerAttention = LAYER) -> Tensor:
     forward = lay_out(rows, Layout())
     kv, plan = open_layer(forward), plan_of(forward)
-    return gpu.context_gpu(forward.q, kv, plan, layer.scale, layer.window, layer.sinks, tile)
+    how = Launch(Kernel.CONTEXT, False, tile, 0)
+    return dense_attention(forward.q, kv, plan, how, layer.scale, layer.window, layer.sinks)
 
 
 def test_every_key_lies_in_one_split_of_whole_blocks() -> None:
@@ -107,7 +115,7 @@ def test_float8_keys_and_values_are_read_as_they_are_stored() -> None:
     rows = [chain(past, 3, HEADS) for past in (5, 140)]
     forward = lay_out(rows, Layout(kv_dtype=torch.float8_e4m3fn))
     expected = torch.cat(forward.run(TorchBackend(), LAYER))
-    out = gpu.decode_gpu(forward.q, open_layer(forward), plan_of(forward), 0.2, None, None, 2)
+    out = dense_attention(forward.q, open_layer(forward), plan_of(forward), split_kv(2), 0.2, None, None)
     torch.testing.assert_close(out, expected, atol=2e-6, rtol=1e-5)
 
 
@@ -116,7 +124,7 @@ def test_write_puts_each_token_where_the_store_would() -> None:
     k, v = torch.randn(5, 6, 24).split([3, 3], dim=1)  # views of a fused projection
     slots = torch.tensor([7, 3, 40, 41, 16])
     stores[0].write(0, slots, k, v)
-    gpu.write_gpu(gpu.StoredKV(stores[1].keys[0], stores[1].values[0], None, None), slots, k, v)
+    write_kv(StoredKV(stores[1].keys[0], stores[1].values[0], None, None), slots, k, v)
     assert torch.equal(stores[0].keys, stores[1].keys)
     assert torch.equal(stores[0].values, stores[1].values)
 
@@ -124,20 +132,19 @@ def test_write_puts_each_token_where_the_store_would() -> None:
 def test_a_position_past_the_table_reads_the_table_and_no_further() -> None:
     forward = lay_out([chain(15, 1, HEADS)], Layout())
     kv, plan = open_layer(forward), plan_of(forward)
-    far = gpu.GpuPlan(plan.positions + 900, plan.q_starts, plan.past_lens, plan.page_table, 16, None, None)
+    far = GpuPlan(plan.positions + 900, plan.q_starts, plan.past_lens, plan.page_table, 16, None, None)
     for window in (None, 4):
-        out = gpu.context_gpu(forward.q, kv, far, 0.2, window, None)
+        out = dense_attention(forward.q, kv, far, CONTEXT, 0.2, window, None)
         assert out.isfinite().all()
-        assert torch.equal(gpu.decode_gpu(forward.q, kv, far, 0.2, window, None, 2), out)
-    assert torch.equal(
-        gpu.context_gpu(forward.q, kv, far, 0.2, None, None), gpu.context_gpu(forward.q, kv, plan, 0.2, None, None)
-    )
+        assert torch.equal(dense_attention(forward.q, kv, far, split_kv(2), 0.2, window, None), out)
+    outs = [dense_attention(forward.q, kv, which, CONTEXT, 0.2, None, None) for which in (far, plan)]
+    assert torch.equal(*outs)
 
 
 def test_sizes_that_do_not_fit_the_plan_are_refused() -> None:
     forward = lay_out([chain(3, 2, HEADS)], Layout())
     kv, plan = open_layer(forward), plan_of(forward)
     with pytest.raises(ValueError, match="q has 1 tokens, but the window was planned for 2"):
-        gpu.context_gpu(forward.q[:1], kv, plan, 0.2, None, None)
+        dense_attention(forward.q[:1], kv, plan, CONTEXT, 0.2, None, None)
     with pytest.raises(ValueError, match="k has 1 tokens and v 2, but slots has 2"):
-        gpu.write_gpu(kv, forward.metadata.slots, forward.k[:1], forward.v)
+        write_kv(kv, forward.metadata.slots, forward.k[:1], forward.v)

@@ -1,84 +1,147 @@
-"""Which calls Hopper's own kernels take: decided on the host from shapes, so it can be asked without such a device."""
+"""Which kernel the sizes of a problem allow, with which tile and how many programs: pure functions, without a GPU."""
+
+from dataclasses import replace
 
 import pytest
 import torch
 
-from peregrine.kernels.runtime.gpu import TRITON_PRESENT
+from peregrine.kernels.attention import Gpu, Kernel, Launch, Problem, context_launch, decode_launch
+from peregrine.kernels.attention.plan import hopper_tile
 
-if not TRITON_PRESENT:
-    pytest.skip("needs triton", allow_module_level=True)
-
-from peregrine.kernels.attention import mla_plan_triton as latent
-from peregrine.kernels.attention import plan_triton as dense
-from peregrine.kernels.attention.plan_triton import GpuPlan, StoredKV
-
-PROCESSORS = 132
-
-
-@pytest.fixture(autouse=True)
-def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors count as lying on an H200."""
-    for plans in (dense, latent):
-        monkeypatch.setattr(plans, "is_hopper", lambda tensor: True)
-        monkeypatch.setattr(plans, "multiprocessors", lambda device, elsewhere: PROCESSORS)
-
-
-def plan_of(rows: int, q_len: int, page_size: int = 16, tree: bool = False) -> GpuPlan:
-    numbers = torch.zeros(rows * q_len, dtype=torch.int64)
-    paths = torch.zeros(rows * q_len, 64, dtype=torch.int64) if tree else None
-    limits = numbers.int() if tree else None
-    table = torch.zeros(rows, 8, dtype=torch.int64)
-    return GpuPlan(numbers, torch.zeros(rows + 1), torch.zeros(rows), table, page_size, limits, paths)
-
-
-def takes(rows: int, q_len: int = 4, heads: tuple[int, int, int] = (32, 8, 128), **other: object) -> bool:
-    num_heads, kv_heads, head_dim = heads
-    q = torch.zeros(rows * q_len, num_heads, head_dim, dtype=torch.bfloat16)
-    kv_dtype = other.pop("kv_dtype", torch.bfloat16)
-    keys = torch.zeros(16, kv_heads, head_dim).to(kv_dtype)  # type: ignore[call-overload]
-    window, sinks = other.pop("window", None), other.pop("sinks", None)
-    plan = plan_of(rows, q_len, **other)  # type: ignore[arg-type]
-    return dense.hopper_takes(q, StoredKV(keys, keys, None, None), plan, window, sinks)  # type: ignore[arg-type]
+H200 = Gpu(is_cuda=True, is_hopper=True, num_sms=132)
+BLACKWELL = Gpu(is_cuda=True, is_hopper=False, num_sms=148)
+INTERPRETER = Gpu(is_cuda=False, is_hopper=False, num_sms=16)
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+LLAMA = Problem(
+    num_rows=1,
+    num_tokens=4,
+    q_len=4,
+    max_q_len=4,
+    num_keys=4096,
+    page_size=16,
+    num_heads=32,
+    num_kv_heads=8,
+    key_dim=128,
+    value_dim=128,
+    is_mla=False,
+    dtype=BF16,
+    kv_dtype=BF16,
+    is_tree=False,
+    has_window=False,
+    has_sinks=False,
+)
+DEEPSEEK = replace(LLAMA, num_heads=16, num_kv_heads=1, key_dim=576, value_dim=512, is_mla=True)
 
 
-def test_dense_attention_is_taken_where_its_tiles_fill_the_device() -> None:
-    """Two programs fit on a processor: as soon as tiles could not be shared by two, one reads all keys of a tile."""
-    assert [rows for rows in (1, 8, 16, 17, 32) if takes(rows)] == [17, 32]
-    assert [rows for rows in (8, 16, 33, 34) if takes(rows, heads=(32, 4, 128))] == [34]
+def window(problem: Problem, rows: int, q_len: int = 4) -> Problem:
+    return replace(problem, num_rows=rows, num_tokens=rows * q_len, q_len=q_len, max_q_len=q_len)
+
+
+def decode(problem: Problem, gpu: Gpu = H200) -> Launch | None:
+    return decode_launch(problem, gpu, 64)
+
+
+def split_kv(tile: int, programs: int, on_hopper: bool = False) -> Launch:
+    return Launch(Kernel.DECODE, on_hopper, tile, programs)
+
+
+@pytest.mark.parametrize(
+    ("problem", "gpu", "launch"),
+    [
+        (window(LLAMA, 1), H200, split_kv(16, 32)),  # no more programs than splits
+        (window(LLAMA, 4), H200, split_kv(16, 8)),  # two programs on each of 132 multiprocessors
+        (window(LLAMA, 16), H200, split_kv(16, 2)),
+        (window(LLAMA, 17), H200, split_kv(16, 0, on_hopper=True)),  # tiles alone fill the device
+        (window(LLAMA, 17, 16), H200, split_kv(64, 0, on_hopper=True)),
+        (window(LLAMA, 17, 64), H200, split_kv(64, 0, on_hopper=True)),
+        (window(LLAMA, 17, 65), H200, None),
+        (replace(LLAMA, q_len=None), H200, None),
+        (window(LLAMA, 32), BLACKWELL, None),
+        (window(LLAMA, 8), BLACKWELL, split_kv(16, 4)),
+        (replace(window(LLAMA, 1), num_keys=128), H200, None),  # one split
+        (replace(window(LLAMA, 1), num_keys=128, is_tree=True), H200, split_kv(16, 9)),  # 8 paths more
+        (window(LLAMA, 1), INTERPRETER, split_kv(16, 4)),
+        (window(DEEPSEEK, 1, 1), H200, split_kv(16, 32, on_hopper=True)),
+        (window(DEEPSEEK, 1, 4), H200, split_kv(64, 32, on_hopper=True)),
+        (window(DEEPSEEK, 8, 4), H200, split_kv(64, 16, on_hopper=True)),
+        (window(DEEPSEEK, 66, 4), H200, split_kv(64, 2, on_hopper=True)),
+        (window(DEEPSEEK, 67, 4), H200, None),
+        (replace(window(DEEPSEEK, 8, 4), is_tree=True), H200, split_kv(64, 16)),
+        (replace(window(DEEPSEEK, 8, 4), dtype=torch.float32, kv_dtype=torch.float32), H200, split_kv(16, 4)),
+        (window(DEEPSEEK, 8, 4), BLACKWELL, split_kv(64, 18)),
+        (window(DEEPSEEK, 1, 1), INTERPRETER, split_kv(16, 16)),
+    ],
+)
+def test_decode(problem: Problem, gpu: Gpu, launch: Launch | None) -> None:
+    assert decode(problem, gpu) == launch
+
+
+@pytest.mark.parametrize(
+    ("problem", "gpu", "tile", "on_hopper"),
+    [
+        (window(LLAMA, 1, 1), H200, 16, False),
+        (window(LLAMA, 1, 16), H200, 64, False),  # 64 query rows of each KV head
+        (window(LLAMA, 1, 15), H200, 16, False),
+        (replace(window(LLAMA, 1, 16), kv_dtype=FP8), H200, 16, False),
+        (replace(window(LLAMA, 1, 16), is_tree=True), H200, 16, False),
+        (window(DEEPSEEK, 1, 1), H200, 64, True),
+        (replace(window(DEEPSEEK, 1, 1), is_tree=True), H200, 64, False),
+        (replace(window(DEEPSEEK, 1, 1), dtype=torch.float32), BLACKWELL, 16, False),
+        (window(DEEPSEEK, 1, 2), INTERPRETER, 32, False),
+        (window(DEEPSEEK, 1, 200), INTERPRETER, 64, False),
+    ],
+)
+def test_context(problem: Problem, gpu: Gpu, tile: int, on_hopper: bool) -> None:
+    assert context_launch(problem, gpu) == Launch(Kernel.CONTEXT, on_hopper, tile, 0)
+
+
+def test_hoppers_dense_kernel_serves_where_its_tiles_fill_the_device() -> None:
+    """Two programs fit on a multiprocessor: as soon as tiles cannot be shared by two, one reads all keys of a tile."""
+    taken = {rows: decode(window(LLAMA, rows)) for rows in (1, 8, 16, 17, 32)}
+    assert [rows for rows, launch in taken.items() if launch is not None and launch.on_hopper] == [17, 32]
+    few_heads = {rows: decode(window(replace(LLAMA, num_kv_heads=4), rows)) for rows in (8, 16, 33, 34)}
+    assert [rows for rows, launch in few_heads.items() if launch is not None and launch.on_hopper] == [34]
 
 
 @pytest.mark.parametrize(
     "other",
     [
-        {"window": 100},
-        {"sinks": torch.zeros(32)},
-        {"tree": True},
+        {"has_window": True},
+        {"has_sinks": True},
+        {"is_tree": True},
         {"page_size": 4},
-        {"kv_dtype": torch.float8_e4m3fn},
-        {"heads": (32, 8, 80)},
-        {"heads": (128, 1, 128)},
+        {"kv_dtype": FP8},
+        {"key_dim": 80, "value_dim": 80},
+        {"num_heads": 128, "num_kv_heads": 1},
     ],
     ids=["window", "sinks", "tree", "small pages", "float8", "head dim", "wide group"],
 )
 def test_what_is_not_common_is_left_to_triton(other: dict[str, object]) -> None:
-    assert takes(64)
-    assert not takes(64, **other)  # type: ignore[arg-type]
+    common = decode(window(LLAMA, 64))
+    assert common is not None
+    assert common.on_hopper
+    launch = decode(replace(window(LLAMA, 64), **other))  # type: ignore[arg-type]
+    assert launch is None or not launch.on_hopper
 
 
 @pytest.mark.parametrize(("q_len", "group", "tile"), [(1, 4, 16), (4, 4, 16), (5, 4, 32), (4, 16, 64), (64, 8, 64)])
 def test_a_tile_holds_all_queries_of_a_row_up_to_64(q_len: int, group: int, tile: int) -> None:
-    assert dense.hopper_tile(q_len, group) == tile
+    assert hopper_tile(q_len, group) == tile
 
 
-def test_latents_are_taken_in_whole_columns() -> None:
-    def taken(rank: int, rope: int, **other: object) -> bool:
-        q = torch.zeros(4, 16, rank + rope, dtype=torch.bfloat16)
-        keys = torch.zeros(16, 1, rank + rope, dtype=torch.bfloat16)
-        return latent.hopper_takes(q, keys, plan_of(1, 4, **other), rank)  # type: ignore[arg-type]
-
-    assert taken(512, 64)
-    assert taken(128, 64)
-    assert not taken(192, 64)  # eight warps add 128 entries at a time
-    assert not taken(512, 32)
-    assert not taken(512, 64, tree=True)
-    assert [latent.hopper_tile(pairs) for pairs in (1, 16, 17, 64, 512)] == [16, 16, 64, 64, 64]
+@pytest.mark.parametrize(
+    ("rank", "rope", "other", "taken"),
+    [
+        (512, 64, {}, True),
+        (128, 64, {}, True),
+        (192, 64, {}, False),  # eight warps add 128 entries at a time
+        (512, 32, {}, False),
+        (512, 64, {"is_tree": True}, False),
+        (512, 64, {"page_size": 4}, False),
+    ],
+)
+def test_hopper_takes_latents_in_whole_columns(rank: int, rope: int, other: dict[str, object], taken: bool) -> None:
+    problem = replace(DEEPSEEK, value_dim=rank, key_dim=rank + rope, **other)  # type: ignore[arg-type]
+    launch = decode(problem)
+    assert launch is not None
+    assert launch.on_hopper == taken == context_launch(problem, H200).on_hopper

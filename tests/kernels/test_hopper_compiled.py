@@ -12,8 +12,8 @@ from peregrine.kernels.runtime.gpu import TRITON_PRESENT
 
 ROOT = Path(__file__).parents[2]
 MOST_SHARED = 227 * 1024  # bytes that a program can have
-DENSE, LATENT = "hopper_decode_kernel", "hopper_latent_kernel"
-ATTENTION = (DENSE, LATENT)
+DENSE, MLA = "hopper_decode_kernel", "mla_hopper_kernel"
+ATTENTION = (DENSE, MLA)
 
 
 @pytest.fixture(scope="module")

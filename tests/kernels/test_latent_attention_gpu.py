@@ -1,4 +1,4 @@
-"""The Triton kernels of latent attention in the interpreter: bits that no way of sharing the work can change.
+"""The Triton kernels of MLA in the interpreter: bits that no way of sharing the work can change.
 
 Answers are held against float64 by the conformance kit; here is what it does not see from outside.
 """
@@ -19,14 +19,15 @@ from peregrine.kernels.runtime.gpu import TRITON_PRESENT
 if not (TRITON_PRESENT and triton_interprets()):
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
 
-from peregrine.kernels.attention import mla_plan_triton as gpu
-from peregrine.kernels.attention.mla import latent_splits
-from peregrine.kernels.attention.mla_blocks_triton import latent_reach, latent_width
-from peregrine.kernels.attention.plan_triton import GpuPlan, plan_gpu
+from peregrine.kernels.attention import GpuPlan, Kernel, Launch, mla_num_splits
+from peregrine.kernels.attention.kv_write_triton import plan_gpu
+from peregrine.kernels.attention.mla_triton import mla_attention
+from peregrine.kernels.attention.plan import BLOCK, MLA_MAX_SPLITS, mla_max_keys, mla_split_width
 
 RANK = 32
 HEADS = (4, 1, RANK + 16, RANK)
 LAYER = LayerAttention(0.2, None, None)
+CONTEXT = Launch(Kernel.CONTEXT, False, 16, 0)
 
 
 def opened(rows: list[Row]) -> tuple[Forward, Tensor, GpuPlan]:
@@ -38,25 +39,30 @@ def opened(rows: list[Row]) -> tuple[Forward, Tensor, GpuPlan]:
     return forward, forward.store.keys[1], plan
 
 
-def decode(rows: list[Row], programs: int, tile: int | None = None) -> Tensor:
-    forward, keys, plan = opened(rows)
-    return gpu.latent_decode_gpu(forward.q, keys, plan, rows[0].v.shape[2], LAYER.scale, programs, tile)
+def split_kv(programs: int, tile: int = 16) -> Launch:
+    return Launch(Kernel.DECODE, False, tile, programs)
 
 
-def context(rows: list[Row], tile: int | None = None) -> Tensor:
+def decode(rows: list[Row], programs: int, tile: int = 16) -> Tensor:
     forward, keys, plan = opened(rows)
-    return gpu.latent_context_gpu(forward.q, keys, plan, rows[0].v.shape[2], LAYER.scale, tile)
+    return mla_attention(forward.q, keys, plan, split_kv(programs, tile), rows[0].v.shape[2], LAYER.scale)
+
+
+def context(rows: list[Row], tile: int = 32) -> Tensor:
+    forward, keys, plan = opened(rows)
+    how = Launch(Kernel.CONTEXT, False, tile, 0)
+    return mla_attention(forward.q, keys, plan, how, rows[0].v.shape[2], LAYER.scale)
 
 
 def test_splits_are_whole_blocks_and_no_more_than_there_is_room_for() -> None:
     for keys in [*range(1, 40000, 7), 16896, 16897, 25344, 25345, 81920, 131072, 1_000_000]:
-        width = latent_width(keys)
-        assert width % gpu.BLOCK == 0
-        assert -(-keys // width) <= latent_splits(keys) <= 132
-        assert keys <= latent_reach(width)
-        assert width == latent_width(latent_reach(width)) < latent_width(latent_reach(width) + 1)
-    widths = [latent_width(keys) for keys in (0, 1, 16896, 16897, 25344, 25345, 82700)]
-    assert widths == [64, 128, 128, 192, 192, 256, 640]  # and who sees nothing has a width of its own
+        width = mla_split_width(keys)
+        assert width % BLOCK == 0
+        assert -(-keys // width) <= mla_num_splits(keys) <= MLA_MAX_SPLITS
+        assert keys <= mla_max_keys(width)
+        assert width == mla_split_width(mla_max_keys(width)) < mla_split_width(mla_max_keys(width) + 1)
+    widths = [mla_split_width(keys) for keys in (0, 1, 16896, 16897, 25344, 25345, 82700)]
+    assert widths == [64, 128, 128, 192, 192, 256, 640]  # a query that sees nothing has a width of its own
 
 
 @pytest.mark.parametrize("programs", [1, 2, 3, 7])
@@ -94,7 +100,7 @@ def test_trees_are_shared_out_node_by_node(programs: int) -> None:
         assert torch.equal(context([row.path_to(6)]), out[7 * r + 6 : 7 * r + 7])
 
 
-BORDER = latent_reach(128)
+BORDER = mla_max_keys(128)
 
 
 def test_wide_splits_are_added_in_order() -> None:
@@ -145,20 +151,20 @@ def test_scores_far_apart_bring_no_infinity(jump: float) -> None:
 def test_a_position_past_the_table_reads_the_table_and_no_further() -> None:
     forward, keys, plan = opened([chain(15, 1, HEADS)])
     far = replace(plan, positions=plan.positions + 900)
-    out = gpu.latent_context_gpu(forward.q, keys, far, RANK, 0.2)
-    assert torch.equal(out, gpu.latent_context_gpu(forward.q, keys, plan, RANK, 0.2))
-    assert torch.equal(out, gpu.latent_decode_gpu(forward.q, keys, far, RANK, 0.2, 2))
+    out = mla_attention(forward.q, keys, far, CONTEXT, RANK, 0.2)
+    assert torch.equal(out, mla_attention(forward.q, keys, plan, CONTEXT, RANK, 0.2))
+    assert torch.equal(out, mla_attention(forward.q, keys, far, split_kv(2), RANK, 0.2))
 
 
 def test_queries_may_lie_apart() -> None:
     forward, keys, plan = opened([chain(140, 2, HEADS)])
     wide = torch.zeros(2, 4, HEADS[2] + 8)
     wide[..., : HEADS[2]] = forward.q
-    out = gpu.latent_context_gpu(wide[..., : HEADS[2]], keys, plan, RANK, 0.2)
-    assert torch.equal(out, gpu.latent_context_gpu(forward.q, keys, plan, RANK, 0.2))
+    out = mla_attention(wide[..., : HEADS[2]], keys, plan, CONTEXT, RANK, 0.2)
+    assert torch.equal(out, mla_attention(forward.q, keys, plan, CONTEXT, RANK, 0.2))
 
 
 def test_sizes_that_do_not_fit_the_plan_are_refused() -> None:
     forward, keys, plan = opened([chain(3, 2, HEADS)])
     with pytest.raises(ValueError, match="q has 1 tokens, but the window was planned for 2"):
-        gpu.latent_context_gpu(forward.q[:1], keys, plan, RANK, 0.2)
+        mla_attention(forward.q[:1], keys, plan, CONTEXT, RANK, 0.2)

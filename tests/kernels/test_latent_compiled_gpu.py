@@ -1,4 +1,4 @@
-"""The Triton kernels of latent attention become machine code for an H200, without one."""
+"""The Triton kernels of MLA become machine code for an H200, without one."""
 
 import json
 import os
@@ -12,11 +12,11 @@ from peregrine.kernels.runtime.gpu import TRITON_PRESENT
 
 SRC = Path(__file__).parents[2] / "src"
 SHARED_BYTES = 227 * 1024  # of an H200's multiprocessor, for one program
-KERNELS = {"latent_kernel", "latent_merge_kernel", "turn_latent_kernel", "write_latent_kernel", "heads_kernel"}
+KERNELS = {"mla_kernel", "mla_merge_kernel", "mla_rope_write_kernel", "mla_write_kernel", "heads_kernel"}
 
 
 @pytest.mark.skipif(not TRITON_PRESENT, reason="needs triton")
-def test_latent_kernels_compile() -> None:
+def test_mla_kernels_compile() -> None:
     outside = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("compile_latent.py"))],
@@ -28,7 +28,7 @@ def test_latent_kernels_compile() -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     compiled = [json.loads(line) for line in done.stdout.splitlines()]
     assert {facts["kernel"] for facts in compiled} == KERNELS
-    attention = [facts for facts in compiled if facts["kernel"] == "latent_kernel"]
+    attention = [facts for facts in compiled if facts["kernel"] == "mla_kernel"]
     assert {(facts["rank"], facts["rows"]) for facts in attention} == {
         *((512, rows) for rows in (16, 32, 64)),
         (48, 32),

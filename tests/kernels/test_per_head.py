@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from peregrine.kernels.attention.mla import DeferredMLARope, turn_latent
+from peregrine.kernels.attention import DeferredMLARope, mla_rope
 from peregrine.kernels.linear import pack_per_head
 from peregrine.kernels.linear import reference as linear
 
@@ -73,7 +73,7 @@ def test_a_latent_key_is_the_normed_latent_beside_the_turned_part() -> None:
     )
     absorbed = torch.full((2, heads, rank + size), torch.nan)  # what is past the absorbed part is not read
     absorbed[..., :rank] = torch.randn(2, heads, rank)
-    q, key = turn_latent(absorbed, k, turn)
+    q, key = mla_rope(absorbed, k, turn)
 
     def turned(x: Tensor, positions: Tensor) -> Tensor:
         first, second = x.double().chunk(2, dim=-1)

@@ -14,7 +14,8 @@ from peregrine.kernels.runtime.gpu import TRITON_PRESENT
 if not (TRITON_PRESENT and triton_interprets()):
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
 
-from peregrine.kernels.rope.triton import turn_and_store
+from peregrine.kernels.attention import StoredKV
+from peregrine.kernels.attention.kv_write_triton import rope_write_kv
 
 Q_HEADS, KV_HEADS, POSITIONS = 6, 2, 50
 FP8 = torch.float8_e4m3fn
@@ -37,9 +38,9 @@ def empty_store(tokens: int, head_dim: int, dtype: torch.dtype = torch.float32) 
     return KVStore(1, tokens + 3, 1, KVShape.of_heads(KV_HEADS, head_dim), dtype, "cpu")
 
 
-def layer_of(store: KVStore) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+def layer_of(store: KVStore) -> StoredKV:
     scales = (store.k_scales, store.v_scales)
-    return store.keys[0], store.values[0], *(None if scale is None else scale[0] for scale in scales)
+    return StoredKV(store.keys[0], store.values[0], *(None if scale is None else scale[0] for scale in scales))
 
 
 @pytest.mark.parametrize("norms", [False, True], ids=["plain", "head norms"])
@@ -56,7 +57,7 @@ def test_one_launch_does_what_the_twins_do(norms: bool, head_dim: int, tokens: i
     store, expected = empty_store(tokens, head_dim), empty_store(tokens, head_dim)
     for held in (store.keys, store.values, expected.keys, expected.values):
         held.fill_(9.0)  # slots that are not written keep it
-    turned = turn_and_store(q, k, v, turn, slots, layer_of(store))
+    turned = rope_write_kv(layer_of(store), slots, q, k, v, turn)
     expected_q, expected_k = rotate_heads(q, k, turn)
     expected.write(0, slots, expected_k, v)
     torch.testing.assert_close(turned, expected_q)
@@ -80,7 +81,7 @@ def test_float8_stores_hold_what_the_twin_puts_there(factor: float) -> None:
         assert held.v_scales is not None
         held.k_scales.fill_(factor)
         held.v_scales.fill_(2 * factor)
-    turn_and_store(torch.ones(tokens, Q_HEADS, head_dim), k, v, turn, rows + 1, layer_of(store))
+    rope_write_kv(layer_of(store), rows + 1, torch.ones(tokens, Q_HEADS, head_dim), k, v, turn)
     expected.write(0, rows + 1, k, v)
     assert torch.equal(store.keys.view(torch.uint8), expected.keys.view(torch.uint8))
     assert torch.equal(store.values.view(torch.uint8), expected.values.view(torch.uint8))

@@ -1,19 +1,19 @@
 """Attention over paged keys and values: windows, metadata, backends and the choice among them."""
 
-from peregrine.attention.backend import Attend, AttentionBackend, Deferred, LayerAttention
-from peregrine.attention.kernel_choice import Kernel, KernelCosts, kernel_for
-from peregrine.attention.metadata import AttentionMetadata
-from peregrine.attention.routing import Choice, choose_backend
-from peregrine.attention.traits import GraphSupport, Needs, Traits, refusals
+from peregrine.attention.backend import Attend, AttentionBackend, Deferred
+from peregrine.attention.kernel_choice import KernelCosts, choose_launch
+from peregrine.attention.metadata import AttentionMetadata, LayerAttention
+from peregrine.attention.routing import BackendChoice, choose_backend
+from peregrine.attention.traits import Needs, Traits, refusals
 from peregrine.attention.window import Window
+from peregrine.kernels.attention import Kernel
 
 __all__ = [
     "Attend",
     "AttentionBackend",
     "AttentionMetadata",
-    "Choice",
+    "BackendChoice",
     "Deferred",
-    "GraphSupport",
     "Kernel",
     "KernelCosts",
     "LayerAttention",
@@ -21,6 +21,6 @@ __all__ = [
     "Traits",
     "Window",
     "choose_backend",
-    "kernel_for",
+    "choose_launch",
     "refusals",
 ]

@@ -1,4 +1,4 @@
-"""Where one forward reads and writes. Built once per forward; every tensor stays on the device."""
+"""Where one forward reads and writes, and what its layers add. Built once per forward; tensors stay on the device."""
 
 from dataclasses import dataclass
 
@@ -11,9 +11,9 @@ from peregrine.attention.window import Window
 class AttentionMetadata:
     """Which keys the queries of one forward see, and where its own keys go.
 
-    Key s of row r lives in slot page_table[r, s // page_size] * page_size + s % page_size. A causal query at
-    position p sees keys [0, p]. With `ancestors`, a query sees the keys before past_len and key past_len + j
-    for each set bit j of its word, in ascending order: a tree path counts as the chain it stands for.
+    Key s of row r is in slot page_table[r, s // page_size] * page_size + s % page_size. A causal query at position p
+    sees keys [0, p]. With `ancestors`, a query sees the keys before past_len and key past_len + j for each set bit j of
+    its word, in ascending order: a tree path counts as the chain it stands for.
     """
 
     window: Window  # the query tokens of this forward
@@ -24,3 +24,12 @@ class AttentionMetadata:
     page_size: int
     slots: Tensor  # [M] i64 where this forward's keys and values go; M >= N
     ancestors: Tensor | None  # [R, q_len] i64 words of a tree; None: causal by position
+
+
+@dataclass(frozen=True, slots=True)
+class LayerAttention:
+    """What is particular to one layer's attention."""
+
+    scale: float  # multiplies q . k
+    window: int | None  # a query at position p sees keys above p - window; None: all
+    sinks: Tensor | None  # [Hq] logits that join the softmax denominator only; None: no sinks

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from peregrine.attention.backend import Attend, Deferred, LayerAttention
+from peregrine.attention.backend import Attend, Deferred
 from peregrine.attention.kernel_choice import KernelCosts
-from peregrine.attention.metadata import AttentionMetadata
-from peregrine.attention.traits import GraphSupport, Traits
+from peregrine.attention.metadata import AttentionMetadata, LayerAttention
+from peregrine.attention.traits import Traits
 from peregrine.cache.store import KVStore
 from peregrine.kernels.runtime.cpu import NUMBA_PRESENT
 
@@ -27,9 +27,7 @@ class NumbaBackend:
         tree_masks=True,
         windows=True,
         sinks=True,
-        latent_dims=frozenset(range(8, 1025, 8)),
-        reads_host_lens=False,  # on the CPU nothing has to be waited for
-        graphs=GraphSupport.NEVER,
+        mla_dims=frozenset(range(8, 1025, 8)),
         automatic=True,
     )
 
@@ -42,10 +40,9 @@ class NumbaBackend:
         return self
 
     def bind(self, store: KVStore, layers: Sequence[LayerAttention], metadata: AttentionMetadata) -> Attend:
-        """Plan once for all layers; the returned callable writes keys and values, then attends."""
+        """Plan one forward for all layers; the returned callable stores keys and values, then attends."""
         # Imports numba, which is slow and may be absent.
-        from peregrine.kernels.attention.cpu import paged_attention_cpu
-        from peregrine.kernels.attention.cpu_plan import StoredKV, plan_cpu, write_cpu
+        from peregrine.kernels.attention.cpu import CpuKV, paged_attention_cpu, plan_cpu, write_cpu
 
         plan = plan_cpu(
             metadata.positions,
@@ -56,16 +53,15 @@ class NumbaBackend:
             metadata.page_size,
             metadata.ancestors,
         )
-
         slots = metadata.slots.contiguous()
         keys, values = store.keys.data_ptr(), store.values.data_ptr()
         key_bytes, value_bytes = (4 * part.stride(0) for part in (store.keys, store.values))
         sizes = store.shape.num_heads, store.shape.value_dim, store.values.stride(1)
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, turn: Deferred | None = None) -> Tensor:
-            assert turn is None, "compiled CPU kernels turn before they attend"
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, rope: Deferred | None = None) -> Tensor:
+            assert rope is None, "on a CPU, queries and keys are rotated before attention"
             own = layers[layer]
-            kv = StoredKV(keys + layer * key_bytes, values + layer * value_bytes, *sizes)
+            kv = CpuKV(keys + layer * key_bytes, values + layer * value_bytes, *sizes)
             write_cpu(kv, slots, k, v)
             if not len(q):
                 return q[..., : kv.value_dim]

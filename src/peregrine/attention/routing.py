@@ -1,4 +1,4 @@
-"""Which attention backend serves a model, and why it and no other."""
+"""Which attention backend serves a model, and why."""
 
 from dataclasses import dataclass
 
@@ -9,19 +9,19 @@ from peregrine.attention.traits import Needs, refusals
 from peregrine.attention.triton_backend import TritonBackend
 from peregrine.errors import ConfigError
 
-# In order of preference for "auto": the torch backend takes what no other one can.
+# In order of preference for "auto": the torch backend serves what no other one can.
 BACKENDS: tuple[AttentionBackend, ...] = (TritonBackend(), NumbaBackend(), TorchBackend())
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """The backend that will run, and why it was taken and others were not."""
+class BackendChoice:
+    """The backend that will run, and why it was chosen and others were not."""
 
     backend: AttentionBackend
     reasons: tuple[str, ...]
 
 
-def choose_backend(name: str, needs: Needs) -> Choice:
+def choose_backend(name: str, needs: Needs) -> BackendChoice:
     """The named backend, or for "auto" the first that fits; ConfigError with every reason when none does."""
     known = [backend.name for backend in BACKENDS]
     if name != "auto" and name not in known:
@@ -35,6 +35,6 @@ def choose_backend(name: str, needs: Needs) -> Choice:
             refused.append("is interpreted, which is for tests; ask for it by name")
         if not refused:
             reasons.append(f"{backend.name}: {'asked for' if name != 'auto' else 'the first that fits'}")
-            return Choice(backend, tuple(reasons))
+            return BackendChoice(backend, tuple(reasons))
         reasons.extend(f"{backend.name}: {reason}" for reason in refused)
     raise ConfigError(f"attention={name!r} cannot serve this model here; " + "; ".join(reasons))

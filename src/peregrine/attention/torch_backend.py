@@ -1,23 +1,23 @@
-"""The backend that runs wherever torch does. It is the oracle for every other one."""
+"""The backend that runs wherever torch does; the oracle for the others."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from peregrine.attention.backend import Attend, Deferred, LayerAttention
+from peregrine.attention.backend import Attend, Deferred
 from peregrine.attention.kernel_choice import KernelCosts
-from peregrine.attention.metadata import AttentionMetadata
-from peregrine.attention.traits import GraphSupport, Traits
+from peregrine.attention.metadata import AttentionMetadata, LayerAttention
+from peregrine.attention.traits import Traits
 from peregrine.cache.store import KVStore
 from peregrine.kernels.attention import (
     DeferredMLARope,
     QueryPlan,
+    mla_rope,
     paged_attention_torch,
     plan_causal,
     plan_tree,
     slots_of_rows,
-    turn_latent,
 )
 from peregrine.kernels.rope import rotate_heads
 
@@ -36,9 +36,7 @@ class TorchBackend:
         tree_masks=True,
         windows=True,
         sinks=True,
-        latent_dims=None,
-        reads_host_lens=False,
-        graphs=GraphSupport.ANY,
+        mla_dims=None,
         automatic=True,
     )
 
@@ -51,14 +49,14 @@ class TorchBackend:
         return self
 
     def bind(self, store: KVStore, layers: Sequence[LayerAttention], metadata: AttentionMetadata) -> Attend:
-        """Plan once for all layers; the returned callable writes keys and values, then attends."""
+        """Plan one forward for all layers; the returned callable stores keys and values, then attends."""
         plan = _plan(metadata)
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, turn: Deferred | None = None) -> Tensor:
-            if isinstance(turn, DeferredMLARope):
-                q, k = turn_latent(q, k, turn)
-            elif turn is not None:
-                q, k = rotate_heads(q, k, turn)
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, rope: Deferred | None = None) -> Tensor:
+            if isinstance(rope, DeferredMLARope):
+                q, k = mla_rope(q, k, rope)
+            elif rope is not None:
+                q, k = rotate_heads(q, k, rope)
             store.write(layer, metadata.slots, k, v)
             if not len(q):
                 return q[..., : v.shape[2]]
@@ -66,7 +64,7 @@ class TorchBackend:
             keys, values = store.keys[layer], store.values[layer]
             if store.k_scales is None or store.v_scales is None:
                 return paged_attention_torch(q, keys, values, plan, own.scale, own.window, own.sinks)
-            # A scale of all keys scales every score, one of all values the output, before it is rounded.
+            # The keys' scale is a factor of every score, the values' scale a factor of the output before rounding.
             scale = own.scale * store.k_scales[layer]
             out = paged_attention_torch(q.float(), keys, values, plan, scale, own.window, own.sinks)
             return (out * store.v_scales[layer]).to(q.dtype)

@@ -2,23 +2,23 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from peregrine.attention.backend import Attend, Deferred, LayerAttention
-from peregrine.attention.kernel_choice import UNMEASURED, Kernel, KernelCosts, kernel_for
-from peregrine.attention.metadata import AttentionMetadata
-from peregrine.attention.traits import GraphSupport, Traits
+from peregrine.attention.backend import Attend, Deferred
+from peregrine.attention.kernel_choice import UNMEASURED, KernelCosts, choose_launch, problem_of
+from peregrine.attention.metadata import AttentionMetadata, LayerAttention
+from peregrine.attention.traits import Traits
 from peregrine.cache.store import KVStore
 from peregrine.hardware import triton_interprets
-from peregrine.kernels.attention import DeferredMLARope
+from peregrine.kernels.attention import DeferredMLARope, Launch, StoredKV, gpu_of
+from peregrine.kernels.runtime.dispatch import DeviceFile
 from peregrine.kernels.runtime.gpu import HOPPER, TRITON_PRESENT, generation
-from peregrine.kernels.runtime.interpreter import mend_interpreter
 
-if TYPE_CHECKING:
-    from peregrine.kernels.attention.plan_triton import GpuPlan
+_dense = DeviceFile("peregrine.kernels.attention.triton")
+_mla = DeviceFile("peregrine.kernels.attention.mla_triton")
+_kv_write = DeviceFile("peregrine.kernels.attention.kv_write_triton")
 
 DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 ON_CUDA = Traits(
@@ -27,32 +27,27 @@ ON_CUDA = Traits(
     kv_dtypes=DTYPES | {torch.float8_e4m3fn},
     page_sizes=frozenset(1 << i for i in range(11)),  # powers of two: blocks of keys are whole pages, or the reverse
     head_dims=frozenset(range(8, 257, 8)),  # whole vectors of 8
+    mla_dims=None,
     max_decode_q_len=64,
     tree_masks=True,
     windows=True,
     sinks=True,
-    latent_dims=None,
-    reads_host_lens=False,
-    graphs=GraphSupport.ANY,
     automatic=True,
 )
-# The interpreter has no product of bfloat16, rounds float8 wrongly, and nobody wants its speed.
+# An MLA tile needs more shared memory than devices before Hopper have.
+BEFORE_HOPPER = replace(ON_CUDA, mla_dims=frozenset())
+# Triton's interpreter, for tests: it has no product of bfloat16 and rounds float8 wrongly.
 INTERPRETED = replace(
     ON_CUDA,
     devices=frozenset({"cpu"}),
     dtypes=frozenset({torch.float32}),
     kv_dtypes=frozenset({torch.float32}),
-    graphs=GraphSupport.NEVER,
     automatic=False,
 )
 
 
-# A tile of latents takes more shared memory than devices before Hopper have.
-BEFORE_HOPPER = replace(ON_CUDA, latent_dims=frozenset())
-
-
 class TritonBackend:
-    """Attention in Triton. `costs` says which kernel is faster where both may serve; bits are the same."""
+    """Attention in Triton. `costs` says which kernel is faster where two may serve; their bits are the same."""
 
     name = "triton"
 
@@ -61,7 +56,7 @@ class TritonBackend:
 
     @property
     def traits(self) -> Traits:
-        """On CUDA devices, or on the CPU while Triton interprets."""
+        """Those of CUDA devices, or of the CPU while Triton interprets."""
         if triton_interprets():
             return INTERPRETED
         return ON_CUDA if generation() >= HOPPER else BEFORE_HOPPER
@@ -71,18 +66,12 @@ class TritonBackend:
         return [] if TRITON_PRESENT else ["needs triton, which comes with CUDA builds of torch"]
 
     def with_costs(self, costs: KernelCosts) -> "TritonBackend":
-        """The same backend with other costs."""
+        """A backend with these costs."""
         return TritonBackend(costs)
 
     def bind(self, store: KVStore, layers: Sequence[LayerAttention], metadata: AttentionMetadata) -> Attend:
-        """Plan once for all layers; the returned callable writes keys and values, then attends."""
-        if triton_interprets():
-            mend_interpreter()
-        # Imports triton, which is slow and may be absent.
-        from peregrine.kernels.attention import plan_triton as gpu
-        from peregrine.kernels.rope.triton import turn_and_store
-
-        plan = gpu.plan_gpu(
+        """Plan one forward for all layers; the returned callable stores keys and values, then attends."""
+        plan = _kv_write.plan_gpu(
             metadata.positions,
             metadata.q_starts,
             metadata.past_lens,
@@ -90,55 +79,50 @@ class TritonBackend:
             metadata.page_size,
             metadata.ancestors,
         )
-        kernel = kernel_for(metadata.window, self.traits, self.costs)
-        if store.shape.shared:
-            return _latent_attend(store, layers, metadata.slots, plan, kernel)
+        slots, rank = metadata.slots, store.shape.value_dim
+        launches: dict[tuple[bool, bool], Launch] = {}  # by what layers differ in
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, turn: Deferred | None = None) -> Tensor:
-            assert not isinstance(turn, DeferredMLARope), "keys and values are apart"
-            own = layers[layer]
-            kv = gpu.StoredKV(
-                keys=store.keys[layer],
-                values=store.values[layer],
-                k_scale=None if store.k_scales is None else store.k_scales[layer],
-                v_scale=None if store.v_scales is None else store.v_scales[layer],
-            )
-            if turn is not None:
-                q = turn_and_store(q, k, v, turn, metadata.slots, (kv.keys, kv.values, kv.k_scale, kv.v_scale))
+        def launch_for(layer: LayerAttention, q: Tensor) -> Launch:
+            kind = layer.window is not None, layer.sinks is not None
+            if kind not in launches:
+                problem = problem_of(metadata, store, layer, q.shape[1], q.dtype)
+                launches[kind] = choose_launch(problem, self.traits, gpu_of(q), self.costs)
+            return launches[kind]
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, rope: Deferred | None = None) -> Tensor:
+            assert not isinstance(rope, DeferredMLARope), "keys and values are apart"
+            own, kv = layers[layer], _stored(store, layer)
+            if rope is None:
+                _kv_write.write_kv(kv, slots, k, v)
             else:
-                gpu.write_gpu(kv, metadata.slots, k, v)
+                q = _kv_write.rope_write_kv(kv, slots, q, k, v, rope)
             if not len(q):
                 return q
-            if kernel is Kernel.DECODE:
-                return gpu.decode_gpu(q, kv, plan, own.scale, own.window, own.sinks)
-            return gpu.context_gpu(q, kv, plan, own.scale, own.window, own.sinks)
+            out: Tensor = _dense.dense_attention(q, kv, plan, launch_for(own, q), own.scale, own.window, own.sinks)
+            return out
 
-        return attend
+        def mla_attend(layer: int, q: Tensor, k: Tensor, v: Tensor, rope: Deferred | None = None) -> Tensor:
+            own, keys = layers[layer], store.keys[layer]
+            assert own.window is None, "MLA has no sliding window"
+            assert own.sinks is None, "MLA has no sinks"
+            if rope is None:
+                _kv_write.mla_write_kv(keys, slots, k, rank)
+            else:
+                assert isinstance(rope, DeferredMLARope), "keys hold their values"
+                q = _kv_write.mla_rope_write_kv(keys, slots, q, k, rope)
+            if not len(q):
+                return q[..., :rank]
+            out: Tensor = _mla.mla_attention(q, keys, plan, launch_for(own, q), rank, own.scale)
+            return out
+
+        return mla_attend if store.shape.shared else attend
 
 
-def _latent_attend(
-    store: KVStore, layers: Sequence[LayerAttention], slots: Tensor, plan: "GpuPlan", kernel: Kernel
-) -> Attend:
-    """The same for keys that hold their values, of one KV head."""
-    # Imports triton, which is slow and may be absent.
-    from peregrine.kernels.attention import mla_plan_triton as gpu
-    from peregrine.kernels.attention.mla_kv_write_triton import turn_latent_gpu, write_latent_gpu
-
-    rank = store.shape.value_dim
-
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, turn: Deferred | None = None) -> Tensor:
-        own, keys = layers[layer], store.keys[layer]
-        assert own.window is None, "latent attention has no sliding window"
-        assert own.sinks is None, "latent attention has no sinks"
-        if turn is None:
-            write_latent_gpu(k, rank, slots, keys)
-        else:
-            assert isinstance(turn, DeferredMLARope), "keys hold their values"
-            q = turn_latent_gpu(q, k, turn, slots, keys)
-        if not len(q):
-            return q[..., :rank]
-        if kernel is Kernel.DECODE:
-            return gpu.latent_decode_gpu(q, keys, plan, rank, own.scale)
-        return gpu.latent_context_gpu(q, keys, plan, rank, own.scale)
-
-    return attend
+def _stored(store: KVStore, layer: int) -> StoredKV:
+    """One layer's part of the store."""
+    return StoredKV(
+        keys=store.keys[layer],
+        values=store.values[layer],
+        k_scale=None if store.k_scales is None else store.k_scales[layer],
+        v_scale=None if store.v_scales is None else store.v_scales[layer],
+    )

@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 
 from peregrine.attention import AttentionMetadata, Kernel, LayerAttention, Window
-from peregrine.attention.kernel_choice import Shape, kernel_reason, measure_costs, only
+from peregrine.attention.kernel_choice import Shape, kernel_reason, measure_costs, only, problem_of
 from peregrine.attention.triton_backend import TritonBackend
 from peregrine.bench.device import COLD_BYTES, copy_bandwidth, graph_ms
 from peregrine.cache.store import KVShape, KVStore
 from peregrine.errors import ConfigError
 from peregrine.hardware import DTYPES, resolve_device
+from peregrine.kernels.attention import decode_launch, gpu_of
+from peregrine.synthetic.interpreter import mend_interpreter
 
 MAX_LAYERS = 64
 Json = dict[str, Any]
@@ -76,6 +78,8 @@ def run(plan: Plan) -> Json:
         reasons.append(f"kv_dtype={plan.kv_dtype!r}: MLA has kv_dtype auto alone")
     if reasons:
         raise ConfigError(f"bench kernels: {'; '.join(reasons)}")
+    if device.type == "cpu":
+        mend_interpreter()
     bandwidth = copy_bandwidth() if device.type == "cuda" else None
     kinds = [replace(plan, latent=None), plan] if plan.latent else [plan]
     lines = [
@@ -95,19 +99,27 @@ def run(plan: Plan) -> Json:
 
 
 def measure_context(plan: Plan, context: int, device: torch.device, bandwidth: float | None) -> list[Json]:
-    """Both kernels at one context length, for every number of rows and queries."""
-    shapes = [(rows, q_len) for rows in plan.rows for q_len in plan.q_lens]
-    costs = measure_costs(shapes, lambda kernel, shape: time_ms(plan, context, kernel, shape, device))
+    """Both kernels at one context length for every window; decode_ms is None where only context serves."""
+    traits, layer = TritonBackend().traits, LayerAttention(1.0, None, None)
     lines = []
-    for rows, q_len in shapes:
-        decode_ms, context_ms = costs.times[rows, q_len]
-        num_bytes = rows * context * layer_token_bytes(plan)
+    for shape in itertools.product(plan.rows, plan.q_lens):
+        rows, q_len = shape
+        store, metadata = make_window(plan, context, shape, device)
+        problem, gpu = problem_of(metadata, store, layer, plan.num_heads, DTYPES[plan.dtype]), gpu_of(store.keys)
+        decodes = decode_launch(problem, gpu, traits.max_decode_q_len) is not None
+        del store
+
+        def time_kernel(kernel: Kernel, shape: Shape) -> float:
+            return time_ms(plan, context, kernel, shape, device)
+
+        costs = measure_costs([shape] if decodes else [], time_kernel)
+        decode_ms, context_ms = costs.of(problem) or (None, time_kernel(Kernel.CONTEXT, shape))
         line: Json = {"kind": plan.name, "rows": rows, "q_len": q_len, "context": context}
         line |= {"decode_ms": decode_ms, "context_ms": context_ms}
         if bandwidth is not None:
-            memory_ms = num_bytes / bandwidth * 1e3
-            line |= {"decode_share": memory_ms / decode_ms, "context_share": memory_ms / context_ms}
-        line["choice"] = kernel_reason(Window.uniform(rows, q_len), TritonBackend().traits, costs)
+            memory_ms = rows * context * layer_token_bytes(plan) / bandwidth * 1e3
+            line |= {"decode_share": decode_ms and memory_ms / decode_ms, "context_share": memory_ms / context_ms}
+        line["choice"] = kernel_reason(problem, traits, gpu, costs)
         lines.append(line)
     return lines
 
@@ -178,7 +190,8 @@ def show(result: Json) -> str:
         lines.append(f"{kind}:")
         for line in measured:
             shape = f"{line['rows']:>5} {line['q_len']:>5} {line['context']:>8}"
-            faster = "decode" if line["decode_ms"] <= line["context_ms"] else "context"
+            decode_ms = line["decode_ms"]
+            faster = "context" if decode_ms is None or decode_ms > line["context_ms"] else "decode"
             times = f"{time_cell(line, 'decode'):>16} {time_cell(line, 'context'):>16}"
             lines.append(f"{shape} {times}  {faster:<8} {names.get(line['q_len'], '')}".rstrip())
     return "\n".join(lines)
@@ -186,5 +199,7 @@ def show(result: Json) -> str:
 
 def time_cell(line: Json, kernel: str) -> str:
     """A kernel's time, and its share of the bandwidth if that was measured."""
+    if line[f"{kernel}_ms"] is None:
+        return "-"
     share = line.get(f"{kernel}_share")
     return f"{line[f'{kernel}_ms']:.4f} ms" + ("" if share is None else f" {share:.0%}")

@@ -17,7 +17,7 @@ from peregrine.attention.conformance.problem import chain, tree
 from peregrine.attention.numba_backend import NumbaBackend
 from peregrine.attention.torch_backend import TorchBackend
 from peregrine.kernels.activation import sigmoid, silu, silu_mul
-from peregrine.kernels.attention import DeferredMLARope, turn_latent
+from peregrine.kernels.attention import DeferredMLARope, mla_rope
 from peregrine.kernels.linear import pack_per_head, pack_weight
 from peregrine.kernels.moe import RoutingRule, pack_experts, pack_router, route
 from peregrine.kernels.norm import add_rms_norm, norm_pair, rms_norm
@@ -110,7 +110,7 @@ def _rotations(draw: _Draw) -> Iterator[Operation]:
         return rotate_heads(q, k, DeferredRope(positions, positions, table, norm, norm, EPS))
 
     def rotate_latent(q: Tensor, k: Tensor, q_rope: Tensor, positions: Tensor) -> Result:
-        return turn_latent(q, k, DeferredMLARope(q_rope, positions, positions, table, latent_norm, EPS))
+        return mla_rope(q, k, DeferredMLARope(q_rope, positions, positions, table, latent_norm, EPS))
 
     latent_norm, latent = draw.floats(rank), draw.floats(ROWS, 1, rank + 66)
     yield Operation("rotate_heads", (q, k, positions), rotate)

@@ -47,8 +47,11 @@ def part(text: str) -> tuple[int, int]:
 def run(args: argparse.Namespace) -> int:
     """Run the cases and print the report; 0 if all passed, else 1."""
     from peregrine.attention.conformance import conformance_cases, run_conformance
-    from peregrine.hardware import resolve_device
+    from peregrine.hardware import resolve_device, triton_interprets
+    from peregrine.synthetic.interpreter import mend_interpreter
 
+    if triton_interprets():
+        mend_interpreter()
     device = resolve_device(args.device)
     backend = find_backend(args.attention, device)
     index, count = args.part

@@ -73,12 +73,12 @@ def target_report(device_name: str, dtype_name: str) -> Report:
         return {"device": None, "dtype": None, "backends": {}, "kernels": {}, "error": str(error)}
     names = {"device": str(device), "dtype": str(dtype).removeprefix("torch.")}
     backends = backend_reasons(device, dtype)
-    return {**names, "backends": backends, "kernels": kernel_reasons(backends), "error": None}
+    return {**names, "backends": backends, "kernels": kernel_reasons(backends, device, dtype), "error": None}
 
 
 def backend_reasons(device: "torch.device", dtype: "torch.dtype") -> dict[str, list[str]]:
     """By backend: why it cannot serve; an empty list if it can."""
-    from peregrine.attention import GraphSupport, Needs, refusals
+    from peregrine.attention import Needs, refusals
     from peregrine.attention.routing import BACKENDS
 
     needs = Needs(
@@ -91,17 +91,22 @@ def backend_reasons(device: "torch.device", dtype: "torch.dtype") -> dict[str, l
         windows=False,
         sinks=False,
         shared_kv=False,
-        graphs=GraphSupport.NEVER,
     )
     return {backend.name: backend.missing() + refusals(needs, backend.traits) for backend in BACKENDS}
 
 
-def kernel_reasons(backends: dict[str, list[str]]) -> dict[str, dict[str, str]]:
+def kernel_reasons(
+    backends: dict[str, list[str]], device: "torch.device", dtype: "torch.dtype"
+) -> dict[str, dict[str, str]]:
     """By backend that can serve: which of its kernels takes each kind of window, and why."""
-    from peregrine.attention import Window
-    from peregrine.attention.kernel_choice import kernel_reason
-    from peregrine.attention.routing import BACKENDS
+    import torch
 
+    from peregrine.attention import Window
+    from peregrine.attention.kernel_choice import kernel_reason, usual_problem
+    from peregrine.attention.routing import BACKENDS
+    from peregrine.kernels.attention import gpu_of
+
+    gpu = gpu_of(torch.empty(0, device=device))
     windows = {
         "plain decoding, a draft step": Window.uniform(1, 1),
         "verify of 3 drafts": Window.uniform(1, 4),
@@ -109,7 +114,10 @@ def kernel_reasons(backends: dict[str, list[str]]) -> dict[str, dict[str, str]]:
         "prompts": Window.ragged([256, 100]),
     }
     return {
-        backend.name: {what: kernel_reason(window, backend.traits) for what, window in windows.items()}
+        backend.name: {
+            what: kernel_reason(usual_problem(window, HEAD_DIM, PAGE_SIZE, dtype), backend.traits, gpu)
+            for what, window in windows.items()
+        }
         for backend in BACKENDS
         if not backends[backend.name]
     }

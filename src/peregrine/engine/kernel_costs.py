@@ -6,11 +6,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from peregrine.attention import AttentionBackend, AttentionMetadata, Window
-from peregrine.attention.kernel_choice import Kernel, Shape, kernel_reason, measure_costs, only
+from peregrine.attention import AttentionBackend, AttentionMetadata, Kernel, Window
+from peregrine.attention.kernel_choice import Shape, kernel_reason, measure_costs, only, problem_of
 from peregrine.cache.store import KVStore
 from peregrine.config import Decision, EngineConfig
 from peregrine.engine.graphs import Graphs
+from peregrine.kernels.attention import Problem, decode_launch, gpu_of
 from peregrine.models.decoder import Decoder
 from peregrine.spec.bound import BoundModel
 from peregrine.spec.registry import DraftSource
@@ -23,18 +24,30 @@ Windows = Mapping[Shape, bool]  # (rows, queries per row) -> whether the queries
 
 
 def choose_kernels(model: BoundModel, windows: Windows) -> tuple[AttentionBackend, Decision]:
-    """The model's backend with measured costs for these windows, and the Decision that reports them."""
-    backend = model.backend
+    """The model's backend with measured costs for these windows, and the Decision that reports them.
+
+    Windows that only the context kernel serves are not timed.
+    """
+    backend, gpu = model.backend, gpu_of(model.store.keys)
+    problems = {shape: widest_choice(model, full_window(model.store, shape, windows[shape])) for shape in windows}
+    longest = backend.traits.max_decode_q_len
+    timed = [shape for shape, problem in problems.items() if decode_launch(problem, gpu, longest) is not None]
 
     def time_ms(kernel: Kernel, shape: Shape) -> float:
         forced = replace(model, backend=backend.with_costs(only(kernel, [shape])))
         return time_forward(forced, full_window(model.store, shape, windows[shape]))
 
     with torch.inference_mode():
-        costs = measure_costs(list(windows), time_ms)
-    reasons = [kernel_reason(Window.uniform(*shape), backend.traits, costs) for shape in windows]
-    value = f"measured for {len(windows)} windows of {CONTEXT} tokens"
+        costs = measure_costs(timed, time_ms)
+    reasons = [kernel_reason(problem, backend.traits, gpu, costs) for problem in problems.values()]
+    value = f"measured for {len(timed)} windows of {CONTEXT} tokens"
     return backend.with_costs(costs), Decision("kernels", value, "; ".join(reasons))
+
+
+def widest_choice(model: BoundModel, metadata: AttentionMetadata) -> Problem:
+    """The attention of the layer with the most kernels to choose from: one without sliding window and sinks, if any."""
+    layer = min(model.layers, key=lambda layer: (layer.window is not None, layer.sinks is not None))
+    return problem_of(metadata, model.store, layer, model.decoder.config.num_heads, model.decoder.embedding.dtype)
 
 
 def window_shapes(asked: EngineConfig, draft: DraftSource, row_sizes: Sequence[int]) -> Windows:

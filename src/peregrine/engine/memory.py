@@ -9,7 +9,7 @@ from peregrine.cache.store import KVStore
 from peregrine.config import EngineConfig
 from peregrine.errors import ConfigError
 from peregrine.hardware import GIB, free_bytes
-from peregrine.kernels.attention import latent_splits
+from peregrine.kernels.attention import mla_num_splits
 from peregrine.models.config import ModelConfig
 from peregrine.models.decoder import Decoder
 from peregrine.spec.registry import StoreShape
@@ -55,7 +55,7 @@ def scratch_bytes(asked: EngineConfig, config: ModelConfig, max_len: int, dtype:
         attention = config.num_heads * (entries * size + 4 * latent.kv_rank)
         nodes = asked.num_drafts + 1 if asked.tree is None else asked.tree.nodes
         tiles = min(SHARED_TILES, asked.max_rows * -(-nodes * config.num_heads // LATENT_TILE))
-        round_bytes = tiles * latent_splits(max_len) * LATENT_TILE * 4 * latent.kv_rank
+        round_bytes = tiles * mla_num_splits(max_len) * LATENT_TILE * 4 * latent.kv_rank
     if experts is not None:
         answers = experts.rule.num_choices * (experts.inner_size + config.hidden_size)
         mlp = max(mlp, answers * size + 4 * experts.num_experts)

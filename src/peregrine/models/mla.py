@@ -8,7 +8,7 @@ one token as for a thousand: what a token reads has the same bits whether it was
 import torch
 from torch import Tensor, nn
 
-from peregrine.kernels.attention import DeferredMLARope, turn_latent
+from peregrine.kernels.attention import DeferredMLARope, mla_rope
 from peregrine.kernels.linear import PerHeadFormat, PlainPerHead, pack_per_head
 from peregrine.kernels.residual import Residual
 from peregrine.kernels.runtime.gpu import triton_ready
@@ -67,7 +67,7 @@ class MLAAttention(nn.Module):
             absorbed = q.new_empty(q.shape[0], self.num_heads, self.latent.key_dim)
             self.w_uk.forward(nope, out=absorbed[..., : self.latent.kv_rank])
             return QKV(absorbed, k, k[..., : self.latent.kv_rank], deferred)
-        q, k = turn_latent(self.w_uk.forward(nope), k, deferred)
+        q, k = mla_rope(self.w_uk.forward(nope), k, deferred)
         return QKV(q, k, k[..., : self.latent.kv_rank])
 
     def _linears(self, residual: Residual, live: LiveRows | None) -> tuple[Tensor, Tensor]:

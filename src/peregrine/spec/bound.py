@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from peregrine.attention.backend import Attend, AttentionBackend, Deferred, LayerAttention
-from peregrine.attention.metadata import AttentionMetadata
+from peregrine.attention import Attend, AttentionBackend, AttentionMetadata, Deferred, LayerAttention
 from peregrine.cache.store import KVStore
 from peregrine.models.decoder import Decoder
 
@@ -14,8 +13,8 @@ from peregrine.models.decoder import Decoder
 def last_layer(body: Attend, last: Attend, num_layers: int) -> Attend:
     """One attend for all layers but the last, another for the last."""
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, turn: Deferred | None = None) -> Tensor:
-        return (last if layer == num_layers - 1 else body)(layer, q, k, v, turn)
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, rope: Deferred | None = None) -> Tensor:
+        return (last if layer == num_layers - 1 else body)(layer, q, k, v, rope)
 
     return attend
 

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from peregrine.attention.backend import AttentionBackend, LayerAttention
+from peregrine.attention import AttentionBackend, LayerAttention
 from peregrine.attention.metadata import AttentionMetadata
 from peregrine.cache.store import KVStore
 from peregrine.models.draft_heads import DraftHead

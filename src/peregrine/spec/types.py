@@ -10,8 +10,6 @@ from peregrine.attention.metadata import AttentionMetadata
 from peregrine.kernels.sampling import Features, SamplingTensors
 from peregrine.spec.row_pages import RowPages
 
-MAX_NODES = 64  # one 64-bit ancestor word per node
-
 
 @dataclass(frozen=True, slots=True)
 class DraftShape:

@@ -67,8 +67,8 @@ class UnrolledAttend:
 def _by_row(attend: RowAttend, num_rows: int) -> Attend:
     """An `attend` over flattened rows [B * S, heads, D] from one over [B, heads, S, D]."""
 
-    def flat(layer: int, q: Tensor, k: Tensor, v: Tensor, turn: Deferred | None = None) -> Tensor:
-        assert turn is None, "training rotates before it attends"
+    def flat(layer: int, q: Tensor, k: Tensor, v: Tensor, rope: Deferred | None = None) -> Tensor:
+        assert rope is None, "training rotates before it attends"
         heads = (x.to(q.dtype).reshape(num_rows, -1, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
         return attend(layer, *heads).transpose(1, 2).flatten(0, 1)
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from peregrine.attention.backend import LayerAttention
 from peregrine.attention.conformance.problem import Heads, Row, chain, tree
+from peregrine.attention.metadata import LayerAttention
 from peregrine.attention.traits import Traits
 
 HEADS = ((2, 2), (4, 1), (16, 2), (20, 1), (10, 2))  # groups of 1, 4, 8, 20 (more than a tile) and 5 (odd)
@@ -118,7 +118,7 @@ def conformance_cases(traits: Traits, dtypes: Sequence[torch.dtype], quick: bool
 def _latent_cases(traits: Traits, dtypes: Sequence[torch.dtype], quick: bool) -> list[Case]:
     """The same for keys that hold their values; small ones alone if quick."""
     shapes = SMALL_LATENTS if quick else (*LATENTS, *SMALL_LATENTS)
-    latents = [shape for shape in shapes if traits.latent_dims is None or shape[1] in traits.latent_dims]
+    latents = [shape for shape in shapes if traits.mla_dims is None or shape[1] in traits.mla_dims]
     if not latents:
         return []
     settings: list[Sequence[object]] = [

@@ -10,10 +10,11 @@ from math import inf, nan
 import torch
 from torch import Tensor
 
-from peregrine.attention.backend import AttentionBackend, LayerAttention
+from peregrine.attention.backend import AttentionBackend
 from peregrine.attention.conformance.cases import Case
 from peregrine.attention.conformance.paging import Layout, as_stored, attend, lay_out
 from peregrine.attention.conformance.problem import Row, answer, chain
+from peregrine.attention.metadata import LayerAttention
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from peregrine.attention.backend import AttentionBackend, LayerAttention
+from peregrine.attention.backend import AttentionBackend
 from peregrine.attention.conformance.problem import Row
-from peregrine.attention.metadata import AttentionMetadata
+from peregrine.attention.metadata import AttentionMetadata, LayerAttention
 from peregrine.attention.window import Window
 from peregrine.cache.store import KVShape, KVStore
 

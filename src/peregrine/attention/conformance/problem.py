@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from peregrine.attention.backend import LayerAttention
+from peregrine.attention.metadata import LayerAttention
 
 # Query heads, KV heads, head dim. A fourth number: keys hold their values, which are so many first entries of them.
 Heads = tuple[int, ...]

@@ -1,10 +1,10 @@
-"""Attention over paged keys and values in plain torch: the law, the oracle and the path for any device.
+"""Attention over paged keys and values in plain torch: the law, the oracle, and the path for any device.
 
-A query reads the keys it sees in order: its row's keys by index, then (in a tree) its own ancestors by
-ascending bit. The n-th key it reads has index n: a tree path and the chain it stands for give the same bits.
-Matrix libraries round differently for different shapes; here every product has one shape, a tile of TILE
-query rows by a block of BLOCK key indices, and blocks are added in order. A block in which a query sees
-nothing leaves the query's state as it was, so neither company nor longer tables change a bit.
+A query reads the keys it sees in order: its row's keys by index, then (in a tree) its own ancestors by ascending bit.
+The n-th key it reads has index n, so a tree path and the chain it stands for give the same bits. Matrix libraries round
+differently for different shapes; here every product has one shape, a tile of TILE query rows by a block of BLOCK key
+indices, and blocks are added in order. A block in which a query sees nothing leaves its state (m, l, acc) as it was, so
+neither other rows nor longer tables change a bit.
 """
 
 from collections.abc import Iterator
@@ -14,17 +14,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from peregrine.config import MAX_NODES
+
 TILE = 16  # query rows (query tokens x heads of one KV head) per product
 BLOCK = 64  # key indices per product
 SPAN = 8 * BLOCK  # key indices that share one running maximum
-MAX_PRODUCTS = 1024  # products that are worked on together, if one tile per lane and KV head allows; bounds memory
-WORD_BITS = 64
+MAX_PRODUCTS = 1024  # products of one call, unless one tile per lane and KV head is more; bounds memory
 LOWEST = -1e30  # below any score, yet finite: the difference of two of them is 0 and not NaN
 
 
 @dataclass(frozen=True, slots=True)
 class QueryPlan:
-    """Who reads what in one forward, for all layers: B lanes of Q queries that share one list of keys.
+    """Which keys the queries of one forward see, shared by all layers: B lanes of Q queries with one list of keys each.
 
     A lane is a row of the batch; in a tree, where queries of one row read different keys, it is one query.
     """
@@ -32,7 +33,7 @@ class QueryPlan:
     key_slots: Tensor  # [B, C] i64 slot of the lane's key at each index; C is a multiple of BLOCK
     limits: Tensor  # [B, Q] i64 the query sees key indices below this
     positions: Tensor  # [B, Q] i64 what the sliding window is measured from
-    shared: Tensor  # [B, Q] i64 a sliding window hides key indices below this only: the rest are tree ancestors
+    shared: Tensor  # [B, Q] i64 a sliding window applies to key indices below this; the rest are tree ancestors
     places: Tensor | None  # [B, Q] i64 token at each place of the lanes; None: tokens in order
     tokens: Tensor | None  # [N] i64 place of each token; None: tokens in order
 
@@ -40,7 +41,7 @@ class QueryPlan:
 def plan_causal(positions: Tensor, q_starts: Tensor, max_q_len: int, key_slots: Tensor) -> QueryPlan:
     """Queries [N] of rows that begin at q_starts [R + 1]; a query at position p sees keys [0, p] of its row.
 
-    Rows shorter than max_q_len are filled up with tokens of their neighbours, whose results are dropped.
+    Rows shorter than max_q_len are padded with tokens of the next rows, whose results are dropped.
     """
     num_rows, num_tokens = key_slots.shape[0], positions.shape[0]
     if num_tokens == num_rows * max_q_len:
@@ -57,13 +58,13 @@ def plan_causal(positions: Tensor, q_starts: Tensor, max_q_len: int, key_slots: 
 def plan_tree(positions: Tensor, past_lens: Tensor, ancestors: Tensor, key_slots: Tensor) -> QueryPlan:
     """Queries [R * T] that see keys [0, past_len) of their row and those that ancestors [R, T] name."""
     num_rows, num_nodes = ancestors.shape
-    bits = torch.arange(WORD_BITS, device=ancestors.device)
+    bits = torch.arange(MAX_NODES, device=ancestors.device)
     is_ancestor = (ancestors[:, :, None] >> bits) & 1  # [R, T, 64]
     # The d-th ancestor's node, by ascending bit; past the last ancestor any node will do.
     nodes = is_ancestor.sort(dim=2, descending=True, stable=True).indices  # [R, T, 64]
     past = past_lens.view(num_rows, 1, 1)
     index = torch.arange(key_slots.shape[1], device=key_slots.device)  # [C]
-    depth = (index - past).clamp(min=0, max=WORD_BITS - 1).expand(-1, num_nodes, -1)  # [R, T, C]
+    depth = (index - past).clamp(min=0, max=MAX_NODES - 1).expand(-1, num_nodes, -1)  # [R, T, C]
     key = torch.where(index < past, index, past + nodes.gather(2, depth))  # [R, T, C]
     key = key.clamp(max=key_slots.shape[1] - 1)
     lane_slots = key_slots[:, None].expand(-1, num_nodes, -1).gather(2, key)  # [R, T, C]
@@ -79,7 +80,7 @@ def plan_tree(positions: Tensor, past_lens: Tensor, ancestors: Tensor, key_slots
 
 
 def slots_of_rows(page_table: Tensor, page_size: int) -> Tensor:
-    """The slot of every key of every row. [R, P] -> [R, C] i64, filled up to whole blocks with slot 0."""
+    """The slot of every key of every row. [R, P] -> [R, C] i64, padded to whole blocks with slot 0."""
     offsets = torch.arange(page_size, device=page_table.device)
     slots = (page_table.long()[:, :, None] * page_size + offsets).flatten(1)
     return functional.pad(slots, (0, -slots.shape[1] % BLOCK))
@@ -108,8 +109,8 @@ def paged_attention_torch(
         rows=_to_tiles(rows.float() * scale),
         limits=_to_tiles(plan.limits.repeat_interleave(group, dim=1)[:, None, :, None]),
         lows=_to_tiles(lows.repeat_interleave(group, dim=1)[:, None, :, None]),
-        tops=_to_tiles(_first_tops(sinks, q, num_kv_heads).repeat(1, q_len)[None, :, :, None]),
-        mass=0.0 if sinks is None else 1.0,
+        m_i=_to_tiles(_initial_m(sinks, q, num_kv_heads).repeat(1, q_len)[None, :, :, None]),
+        l_i=0.0 if sinks is None else 1.0,
     )
     output = torch.cat([_attend_tiles(piece, keys, values, plan) for piece in tiles.pieces()], dim=2)
     output = output.flatten(2, 3)[:, :, : q_len * group]  # [B, Hkv, Q * G, Dv]
@@ -124,24 +125,24 @@ class Tiles:
 
     rows: Tensor  # [B, Hkv, tiles, TILE, D] scaled queries
     limits: Tensor  # [B, 1, tiles, TILE, 1]
-    lows: Tensor  # [B, 1, tiles, TILE, 1] first key index the sliding window leaves
-    tops: Tensor  # [1, Hkv, tiles, TILE, 1] running maximum at the start: the sink, or LOWEST
-    mass: float  # running denominator at the start: 1 for the sink, or 0
+    lows: Tensor  # [B, 1, tiles, TILE, 1] first key index inside the sliding window
+    m_i: Tensor  # [1, Hkv, tiles, TILE, 1] running maximum before any key: the sink, or LOWEST
+    l_i: float  # running denominator before any key: 1 for the sink, or 0
 
     def pieces(self) -> Iterator["Tiles"]:
-        """The same tiles, some of each lane and KV head at a time: it bounds memory and changes no bit."""
-        fields = (self.rows, self.limits, self.lows, self.tops)
+        """Some tiles of each lane and KV head at a time: it bounds memory and changes no bit."""
+        fields = (self.rows, self.limits, self.lows, self.m_i)
         count = max(1, MAX_PRODUCTS // (self.rows.shape[0] * self.rows.shape[1] * (SPAN // BLOCK)))
-        for rows, limits, lows, tops in zip(*(torch.split(x, count, 2) for x in fields), strict=True):
-            yield Tiles(rows, limits, lows, tops, self.mass)
+        for rows, limits, lows, m_i in zip(*(torch.split(x, count, 2) for x in fields), strict=True):
+            yield Tiles(rows, limits, lows, m_i, self.l_i)
 
 
 def _to_tiles(x: Tensor) -> Tensor:
-    """Cut dimension 2 into tiles, the last one filled with zeros. [B, H, n, D] -> [B, H, tiles, TILE, D]"""
+    """Cut dimension 2 into tiles, the last one padded with zeros. [B, H, n, D] -> [B, H, tiles, TILE, D]"""
     return torch.unflatten(functional.pad(x, (0, 0, 0, -x.shape[2] % TILE)), 2, (-1, TILE))
 
 
-def _first_tops(sinks: Tensor | None, q: Tensor, num_kv_heads: int) -> Tensor:
+def _initial_m(sinks: Tensor | None, q: Tensor, num_kv_heads: int) -> Tensor:
     """Each head's running maximum before any key. -> [Hkv, G]"""
     if sinks is None:
         sinks = torch.full((q.shape[1],), LOWEST, device=q.device)
@@ -150,31 +151,31 @@ def _first_tops(sinks: Tensor | None, q: Tensor, num_kv_heads: int) -> Tensor:
 
 def _attend_tiles(tiles: Tiles, keys: Tensor, values: Tensor, plan: QueryPlan) -> Tensor:
     """Merge all key blocks, in order, into the outputs of the tiles. -> [B, Hkv, tiles, TILE, Dv]"""
-    top = tiles.tops.expand(*tiles.rows.shape[:-1], 1)
-    total = torch.full_like(top, tiles.mass)
-    output = tiles.rows.new_zeros(*tiles.rows.shape[:-1], values.shape[2])
+    m_i = tiles.m_i.expand(*tiles.rows.shape[:-1], 1)
+    l_i = torch.full_like(m_i, tiles.l_i)
+    acc = tiles.rows.new_zeros(*tiles.rows.shape[:-1], values.shape[2])
     for start in range(0, plan.key_slots.shape[1], SPAN):
         slots = torch.unflatten(plan.key_slots[:, start : start + SPAN], 1, (-1, BLOCK))  # [B, blocks, BLOCK]
         grid = (*tiles.rows.shape[:3], slots.shape[1])  # B, Hkv, tiles, blocks
         key = keys[slots].float().permute(0, 3, 1, 4, 2)  # [B, Hkv, blocks, D, BLOCK]
         value = values[slots].float().permute(0, 3, 1, 2, 4)  # [B, Hkv, blocks, BLOCK, Dv]
-        # A hidden value must not matter even if it is NaN, and 0 * NaN is NaN: values that are not finite
-        # leave the product and make the score NaN, so that only queries that see them carry it.
+        # 0 * NaN is NaN, so values that are not finite become 0 and make the score NaN instead: only queries that see
+        # the key are affected.
         is_bad = ~value.isfinite().all(dim=4)  # [B, Hkv, blocks, BLOCK]
         value = value.masked_fill(is_bad[..., None], 0.0)
         scores = _products(tiles.rows[:, :, :, None], key[:, :, None], grid)  # [*grid, TILE, BLOCK]
         scores = scores.masked_fill(is_bad[:, :, None, :, None], torch.nan)
         scores = scores.masked_fill(~_visible(start, tiles, slots.shape[1]), -torch.inf)
-        new_top = torch.maximum(top, scores.amax(dim=(3, 5))[..., None])
-        weights = (scores - new_top[:, :, :, None]).exp()
-        kept = (top - new_top).exp()
-        total, output, top = total * kept, output * kept, new_top
-        masses = weights.sum(dim=5, keepdim=True)  # [*grid, TILE, 1]
-        sums = _products(weights, value[:, :, None], grid)  # [*grid, TILE, Dv]
+        new_m = torch.maximum(m_i, scores.amax(dim=(3, 5))[..., None])
+        weights = (scores - new_m[:, :, :, None]).exp()
+        kept = (m_i - new_m).exp()
+        l_i, acc, m_i = l_i * kept, acc * kept, new_m
+        block_l = weights.sum(dim=5, keepdim=True)  # [*grid, TILE, 1]
+        block_acc = _products(weights, value[:, :, None], grid)  # [*grid, TILE, Dv]
         for block in range(slots.shape[1]):
-            total = total + masses[:, :, :, block]
-            output = output + sums[:, :, :, block]
-    return output / total
+            l_i = l_i + block_l[:, :, :, block]
+            acc = acc + block_acc[:, :, :, block]
+    return acc / l_i
 
 
 def _visible(start: int, tiles: Tiles, blocks: int) -> Tensor:
@@ -186,7 +187,7 @@ def _visible(start: int, tiles: Tiles, blocks: int) -> Tensor:
 def _products(a: Tensor, b: Tensor, grid: tuple[int, ...]) -> Tensor:
     """a @ b for a grid of matrices, each product of one shape and one memory layout. -> [*grid, n, m]
 
-    Sizes of 1 are repeated. Libraries take other paths for transposed or spread out matrices.
+    Dimensions of size 1 are expanded. Libraries take other code paths for transposed or strided matrices.
     """
     left, right = (x.expand(*grid, -1, -1).reshape(-1, *x.shape[-2:]).contiguous() for x in (a, b))
     return torch.bmm(left, right).view(*grid, a.shape[-2], b.shape[-1])

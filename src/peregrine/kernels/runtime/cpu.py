@@ -27,7 +27,6 @@ COMPILED = (
     "rope.cpu",
     "activation.cpu",
     "attention.cpu",
-    "attention.cpu_plan",
     "sampling.cpu",
     "round.verdict_cpu",
 )
