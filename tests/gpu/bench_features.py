@@ -69,7 +69,7 @@ def measure(engine, prompts, most, last, tokens, rounds) -> list[float]:  # type
         params = SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False, seed=row, **chosen)
         requests.append(engine.prepare(prompt, params))
         engine.enqueue(requests[-1])
-    while any(request.seat is None or request.num_generated == 0 for request in requests):
+    while any(request.seat is None or not request.generated for request in requests):
         engine.step()
     for _ in range(WARMUP):
         engine.step()
