@@ -12,7 +12,6 @@ from torch import Tensor
 from kernels.exact_law import Params, law_of
 from peregrine.kernels.round.drafts import keep_drafts, keep_drafts_torch, move_path, move_path_torch
 from peregrine.kernels.round.ngram import find_repeats, find_repeats_torch
-from peregrine.kernels.round.nodes import HEADER, Ends, Nodes, Verdict
 from peregrine.kernels.round.places import (
     ahead_places,
     ahead_places_torch,
@@ -21,9 +20,8 @@ from peregrine.kernels.round.places import (
     window_places,
     window_places_torch,
 )
-from peregrine.kernels.round.tree import grow, grow_torch, select, select_torch
-from peregrine.kernels.round.tree_state import Frontier, Growth
-from peregrine.kernels.round.verdict import commit, commit_torch
+from peregrine.kernels.round.tree import Frontier, Growth, grow, grow_torch, select, select_torch
+from peregrine.kernels.round.verdict import HEADER, Ends, Nodes, Verdict, commit, commit_torch
 from peregrine.kernels.sampling import reference as law_of_choosing
 from peregrine.kernels.sampling import triton as choose_triton
 from peregrine.kernels.sampling.filters import divisors, lowest_kept_torch

@@ -8,15 +8,7 @@ from kernels.exact_law import Params, law_of
 from peregrine.kernels.runtime.cpu import NUMBA_PRESENT
 from peregrine.kernels.sampling.filters import MASS, lowest_kept, lowest_kept_torch, masses, masses_torch
 from peregrine.kernels.sampling.noise import gumbel
-from peregrine.kernels.sampling.reference import (
-    COLDEST,
-    Features,
-    choose,
-    choose_torch,
-    pick,
-    pick_scores,
-    pick_scores_torch,
-)
+from peregrine.kernels.sampling.reference import Features, choose, choose_torch, pick, pick_scores, pick_scores_torch
 
 if not NUMBA_PRESENT:
     pytest.skip("numba is not installed", allow_module_level=True)
@@ -24,7 +16,7 @@ if not NUMBA_PRESENT:
 from numba import njit
 
 from peregrine.kernels.sampling import cpu as choose_cpu
-from peregrine.kernels.sampling.noise_cpu import noise_bound, noise_of
+from peregrine.kernels.sampling.cpu import noise_bound, noise_of
 
 SAMPLED, FILTERED = Features(sampled=True), Features(sampled=True, filtered=True)
 WIDTHS = (1, 2, 15, 63, 64, 65, 129, 1003)  # blocks are of 64
@@ -107,6 +99,16 @@ def test_kept_sets_are_the_twins(kind, width):
     assert torch.equal(got, expected)
 
 
+@pytest.mark.parametrize("poison", [torch.nan, -torch.nan, torch.inf])
+def test_filters_end_on_rows_that_are_not_numbers(poison):
+    scores = rows_of("normal", len(FILTERS), 4, 200)
+    scores[:, :, ::7] = poison
+    scores[:, 1] = poison
+    scores.view(torch.int32)[:, 2, ::5] = -1  # NaN with the sign set, which orders below all numbers
+    lowest_kept(scores, law_of(FILTERS))
+    assert (choose(scores, positions_of(len(FILTERS), 4), law_of(FILTERS), FILTERED, None) == -1).all()
+
+
 def test_kept_sets_of_rows_with_impossible_tokens_are_the_twins():
     scores = rows_of("normal", len(FILTERS), 20, 97)
     scores[:, :10, ::2] = -torch.inf
@@ -114,7 +116,7 @@ def test_kept_sets_of_rows_with_impossible_tokens_are_the_twins():
     law = law_of(FILTERS)
     got, expected = (scores >= function(scores, law) for function in (lowest_kept, lowest_kept_torch))
     assert torch.equal(got, expected)
-    tokens = choose_cpu.choose_unchecked(scores, positions_of(len(FILTERS), 20), None, law, FILTERED, COLDEST)
+    tokens = choose_cpu.choose(scores, positions_of(len(FILTERS), 20), None, law, FILTERED, False)
     assert (scores.gather(2, tokens[:, :, None]) > -torch.inf).all()
 
 

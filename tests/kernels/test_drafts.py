@@ -7,7 +7,7 @@ import torch
 
 from kernels.interpreted import needs_interpreter
 from peregrine.kernels.round.drafts import keep_drafts_torch, move_path_torch
-from peregrine.kernels.round.nodes import HEADER, Verdict
+from peregrine.kernels.round.verdict import HEADER, Verdict
 
 PAGE_SIZE, PAGES, LAYERS, HEADS, DIM = 4, 8, 2, 3, 8
 
@@ -17,10 +17,10 @@ def by(request, monkeypatch):
     """(keep, move) as the twin or the kernel does them."""
     if request.param == "twin":
         return keep_drafts_torch, move_path_torch
-    from peregrine.kernels.round import drafts_triton as drafts_gpu
+    from peregrine.kernels.round import triton as round_gpu
 
-    monkeypatch.setattr(drafts_gpu, "CHUNK", 16)  # an entry is cut, and the last piece is not whole
-    return drafts_gpu.keep_drafts, drafts_gpu.move_path
+    monkeypatch.setattr(round_gpu, "MOVE_CHUNK", 16)  # an entry is cut, and the last piece is not whole
+    return round_gpu.keep_drafts, round_gpu.move_path
 
 
 def whole(generator, *shape, high=99):

@@ -6,8 +6,7 @@ import torch
 
 from kernels.exact_law import Params, law_of
 from kernels.interpreted import needs_interpreter
-from peregrine.kernels.round.tree import STEP_COST, grow_torch, select_torch
-from peregrine.kernels.round.tree_state import Frontier, Growth
+from peregrine.kernels.round.tree import STEP_COST, Frontier, Growth, grow_torch, select_torch
 from peregrine.kernels.sampling.params import Features
 
 VOCAB, ROWS = 30, [Params(temperature=0.7, seed=3), Params(temperature=0.0)]
@@ -71,9 +70,9 @@ def test_a_node_read_sees_its_own_ancestors():
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("named", [False, True])
 def test_the_kernel_grows_the_twins_tree(depth, width, nodes, sampled, named, monkeypatch):
-    from peregrine.kernels.round import tree_triton as grow_gpu
+    from peregrine.kernels.round import triton as round_gpu
 
-    monkeypatch.setattr(grow_gpu, "SPAN", 16)
+    monkeypatch.setattr(round_gpu, "SPAN", 16)
     generator = torch.Generator().manual_seed(depth)
     ids = torch.randperm(90, generator=generator)[:VOCAB].sort().values if named else None
     twin, kernel = (
@@ -85,26 +84,26 @@ def test_the_kernel_grows_the_twins_tree(depth, width, nodes, sampled, named, mo
         logits = torch.randn(len(ROWS), count, VOCAB, generator=generator) * 2
         positions = torch.tensor([[5], [9]]).expand(-1, count) + level
         expected = grow_torch(twin, logits, positions, expected, level)
-        got = Frontier(*grow_gpu.grow(kernel, logits, positions, got, level, STEP_COST))
+        got = Frontier(*round_gpu.grow(kernel, logits, positions, got, level, STEP_COST))
         for name in ("tokens", "origins", "numbers", "words"):
             assert torch.equal(getattr(got, name), getattr(expected, name)), name
         torch.testing.assert_close(got.scores, expected.scores)
     assert torch.equal(kernel.tokens, twin.tokens)
     assert torch.equal(kernel.parents, twin.parents)
-    windows = zip(grow_gpu.select(kernel, nodes, depth), select_torch(twin, nodes, depth), strict=True)
+    windows = zip(round_gpu.select(kernel, nodes, depth), select_torch(twin, nodes, depth), strict=True)
     for one, other in windows:
         assert torch.equal(one, other)
 
 
 @needs_interpreter
 def test_what_is_not_a_number_is_no_child():
-    from peregrine.kernels.round import tree_triton as grow_gpu
+    from peregrine.kernels.round import triton as round_gpu
 
     growth = Growth.begin(2, 2, 3, None, law_of(ROWS), Features())
     logits = torch.randn(2, 1, VOCAB, generator=torch.Generator().manual_seed(0))
     logits[0, 0, ::2] = torch.nan
-    tokens, *_ = grow_gpu.grow(growth, logits, torch.zeros(2, 1).long(), None, 0, STEP_COST)
+    tokens, *_ = round_gpu.grow(growth, logits, torch.zeros(2, 1).long(), None, 0, STEP_COST)
     assert (tokens[:3] % 2 == 1).all()
     logits[0] = torch.nan
-    tokens, *_ = grow_gpu.grow(growth, logits, torch.zeros(2, 1).long(), None, 0, STEP_COST)
+    tokens, *_ = round_gpu.grow(growth, logits, torch.zeros(2, 1).long(), None, 0, STEP_COST)
     assert ((tokens >= 0) & (tokens < VOCAB)).all()

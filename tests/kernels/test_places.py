@@ -24,12 +24,12 @@ def by(request):
     """(window, path, ahead) as the twin or the kernel does them."""
     if request.param == "twin":
         return window_places_torch, path_places_torch, ahead_places_torch
-    from peregrine.kernels.round import places_triton as places_gpu
+    from peregrine.kernels.round import triton as round_gpu
 
     return (
-        lambda *arguments: WindowPlaces(*places_gpu.window_places(*arguments)),
-        lambda *arguments: PathPlaces(*places_gpu.path_places(*arguments)),
-        lambda *arguments: AheadPlaces(*places_gpu.ahead_places(*arguments)),
+        lambda *arguments: WindowPlaces(*round_gpu.window_places(*arguments)),
+        lambda *arguments: PathPlaces(*round_gpu.path_places(*arguments)),
+        lambda *arguments: AheadPlaces(*round_gpu.ahead_places(*arguments)),
     )
 
 

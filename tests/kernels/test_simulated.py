@@ -5,8 +5,7 @@ import torch
 
 from kernels.interpreted import needs_interpreter
 from kernels.test_verdict import draw
-from peregrine.kernels.round.nodes import Ends, Nodes
-from peregrine.kernels.round.verdict import judge_nodes
+from peregrine.kernels.round.verdict import Ends, Nodes, judge_nodes
 from peregrine.synthetic.accept import bend_choices_torch
 
 VOCAB = 5

@@ -27,15 +27,15 @@ Commit = Callable[[torch.Tensor, Nodes, Ends, torch.Tensor, int], torch.Tensor]
 
 
 def by_numba() -> Commit:
-    from peregrine.kernels.round import verdict_cpu
+    from peregrine.kernels.round import cpu
 
-    return verdict_cpu.commit
+    return cpu.commit
 
 
 def by_triton() -> Commit:
-    from peregrine.kernels.round import verdict_triton as verdict_gpu
+    from peregrine.kernels.round import triton as round_gpu
 
-    return verdict_gpu.commit
+    return round_gpu.commit
 
 
 KERNELS = [

@@ -78,16 +78,13 @@ class Launches(TorchDispatchMode):
 
 
 def count_kernels(patch: pytest.MonkeyPatch, launches: Launches) -> None:
-    from peregrine.kernels.round import drafts_triton as drafts_gpu
-    from peregrine.kernels.round import ngram_triton as ngram_gpu
-    from peregrine.kernels.round import places_triton as places_gpu
-    from peregrine.kernels.round import tree_triton as grow_gpu
-    from peregrine.kernels.round import verdict_triton as verdict
+    from peregrine.kernels.round import triton as round_gpu
     from peregrine.kernels.sampling import filters_triton as filters_gpu
+    from peregrine.kernels.sampling import logprobs_triton as logprobs_gpu
     from peregrine.kernels.sampling import triton as choose_gpu
     from peregrine.synthetic import accept_triton as simulated
 
-    for module in (choose_gpu, drafts_gpu, filters_gpu, grow_gpu, ngram_gpu, places_gpu, simulated, verdict):
+    for module in (choose_gpu, filters_gpu, logprobs_gpu, round_gpu, simulated):
         patch.setattr(module, "launch", launches.launch)
     # The target's vocabulary of 300 is cut, the head's of 200 is not; with noise both are: as real sizes are.
     for name, size in {"WHOLE": 256, "SPAN": 256, "NOISY_SPAN": 128}.items():

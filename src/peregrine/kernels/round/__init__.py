@@ -2,7 +2,6 @@
 
 from peregrine.kernels.round.drafts import keep_drafts, move_path
 from peregrine.kernels.round.ngram import find_repeats
-from peregrine.kernels.round.nodes import Nodes
 from peregrine.kernels.round.places import (
     AheadPlaces,
     PathPlaces,
@@ -12,8 +11,7 @@ from peregrine.kernels.round.places import (
     slots_of,
     window_places,
 )
-from peregrine.kernels.round.tree import grow, select
-from peregrine.kernels.round.tree_state import Frontier, Growth
+from peregrine.kernels.round.tree import Frontier, Growth, grow, select
 from peregrine.kernels.round.verdict import (
     FINISH_FAULT,
     FINISH_LENGTH,
@@ -21,6 +19,7 @@ from peregrine.kernels.round.verdict import (
     FINISH_STOP,
     HEADER,
     Ends,
+    Nodes,
     Verdict,
     commit,
 )

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from peregrine.kernels.round.nodes import Verdict
 from peregrine.kernels.round.places import slots_of
+from peregrine.kernels.round.verdict import Verdict
 from peregrine.kernels.runtime.dispatch import DeviceFile
 from peregrine.kernels.runtime.gpu import triton_ready
 
-_triton = DeviceFile("peregrine.kernels.round.drafts_triton")
+_triton = DeviceFile("peregrine.kernels.round.triton")
 
 Copies = Sequence[tuple[Tensor, Tensor]]  # (from, to), both [R, T] i64
 

@@ -28,7 +28,7 @@ COMPILED = (
     "activation.cpu",
     "attention.cpu",
     "sampling.cpu",
-    "round.verdict_cpu",
+    "round.cpu",
 )
 PIECES_PER_THREAD = 4  # enough to even out threads of unlike speed; long pieces read memory faster
 

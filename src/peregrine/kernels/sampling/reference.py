@@ -20,7 +20,7 @@ from peregrine.kernels.runtime.dispatch import DeviceFile
 from peregrine.kernels.runtime.gpu import triton_ready
 from peregrine.kernels.sampling.filters import divisors, filter_scores, masses
 from peregrine.kernels.sampling.noise import gumbel
-from peregrine.kernels.sampling.params import COLDEST, MASS, Context, Features, SamplingTensors
+from peregrine.kernels.sampling.params import MASS, Context, Features, SamplingTensors
 
 _cpu = DeviceFile("peregrine.kernels.sampling.cpu")
 _triton = DeviceFile("peregrine.kernels.sampling.triton")
@@ -44,10 +44,10 @@ def choose(
     if not numba_ready(logits):
         return choose_torch(logits, positions, sampling, features, context)
     if not features.adjusted:
-        tokens: Tensor = _cpu.choose(logits, positions, sampling, features, COLDEST)
+        tokens: Tensor = _cpu.choose(logits, positions, None, sampling, features, True)
         return tokens
     scores = adjust(logits, positions, sampling, features, context)
-    tokens = _cpu.choose_unchecked(scores, positions, None, sampling, features, COLDEST)
+    tokens = _cpu.choose(scores, positions, None, sampling, features, False)
     return _mark_faults(tokens, logits.amin(dim=2), logits.amax(dim=2))
 
 
@@ -166,7 +166,7 @@ def pick_scores(
     if not features.sampled:
         return draft_logits.float()
     if numba_ready(draft_logits):
-        scores: Tensor = _cpu.pick_scores(draft_logits, positions, target_ids, sampling, COLDEST)
+        scores: Tensor = _cpu.pick_scores(draft_logits, positions, target_ids, sampling)
         return scores
     return pick_scores_torch(draft_logits, positions, target_ids, sampling)
 
@@ -192,9 +192,7 @@ def pick(
     elif numba_ready(draft_logits):
         unfiltered = Features(sampled=features.sampled)
         straight = out if target_ids is None else None
-        ids: Tensor = _cpu.choose_unchecked(
-            draft_logits, positions, target_ids, sampling, unfiltered, COLDEST, straight
-        )
+        ids: Tensor = _cpu.choose(draft_logits, positions, target_ids, sampling, unfiltered, False, straight)
         if target_ids is not None:
             torch.index_select(target_ids, 0, ids.view(-1), out=out.view(-1))
     else:

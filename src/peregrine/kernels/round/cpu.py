@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from peregrine.kernels.round.nodes import FINISH_FAULT, FINISH_LENGTH, FINISH_NONE, FINISH_STOP, HEADER, Ends, Nodes
+from peregrine.kernels.round.verdict import FINISH_FAULT, FINISH_LENGTH, FINISH_NONE, FINISH_STOP, HEADER, Ends, Nodes
 from peregrine.kernels.runtime.cpu_jit import bytes_at, claim, cpu_kernel, longs_at, words_of
 
 
