@@ -1,7 +1,7 @@
-"""The shape of the code base, checked: imports point down, files stay small, some calls stay home.
+"""The layers of the code base: imports point down, files stay small, some calls stay in some packages.
 
-Every check is a function from a parsed file to complaints. It runs over the package, and over small bad
-examples that it must complain about.
+Every check is a function from a parsed file to complaints. It runs over the package, and over small bad examples that
+it must complain about.
 """
 
 import ast
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 SRC = Path(__file__).parents[1] / "src" / "peregrine"
-FLOORS = (
+LAYERS = (
     {"errors", "log", "hardware", "config", "sampling", "assets"},
     {"kernels", "text"},
     {"cache"},
@@ -25,11 +25,11 @@ FLOORS = (
     {"serve", "train", "bench"},
     {"cli"},
 )
-FLOOR = {unit: height for height, units in enumerate(FLOORS) for unit in units}
+LAYER = {unit: height for height, units in enumerate(LAYERS) for unit in units}
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_ARGUMENTS = 300, 60, 8
 MAX_KERNEL_LINES, MAX_LAUNCH_ARGUMENTS = 900, 12  # a kernel with its device functions and its launch is one file
 COMPILED = re.compile(r"jit|cfunc|cpu_kernel|intrinsic")  # decorators of kernels: the hardware sets their size
-# peregrine.kernels.FOLDER.FILE.name; files of one device are imported by whoever chose that device.
+# peregrine.kernels.FOLDER.FILE.name; device files may be imported by the code that chose the device.
 KERNEL_FILE = re.compile(r"peregrine\.kernels\.(?P<folder>\w+)\.(?P<file>[a-z]\w*)\.\w+$")
 DEVICE_FILE = re.compile(r"triton|hopper|cpu|tiles")
 VAGUE_NAMES = {"utils", "util", "common", "base", "manager", "misc", "helpers", "v2"}
@@ -49,12 +49,11 @@ ENVIRONMENT_HOMES = {"log", "hardware"}
 DOOR = SRC / "__init__.py"
 
 FILES = sorted(SRC.rglob("*.py"))
-each_file = pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SRC)))
 Complaints = Iterator[str]
 
 
 def unit_of(path: Path) -> str:
-    """The floor's resident a file belongs to: its top folder, or its own name."""
+    """The unit a file belongs to: its top folder, or its own name."""
     return path.relative_to(SRC).parts[0].removesuffix(".py")
 
 
@@ -80,7 +79,7 @@ def called_name(node: ast.Call) -> str:
 
 
 def upward_imports(tree: ast.Module, unit: str) -> Complaints:
-    """Imports that do not point down. Floor 0 is one folder, so its files may use each other."""
+    """Imports that do not point down. Layer 0 is one folder, so its files may use each other."""
     for name in imports_of(tree):
         if name.startswith("."):
             yield f"{name}: absolute imports only"
@@ -88,10 +87,10 @@ def upward_imports(tree: ast.Module, unit: str) -> Complaints:
         used = name.split(".")[1] if "." in name else "__init__"
         if used == "__version__":
             continue
-        if used not in FLOOR:
+        if used not in LAYER:
             yield f"{name}: import it from the file it lives in"
-        elif used != unit and FLOOR[used] >= max(FLOOR[unit], 1):
-            yield f"{name}: floor {FLOOR[used]} is not below {unit} (floor {FLOOR[unit]})"
+        elif used != unit and LAYER[used] >= max(LAYER[unit], 1):
+            yield f"{name}: layer {LAYER[used]} is not below {unit} (layer {LAYER[unit]})"
 
 
 def inner_imports(tree: ast.Module, unit: str) -> Complaints:
@@ -138,24 +137,29 @@ def wordless(tree: ast.Module, unit: str) -> Complaints:
         yield "the file opens without a docstring that says what it is for"
 
 
-@each_file
 @pytest.mark.parametrize("check", [upward_imports, inner_imports, oversize, strayed_calls, wordless])
-def test_file(path: Path, check: Callable[[ast.Module, str], Complaints]) -> None:
-    if path == DOOR and check is upward_imports:
-        return
-    unit = unit_of(path) if path != DOOR else "errors"
-    assert unit in FLOOR, f"{unit} has no floor: add it to FLOORS"
-    complaints = list(check(ast.parse(path.read_text()), unit))
+def test_every_file(check: Callable[[ast.Module, str], Complaints]) -> None:
+    """One test per check, not per file: collecting a thousand tests takes longer than running them."""
+    complaints = []
+    for path in FILES:
+        if path == DOOR and check is upward_imports:
+            continue
+        unit = unit_of(path) if path != DOOR else "errors"
+        assert unit in LAYER, f"{unit} has no layer: add it to LAYERS"
+        complaints += [f"{path.relative_to(SRC)}: {said}" for said in check(ast.parse(path.read_text()), unit)]
     assert not complaints, "\n".join(complaints)
 
 
-@each_file
-def test_file_is_short_and_plainly_named(path: Path) -> None:
-    lines = path.read_text().count("\n")
-    most = MAX_KERNEL_LINES if unit_of(path) == "kernels" else MAX_FILE_LINES
-    assert lines <= most, f"{lines} lines, more than {most}: cut it where the subject changes"
-    words = {word for part in path.relative_to(SRC).with_suffix("").parts for word in part.split("_")}
-    assert not words & VAGUE_NAMES, "name the file after what is in it"
+def test_files_are_short_and_plainly_named() -> None:
+    complaints = []
+    for path in FILES:
+        name, lines = path.relative_to(SRC), path.read_text().count("\n")
+        most = MAX_KERNEL_LINES if unit_of(path) == "kernels" else MAX_FILE_LINES
+        if lines > most:
+            complaints.append(f"{name}: {lines} lines, more than {most}: cut it where the subject changes")
+        if {word for part in name.with_suffix("").parts for word in part.split("_")} & VAGUE_NAMES:
+            complaints.append(f"{name}: name the file after what is in it")
+    assert not complaints, "\n".join(complaints)
 
 
 def test_no_file_imports_itself_by_a_detour() -> None:
