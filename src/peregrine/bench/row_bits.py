@@ -46,7 +46,7 @@ def _check(operation: Operation, threads: Sequence[int], quick: bool) -> Finding
             alone = _run(operation, [x[row : row + 1].clone() for x in operation.rows])
             if _first_difference([rows[row : row + 1] for rows in expected], alone) is not None:
                 return Finding(operation.name, row, "all rows")
-    batches = [(0, count, memory) for memory in MEMORY] + [(1, count, "plain")]
+    batches = [(0, count, memory) for memory in MEMORY] + [(1, count, "plain"), (0, 1, "plain")]
     few = [] if quick else [(0, 2, "plain"), (1, 4, "shifted"), (2, 7, "plain"), (3, 12, "plain"), (4, 22, "spread")]
     for number in threads:
         with _torch_threads(number):

@@ -151,6 +151,7 @@ def _attention(draw: _Draw) -> Iterator[Operation]:
     layers = {
         "dense": ((6, 2, 32), LayerAttention(0.2, None, None)),
         "sliding window": ((6, 2, 32), LayerAttention(0.2, 40, sinks)),
+        "narrow heads": ((4, 1, 24), LayerAttention(0.2, None, None)),
         "MLA": ((5, 1, 48, 32), LayerAttention(0.2, None, None)),
     }
     for backend in (TorchBackend(), NumbaBackend()):

@@ -18,6 +18,7 @@ from peregrine.config import MAX_NODES
 
 TILE = 16  # query rows (query tokens x heads of one KV head) per product
 BLOCK = 64  # key indices per product
+COLUMNS = 16  # columns of a product are filled up to a multiple of this
 SPAN = 8 * BLOCK  # key indices that share one running maximum
 MAX_PRODUCTS = 1024  # products of one call, unless one tile per lane and KV head is more; bounds memory
 LOWEST = -1e30  # below any score, yet finite: the difference of two of them is 0 and not NaN
@@ -187,7 +188,11 @@ def _visible(start: int, tiles: Tiles, blocks: int) -> Tensor:
 def _products(a: Tensor, b: Tensor, grid: tuple[int, ...]) -> Tensor:
     """a @ b for a grid of matrices, each product of one shape and one memory layout. -> [*grid, n, m]
 
-    Dimensions of size 1 are expanded. Libraries take other code paths for transposed or strided matrices.
+    Dimensions of size 1 are expanded. Libraries take other code paths for transposed or strided matrices. MKL splits
+    the columns of a single product between threads, and rounds differently where a piece fills no vectors: hence the
+    zeros.
     """
+    columns = b.shape[-1]
+    b = functional.pad(b, (0, -columns % COLUMNS)) if columns % COLUMNS else b
     left, right = (x.expand(*grid, -1, -1).reshape(-1, *x.shape[-2:]).contiguous() for x in (a, b))
-    return torch.bmm(left, right).view(*grid, a.shape[-2], b.shape[-1])
+    return torch.bmm(left, right)[..., :columns].reshape(*grid, a.shape[-2], columns)

@@ -24,6 +24,7 @@ _cpu = DeviceFile("peregrine.kernels.linear.cpu")
 _triton = DeviceFile("peregrine.kernels.linear.triton")
 
 CPU_TILE_ROWS = 16
+CPU_TILE_OUTPUTS = 64
 DEVICE_TILE_ROWS = 64  # an accelerator is bound by reading the weight, once per tile
 
 
@@ -89,7 +90,7 @@ class DenseWeight(WeightFormat):
         if x.is_cpu and not _library_takes(x.dtype):
             padded, weight, bias = padded.float(), weight.float(), None if bias is None else bias.float()
         starts = range(0, max(num_rows, 1), tile_rows)
-        tiles = [F.linear(padded[start : start + tile_rows], weight, bias) for start in starts]
+        tiles = [_tile_linear(padded[start : start + tile_rows], weight, bias) for start in starts]
         return torch.cat(tiles)[:num_rows].to(x.dtype)
 
 
@@ -113,6 +114,24 @@ def pack_weight(weight: Tensor, bias: Tensor | None = None) -> WeightFormat:
     elif weight.numel() and numba_ready(dense.weight, *(() if dense.bias is None else (dense.bias,))):
         packed = _cpu.PanelWeight.pack(dense)
     return packed
+
+
+def _tile_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The library's linear of one tile of rows.
+
+    MKL splits outputs between threads and rounds differently at the ends of pieces that fill no vectors. So on a CPU
+    the outputs past the last whole CPU_TILE_OUTPUTS are computed apart, filled up with zeros.
+    """
+    left = weight.shape[0] % CPU_TILE_OUTPUTS
+    if not left or not x.is_cpu:
+        return F.linear(x, weight, bias)
+    whole, missing = weight.shape[0] - left, CPU_TILE_OUTPUTS - left
+    last_bias = None if bias is None else F.pad(bias[whole:], (0, missing))
+    rest = F.linear(x, F.pad(weight[whole:], (0, 0, 0, missing)), last_bias)
+    if not whole:
+        return rest[:, :left]
+    first = F.linear(x, weight[:whole], None if bias is None else bias[:whole])
+    return torch.cat([first, rest[:, :left]], dim=1)
 
 
 @functools.cache
