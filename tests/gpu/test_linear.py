@@ -31,7 +31,7 @@ class Problem:
     weight: Tensor  # [N, K], or [2 N, K] with a gate
     bias: Tensor | None
     x: Tensor  # [300, K]
-    squares: Tensor  # [300] of the residual that x was prepared from
+    squares: Tensor  # [300, 2] of the residual that x was prepared from
     residual: Tensor  # [300, N]
     norm: Tensor  # [N]
 
@@ -55,7 +55,7 @@ class Problem:
         x, weight = self.x[rows].double(), self.weight.double()
         scale = torch.ones(len(x), 1, dtype=torch.float64, device=x.device)
         if self.part in ("scale", "gate"):
-            mean = self.squares[rows].double() / (UNIT * x.shape[1])
+            mean = self.squares[rows, 0].double() / (UNIT * x.shape[1])
             scale = (mean + EPS).rsqrt()[:, None]
         bias = 0.0 if self.bias is None else self.bias.double()
         total = x @ weight.T * scale + bias
@@ -95,8 +95,10 @@ def problem(request: pytest.FixtureRequest) -> Iterator[Problem]:
 
 
 def sums_of_squares(values: Tensor) -> Tensor:
-    """[M, H] -> [M] i64; squares are rounded to float32, fractions of a unit are dropped."""
-    return ((values.float() * values.float()).double() * UNIT).long().sum(dim=1)
+    """[M, H] -> [M, 2] i64, coarse and fine; squares are rounded to float32, fractions of a unit are dropped."""
+    squares = (values.float() * values.float()).double()
+    fine = torch.where(squares < 1, squares, 0.0) * 2.0**48
+    return torch.stack([(squares * UNIT).long().sum(dim=1), fine.long().sum(dim=1)], dim=1)
 
 
 def test_a_row_has_the_same_bits_in_any_company(problem: Problem) -> None:
@@ -124,7 +126,7 @@ def test_results_are_near_float64_and_near_the_twin(problem: Problem) -> None:
 def test_what_is_beside_a_sum_follows_from_it(problem: Problem) -> None:
     out, scaled, squares, stale = problem.run(slice(0, 200))
     assert torch.equal(scaled, (out.float() * problem.norm.float()).bfloat16())
-    assert torch.equal(squares, sums_of_squares(out))
+    assert torch.equal(squares[:, 0], sums_of_squares(out)[:, 0])
     assert not stale.any()
 
 

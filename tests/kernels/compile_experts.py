@@ -58,7 +58,7 @@ def compile_experts() -> None:
         down, router = TritonExperts(shape(count, hidden, inner)), TritonWeight(shape(rule.num_experts, hidden), None)
         norm = RMSNorm(shape(hidden), 1e-6)
         for rows in (4, 4096):
-            x, squares = shape(rows, hidden), shape(rows, dtype=torch.int64)
+            x, squares = shape(rows, hidden), shape(rows, 2, dtype=torch.int64)
             bias = shape(rule.num_experts, dtype=torch.float32) if rule.sigmoid else None
             residual = Residual(x, x, squares, squares, 1e-6)
             gate_up.add(down, residual, route(residual, router, rule, bias), norm)

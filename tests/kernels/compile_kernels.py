@@ -117,12 +117,12 @@ def compile_models() -> None:
         return torch.zeros(size, dtype=torch.bfloat16)
 
     rows, hidden, inner = 3, 2048, 8192
-    tokens, squares = torch.zeros(2, rows, dtype=torch.int64)
+    tokens, squares = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, 2, dtype=torch.int64)
     x, norm, many = half(rows, hidden), half(hidden), half(100, hidden)
     TritonWeight(half(WIDE_OUTPUTS, hidden), None).linear(x)
-    sums = torch.zeros(100, dtype=torch.int64)
+    sums = torch.zeros(100, 2, dtype=torch.int64)
     TritonWeight(half(inner, hidden), None).gated(Residual(many, many, sums, sums, 1e-5))
-    residual = Residual(x, x, squares, tokens, 1e-5)
+    residual = Residual(x, x, squares, torch.zeros_like(squares), 1e-5)
     TritonWeight(half(hidden, inner), half(hidden)).add(half(rows, inner), residual, RMSNorm(norm, 1e-5))
     residual_gpu.embed(tokens, half(99, hidden), norm)
     residual_gpu.finish_norm(x, squares, 1e-5)

@@ -164,7 +164,7 @@ def squares_of(values: Tensor) -> Tensor:
 def test_the_kernels_are_the_twin(choice: ExpertChoice, triton_experts: Experts) -> None:
     num_rows = len(choice.experts)
     values, norm, next_norm = draw(num_rows, HIDDEN, seed=3), draw(HIDDEN, seed=4), draw(HIDDEN, seed=5)
-    stale = squares_of(values)
+    stale = torch.stack([squares_of(values)] * 2, dim=1)
     residual = Residual(values, values * norm, stale, torch.zeros_like(stale), 1e-6)
     gate_up, down = triton_experts
     joined = gate_up.add(down, residual, choice, RMSNorm(next_norm, 1e-5))
@@ -173,7 +173,7 @@ def test_the_kernels_are_the_twin(choice: ExpertChoice, triton_experts: Experts)
     torch.testing.assert_close(joined.values, expected, rtol=1e-4, atol=1e-5)
     assert torch.equal(joined.normed, joined.values * next_norm)
     assert joined.squares is not None
-    assert torch.equal(joined.squares, squares_of(joined.values))
+    assert torch.equal(joined.squares[:, 0], squares_of(joined.values))
     assert joined.spare is not None
     assert joined.spare is stale
     assert not joined.spare.any()
@@ -191,7 +191,7 @@ def test_the_kernels_take_a_whole_norm_and_need_not_make_one(triton_experts: Exp
     normed = gate_up.add(down, Residual(residual, x), CHOICES["some"], RMSNorm(norm, 1e-6))
     assert torch.equal(normed.values, bare.values)
     assert normed.squares is not None
-    assert torch.equal(normed.squares, squares_of(bare.values))
+    assert torch.equal(normed.squares[:, 0], squares_of(bare.values))
 
 
 def whole_numbers(low: int, high: int, *size: int, seed: int = 0) -> Tensor:
@@ -307,3 +307,23 @@ def test_long_inputs_are_cut(triton_experts: Experts, monkeypatch: pytest.Monkey
     assert torch.equal(whole.squares, cut.squares)
     nothing = ExpertChoice(choice.experts[:0], choice.weights[:0])
     assert gate_up.add(down, Residual(x[:0], x[:0]), nothing, None).values.shape == (0, HIDDEN)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("size", [5e-4, 3e4], ids=["small", "large"])
+def test_norms_of_small_and_of_large_values_are_right(size: float, dtype: torch.dtype) -> None:
+    from peregrine.kernels.moe.triton import TritonExperts
+
+    values = (draw(9, HIDDEN).sign() * size).to(dtype)
+    gate_up, down = torch.zeros(NUM_EXPERTS, 2 * INNER, HIDDEN), torch.zeros(NUM_EXPERTS, HIDDEN, INNER)
+    norm = RMSNorm(torch.full((HIDDEN,), 3.0, dtype=dtype), 1e-7)
+    experts = TritonExperts(gate_up.to(dtype)), TritonExperts(down.to(dtype))
+    joined = experts[0].add(experts[1], Residual(values, values), CHOICES["some"], norm)
+    if joined.squares is None:
+        normed = joined.normed.double()
+    else:
+        mean = joined.squares[:, 1].double() / (2.0**48 * HIDDEN) if size < 1 else values.double().square().mean(dim=1)
+        normed = joined.normed.double() * (mean + 1e-7).rsqrt()[:, None]
+    exact = 3 * values.double() * (values.double().square().mean(dim=1, keepdim=True) + 1e-7).rsqrt()
+    torch.testing.assert_close(normed, exact, rtol=2.0**-7, atol=0.0)

@@ -63,6 +63,13 @@ def squares_of(values: Tensor) -> list[int]:
     return [sum(int(square * UNIT) for square in row) for row in squares.tolist()]
 
 
+def sums_of(values: Tensor) -> Tensor:
+    """[N, 2] i64: each row's sums of squares in coarse and in fine units; parts of a unit are dropped."""
+    squares = (values.float() * values.float()).double()
+    fine = torch.where(squares < 1, squares, 0.0) * 2.0**48
+    return torch.stack([(squares * 2.0**24).long().sum(dim=1), fine.long().sum(dim=1)], dim=1)
+
+
 def weights_of(shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
     return draw(*shape, seed=1) * shape[1] ** -0.5, draw(shape[0], seed=2)
 
@@ -114,7 +121,7 @@ def test_rows_may_lie_apart() -> None:
 
 def test_the_residual_may_lie_apart() -> None:
     x, weight, wide = whole(5, 96), whole(80, 96, seed=1), whole(5, 200, seed=2)
-    squares, stale = torch.zeros(2, 5, dtype=torch.int64)
+    squares, stale = torch.zeros(2, 5, 2, dtype=torch.int64)
     total, _ = add(x, weight, None, wide[:, :80], torch.ones(80), squares, stale)
     assert torch.equal(total, x @ weight.T + wide[:, :80])
 
@@ -135,7 +142,7 @@ def test_nothing_outside_the_outputs_is_written(shape: tuple[int, int]) -> None:
 def test_scaled_is_the_linear_of_the_norm(gate: bool, with_bias: bool, inputs: int) -> None:
     weight, bias = weights_of((160, inputs))
     values, norm = draw(17, inputs, seed=3) * 3, draw(inputs, seed=4)
-    squares = torch.tensor(squares_of(values))
+    squares = sums_of(values)
     wide = values.double()
     normed = wide / (wide.square().mean(dim=1, keepdim=True) + EPS).sqrt() * norm.double()
     exact = F.linear(normed, weight.double(), bias.double() if with_bias else None)
@@ -150,29 +157,29 @@ def test_scaled_is_the_linear_of_the_norm(gate: bool, with_bias: bool, inputs: i
 def test_adding_prepares_the_residual_for_its_next_norm(rows: int, shape: tuple[int, int]) -> None:
     weight, bias = weights_of(shape)
     x, residual, norm = draw(rows, shape[1]), draw(rows, shape[0], seed=5), draw(shape[0], seed=6)
-    squares, stale = torch.zeros(rows, dtype=torch.int64), torch.full((rows,), 99)
+    squares, stale = torch.zeros(rows, 2, dtype=torch.int64), torch.full((rows, 2), 99)
     total, prepared = add(x, weight, bias, residual, norm, squares, stale)
     plain = DenseWeight(weight, bias).linear(x) + residual
     torch.testing.assert_close(total, plain, rtol=1e-5, atol=1e-5)
     assert torch.equal(prepared, total * norm)
-    assert squares.tolist() == squares_of(total)
-    assert stale.tolist() == [0] * rows
+    assert squares[:, 0].tolist() == squares_of(total)
+    assert not stale.any()
 
 
 def test_squares_are_added_to_what_is_there() -> None:
     x, weight, residual = whole(5, 96), whole(80, 96, seed=1), whole(5, 80, seed=2)
-    squares = torch.arange(5)
+    squares = torch.arange(5)[:, None].repeat(1, 2)
     total, _ = add(x, weight, None, residual, torch.ones(80), squares, torch.zeros_like(squares))
-    assert squares.tolist() == [row + count for row, count in enumerate(squares_of(total))]
+    assert squares[:, 0].tolist() == [row + count for row, count in enumerate(squares_of(total))]
 
 
 def add_to(residual: Tensor) -> tuple[Tensor, list[int]]:
     """(prepared for the next norm, squares) of a residual to which nothing is added."""
     rows, size = residual.shape
-    squares = torch.zeros(rows, dtype=torch.int64)
+    squares = torch.zeros(rows, 2, dtype=torch.int64)
     nothing = torch.zeros(rows, 96), torch.zeros(size, 96), None
     _, prepared = add(*nothing, residual, torch.ones(size), squares, torch.zeros_like(squares))
-    return prepared, squares.tolist()
+    return prepared, squares[:, 0].tolist()
 
 
 @pytest.mark.parametrize("value", [2.0**17 + 1, 1e6, -1e30, float("inf"), float("nan")])
@@ -222,12 +229,12 @@ def test_long_inputs_are_cut_into_launches(shape: tuple[int, int], monkeypatch: 
         launch(kernel, grid, *arguments, **options)
 
     monkeypatch.setattr(gpu, "launch", counted)
-    squares, stale = torch.zeros(70, dtype=torch.int64), torch.full((70,), 7)
+    squares, stale = torch.zeros(70, 2, dtype=torch.int64), torch.full((70, 2), 7)
     total, prepared = add(x, weight, None, residual, norm, squares, stale)
     assert len(grids) == 3
     assert torch.equal(total, x @ weight.T + residual)
     assert torch.equal(prepared, total * norm)
-    assert squares.tolist() == squares_of(total)
+    assert squares[:, 0].tolist() == squares_of(total)
     assert not stale.any()
     values = scaled(x, squares, weight)
     alone = scaled(x[64:], squares[64:], weight)
@@ -240,12 +247,12 @@ def test_the_tile_changes_no_bit_of_what_is_exact(tile: Tile, split: int, monkey
     x, weight, bias = whole(21, 128), whole(80, 128, seed=1), whole(80, seed=2)
     residual, norm = whole(21, 80, seed=3), whole(80, seed=4)
     monkeypatch.setattr(gpu, "pick_tile", lambda *_: replace(tile, split=split))
-    squares, stale = torch.zeros(2, 21, dtype=torch.int64)
+    squares, stale = torch.zeros(2, 21, 2, dtype=torch.int64)
     total, prepared = add(x, weight, bias, residual, norm, squares, stale)
     expected = x @ weight.T + bias + residual
     assert torch.equal(total, expected)
     assert torch.equal(prepared, expected * norm)
-    assert squares.tolist() == squares_of(expected)
+    assert squares[:, 0].tolist() == squares_of(expected)
     if split > 1:
         assert not gpu._workspace(x.device)[1].any(), "the next launch counts from zero"
 

@@ -37,6 +37,13 @@ def squares_of(values: Tensor) -> list[int]:
     return [sum(int(square * UNIT) for square in row) for row in values.square().double().tolist()]
 
 
+def sums_of(values: Tensor) -> Tensor:
+    """[N, 2] i64: each row's sums of squares in coarse and in fine units; parts of a unit are dropped."""
+    squares = (values.float() * values.float()).double()
+    fine = torch.where(squares < 1, squares, 0.0) * 2.0**48
+    return torch.stack([(squares * 2.0**24).long().sum(dim=1), fine.long().sum(dim=1)], dim=1)
+
+
 EMBEDDING = draw(VOCAB, HIDDEN) * 3
 NORMS = [RMSNorm(draw(HIDDEN, seed=seed), EPS) for seed in range(3)]
 GATE_UP, DOWN, DOWN_BIAS = drawn(2 * INNER, HIDDEN, 1), drawn(HIDDEN, INNER, 2), draw(HIDDEN, seed=2)
@@ -54,21 +61,22 @@ def test_embedding_rows_are_prepared_for_a_norm(rows: int) -> None:
     values, scaled, squares, spare = gpu.embed(tokens, EMBEDDING, NORMS[0].weight)
     assert torch.equal(values, EMBEDDING[tokens])
     assert torch.equal(scaled, EMBEDDING[tokens] * NORMS[0].weight)
-    assert squares.tolist() == squares_of(values)
-    assert spare.tolist() == [0] * rows
+    assert torch.equal(squares, sums_of(values))
+    assert spare.shape == (rows, 2)
+    assert not spare.any()
 
 
 def test_a_value_too_large_to_count_spoils_its_row_and_no_other() -> None:
     embedding = torch.tensor([[1.0, 1e30, 0.5], [1.0, 2.0, 3.0]])
     _, scaled, squares, _ = gpu.embed(torch.tensor([0, 1]), embedding, torch.ones(3))
     assert scaled.isnan().tolist() == [[False, True, False], [False] * 3]
-    assert squares[1] == 14 * UNIT
+    assert squares[1, 0] == 14 * UNIT
 
 
 @pytest.mark.parametrize("rows", ROWS)
 def test_a_norm_is_finished(rows: int) -> None:
     values = draw(rows, HIDDEN) * 3
-    squares = torch.tensor(squares_of(values), dtype=torch.int64)
+    squares = sums_of(values)
     whole = F.rms_norm(values, (HIDDEN,), NORMS[0].weight, EPS)
     torch.testing.assert_close(gpu.finish_norm(values * NORMS[0].weight, squares, EPS), whole)
 
@@ -87,7 +95,7 @@ def test_layers_are_the_twins(rows: int, monkeypatch: pytest.MonkeyPatch) -> Non
     send_models_to_triton(monkeypatch)
     residual, gpu_hidden, gpu_scores = run()
     assert residual.squares is not None
-    assert residual.squares.tolist() == squares_of(residual.values)
+    assert residual.squares[:, 0].tolist() == squares_of(residual.values)
     torch.testing.assert_close(gpu_hidden, hidden, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(gpu_scores, scores, rtol=1e-4, atol=1e-5)
 
@@ -102,7 +110,7 @@ def test_sums_that_are_no_longer_read_serve_the_addition_after_next(monkeypatch:
     assert not second.spare.any()
     third = layer(second, NORMS[2])
     assert third.squares is first.squares
-    assert third.squares.tolist() == squares_of(third.values)
+    assert third.squares[:, 0].tolist() == squares_of(third.values)
 
 
 @pytest.mark.parametrize("norm", [NORMS[1], None], ids=["normed", "plain"])
@@ -126,7 +134,7 @@ def test_chosen_rows_go_on_as_they_would_among_others(monkeypatch: pytest.Monkey
     assert torch.equal(alone.values, residual.values[chosen])
     after = layer(alone, NORMS[1])
     assert after.squares is not None
-    assert after.squares.tolist() == squares_of(after.values)
+    assert after.squares[:, 0].tolist() == squares_of(after.values)
     torch.testing.assert_close(after.values, layer(residual, NORMS[1]).values[chosen], rtol=1e-5, atol=1e-5)
 
 
@@ -139,3 +147,28 @@ def test_a_residual_with_a_split_norm_is_added_to_once(monkeypatch: pytest.Monke
         pack_weight(LAST).linear_normed(residual)
     with pytest.raises(AssertionError, match="added to once"):
         pack_weight(DOWN, DOWN_BIAS).add(draw(5, INNER), residual, NORMS[1])
+
+
+def exact_norm(values: Tensor, norm: Norm) -> Tensor:
+    wide = values.double()
+    return wide * (wide.square().mean(dim=1, keepdim=True) + norm.eps).rsqrt() * norm.weight.double()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("size", [5e-4, 1.0, 3e4], ids=["small", "ordinary", "large"])
+def test_norms_of_small_and_of_large_values_are_right(
+    size: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At 5e-4 a square is four coarse units and a bit; at 3e4, times a weight of 3, float16 is infinite."""
+    spread = 0.8 + 0.4 * draw(VOCAB, HIDDEN, seed=1).abs().clamp(max=1)
+    embedding = (draw(VOCAB, HIDDEN).sign() * size * spread).to(dtype)
+    norm = RMSNorm((3 + 0.1 * draw(HIDDEN)).to(dtype), 1e-7)
+    nothing, zero = torch.zeros(5, INNER, dtype=dtype), torch.zeros(HIDDEN, INNER, dtype=dtype)
+    send_models_to_triton(monkeypatch)
+    first = embed_residual(torch.arange(5), embedding, norm)
+    # Two roundings; to bfloat16 the interpreter cuts off instead.
+    rtol = {torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9, torch.float32: 1e-5}[dtype]
+    torch.testing.assert_close(first.finish_norm().double(), exact_norm(embedding[:5], norm), rtol=rtol, atol=0.0)
+    added = pack_weight(zero).add(nothing, first, norm)  # the addition of nothing, which counts squares again
+    torch.testing.assert_close(added.finish_norm().double(), exact_norm(embedding[:5], norm), rtol=rtol, atol=0.0)
+    assert (added.squares is None) == (dtype is torch.float16)

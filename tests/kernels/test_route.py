@@ -187,7 +187,8 @@ def test_the_kernel_is_the_twin(rule: RoutingRule) -> None:
 def test_the_kernel_divides_by_the_norm_of_the_residual() -> None:
     rule, values = RULES["v3"], draw(3, 64, seed=2, spread=3.0)
     weight, norm = draw(rule.num_experts, 64, seed=1), draw(64, seed=3)
-    squares = (values.double().square().sum(dim=1) * 2**24).long()
+    coarse = (values.double().square().sum(dim=1) * 2**24).long()
+    squares = torch.stack([coarse, torch.zeros_like(coarse)], dim=1)
     normed = values / (values.square().mean(dim=1, keepdim=True) + 1e-6).sqrt() * norm
     twin = route(Residual(normed, normed), pack_router(weight), rule, bias_of(rule))
     found = on_gpu(values * norm, weight, rule, squares)

@@ -167,7 +167,7 @@ def time_tile(shape: WeightShape, tile: Tile, dtype: torch.dtype, device: torch.
     weights = torch.randn(copies, height, shape.inputs, device=device, dtype=dtype)
     x = torch.randn(tile.rows, shape.inputs, device=device, dtype=dtype)
     out = torch.empty(tile.rows, shape.outputs, device=device, dtype=dtype)
-    squares = torch.full((tile.rows,), shape.inputs << 24, device=device)
+    squares = torch.full((tile.rows, 2), shape.inputs << 24, device=device)
     scale = (squares, 1e-5) if shape.gate else None
 
     def every_copy() -> list[Tensor]:

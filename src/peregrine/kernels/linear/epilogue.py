@@ -7,7 +7,7 @@ round: ROW_AXIS is the axis of a tile along which its rows (tokens) lie, 0 in Tr
 import triton
 import triton.language as tl
 
-from peregrine.kernels.residual.triton import counted_square, root_mean_square, weighted
+from peregrine.kernels.residual.triton import counted_square, fine_square, is_small, root_mean_square, weighted
 
 
 @triton.jit
@@ -55,8 +55,9 @@ def finish_outputs(  # type: ignore[no-untyped-def]
     """Scale, bias, gate, residual, and the first half of the next norm; arguments are those of `linear_kernel`."""
     COL_AXIS: tl.constexpr = 1 - ROW_AXIS
     if SCALE:
-        scale = 1.0 / root_mean_square(tl.load(squares + rows, mask=rows < M, other=0), eps, K)
-        scale = tl.expand_dims(scale, COL_AXIS)
+        coarse = tl.load(squares + 2 * rows, mask=rows < M, other=0)
+        fine = tl.load(squares + 2 * rows + 1, mask=rows < M, other=0)
+        scale = tl.expand_dims(1.0 / root_mean_square(coarse, fine, eps, K), COL_AXIS)
         total = total * scale
     if BIAS:
         total += tl.expand_dims(tl.load(bias + cols % N).to(tl.float32), ROW_AXIS)
@@ -78,6 +79,10 @@ def finish_outputs(  # type: ignore[no-untyped-def]
         weights = tl.expand_dims(tl.load(norm + cols % N).to(tl.float32), ROW_AXIS)
         prepared = weighted(value, weights)
         tl.store(scaled + places, prepared.to(out.dtype.element_ty), mask=inside)
-        tl.atomic_add(next_squares + rows, tl.sum(counted_square(value), axis=COL_AXIS), mask=rows < M, sem="relaxed")
+        coarse = tl.sum(counted_square(value), axis=COL_AXIS)
+        tl.atomic_add(next_squares + 2 * rows, coarse, mask=rows < M, sem="relaxed")
+        fine = tl.sum(fine_square(value), axis=COL_AXIS)
+        tl.atomic_add(next_squares + 2 * rows + 1, fine, mask=(rows < M) & is_small(coarse, N), sem="relaxed")
         if tl.program_id(0) == 0:
-            tl.store(stale_squares + rows, 0, mask=rows < M)
+            tl.store(stale_squares + 2 * rows, 0, mask=rows < M)
+            tl.store(stale_squares + 2 * rows + 1, 0, mask=rows < M)

@@ -22,7 +22,7 @@ from torch import Tensor
 from peregrine.kernels.linear.epilogue import finish_outputs, merge_split
 from peregrine.kernels.linear.reference import DenseWeight
 from peregrine.kernels.linear.tiles import MAX_ROWS, SPLIT_DEPTH, Room, Tile, pick_tile, workspace_sizes
-from peregrine.kernels.residual import Norm, Residual, add_to_residual
+from peregrine.kernels.residual import Norm, Residual, add_to_residual, splits_norm
 from peregrine.kernels.runtime.gpu import dense_rows, is_hopper, launch, shared_bytes
 from peregrine.kernels.runtime.pdl import enter
 
@@ -45,7 +45,7 @@ class TritonWeight(DenseWeight):
 
     def add(self, x: Tensor, residual: Residual, norm: Norm | None) -> Residual:
         """The residual plus the linear of x [N, I], prepared for the norm that comes next."""
-        if norm is None:
+        if not splits_norm(norm, residual.values):
             return add_to_residual(self.linear(x), residual, norm)
         before = residual.values.contiguous()
         values, scaled = torch.empty_like(before), torch.empty_like(before)
@@ -66,8 +66,8 @@ class Addition:
     residual: Tensor  # [M, N]
     norm: Tensor  # [N] weight of the next norm
     scaled: Tensor  # [M, N] result: the sum times the norm's weight
-    squares: Tensor  # [M] i64 result: the sum's squares are added to it
-    stale_squares: Tensor  # [M] i64 result: zeros
+    squares: Tensor  # [M, 2] i64 result: the sum's squares are added to it
+    stale_squares: Tensor  # [M, 2] i64 result: zeros
 
     def pointers(self, rows: slice) -> tuple[Tensor, ...]:
         """The kernel's arguments for some rows."""
@@ -161,12 +161,12 @@ def linear_kernel(  # type: ignore[no-untyped-def]
     weight,  # [N, K], or [2 N, K] with GATE
     bias,  # [N] or [2 N]
     out,  # [M, N]
-    squares,  # [M] i64 of the residual that x was prepared from, with SCALE
+    squares,  # [M, 2] i64 of the residual that x was prepared from, with SCALE
     residual,  # [M, N], and the five below: with ADD
     norm,  # [N] weight of the norm that comes next
     scaled,  # [M, N] out * norm
-    next_squares,  # [M] i64, zero before
-    stale_squares,  # [M] i64 not read any more: set to zero, for the next addition
+    next_squares,  # [M, 2] i64, zero before
+    stale_squares,  # [M, 2] i64 not read any more: set to zero, for the next addition
     partial,  # [tiles, SPLIT, ROWS * COLS] f32
     arrived,  # [tiles] i32, all zero before and after
     M,

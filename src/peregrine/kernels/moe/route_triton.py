@@ -127,7 +127,7 @@ def logits_kernel(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["N"])
 def route_kernel(  # type: ignore[no-untyped-def]
     parts,  # [SPLIT, N, E] f32
-    squares,  # [N] i64
+    squares,  # [N, 2] i64
     bias,  # [E] f32
     experts,  # [N, CHOICES] i32
     weights,  # [N, CHOICES] f32
@@ -161,7 +161,7 @@ def route_kernel(  # type: ignore[no-untyped-def]
     for part in tl.static_range(1, SPLIT):
         logit += tl.load(parts + (part * N + row) * E + index, mask=inside, other=0.0)
     if SCALE:
-        logit = logit * (1.0 / root_mean_square(tl.load(squares + row), eps, H))
+        logit = logit * (1.0 / root_mean_square(tl.load(squares + 2 * row), tl.load(squares + 2 * row + 1), eps, H))
     if SIGMOID:
         score = 1.0 / (1.0 + tl.exp(-logit))
     else:

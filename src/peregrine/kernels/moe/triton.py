@@ -23,8 +23,8 @@ from torch import Tensor
 from peregrine.kernels.linear.tiles import Room, Tile
 from peregrine.kernels.moe.reference import ExpertChoice, ExpertFormat
 from peregrine.kernels.moe.tiles import DIRECT_ROWS, pick_expert_tiles
-from peregrine.kernels.residual import Norm, Residual
-from peregrine.kernels.residual.triton import counted_square, root_mean_square, weighted
+from peregrine.kernels.residual import Norm, Residual, splits_norm, start_residual
+from peregrine.kernels.residual.triton import counted_square, fine_square, is_small, root_mean_square, weighted
 from peregrine.kernels.runtime.gpu import dense_rows, launch, shared_bytes
 from peregrine.kernels.runtime.pdl import enter
 
@@ -65,8 +65,10 @@ class TritonExperts(ExpertFormat):
             own_scale = None if scale is None else (scale[0][rows], scale[1])
             outputs = expert_outputs(residual.normed[rows], own_scale, own, self.weight, down.weight)
             made = values[rows], scaled[rows], squares[rows], stale[rows]
-            combine(outputs, before[rows], None if norm is None else norm.weight, made)
-        return Residual(values, values) if norm is None else Residual(values, scaled, squares, stale, norm.eps)
+            combine(outputs, before[rows], norm.weight if splits_norm(norm, before) else None, made)
+        if splits_norm(norm, before):
+            return Residual(values, scaled, squares, stale, norm.eps)
+        return start_residual(values, norm)
 
 
 def expert_outputs(
@@ -127,7 +129,7 @@ def block_kernel(  # type: ignore[no-untyped-def]
     experts,  # [P] i32
     order,  # [P] i32
     blocks,  # [1 + 3 * most] i32
-    squares,  # [rows] i64 of the residual, with SCALE
+    squares,  # [rows, 2] i64 of the residual, with SCALE
     factors,  # [P] f32 weights of the pairs
     x_stride,
     P,
@@ -163,7 +165,8 @@ def block_kernel(  # type: ignore[no-untyped-def]
     x_places = x + rows.to(tl.int64)[None, :] * x_stride + depth[:, None]
     # What a row is multiplied by is loaded before the loop; after it, every program would wait for the load.
     if SCALE:
-        square = tl.load(squares + rows, mask=live, other=0)
+        coarse = tl.load(squares + 2 * rows, mask=live, other=0)
+        fine = tl.load(squares + 2 * rows + 1, mask=live, other=0)
     if not GATE:
         factor = tl.load(factors + pairs, mask=live, other=0.0)
     total = tl.zeros((COLS, ROWS), tl.float32)
@@ -175,7 +178,7 @@ def block_kernel(  # type: ignore[no-untyped-def]
             up = tl.dot(tl.load(w_places + N * K + start), values, up, input_precision="ieee")
     total, up = tl.trans(total), tl.trans(up)  # [ROWS, COLS]
     if SCALE:
-        scale = (1.0 / root_mean_square(square, eps, K))[:, None]
+        scale = (1.0 / root_mean_square(coarse, fine, eps, K))[:, None]
         total, up = total * scale, up * scale
     total = total * tl.sigmoid(total) * up if GATE else total * factor[:, None]
     out_places = pairs.to(tl.int64)[:, None] * N + cols[None, :]
@@ -200,8 +203,8 @@ def combine_kernel(  # type: ignore[no-untyped-def]
     norm,  # [H]
     out,  # [N, H]
     scaled,  # [N, H]
-    next_squares,  # [N] i64
-    stale_squares,  # [N] i64
+    next_squares,  # [N, 2] i64
+    stale_squares,  # [N, 2] i64
     H: tl.constexpr,
     CHOICES: tl.constexpr,
     NORM: tl.constexpr,
@@ -225,9 +228,12 @@ def combine_kernel(  # type: ignore[no-untyped-def]
     if NORM:
         value = result.to(tl.float32)
         tl.store(scaled + row * H + cols, weighted(value, norms).to(out.dtype.element_ty), mask=inside)
-        tl.atomic_add(next_squares + row, tl.sum(counted_square(value)), sem="relaxed")
+        coarse, fine = tl.sum(counted_square(value)), tl.sum(fine_square(value))
+        tl.atomic_add(next_squares + 2 * row, coarse, sem="relaxed")
+        tl.atomic_add(next_squares + 2 * row + 1, fine, mask=is_small(coarse, H), sem="relaxed")
         if tl.program_id(0) == 0:
-            tl.store(stale_squares + row, tl.zeros((), tl.int64))
+            tl.store(stale_squares + 2 * row, tl.zeros((), tl.int64))
+            tl.store(stale_squares + 2 * row + 1, tl.zeros((), tl.int64))
 
 
 def most_blocks(num_pairs: int, num_experts: int, rows: int) -> int:

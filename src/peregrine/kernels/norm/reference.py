@@ -37,9 +37,13 @@ def rms_norm_torch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(rms_norm of the sum, the sum) of x [N, H] and residual [N, H]."""
-    kernel = _cpu.add_rms_norm if numba_ready(x, residual, weight) else add_rms_norm_torch
-    both: tuple[Tensor, Tensor] = kernel(x, residual, weight, eps)
-    return both
+    if numba_ready(x, residual, weight):
+        both: tuple[Tensor, Tensor] = _cpu.add_rms_norm(x, residual, weight, eps)
+        return both
+    if triton_ready(x):
+        total = x + residual
+        return rms_norm(total, weight, eps), total
+    return add_rms_norm_torch(x, residual, weight, eps)
 
 
 def add_rms_norm_torch(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -1,5 +1,12 @@
 """The residual stream of a decoder, prepared for its next norm."""
 
-from peregrine.kernels.residual.reference import Norm, Residual, add_to_residual, embed_residual, start_residual
+from peregrine.kernels.residual.reference import (
+    Norm,
+    Residual,
+    add_to_residual,
+    embed_residual,
+    splits_norm,
+    start_residual,
+)
 
-__all__ = ["Norm", "Residual", "add_to_residual", "embed_residual", "start_residual"]
+__all__ = ["Norm", "Residual", "add_to_residual", "embed_residual", "splits_norm", "start_residual"]

@@ -7,11 +7,12 @@ CPU the addition and the norm are one kernel. On a GPU the norm is split between
     the layer that reads     multiplies that product and divides each row by its root mean square
 
 Sums of squares are whole numbers of 1 / SQUARE_UNIT: integers may be added in any order, so the programs that compute
-parts of a row need not wait for each other, and a row's bits do not depend on them.
+parts of a row need not wait for each other, and a row's bits do not depend on them. That unit is too coarse for a row
+whose mean square is below SMALL_MEAN, so squares are also counted in 1 / FINE_UNIT, and such a row is divided by those.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -23,7 +24,8 @@ from peregrine.kernels.runtime.gpu import triton_ready
 
 _triton = DeviceFile("peregrine.kernels.residual.triton")
 
-SQUARE_UNIT = 2.0**24
+SQUARE_UNIT, FINE_UNIT = 2.0**24, 2.0**48
+SMALL_MEAN = 2.0**-16  # above it, what SQUARE_UNIT drops changes the norm by less than 2**-9
 # Largest square of one value; a larger one is made NaN, so that its request ends with an error. A row's sum holds 32.
 MAX_SQUARE = 2.0**34
 
@@ -49,8 +51,8 @@ class Residual:
 
     values: Tensor  # [N, H]
     normed: Tensor  # [N, H] the norm of the values; if it is split, the values times the norm's weight
-    squares: Tensor | None = None  # [N] i64 sums of the values' squares; None: the norm is complete
-    spare: Tensor | None = None  # [N] i64 zeros, for the squares of the next addition
+    squares: Tensor | None = None  # [N, 2] i64 sums of squares, coarse and fine; None: the norm is complete
+    spare: Tensor | None = None  # [N, 2] i64 zeros, for the squares of the next addition
     eps: float = 0.0
     is_taken: bool = False
 
@@ -61,12 +63,12 @@ class Residual:
         return None if self.squares is None else (self.squares, self.eps)
 
     def take_sums(self) -> tuple[Tensor, Tensor]:
-        """Two buffers [N] i64 for an addition: zeros to count its squares in, and one to set to zero.
+        """Two buffers [N, 2] i64 for an addition: zeros to count its squares in, and one to set to zero.
 
         The second holds this residual's own squares, which nothing may read after the addition.
         """
         if self.squares is None or self.spare is None:
-            zeros, unused = torch.zeros(2, len(self.values), dtype=torch.int64, device=self.values.device)
+            zeros, unused = torch.zeros(2, len(self.values), 2, dtype=torch.int64, device=self.values.device)
             return zeros, unused
         assert not self.is_taken, "a residual with a split norm can be added to once"
         self.is_taken = True
@@ -95,10 +97,15 @@ def start_residual(values: Tensor, norm: Norm | None) -> Residual:
 
 def embed_residual(tokens: Tensor, embedding: Tensor, norm: Norm | None) -> Residual:
     """The residual stream of tokens [N]: rows of embedding [V, H]."""
-    if norm is None or not triton_ready(embedding) or _needs_gradient(embedding, norm.weight):
+    if not triton_ready(embedding) or not splits_norm(norm, embedding) or _needs_gradient(embedding, norm.weight):
         return start_residual(F.embedding(tokens, embedding), norm)
     values, scaled, squares, spare = _triton.embed(tokens, embedding, norm.weight)
     return Residual(values, scaled, squares, spare, norm.eps)
+
+
+def splits_norm(norm: Norm | None, values: Tensor) -> TypeGuard[Norm]:
+    """Whether a norm is split on a GPU: not in float16, in which a large value times the norm's weight is infinite."""
+    return norm is not None and values.dtype is not torch.float16
 
 
 def add_to_residual(update: Tensor, residual: Residual, norm: Norm | None) -> Residual:

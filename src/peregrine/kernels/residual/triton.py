@@ -10,6 +10,8 @@ from peregrine.kernels.runtime.gpu import launch
 from peregrine.kernels.runtime.pdl import enter
 
 SQUARE_UNIT, MAX_SQUARE = tl.constexpr(reference.SQUARE_UNIT), tl.constexpr(reference.MAX_SQUARE)
+FINE_UNIT = tl.constexpr(reference.FINE_UNIT)
+SMALL_UNITS = tl.constexpr(int(reference.SMALL_MEAN * reference.SQUARE_UNIT))  # coarse units of a small row, per value
 
 
 @triton.jit
@@ -20,15 +22,30 @@ def weighted(value, weight):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def counted_square(value):  # type: ignore[no-untyped-def]
-    """The square of a value f32 in units, to be added up. i64"""
+    """The square of a value f32 in coarse units, to be added up. i64"""
     square = value * value
     return (tl.where(square <= MAX_SQUARE, square, 0.0) * SQUARE_UNIT).to(tl.int64)
 
 
 @triton.jit
-def root_mean_square(squares, eps, H: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Second half: what rows of H values are divided by, from their sums of squares."""
-    return tl.sqrt_rn(squares.to(tl.float32) / (H * SQUARE_UNIT) + eps)
+def fine_square(value):  # type: ignore[no-untyped-def]
+    """The square of a value f32 in fine units, to be added up; 0 if it is too large for a small row. i64"""
+    square = value * value
+    return (tl.where(square < 1.0, square, 0.0) * FINE_UNIT).to(tl.int64)
+
+
+@triton.jit
+def is_small(coarse, H: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Whether a row of H values may be so small that its fine sum is needed, from its coarse sum or a part of it."""
+    return coarse < H * SMALL_UNITS
+
+
+@triton.jit
+def root_mean_square(coarse, fine, eps, H: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Second half of a norm: what rows of H values are divided by, from their sums of squares."""
+    mean = coarse.to(tl.float32) / (H * SQUARE_UNIT)
+    mean = tl.where(is_small(coarse, H), fine.to(tl.float32) / (H * FINE_UNIT), mean)
+    return tl.sqrt_rn(mean + eps)
 
 
 @triton.jit
@@ -45,8 +62,10 @@ def embed_kernel(  # type: ignore[no-untyped-def]
     tl.store(values + row * H + places, value, mask=inside)
     wide = value.to(tl.float32)
     tl.store(scaled + row * H + places, weighted(wide, weights).to(scaled.dtype.element_ty), mask=inside)
-    tl.store(squares + row, tl.sum(counted_square(wide), axis=0))
-    tl.store(spare + row, tl.zeros((), tl.int64))
+    tl.store(squares + 2 * row, tl.sum(counted_square(wide), axis=0))
+    tl.store(squares + 2 * row + 1, tl.sum(fine_square(wide), axis=0))
+    tl.store(spare + 2 * row, tl.zeros((), tl.int64))
+    tl.store(spare + 2 * row + 1, tl.zeros((), tl.int64))
 
 
 @triton.jit
@@ -57,7 +76,7 @@ def finish_norm_kernel(  # type: ignore[no-untyped-def]
     row = tl.program_id(0)
     places = tl.arange(0, BLOCK)
     inside = places < H
-    divisor = root_mean_square(tl.load(squares + row), eps, H)
+    divisor = root_mean_square(tl.load(squares + 2 * row), tl.load(squares + 2 * row + 1), eps, H)
     value = tl.load(scaled + row * H + places, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * H + places, (value / divisor).to(out.dtype.element_ty), mask=inside)
 
@@ -66,7 +85,7 @@ def embed(tokens: Tensor, embedding: Tensor, norm: Tensor) -> tuple[Tensor, Tens
     """(values, values * norm, squares, zeros) of tokens [N] in embedding [V, H]."""
     num_rows, size = tokens.shape[0], embedding.shape[1]
     values, scaled = embedding.new_empty(num_rows, size), embedding.new_empty(num_rows, size)
-    squares, spare = torch.empty(2, num_rows, dtype=torch.int64, device=tokens.device)
+    squares, spare = torch.empty(2, num_rows, 2, dtype=torch.int64, device=tokens.device)
     if num_rows:
         pointers = tokens, embedding, norm, values, scaled, squares, spare
         launch(embed_kernel, (num_rows,), *pointers, H=size, BLOCK=triton.next_power_of_2(size), pdl=True)
