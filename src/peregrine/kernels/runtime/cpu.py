@@ -21,15 +21,7 @@ from torch import Tensor
 
 NUMBA_PRESENT = importlib.util.find_spec("numba") is not None
 FLOAT32 = torch.float32
-COMPILED = (
-    "linear.cpu",
-    "norm.cpu",
-    "rope.cpu",
-    "activation.cpu",
-    "attention.cpu",
-    "sampling.cpu",
-    "round.cpu",
-)
+COMPILED = ("linear.cpu", "norm.cpu", "rope.cpu", "activation.cpu", "attention.cpu", "sampling.cpu", "round.cpu")
 PIECES_PER_THREAD = 4  # enough to even out threads of unlike speed; long pieces read memory faster
 
 
