@@ -50,7 +50,7 @@ lint: $(STAMP)
 
 test: lint browser
 	@echo "[tests] pytest, $(JOBS) workers"
-	@$(PY) -m pytest -q -n $(JOBS)
+	@$(PY) -m pytest -q -n $(JOBS) --dist worksteal
 
 format: $(STAMP)
 	@$(PY) -m ruff check --fix --quiet src tests || true
