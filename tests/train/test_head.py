@@ -10,6 +10,7 @@ from peregrine.attention import LayerAttention
 from peregrine.attention.torch_backend import TorchBackend
 from peregrine.cache.store import KVStore
 from peregrine.errors import ConfigError
+from peregrine.kernels.round import slots_of
 from peregrine.models.draft_heads import load_head, save_head
 from peregrine.models.loading import load_decoder
 from peregrine.spec.bound import BoundModel
@@ -78,7 +79,9 @@ def chain_states(target, head, tokens, index, steps):  # type: ignore[no-untyped
 
     def metadata(first: int, count: int):  # type: ignore[no-untyped-def]
         positions = torch.arange(first, first + count)[None]
-        return pages.uniform(positions, torch.tensor([first]), pages.slots(positions))
+        return pages.uniform(
+            positions, torch.tensor([first]), slots_of(positions, pages.table, pages.page_size).view(-1)
+        )
 
     before = metadata(0, index)
     _, taps = bound.read(tokens[:index], before, head.taps)

@@ -36,6 +36,6 @@ class BoundModel:
         return self.decoder.forward(tokens, metadata.positions, self.bind(metadata), taps)
 
     def fill(self, tokens: Tensor, metadata: AttentionMetadata, taps: Sequence[int]) -> Tensor | None:
-        """Read a window for its keys, values and taps alone: the last layer answers no query unless tapped."""
-        nobody = tokens[:0]
-        return self.decoder.forward(tokens, metadata.positions, self.bind(metadata), taps, nobody)[1]
+        """Read a window for its keys, values and taps alone: the last layer's output is computed only if tapped."""
+        no_rows = tokens[:0]
+        return self.decoder.forward(tokens, metadata.positions, self.bind(metadata), taps, no_rows)[1]

@@ -1,4 +1,4 @@
-"""What the target says at every node of the window; the path of drafts that agrees with it will be accepted."""
+"""The target's token after every node of the window; drafts that equal it are accepted."""
 
 from collections.abc import Callable
 

@@ -1,6 +1,6 @@
-"""How a drafter's network takes in tokens: draft heads read beside the target, a draft model reads on its own.
+"""Draft networks: a draft head reads the target's hidden states, a draft model reads tokens alone.
 
-A reader absorbs what the target has read, leaves the hidden state of each row's newest entry, and then steps over
+A reader absorbs what the target has read, returns the hidden state of each row's newest entry, and then steps over
 guessed tokens. Place 0 of its look-ahead is `first_place` past the newest cached token.
 """
 

@@ -1,4 +1,4 @@
-"""Every way to guess, by name. A new drafter is a file beside this one and a line in DRAFTERS."""
+"""Drafters by name. A new drafter is a file beside this one and a line in DRAFTERS."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,9 +1,9 @@
 """One speculative round, start to finish.
 
 verify    the target scores the window [newest token, drafts] in one forward over paged KV
-judge     the target says its token after every node
-commit    the path of drafts that agrees is accepted, its end's token is the bonus; lengths, history and endings
-          move on the device; rejected KV lies past the end and is overwritten
+judge     the target's token after every node is chosen
+commit    the path of drafts that equal the choices is accepted, and the choice at its end is the bonus; lengths,
+          history and done flags are updated on the device; rejected KV lies past the end and is overwritten
 propose   the drafter reads the accepted path, then guesses past its newest token
 
 Plain decoding is a round with no drafts. A CPU calls this function; a GPU captures this very call as one CUDA

@@ -7,15 +7,7 @@ from torch import Tensor
 
 from peregrine.attention.metadata import AttentionMetadata
 from peregrine.attention.window import Window
-from peregrine.kernels.round import (
-    AheadPlaces,
-    PathPlaces,
-    WindowPlaces,
-    ahead_places,
-    path_places,
-    slots_of,
-    window_places,
-)
+from peregrine.kernels.round import AheadPlaces, PathPlaces, WindowPlaces, ahead_places, path_places, window_places
 
 
 def even_starts(num_rows: int, max_q_len: int, device: torch.device | str) -> Tensor:
@@ -32,10 +24,6 @@ class RowPages:
     page_size: int
     max_len: int  # positions stop below this
     starts: Tensor  # [max_q_len, R + 1] i64, from `even_starts`
-
-    def slots(self, places: Tensor) -> Tensor:
-        """The slot of each place of each row: [R, n] -> [R * n]."""
-        return slots_of(places, self.table, self.page_size).view(-1)
 
     def window(self, past_lens: Tensor, depths: Tensor) -> WindowPlaces:
         """Where the target reads nodes of these depths [R, T]."""

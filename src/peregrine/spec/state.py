@@ -1,7 +1,7 @@
 """What is carried between rounds, in device buffers with one line per seat.
 
 Seats are compact: the rows of a round are always the first R seats, so a round reads and writes plain slices of
-these buffers and gathers nothing. A seat that nobody holds is a pad: ended, on the scratch page, one token long.
+these buffers and gathers nothing. An unused seat is a pad: ended, on the scratch page, one token long.
 
     history  | prompt tokens ............ | committed tokens ... newest |  later: garbage
     places   0                        prompt_len                   past_len
@@ -79,12 +79,12 @@ class RowState:
         return Context(self.history, self.prompt_lens, past_lens + 1, self.window_tokens, self.links.ancestors)
 
     def nodes(self) -> Nodes:
-        """The windows as the judge sees them."""
+        """The windows with their links, to be judged."""
         links = self.links
         return Nodes(self.window_tokens, links.parents, links.depths, links.ancestors, self.offered)
 
     def commit(self, choices: Tensor) -> Verdict:
-        """Judge the windows by the target's choices [R, T] and move every row past what it accepted."""
+        """Judge the windows by the target's choices [R, T] and append what each row accepted."""
         ends = Ends(self.past_lens, self.limits, self.sampling.stop_ids, self.done)
         return commit(choices, self.nodes(), ends, self.history, self.shape.depth)
 
@@ -107,7 +107,7 @@ class SeatState:
         pads = {name: pad_line(pad, size, device) for name, (pad, size) in self._fields().items()}
         if not shape.is_chain:  # a chain's links never change and one row serves all seats; a tree's change each round
             pads |= {name: line[0] for name, line in zip(LINKS, self._chain.fields(), strict=True)}
-        self._pads = pads  # what a seat's line holds while nobody has the seat
+        self._pads = pads  # the line of an unused seat
         self._buffers = {name: pad.expand(seats, *pad.shape).clone() for name, pad in pads.items()}
         self._views: dict[Rows, RowState] = {}
 

@@ -1,4 +1,4 @@
-"""The nouns of speculative decoding: the shape of a window, its links, drafts, and what a drafter is told."""
+"""Types of speculative decoding: the shape of a window, its links, drafts, and what a drafter is given."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,7 +13,7 @@ from peregrine.spec.row_pages import RowPages
 
 @dataclass(frozen=True, slots=True)
 class DraftShape:
-    """How far and how wide a drafter guesses; fixed for the life of an engine."""
+    """How deep and how wide a drafter guesses; fixed for the life of an engine."""
 
     depth: int  # K: drafts on the longest path; 0 is plain decoding
     width: int  # children a node may have; 1 is a chain
@@ -36,7 +36,7 @@ class DraftShape:
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """How the nodes of each row's window hang together; node 0 is the root, parents come before children."""
+    """The tree of each row's window; node 0 is the root, parents come before children."""
 
     parents: Tensor  # [R, T] i64, the root's is itself
     depths: Tensor  # [R, T] i64
@@ -73,7 +73,7 @@ class Drafts:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What the target has just read and said, for the drafter to read after it. W = K + 1."""
+    """What a round gives the drafter: the accepted path, the tokens after it, and the state. W = K + 1."""
 
     next_tokens: Tensor  # [R, W]  the token that follows each node of the path; past the newest valid, meaningless ids
     taps: Tensor | None  # [R, W, taps * H]
@@ -96,10 +96,10 @@ class Chunk:
 
 
 class Drafter(Protocol):
-    """A way to guess. It can only change speed: the target decides every token."""
+    """Guesses tokens. It can only change speed: the target decides every token."""
 
     shape: DraftShape
-    taps: tuple[int, ...]  # which of the target's hidden states it wants
+    taps: tuple[int, ...]  # the target's hidden states that it reads
     reads_next_token: bool  # its cache at a position depends on the token after it (draft heads)
 
     def absorb(self, chunk: Chunk) -> None:

@@ -1,4 +1,4 @@
-"""Choices bent for benchmarks, so that as many drafts are accepted as a draw says, whatever the models think."""
+"""Simulated acceptance for benchmarks: choices are changed so that a drawn number of drafts is accepted."""
 
 import math
 
@@ -19,7 +19,7 @@ def bend_choices(
     """Choices [R, T] that accept the first chain of each window: from every node to its first child.
 
     How far is drawn from a hash of the row's seed and past length, with the mean `accept`, the bonus counted. The
-    bonus is what was chosen there, or the next id that is none of the drafts that would go on.
+    bonus is the choice at the last accepted node, or the next id that none of its children has.
     """
     bend = _triton.bend_choices if triton_ready(choices) else bend_choices_torch
     bent: Tensor = bend(choices, nodes, past_lens, seeds, accept, vocab_size)
@@ -29,7 +29,7 @@ def bend_choices(
 def bend_choices_torch(
     choices: Tensor, nodes: Nodes, past_lens: Tensor, seeds: Tensor, accept: float, vocab_size: int
 ) -> Tensor:
-    """The twin."""
+    """The torch twin of `bend_choices`."""
     whole, part = math.floor(accept), accept - math.floor(accept)
     order = torch.arange(choices.shape[1], device=choices.device)
     draws = random_bits(seeds, past_lens[:, None], order[:1])[:, 0]  # [R, 1] in [0, 2^32)

@@ -1,4 +1,4 @@
-"""Choices bent for benchmarks as one Triton kernel, one program per row; see `simulated.py`."""
+"""Simulated acceptance for benchmarks as one Triton kernel, one program per row; see `accept.py`."""
 
 import math
 
@@ -16,7 +16,7 @@ from peregrine.kernels.sampling.triton import key_of, random_bits
 def bend_choices(
     choices: Tensor, nodes: Nodes, past_lens: Tensor, seeds: Tensor, accept: float, vocab_size: int
 ) -> Tensor:
-    """As the twin's."""
+    """Choices [R, T] that accept a drawn number of drafts; see accept.py."""
     num_rows, num_nodes = choices.shape
     whole = math.floor(accept)
     bent = torch.empty_like(choices)

@@ -1,4 +1,4 @@
-"""Judge and commit, compiled: a few words per row, where the torch twin needs some sixty small operations."""
+"""The verdict compiled for the CPU: one pass over a row, where the torch twin needs some sixty small operations."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from peregrine.kernels.runtime.cpu_jit import bytes_at, claim, cpu_kernel, longs
 
 
 def commit(choices: Tensor, nodes: Nodes, ends: Ends, history: Tensor, depth: int) -> Tensor:
-    """The verdict's table [R, HEADER + 2 W] for choices [R, T]; history, ends and roots move on in place."""
+    """The verdict's table [R, HEADER + 2 W]; history, past lengths, done flags and roots are written in place."""
     num_rows, num_nodes = choices.shape
     table = torch.empty(num_rows, HEADER + 2 * (depth + 1), dtype=torch.int64)
     rows = (choices, nodes.tokens, nodes.parents, nodes.depths, nodes.ancestors, ends.stop_ids, history)
@@ -55,7 +55,7 @@ def _commit(block):  # type: ignore[no-untyped-def]
                 if length < width:
                     out[HEADER + width + length] = i
                 length += 1
-        for i in range(num_nodes):  # the rest of the path is any nodes, in order
+        for i in range(num_nodes):  # the rest of the path is the other nodes, in order
             if ancestors[i] & bits != ancestors[i] and length + spare < width:
                 out[HEADER + width + length + spare] = i
                 spare += 1

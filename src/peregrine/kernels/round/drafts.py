@@ -1,4 +1,4 @@
-"""What a round hands to the next: the drafts in the window, and the accepted path's keys and values in its front."""
+"""What a round leaves for the next one: drafts in the window, and the accepted path's cache entries at its front."""
 
 from collections.abc import Sequence
 
@@ -18,7 +18,7 @@ Copies = Sequence[tuple[Tensor, Tensor]]  # (from, to), both [R, T] i64
 def keep_drafts(
     window_tokens: Tensor, offered: Tensor, caps: Tensor, tokens: Tensor, depths: Tensor | int, links: Copies
 ) -> None:
-    """Put drafts [R, T - 1] behind the roots of window_tokens [R, T]; offer them as deep as they go and caps allow.
+    """Put drafts [R, T - 1] after the roots of window_tokens [R, T]; offer them as deep as they go and caps allow.
 
     depths, caps and offered are [R] i64, or depths are one number for all rows. A tree's links are copied along.
     """
@@ -31,7 +31,7 @@ def keep_drafts(
 def keep_drafts_torch(
     window_tokens: Tensor, offered: Tensor, caps: Tensor, tokens: Tensor, depths: Tensor | int, links: Copies
 ) -> None:
-    """The twin."""
+    """The torch twin of `keep_drafts`."""
     window_tokens[:, 1:].copy_(tokens)
     if isinstance(depths, int):
         torch.clamp(caps, max=depths, out=offered)
@@ -42,7 +42,7 @@ def keep_drafts_torch(
 
 
 def move_path(stores: Sequence[Tensor], past_lens: Tensor, verdict: Verdict, table: Tensor, page_size: int) -> None:
-    """Bring the accepted path's entries to the front of the window, where the next round expects them.
+    """Move the accepted path's cache entries to the front of the window, where the next round expects them.
 
     stores are keys and values, or keys that hold their values, each [layers, slots, heads, D]; node i was written at
     place past_lens[r] + i. All of a row's entries are read before any is written.
@@ -56,7 +56,7 @@ def move_path(stores: Sequence[Tensor], past_lens: Tensor, verdict: Verdict, tab
 def move_path_torch(
     stores: Sequence[Tensor], past_lens: Tensor, verdict: Verdict, table: Tensor, page_size: int
 ) -> None:
-    """The twin."""
+    """The torch twin of `move_path`."""
     order = torch.arange(verdict.width, device=table.device)
     kept = torch.where(order < verdict.accept_lens[:, None], verdict.path, order)  # [R, W]
     sources = slots_of(past_lens[:, None] + kept, table, page_size).view(-1)

@@ -1,4 +1,4 @@
-"""Look-up in a row's own text: where did its last few tokens stand before, and what followed them?"""
+"""N-gram look-up: find a row's last few tokens earlier in its own text, and return what followed them."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from peregrine.kernels.runtime.gpu import triton_ready
 _triton = DeviceFile("peregrine.kernels.round.triton")
 
 MAX_GRAM = 4  # the longest run of tokens looked for
-MIN_GRAM = 2  # a shorter match is no guess
+MIN_GRAM = 2  # shorter matches are ignored
 
 
 def find_repeats(history: Tensor, newest: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -24,7 +24,7 @@ def find_repeats(history: Tensor, newest: Tensor, count: int) -> tuple[Tensor, T
 
 
 def find_repeats_torch(history: Tensor, newest: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The twin."""
+    """The torch twin of `find_repeats`."""
     last, newest = history.shape[1] - 1, newest[:, None]  # [R, 1]
     places = torch.arange(last + 1, device=history.device)
     # run[r, p]: how many tokens up to p equal those up to the newest one.

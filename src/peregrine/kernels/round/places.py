@@ -1,8 +1,8 @@
 """Where the forwards of a round read and write: places, positions and slots, for all steps at once.
 
 The place of a token is its index within its request. Its slot is where its keys and values lie: page
-table[r, place // page_size], at offset place % page_size. Its position is what the model is told; guesses past
-the context's end are void and only need some valid position, so positions stop below `max_len`.
+table[r, place // page_size], at offset place % page_size. Its position is the one that the model encodes;
+guesses past the context's end are void and only need some valid position, so positions are clamped below `max_len`.
 """
 
 from dataclasses import dataclass
@@ -54,14 +54,14 @@ def slots_of(places: Tensor, table: Tensor, page_size: int) -> Tensor:
 
 
 def window_places(past_lens: Tensor, depths: Tensor, table: Tensor, page_size: int, max_len: int) -> WindowPlaces:
-    """For past_lens [R] and the nodes' depths [R, T]."""
+    """Where nodes of depths [R, T] are read after past_lens [R] tokens."""
     if triton_ready(past_lens):
         return WindowPlaces(*_triton.window_places(past_lens, depths, table, page_size, max_len))
     return window_places_torch(past_lens, depths, table, page_size, max_len)
 
 
 def window_places_torch(past_lens: Tensor, depths: Tensor, table: Tensor, page_size: int, max_len: int) -> WindowPlaces:
-    """The twin."""
+    """The torch twin of `window_places`."""
     places = past_lens[:, None] + torch.arange(depths.shape[1], device=depths.device)  # [R, T]
     positions = past_lens[:, None] + depths
     slots = slots_of(places, table, page_size).view(-1)
@@ -78,9 +78,10 @@ def path_places(
     behind: int,
     max_len: int,
 ) -> PathPlaces:
-    """For `width` entries from past_lens [R] on; an entry's token stands `behind` places after it in history [R, C].
+    """Where `width` entries from past_lens [R] on are read.
 
-    The live entry is the one of the newest token, at new_past_lens [R]; the first if that is not among them.
+    An entry's token is `behind` places after it in history [R, C]. The live entry is that of the newest token, at
+    new_past_lens [R]; the first if that is not among them.
     """
     arguments = (past_lens, new_past_lens, history, table, page_size, width, behind, max_len)
     if triton_ready(table):
@@ -98,7 +99,7 @@ def path_places_torch(
     behind: int,
     max_len: int,
 ) -> PathPlaces:
-    """The twin."""
+    """The torch twin of `path_places`."""
     places = past_lens[:, None] + torch.arange(width, device=table.device)  # [R, W]
     live = (new_past_lens - past_lens - behind).clamp(min=0)  # [R]
     firsts = torch.arange(0, live.shape[0] * width, width, device=table.device)
@@ -114,7 +115,7 @@ def path_places_torch(
 def ahead_places(
     new_past_lens: Tensor, table: Tensor, page_size: int, first_place: int, depth: int, width: int, max_len: int
 ) -> AheadPlaces:
-    """For `depth` tokens to guess past new_past_lens [R], `width` nodes a step, entries from `first_place` past it."""
+    """Where `depth` tokens past new_past_lens [R] are guessed, `width` nodes a step, entries from `first_place` on."""
     arguments = (new_past_lens, table, page_size, first_place, depth, width, max_len)
     if triton_ready(table):
         return AheadPlaces(*_triton.ahead_places(*arguments))
@@ -124,7 +125,7 @@ def ahead_places(
 def ahead_places_torch(
     new_past_lens: Tensor, table: Tensor, page_size: int, first_place: int, depth: int, width: int, max_len: int
 ) -> AheadPlaces:
-    """The twin."""
+    """The torch twin of `ahead_places`."""
     num_rows, num_steps = new_past_lens.shape[0], depth - 1
     base_lens = new_past_lens + first_place
     order = torch.arange(max(depth, num_steps * width), device=table.device)

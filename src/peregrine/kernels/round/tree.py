@@ -1,7 +1,7 @@
 """How a draft tree grows, level by level, and which of its nodes become the window.
 
 level 0    w children of the newest token
-level l    each of the w best nodes of level l - 1, the frontier, brings w children of its own
+level l    w children of each of the w best nodes of level l - 1, the frontier
 window     the root and the T - 1 candidates of highest joint probability; a child is never more probable than
            its parent, so every kept node's ancestors are kept too
 
@@ -25,7 +25,7 @@ STEP_COST = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """A tree that grows: what children are scored by, and every candidate seen so far. C = w + (K - 1) w^2."""
+    """A tree that grows: how children are scored, and every candidate seen so far. C = w + (K - 1) w^2."""
 
     width: int  # w
     target_ids: Tensor | None  # [Vd] i64
@@ -63,10 +63,10 @@ class Frontier:
 
 
 def grow(growth: Growth, logits: Tensor, positions: Tensor, before: Frontier | None, level: int) -> Frontier:
-    """Note the w likeliest children of the nodes read last, and choose the next frontier.
+    """Record the w likeliest children of the nodes read last, and choose the next frontier.
 
-    logits [R, n, Vd] are those of the frontier before, positions [R, n] those of the tokens to be guessed. At level 0
-    there is none before and n is 1.
+    logits [R, n, Vd] are those of the frontier `before`, positions [R, n] those of the tokens to be guessed. At level
+    0 `before` is None and n is 1.
     """
     if triton_ready(logits):
         return Frontier(*_triton.grow(growth, logits, positions, before, level, STEP_COST))
@@ -74,7 +74,7 @@ def grow(growth: Growth, logits: Tensor, positions: Tensor, before: Frontier | N
 
 
 def grow_torch(growth: Growth, logits: Tensor, positions: Tensor, before: Frontier | None, level: int) -> Frontier:
-    """The twin."""
+    """The torch twin of `grow`."""
     width, (rows, count, _) = growth.width, logits.shape
     scores = pick_scores(logits, positions, growth.target_ids, growth.sampling, growth.features)
     best, ids = scores.log_softmax(dim=2).topk(width, dim=2)  # [R, n, w]
@@ -114,7 +114,7 @@ def select(growth: Growth, nodes: int, depth: int) -> tuple[Tensor, Tensor, Tens
 
 
 def select_torch(growth: Growth, nodes: int, depth: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The twin."""
+    """The torch twin of `select`."""
     rows, count = growth.scores.shape
     order = torch.arange(nodes, device=growth.scores.device)
     kept = growth.scores.topk(nodes - 1, dim=1).indices.sort(dim=1).values  # parents before children

@@ -37,7 +37,7 @@ LENGTH, FAULT = tl.constexpr(verdict.FINISH_LENGTH), tl.constexpr(verdict.FINISH
 
 
 def commit(choices: Tensor, nodes: Nodes, ends: Ends, history: Tensor, depth: int) -> Tensor:
-    """The verdict's table [R, HEADER + 2 W]; history, ends and the windows' roots move on in place."""
+    """The verdict's table [R, HEADER + 2 W]; history, past lengths, done flags and roots are written in place."""
     num_rows, num_nodes = choices.shape
     width = depth + 1
     table = torch.empty(
@@ -96,7 +96,7 @@ def _commit(  # type: ignore[no-untyped-def]
     room = tl.load(limits + row) - past - 1
     ended_before = tl.load(done + row) != 0
 
-    # Which nodes are on the path, and at which place; the others stand behind it in order.
+    # Which nodes are on the path, and at which place; the others follow it in order.
     on_offer = inside & (depth > 0) & (depth <= deepest)
     right = (node == 0) | (on_offer & (token == asked))
     bits = tl.sum(tl.where(right, tl.full([NODES], 1, tl.int64) << node, 0))
@@ -429,7 +429,7 @@ def _move_path(  # type: ignore[no-untyped-def]
     line = verdicts + row * (HEADER + 2 * width)
     place = tl.arange(0, WIDTH)
     node = tl.load(line + HEADER + width + place, mask=place < width, other=0)
-    moves = (place < tl.load(line)) & (node != place)  # the root, and much of many a path, is in place
+    moves = (place < tl.load(line)) & (node != place)  # the root, and often more of the path, is in place already
     past = tl.load(past_lens + row)
     source = slot_of(table + row * table_stride, past + node, page_size, moves)
     target = slot_of(table + row * table_stride, past + place, page_size, moves)
@@ -499,7 +499,7 @@ def _find_repeats(  # type: ignore[no-untyped-def]
 def grow(
     growth: Growth, logits: Tensor, positions: Tensor, before: Frontier | None, level: int, step_cost: float
 ) -> tuple[Tensor, ...]:
-    """The fields of the next Frontier; the level's candidates are noted in `growth`."""
+    """The fields of the next Frontier; the level's candidates are written to `growth`."""
     logits = logits.contiguous()
     rows, count, vocab_size = logits.shape
     width, ids, sampling, device = growth.width, growth.target_ids, growth.sampling, logits.device
@@ -541,7 +541,7 @@ def grow(
 
 
 def select(growth: Growth, nodes: int, depth: int) -> tuple[Tensor, ...]:
-    """As the twin's."""
+    """The window's tokens, parents, depths and ancestor words; see tree.py."""
     rows, count = growth.scores.shape
     tokens = torch.empty(rows, nodes - 1, dtype=torch.int64, device=growth.scores.device)
     parents, depths, words = torch.empty(3, rows, nodes, dtype=torch.int64, device=growth.scores.device)

@@ -1,4 +1,4 @@
-"""From the target's choices to a verdict, carried out: which drafts were right, which tokens are accepted, who ends.
+"""From the target's choices to a verdict: which drafts are right, which tokens are accepted, which rows end.
 
 A node is right if it is the token chosen at its parent; it is accepted if all its ancestors are right too. Siblings
 differ, so accepted nodes form one path from the root; the choice at the path's end is the bonus. A chain is a tree
@@ -23,7 +23,7 @@ HEADER = 4  # accept, correct, drafted, finish stand before a row's tokens and p
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """The windows that are judged: node 0 is the root, parents come before children."""
+    """The windows to be judged: node 0 is the root, parents come before children."""
 
     tokens: Tensor  # [R, T] i64; a commit puts the newest token at the root
     parents: Tensor  # [R, T] i64, the root's is itself
@@ -34,7 +34,7 @@ class Nodes:
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """How far each row has come and where it must end; a commit moves the first and the last."""
+    """Each row's length and where it must end; a commit writes `past_lens` and `done`."""
 
     past_lens: Tensor  # [R] i64
     limits: Tensor  # [R] i64 most tokens in all
@@ -44,7 +44,7 @@ class Ends:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the target made of the drafts, in one table for one copy to the host.
+    """Which drafts the target accepted, in one table so that one copy takes it to the host.
 
     `accept` counts the bonus token, `correct` does not.
     """
@@ -57,7 +57,7 @@ class Verdict:
 
     @property
     def accept_lens(self) -> Tensor:
-        """[R]; 0 only for a row that had ended already or met a fault at its root."""
+        """[R]; 0 only for a row that had ended before or whose root's logits are not finite."""
         return self.table[:, 0]
 
     @property
@@ -82,10 +82,10 @@ class Verdict:
 
 
 def commit(choices: Tensor, nodes: Nodes, ends: Ends, history: Tensor, depth: int) -> Verdict:
-    """Judge windows whose nodes chose `choices` [R, T] i64 (-1: nothing to choose from), and move every row on.
+    """Judge windows whose nodes chose `choices` [R, T] i64 (-1: nothing to choose from), and commit what is accepted.
 
-    Written in place: history [R, C], the rows' past lengths and ends, the root of each window. What was rejected
-    lies past a row's end.
+    Written in place: history [R, C], past lengths and done flags, the root of each window. Rejected tokens lie past
+    a row's end.
     """
     if triton_ready(choices):
         return Verdict(_triton.commit(choices, nodes, ends, history, depth))
@@ -95,7 +95,7 @@ def commit(choices: Tensor, nodes: Nodes, ends: Ends, history: Tensor, depth: in
 
 
 def commit_torch(choices: Tensor, nodes: Nodes, ends: Ends, history: Tensor, depth: int) -> Verdict:
-    """The twin."""
+    """The torch twin of `commit`."""
     verdict = judge_nodes(choices, nodes, ends, depth)
     places = ends.past_lens[:, None] + torch.arange(1, depth + 2, device=history.device)  # [R, W]
     history.scatter_(1, places, verdict.tokens)
@@ -106,7 +106,7 @@ def commit_torch(choices: Tensor, nodes: Nodes, ends: Ends, history: Tensor, dep
 
 
 def judge_nodes(choices: Tensor, nodes: Nodes, ends: Ends, depth: int) -> Verdict:
-    """The verdict alone, nothing moved: which path was accepted, and who ends there."""
+    """The verdict without a commit: which path is accepted, and which rows end there."""
     right = (nodes.tokens == choices.gather(1, nodes.parents)) & (nodes.depths <= nodes.offered[:, None])
     right[:, 0] = True
     order = torch.arange(right.shape[1], device=right.device)
