@@ -68,7 +68,7 @@ def test_graphs_run_what_cannot_be_recorded(mlp) -> None:
                 expected = function(*inputs)
                 made = graphs.run(index, function, *inputs)
                 assert all(torch.equal(a, b) for a, b in zip(made, expected, strict=True))
-    assert list(graphs._steps) == [2, 3]  # 1 was used least recently, 20 is too large
+    assert list(graphs._graphs) == [2, 3]  # 1 was used least recently, 20 is too large
 
 
 def test_an_unchanged_input_is_not_copied(mlp) -> None:

@@ -1,4 +1,5 @@
-"""Floor 1: the arithmetic. Each kernel stands beside a torch twin with the same law; one public name picks.
+"""Floor 1: the arithmetic. One folder per operation, with a torch twin in `reference.py` and one file per device.
 
-Every row's result has the same bits whatever rows stand beside it, for the kernel and for the twin.
+A folder's `__init__` is what other units import. Every row's result has the same bits in every batch, from the kernel
+and from the twin.
 """

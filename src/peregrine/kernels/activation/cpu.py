@@ -1,4 +1,4 @@
-"""The compiled gated activation: one pass over each row, with a vector exponential."""
+"""The compiled gated activation on a CPU: one pass over each row, with a vector exponential."""
 
 from typing import Any
 
@@ -11,6 +11,7 @@ from peregrine.kernels.runtime.cpu import pieces_for
 from peregrine.kernels.runtime.cpu_jit import (
     FLOAT,
     INT64,
+    arguments_of,
     claim,
     counted_loop,
     cpu_kernel,
@@ -66,7 +67,8 @@ def _silu_mul_row(context: Any, gate: Any, up: Any, out: Any, width: Any) -> Any
 @cpu_kernel("qqqq")
 def _silu_mul(block):  # type: ignore[no-untyped-def]
     words = words_of(block)
-    pieces, gate_up, out, rows, width = words[1], words[2], words[3], words[4], words[5]
+    pieces = words[1]
+    gate_up, out, rows, width = arguments_of(block, 4)
     piece = claim(words)
     while piece < pieces:
         for row in range(piece * rows // pieces, (piece + 1) * rows // pieces):

@@ -25,5 +25,5 @@ def silu(x: Tensor) -> Tensor:
 
 
 def _needs_gradient(x: Tensor) -> bool:
-    """Training: no promise about bits, and torch's own functions remember less for the gradient."""
+    """In training nothing is promised about bits, and torch's own functions keep less for the gradient."""
     return torch.is_grad_enabled() and x.requires_grad

@@ -1,7 +1,7 @@
-"""The compiled linear layer: tiles of 1 to 5 rows by 16 outputs, held in registers over the whole sum.
+"""The compiled linear layer on a CPU: tiles of 1 to 5 rows by 16 outputs, held in registers over the whole sum.
 
-Each of a tile's outputs is its own chain of fused multiply-adds, so the tile's height decides speed alone.
-Five rows are what 32 registers of four floats hold; with four, loads and arithmetic balance best.
+Every output of a tile is its own chain of fused multiply-adds, so the tile's height changes speed and no bit. Five rows
+are what 32 registers of four floats hold; with four, loads and arithmetic are balanced best.
 """
 
 from collections.abc import Sequence
@@ -19,6 +19,7 @@ from peregrine.kernels.runtime.cpu import numba_ready, pieces_for
 from peregrine.kernels.runtime.cpu_jit import (
     FLOAT,
     INT64,
+    arguments_of,
     broadcast_lane,
     claim,
     counted_loop,
@@ -137,8 +138,8 @@ _tile1, _tile2, _tile3, _tile4, _tile5 = (_tile(rows) for rows in range(1, 6))
 @cpu_kernel("qqqqqqqq")
 def _linear(block):  # type: ignore[no-untyped-def]
     words = words_of(block)
-    pieces, x, panels, bias, y = words[1], words[2], words[3], words[4], words[5]
-    rows, stride, width, num_panels = words[6], words[7], words[8], words[9]
+    pieces = words[1]
+    x, panels, bias, y, rows, stride, width, num_panels = arguments_of(block, 8)
     y_stride = num_panels * PANEL
     piece = claim(words)
     while piece < pieces:

@@ -1,4 +1,4 @@
-"""The compiled norms: one thread per row, squares summed in sixteen lanes that are added in a fixed order."""
+"""The compiled norms on a CPU: one thread per row, whose squares are summed in 16 lanes, added in a fixed order."""
 
 import math
 from typing import Any
@@ -14,6 +14,7 @@ from peregrine.kernels.runtime.cpu import pieces_for
 from peregrine.kernels.runtime.cpu_jit import (
     FLOAT,
     INT64,
+    arguments_of,
     claim,
     counted_loop,
     cpu_kernel,
@@ -108,8 +109,8 @@ def _norm_row(source, weight, target, width, eps):  # type: ignore[no-untyped-de
 @cpu_kernel("qqqqqqqqd")
 def _rms_norm(block):  # type: ignore[no-untyped-def]
     words, eps = words_of(block), np.float32(reals_of(block)[10])
-    pieces, x, weight, normed = words[1], words[2], words[3], words[4]
-    rows, stride, heads, head_stride, width = words[5], words[6], words[7], words[8], words[9]
+    pieces = words[1]
+    x, weight, normed, rows, stride, heads, head_stride, width = arguments_of(block, 8)
     piece = claim(words)
     while piece < pieces:
         for row in range(piece * rows // pieces, (piece + 1) * rows // pieces):
@@ -122,8 +123,8 @@ def _rms_norm(block):  # type: ignore[no-untyped-def]
 @cpu_kernel("qqqqqqqd")
 def _add_rms_norm(block):  # type: ignore[no-untyped-def]
     words, eps = words_of(block), np.float32(reals_of(block)[9])
-    pieces, x, residual, weight, normed = words[1], words[2], words[3], words[4], words[5]
-    total, rows, width = words[6], words[7], words[8]
+    pieces = words[1]
+    x, residual, weight, normed, total, rows, width = arguments_of(block, 7)
     piece = claim(words)
     while piece < pieces:
         for row in range(piece * rows // pieces, (piece + 1) * rows // pieces):

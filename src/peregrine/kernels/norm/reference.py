@@ -1,7 +1,7 @@
 """Root-mean-square norms: over the hidden size of a token, or over each head of it.
 
-The mean of squares and the scaling are computed in float32; the scaled row takes the input's dtype and only
-then meets the weight, as in the Hugging Face models.
+The mean of squares and the scaling are computed in float32; the scaled row is rounded to the input's dtype and only
+then multiplied by the weight, as in the Hugging Face models.
 """
 
 import torch
@@ -29,8 +29,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def rms_norm_torch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """The twin."""
-    # The library sums each row apart: on CUDA one block of a fixed size, on a CPU one thread in an order that
-    # depends on the layout, hence the dense copy.
+    # The library sums each row by itself: on CUDA in one block of a fixed size, on a CPU in one thread, in an order
+    # that depends on the layout, hence the dense copy.
     scaled = F.rms_norm(x.contiguous().float(), (x.shape[-1],), None, eps)
     return weight * scaled.to(x.dtype)
 

@@ -1,4 +1,4 @@
-"""Root-mean-square norms on a GPU, one program per row; and the entrance of a draft head, which is two of them."""
+"""Root-mean-square norms on a GPU, one program per row; and the two norms at the input of an EAGLE-3 head."""
 
 import torch
 import triton

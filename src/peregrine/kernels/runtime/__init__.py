@@ -1,1 +1,1 @@
-"""What all kernels run on: lazy imports, launches, the CPU thread team, recorded calls."""
+"""What all kernels run on: lazy imports, launches, the CPU thread team, recorded CPU calls."""

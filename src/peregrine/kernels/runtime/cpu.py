@@ -1,8 +1,8 @@
 """Which tensors the compiled CPU kernels take, and how a compiled body runs on torch's own threads.
 
-numba is optional and slow to import: only `cpu_jit.py` and the `*_cpu.py` files import it, and those are
-imported at the first call that needs them. Parallel bodies run on the OpenMP team that torch itself uses. A
-second pool beside it would fight it for the cores, since the workers of both spin while they wait.
+numba is optional and slow to import: only `cpu_jit.py` and the folders' `cpu.py` files import it, and those are
+imported at the first call that needs them. Parallel bodies run on the OpenMP threads that torch itself uses. A second
+thread pool would compete with them for the cores, since the workers of both spin while they wait.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ PIECES_PER_THREAD = 4  # enough to even out threads of unlike speed; long pieces
 
 
 def numba_ready(*tensors: Tensor) -> bool:
-    """Whether compiled kernels may take these: numba is there, all float32 on the CPU, no gradient needed."""
+    """Whether compiled kernels take these: numba is installed, all are float32 on the CPU, no gradient is needed."""
     if not NUMBA_PRESENT:
         return False
     for tensor in tensors:
@@ -43,62 +43,62 @@ def load_kernels() -> Iterator[str]:
 
 
 def pieces_for(num_items: int, work: int, serial_work: int) -> int:
-    """Into how many pieces to cut so many independent items: one, if all the work is below `serial_work`."""
+    """The number of pieces that independent items are cut into: one, if all the work is below `serial_work`."""
     return 1 if work < serial_work else min(num_items, PIECES_PER_THREAD * torch.get_num_threads())
 
 
-# One kernel call as it can be made again: its claim counter, what to call, with which arguments.
+# One kernel call as it can be made again: its claim counter, the function to call, its arguments.
 Call = tuple[ctypes.c_int64, Callable[..., Any], tuple[Any, ...]]
 
 
-class _Notes(threading.local):
-    """What is noted of this thread's kernel calls; None: nothing."""
+class _Recorder(threading.local):
+    """What is recorded of this thread's kernel calls; None: nothing."""
 
     calls: list[Call] | None = None  # the calls themselves, see `cpu_graph.py`
     seconds: float | None = None  # the time spent in them
 
 
-_notes = _Notes()
+_recorder = _Recorder()
 
 
 @contextmanager
-def note_calls() -> Iterator[list[Call]]:
-    """Note every kernel call that this thread makes inside the block."""
+def record_calls() -> Iterator[list[Call]]:
+    """Record every kernel call that this thread makes inside the block."""
     calls: list[Call] = []
-    before, _notes.calls = _notes.calls, calls
+    before, _recorder.calls = _recorder.calls, calls
     try:
         yield calls
     finally:
-        _notes.calls = before
+        _recorder.calls = before
 
 
 def start_kernel_clock() -> None:
     """Add up the time that this thread spends in compiled kernels from now on; for benchmarks."""
-    _notes.seconds = 0.0
+    _recorder.seconds = 0.0
 
 
 def stop_kernel_clock() -> float:
     """Seconds in compiled kernels since this thread's `start_kernel_clock`."""
-    seconds, _notes.seconds = _notes.seconds, None
+    seconds, _recorder.seconds = _recorder.seconds, None
     return seconds or 0.0
 
 
 def run_calls(calls: Sequence[Call]) -> None:
-    """Make noted calls again, in order."""
-    began = time.perf_counter() if _notes.seconds is not None else 0.0
+    """Make recorded calls again, in order."""
+    began = time.perf_counter() if _recorder.seconds is not None else 0.0
     for counter, function, arguments in calls:
         counter.value = 0
         function(*arguments)
-    if _notes.seconds is not None:
-        _notes.seconds += time.perf_counter() - began
+    if _recorder.seconds is not None:
+        _recorder.seconds += time.perf_counter() - began
 
 
 class CpuKernel:
-    """A compiled body, cut into pieces that the threads claim one after the other.
+    """A compiled body, cut into pieces that threads claim one after the other.
 
-    The body gets one block of eight-byte words: where the claim counter lies, the number of pieces, then the
-    arguments in the order of `layout` ("q" an integer or address, "d" a float). Pieces must be independent:
-    then neither the number of threads nor who claimed what can change a bit.
+    The body gets one block of eight-byte words: the address of the claim counter, the number of pieces, then the
+    arguments in the order of `layout` ("q" an integer or address, "d" a float). Pieces must be independent: then
+    neither the number of threads nor which of them claims a piece can change a bit.
     """
 
     def __init__(self, compiled: Any, layout: str) -> None:
@@ -116,22 +116,24 @@ class CpuKernel:
         call: Call = (claimed, self._alone, (block,))
         if team is not None:
             call = (claimed, team, (self._address, block, min(pieces, threads), 0))
-        began = time.perf_counter() if _notes.seconds is not None else 0.0
+        began = time.perf_counter() if _recorder.seconds is not None else 0.0
         call[1](*call[2])
-        if _notes.seconds is not None:
-            _notes.seconds += time.perf_counter() - began
-        if _notes.calls is not None:
-            _notes.calls.append(call)
+        if _recorder.seconds is not None:
+            _recorder.seconds += time.perf_counter() - began
+        if _recorder.calls is not None:
+            _recorder.calls.append(call)
 
 
 @functools.cache
 def torch_team() -> Callable[[int, bytes, int, int], Any] | None:
-    """`GOMP_parallel(body, block, threads, flags)` of the OpenMP runtime torch is linked to, if there is one.
+    """`GOMP_parallel(body, block, threads, flags)` of the OpenMP runtime that torch is linked to, if there is one.
 
-    Without it kernels run on the calling thread.
+    It runs the body on all threads of the team and returns when they are done. Compilers emit calls of it for `#pragma
+    omp parallel`, so it is a stable interface of libgomp, and libomp offers it too. Without it kernels run on the
+    calling thread.
     """
     try:
-        # Looking a name up in torch's extension module searches the libraries it is linked to as well.
+        # A name looked up in torch's extension module is also searched in the libraries that it is linked to.
         team = ctypes.CDLL(torch._C.__file__).GOMP_parallel
     except (OSError, AttributeError):
         return None

@@ -1,6 +1,6 @@
 """What compiled CPU kernels are written with: a decorator, a claim counter, raw memory, vector instructions.
 
-Imports numba: only `*_cpu.py` files may import this one.
+Imports numba: only `cpu.py` files of kernel folders may import this one.
 """
 
 from collections.abc import Callable
@@ -69,13 +69,26 @@ def words_of(block):  # type: ignore[no-untyped-def]
 
 @njit
 def reals_of(block):  # type: ignore[no-untyped-def]
-    """The same block read as floats, for the arguments whose layout is "d"."""
+    """The block as floats, for the arguments whose layout is "d"."""
     return carray(block, MAX_WORDS, types.float64)
+
+
+@intrinsic(prefer_literal=True)
+def arguments_of(context: Any, block: Any, count: Any) -> Any:
+    """(block, count) -> the first `count` arguments as integers, to be unpacked into names; `count` is a literal."""
+
+    def build(codegen: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
+        words = builder.bitcast(arguments[0], INT64.as_pointer())
+        places = range(2, 2 + count.literal_value)  # after the claim counter and the number of pieces
+        values = [builder.load(builder.gep(words, [INT64(place)])) for place in places]
+        return codegen.make_tuple(builder, signature.return_type, values)
+
+    return types.UniTuple(types.int64, count.literal_value)(block, count), build
 
 
 @njit
 def claim(words):  # type: ignore[no-untyped-def]
-    """The next piece nobody has taken; the body is done when it is not below words[1]."""
+    """The next piece that no thread has taken; the body is done when it is not below words[1]."""
     return _add_one(words[0])
 
 
