@@ -9,7 +9,7 @@ from torch import Tensor
 
 from peregrine.attention import Attend, AttentionBackend, AttentionMetadata, LayerAttention
 from peregrine.attention.conformance import Case, conformance_cases, run_conformance
-from peregrine.attention.conformance.cases import HEAD_DIMS, HEADS, LATENTS, PAGE_SIZES, QUICK, SMALL_LATENTS, WINDOW
+from peregrine.attention.conformance.cases import HEAD_DIMS, HEADS, MLA_SIZES, PAGE_SIZES, QUICK, SMALL_MLA, WINDOW
 from peregrine.attention.conformance.problem import answer, chain
 from peregrine.attention.torch_backend import TorchBackend
 from peregrine.attention.triton_backend import ON_CUDA
@@ -101,18 +101,18 @@ FAULTS: dict[str, tuple[Case, Spoil, str]] = {
     "poison that spreads": (
         PLAIN,
         lambda store, m, q, out: out + store.values[1][m.slots].sum() * 0,
-        "poison in a draft stays with those who see it",
+        "poison in a draft reaches only queries that see it",
     ),
     "poison that is hidden": (
         PLAIN,
         lambda store, m, q, out: out.nan_to_num(),
-        "poison in a draft stays with those who see it",
+        "poison in a draft reaches only queries that see it",
     ),
     "a value that is no part of its key": (LATENT, lambda store, m, q, out: out.roll(1, 2), "near the float64 answer"),
     "poison in a latent that is hidden": (
         LATENT,
         lambda store, m, q, out: out.nan_to_num(),
-        "poison in a draft stays with those who see it",
+        "poison in a draft reaches only queries that see it",
     ),
 }
 
@@ -155,13 +155,13 @@ def test_quick_cases_have_every_setting_once() -> None:
 
 def test_every_pair_of_settings_of_latent_attention_occurs() -> None:
     cases = latent(conformance_cases(ON_CUDA, FLOATS))
-    shapes = {(heads, 1, *dims) for heads, *dims in (*LATENTS, *SMALL_LATENTS)}
+    shapes = {(heads, 1, *dims) for heads, *dims in (*MLA_SIZES, *SMALL_MLA)}
     assert {(c.heads, c.dtype) for c in cases} == {(shape, d) for shape in shapes for d in FLOATS}
     assert {(c.heads, c.page_size) for c in cases} == {(shape, p) for shape in shapes for p in PAGE_SIZES}
     assert {(c.page_size, c.is_tree) for c in cases} == {(p, t) for p in PAGE_SIZES for t in (False, True)}
     assert all(c.kv_dtype == c.dtype and c.window is None and not c.has_sinks for c in cases)
     quick = latent(conformance_cases(ON_CUDA, FLOATS, quick=True))
-    assert {c.heads for c in quick} == {(heads, 1, *dims) for heads, *dims in SMALL_LATENTS}
+    assert {c.heads for c in quick} == {(heads, 1, *dims) for heads, *dims in SMALL_MLA}
     assert "heads of 48, values in their first 32" in LATENT.name
 
 

@@ -16,6 +16,9 @@ from triton.compiler import ASTSource
 from kernels.compile_kernels import H200, POINTERS
 from peregrine.kernels.runtime import gpu
 
+# A matrix instruction that may read copied keys before they are visible to it: no proxy fence since the last wait.
+UNFENCED = re.compile(r"cp\.async\.wait(?:(?!fence\.proxy\.async|cp\.async\.wait).)*?wgmma\.mma_async", re.DOTALL)
+
 
 def compile_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
     """As a launch would: pointers and strides that are multiples of 16 are known to be."""
@@ -42,6 +45,7 @@ def compile_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **option
         "fused": len(re.findall(r"\bfma\.", ptx)),
         "matrix": len(re.findall(r"wgmma\.mma_async|mma\.sync", ptx)),
         "ahead": len(re.findall(r"cp\.async\.c[ag]", ptx)),
+        "unfenced": len(UNFENCED.findall(ptx)),
     }
     print(json.dumps(facts))
 

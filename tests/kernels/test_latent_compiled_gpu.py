@@ -12,7 +12,7 @@ from peregrine.kernels.runtime.gpu import TRITON_PRESENT
 
 SRC = Path(__file__).parents[2] / "src"
 SHARED_BYTES = 227 * 1024  # of an H200's multiprocessor, for one program
-KERNELS = {"mla_kernel", "mla_merge_kernel", "mla_rope_write_kernel", "mla_write_kernel", "heads_kernel"}
+KERNELS = {"mla_kernel", "mla_merge_kernel", "mla_rope_write_kernel", "mla_write_kernel", "per_head_kernel"}
 
 
 @pytest.mark.skipif(not TRITON_PRESENT, reason="needs triton")
@@ -37,5 +37,6 @@ def test_mla_kernels_compile() -> None:
         assert facts["fused"] == 0, "a fused multiply-add in one kernel and not in the other parts their bits"
         assert facts["matrix"] > 0
         assert facts["ahead"] > 0, "loads are not pipelined"
+        assert facts["unfenced"] == 0, "copied keys must be fenced before the matrix unit reads them"
         assert facts["shared"] <= SHARED_BYTES
-    assert all(facts["matrix"] > 0 for facts in compiled if facts["kernel"] == "heads_kernel")
+    assert all(facts["matrix"] > 0 for facts in compiled if facts["kernel"] == "per_head_kernel")

@@ -1,4 +1,4 @@
-"""The shape of one forward: how many query tokens each row brings. Kernels are chosen by it, not by phase."""
+"""The shape of one forward: how many query tokens each row has. Kernels are chosen by it, not by phase."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from peregrine.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """How many query tokens each row brings to one forward; known to the host, so shapes never wait."""
+    """How many query tokens each row has in one forward; known to the host, so shapes never wait for the device."""
 
     num_rows: int
     num_tokens: int
@@ -17,14 +17,14 @@ class Window:
 
     @classmethod
     def uniform(cls, rows: int, q_len: int) -> "Window":
-        """A window in which each of `rows` rows brings exactly `q_len` tokens."""
+        """A window of `rows` rows with `q_len` tokens each."""
         if rows < 1 or q_len < 1:
             raise ConfigError(f"window of {rows} rows x {q_len} tokens: both must be at least 1")
         return cls(num_rows=rows, num_tokens=rows * q_len, max_q_len=q_len, q_len=q_len)
 
     @classmethod
     def ragged(cls, lens: Sequence[int]) -> "Window":
-        """A window in which row r brings `lens[r]` tokens; equal lengths make it a uniform one."""
+        """A window whose row r has `lens[r]` tokens; equal lengths make it a uniform one."""
         if not lens or min(lens) < 1:
             raise ConfigError(f"window lengths {list(lens)}: at least one row, each with at least 1 token")
         shared = lens[0] if min(lens) == max(lens) else None

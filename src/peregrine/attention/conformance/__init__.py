@@ -1,4 +1,4 @@
-"""A kit that any attention backend can be held against: right answers, and bits that depend on nothing else."""
+"""Checks for any attention backend: answers near float64, and bits that depend on a query and its keys alone."""
 
 from peregrine.attention.conformance.cases import Case, conformance_cases
 from peregrine.attention.conformance.report import Report, run_conformance

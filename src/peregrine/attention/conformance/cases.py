@@ -1,4 +1,4 @@
-"""Which problems a backend is held against: every pair of settings occurs together, in every window shape."""
+"""The problems that a backend is checked on: every pair of settings occurs together, in every window shape."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -13,9 +13,9 @@ from peregrine.attention.traits import Traits
 
 HEADS = ((2, 2), (4, 1), (16, 2), (20, 1), (10, 2))  # groups of 1, 4, 8, 20 (more than a tile) and 5 (odd)
 HEAD_DIMS = (128, 64, 80, 96, 256)
-# Heads, entries of a key and how many of them are its value (MLA): real ones, and such as fill no tile and no vector.
-LATENTS = ((16, 576, 512), (128, 576, 512))
-SMALL_LATENTS = ((4, 48, 32), (20, 72, 48))
+# MLA: heads, entries of a key, entries of its value. Real sizes, and small ones that fill no tile and no vector.
+MLA_SIZES = ((16, 576, 512), (128, 576, 512))
+SMALL_MLA = ((4, 48, 32), (20, 72, 48))
 PAGE_SIZES = (16, 32, 64)
 WINDOW = 40  # a sliding window that ends inside a page and inside a block of keys
 BRANCHED = (-1, 0, 0, 1, 1, 2, 3, 3, 7, 8, 0, 10)  # parents of a tree with siblings, depth 7
@@ -25,7 +25,7 @@ BRANCHED = (-1, 0, 0, 1, 1, 2, 3, 3, 7, 8, 0, 10)  # parents of a tree with sibl
 class Sizes:
     """How large the problems of a case are."""
 
-    pasts: tuple[int, ...]  # of the rows of a batch; windows reach over borders of pages and of powers of two
+    pasts: tuple[int, ...]  # of the rows of a batch; windows cross borders of pages and of powers of two
     q_lens: tuple[int, ...]  # of uniform windows
     ragged: tuple[tuple[int, int], ...]  # (past, q_len) of the rows of a ragged one
     nodes: int  # of the largest tree
@@ -42,7 +42,7 @@ QUICK = Sizes(pasts=(125, 188), q_lens=(4,), ragged=((0, 5), (130, 2)), nodes=4)
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One setting of everything that a kernel is compiled for or a layer has."""
+    """One setting of all that a kernel is compiled for or that a layer has."""
 
     dtype: torch.dtype
     kv_dtype: torch.dtype
@@ -70,20 +70,20 @@ class Case:
         return ", ".join(part for part in parts if part)
 
     def layer(self, device: torch.device) -> LayerAttention:
-        """The layer that the rows attend in."""
+        """The layer whose attention the rows compute."""
         num_heads, head_dim = self.heads[0], self.heads[2]
         sinks = torch.linspace(-1, 2, num_heads, device=device) if self.has_sinks else None
         return LayerAttention(head_dim**-0.5, self.window, sinks)
 
     def batches(self) -> Iterator[tuple[str, list[Row]]]:
-        """Each window shape by name, as rows that go through one forward."""
+        """Each window shape by name, and the rows of its forward."""
         if self.is_tree:
             yield from self._tree_batches()
             return
         for q_len in self.sizes.q_lens:
             yield f"window of {q_len}", [chain(past, q_len, self.heads) for past in self.sizes.pasts]
         yield "ragged", [chain(past, q_len, self.heads) for past, q_len in self.sizes.ragged]
-        # A drafter writes a whole path and asks for its live token only.
+        # A drafter stores a whole path and has a query for its live token only.
         late = [chain(past, 5, self.heads).at(i % 5) for i, past in enumerate(self.sizes.pasts[1:])]
         yield "look-ahead after absorb", late
 
@@ -94,13 +94,13 @@ class Case:
             rng = torch.Generator().manual_seed(3)
             parents = [-1] + [int(torch.randint(i, (), generator=rng)) for i in range(1, self.sizes.nodes)]
             yield "random tree", [tree(past, parents, self.heads) for past in self.sizes.pasts]
-            # A path longer than the sliding window is no chain's: a node sees all its ancestors.
+            # A node sees all its ancestors, so a path longer than the sliding window equals no chain.
             line = range(-1, min(self.sizes.nodes, self.window or self.sizes.nodes) - 1)
             yield "tree that is a chain", [tree(past, line, self.heads) for past in self.sizes.pasts[-2:]]
 
 
 def conformance_cases(traits: Traits, dtypes: Sequence[torch.dtype], quick: bool = False) -> list[Case]:
-    """Cases for what the traits promise: each pair of settings occurs in one; quick: each setting does, in small."""
+    """Cases within the traits: each pair of settings occurs in one. Quick: small cases; each setting occurs in one."""
     settings: list[Sequence[object]] = [
         [dim for dim in HEAD_DIMS if traits.head_dims is None or dim in traits.head_dims],
         HEADS,
@@ -112,17 +112,17 @@ def conformance_cases(traits: Traits, dtypes: Sequence[torch.dtype], quick: bool
     ]
     choices = _firsts(_pairs(settings)) if quick else _pairs(settings)
     cases = [_case(choice, QUICK if quick else FULL) for choice in choices]
-    return cases + _latent_cases(traits, dtypes, quick)
+    return cases + _mla_cases(traits, dtypes, quick)
 
 
-def _latent_cases(traits: Traits, dtypes: Sequence[torch.dtype], quick: bool) -> list[Case]:
-    """The same for keys that hold their values; small ones alone if quick."""
-    shapes = SMALL_LATENTS if quick else (*LATENTS, *SMALL_LATENTS)
-    latents = [shape for shape in shapes if traits.mla_dims is None or shape[1] in traits.mla_dims]
-    if not latents:
+def _mla_cases(traits: Traits, dtypes: Sequence[torch.dtype], quick: bool) -> list[Case]:
+    """Cases whose keys hold their values; only small ones if quick."""
+    shapes = SMALL_MLA if quick else (*MLA_SIZES, *SMALL_MLA)
+    sizes = [shape for shape in shapes if traits.mla_dims is None or shape[1] in traits.mla_dims]
+    if not sizes:
         return []
     settings: list[Sequence[object]] = [
-        latents,
+        sizes,
         dtypes,
         [size for size in PAGE_SIZES if traits.page_sizes is None or size in traits.page_sizes],
         [False, True] if traits.tree_masks else [False],
@@ -140,7 +140,7 @@ def _case(choice: tuple[Any, ...], sizes: Sizes) -> Case:
 
 
 def _firsts(choices: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """Those choices in which some value of some setting occurs for the first time."""
+    """The choices in which some value of some setting occurs for the first time."""
     known: set[tuple[int, object]] = set()
     kept = []
     for choice in choices:
@@ -151,7 +151,7 @@ def _firsts(choices: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
 
 
 def _pairs(settings: list[Sequence[object]]) -> list[tuple[Any, ...]]:
-    """Choices in which every pair of values of two settings occurs: greedily, so not the fewest there are."""
+    """Choices in which every pair of values of two settings occurs; found greedily, so not the fewest possible."""
     missing = {
         (i, a, j, b)
         for (i, one), (j, other) in itertools.combinations(enumerate(settings), 2)

@@ -1,6 +1,6 @@
-"""The properties a backend must have, each a function from one batch of a case to its findings.
+"""The properties that a backend must have, each a function from one batch of a case to the errors it finds.
 
-All compare bits, but the first. A finding's share is its error as a part of what is allowed: above 1 is a failure.
+All but the first compare bits. An error is given as a share of the allowed one: above 1 is a failure.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,20 +19,20 @@ from peregrine.attention.metadata import LayerAttention
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One batch of a case on its way through a backend."""
+    """One batch of a case and what a backend computed for it."""
 
     backend: AttentionBackend
     case: Case
     layer: LayerAttention
     rows: list[Row]
-    outs: list[Tensor]  # what the batch gave, in company, with nothing odd around it
+    outs: list[Tensor]  # outputs of the whole batch in a plain layout
 
     @property
     def layout(self) -> Layout:
         return Layout(self.case.page_size, kv_dtype=self.case.kv_dtype)
 
     def run(self, rows: list[Row], layout: Layout | None = None) -> list[Tensor]:
-        """The same layer over other rows or another layout."""
+        """The outputs of other rows, or of another layout, in the same layer."""
         return attend(self.backend, rows, self.layer, layout or self.layout)
 
 
@@ -66,7 +66,7 @@ def window_length(trial: Trial) -> Iterator[float]:
 
 
 def both_kernels(trial: Trial) -> Iterator[float]:
-    """A row gives the same bits beside one of another length: what decodes alone is context in ragged company."""
+    """A row gives the same bits beside one of another length: a ragged batch is read by the context kernel."""
     if trial.case.is_tree:  # a tree's window is uniform
         return
     row, out = trial.rows[-1], trial.outs[-1]
@@ -136,7 +136,7 @@ PROPERTIES: dict[str, Callable[[Trial], Iterator[float]]] = {
     "a tree path equals its chain": tree_paths,
     "poison, pads and spare pages change nothing": surroundings,
     "page size changes nothing": page_sizes,
-    "poison in a draft stays with those who see it": poisoned_drafts,
+    "poison in a draft reaches only queries that see it": poisoned_drafts,
     "captured equals eager": captured,
 }
 

@@ -1,4 +1,4 @@
-"""Rows laid out in pages, with or without poison and pads around them, and one forward over them."""
+"""Rows laid out in pages, with or without poison and pads, and one forward over them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,18 +12,18 @@ from peregrine.attention.metadata import AttentionMetadata, LayerAttention
 from peregrine.attention.window import Window
 from peregrine.cache.store import KVShape, KVStore
 
-K_SCALE, V_SCALE = 0.25, 0.5  # of a store that has scales: powers of two, so that only float8 itself rounds
-LAYER = 1  # of two: what is read from the wrong layer is zero or poison
+K_SCALE, V_SCALE = 0.25, 0.5  # of a float8 store: powers of two, so that dividing by them rounds nothing
+LAYER = 1  # the second of two: a read of the wrong layer finds zeros or poison
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How rows are laid out in memory: none of it may change a result."""
+    """How rows are laid out in memory; nothing of it may change a result."""
 
     page_size: int = 16
     spare_pages: int = 0  # table entries past the longest row
     poison: bool = False  # NaN in every slot that no row owns or that lies past a row's end
-    pads: int = 0  # rows of the scratch page after the real ones
+    pads: int = 0  # rows on the scratch page, after the real ones
     kv_dtype: torch.dtype | None = None  # of the store; None: the rows' own
 
 
@@ -32,7 +32,7 @@ PLAIN = Layout()
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """Everything one forward is given."""
+    """The inputs of one forward."""
 
     store: KVStore
     metadata: AttentionMetadata
@@ -42,7 +42,7 @@ class Forward:
     lens: list[int]  # queries of each real row
 
     def run(self, backend: AttentionBackend, layer: LayerAttention) -> list[Tensor]:
-        """Attend; each row's part of the output."""
+        """Run the forward. -> each real row's part of the output"""
         attend = backend.bind(self.store, [layer] * (LAYER + 1), self.metadata)
         return self.split(attend(LAYER, self.q, self.k, self.v))
 
@@ -59,7 +59,7 @@ def attend(
 
 
 def lay_out(rows: Sequence[Row], layout: Layout) -> Forward:
-    """A store that holds each row's first `past` keys on shuffled pages, and what the forward brings."""
+    """A store with each row's first `past` keys on shuffled pages, and the inputs of the forward."""
     size, device = layout.page_size, rows[0].q.device
     needed = [-(-len(row.k) // size) for row in rows]
     rng = torch.Generator().manual_seed(7)
@@ -113,7 +113,7 @@ def make_store(row: Row, num_pages: int, layout: Layout) -> KVStore:
 
 
 def as_stored(row: Row, kv_dtype: torch.dtype) -> Row:
-    """The row with its keys and values as a store of that dtype gives them back."""
+    """The row with keys and values rounded as a store of that dtype rounds them."""
     if kv_dtype == row.k.dtype:
         return row
     k, v = ((x.float() / s).to(kv_dtype).float() * s for x, s in ((row.k, K_SCALE), (row.v, V_SCALE)))
@@ -121,7 +121,7 @@ def as_stored(row: Row, kv_dtype: torch.dtype) -> Row:
 
 
 def _pad_of(row: Row) -> Row:
-    """A row as the engine pads with: it has no past, its keys go to the scratch page, nobody reads its output."""
+    """A pad row as the engine makes them: no past, keys on the scratch page, output not read."""
     first = row.past
     positions = [position - first for position in row.positions]
     return Row(0, positions, row.words, row.q, row.k[first:], row.v[first:])

@@ -1,4 +1,4 @@
-"""Attention problems without pages, their answers in float64 by the definition, and how far off one may be."""
+"""Attention problems without pages, their float64 answers by definition, and the allowed error."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from peregrine.attention.metadata import LayerAttention
 
-# Query heads, KV heads, head dim. A fourth number: keys hold their values, which are so many first entries of them.
+# Query heads, KV heads, head dim; for MLA a fourth number: the first so many entries of a key are its value.
 Heads = tuple[int, ...]
 
 
@@ -29,17 +29,17 @@ class Row:
         return self.v.shape[2] < self.k.shape[2]
 
     def at(self, *queries: int) -> "Row":
-        """The same row with some of its queries alone; all its keys are written."""
+        """The row with only some of its queries; all its keys are stored."""
         words = None if self.words is None else [self.words[i] for i in queries]
         return replace(self, positions=[self.positions[i] for i in queries], words=words, q=self.q[list(queries)])
 
     def path_to(self, query: int) -> "Row":
-        """The chain that stands for a tree's path: the same query over its own keys, with nothing else there."""
+        """The chain that equals a tree's path: one query over its own keys alone."""
         keys = self.keys_of(query, None)
         return Row(self.past, [self.positions[query]], None, self.q[query : query + 1], self.k[keys], self.v[keys])
 
     def keys_of(self, query: int, window: int | None) -> list[int]:
-        """The keys a query sees, by the definition."""
+        """The keys that a query sees, by definition."""
         position = self.positions[query]
         low = 0 if window is None else max(0, position - window + 1)
         if self.words is None:
@@ -48,7 +48,7 @@ class Row:
         return list(range(low, self.past)) + [self.past + j for j in nodes]
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> "Row":
-        """The same row elsewhere, in another dtype."""
+        """The row on another device, in another dtype."""
         return replace(self, q=self.q.to(device, dtype), k=self.k.to(device, dtype), v=self.v.to(device, dtype))
 
 
@@ -77,7 +77,7 @@ def _row(past: int, positions: list[int], words: list[int] | None, total: int, h
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What attention gives for one row, and how far from it a correct kernel may land."""
+    """The attention of one row, and how far from it a correct kernel may be."""
 
     out: Tensor  # [Q, Hq, Dv] f64
     bound: Tensor  # [Q, Hq, Dv] f64
@@ -106,13 +106,13 @@ def _answer_query(q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention, dtype:
     weights = all_scores.softmax(dim=2)[:, :, :count]
     out = torch.einsum("hgn,nhd->hgd", weights, v)
 
-    # How far off? With u the rounding of `dtype` and f one operation of float32 (cut off, as matrix units do, not
-    # rounded), a kernel may err in three places.
-    # 1. A score is a sum of D products, so it is off by f * D times the sum of their sizes; taking the top away and
-    #    raising 2 to it adds a few operations on numbers of that size. A weight is off by as much, relatively.
-    # 2. A weight is rounded to `dtype` before it meets its value: u, or half the smallest step below the normal range.
-    # 3. Adding n products, and the mass, in any order and rescaling them: f * n.
-    # Relative errors e of all weights move the output by e * (sum of weights * |v| + |out|); then it is rounded: u.
+    # The bound. With u the rounding error of `dtype` and f that of one float32 operation (truncated, as in matrix
+    # units), a kernel errs in three places.
+    # 1. A score is a sum of D products: off by f * D times the sum of their sizes. Subtracting the maximum and
+    #    exponentiating adds a few operations on numbers of that size. The relative error of a weight is as large.
+    # 2. A weight is rounded to `dtype` before the product with its value: u, or half a subnormal step.
+    # 3. Adding n products and their weights in any order, and rescaling: f * n.
+    # A relative error e of all weights moves the output by e * (sum of weights * |v| + |out|); rounding it adds u.
     info, f = torch.finfo(dtype), torch.finfo(torch.float32).eps
     u = info.eps / 2
     products = torch.einsum("hgd,nhd->hgn", q.abs(), k.abs()) * abs(layer.scale)

@@ -1,4 +1,4 @@
-"""Run the cases and say, property by property, how many trials there were and what the worst of them was."""
+"""Run the cases and report, for each property, the number of trials and the worst of them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,14 +15,14 @@ SHOWN_FAILURES = 8  # per property
 
 @dataclass(slots=True)
 class Tally:
-    """What became of one property."""
+    """The trials of one property."""
 
     trials: int = 0
-    worst: float = 0.0  # error as a part of what is allowed
+    worst: float = 0.0  # error as a share of the allowed one
     failures: list[str] = field(default_factory=list)
 
     def add(self, share: float, where: str) -> None:
-        """Count one trial; NaN counts as a failure, too."""
+        """Count one trial; NaN is a failure."""
         self.trials += 1
         self.worst = max(self.worst, share)
         if not share <= 1:
@@ -78,7 +78,7 @@ def run_conformance(
     device: torch.device,
     watch: Callable[[str], None] = lambda name: None,
 ) -> Report:
-    """Hold the backend against every case; `watch` hears each case's name as it begins."""
+    """Check the backend on every case; `watch` is called with each case's name as it begins."""
     tallies = {name: Tally() for name in PROPERTIES}
     for case in cases:
         watch(case.name)

@@ -43,7 +43,7 @@ from peregrine.kernels.attention.plan import (
 )
 from peregrine.kernels.attention.triton import MERGE_REGISTERS, checked_queries, key_block, padded
 from peregrine.kernels.runtime.gpu import launch
-from peregrine.kernels.runtime.pdl import enter
+from peregrine.kernels.runtime.pdl import PDL, enter
 
 L_ROWS = tl.constexpr(64)  # rows of l: the height of a matrix instruction
 # Sizes that differ from call to call: kernels are not compiled again for special values of them.
@@ -91,6 +91,20 @@ def load_entries(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def fence_copied_keys(start):  # type: ignore[no-untyped-def]
+    """Let the matrix unit see keys that cp.async has copied to shared memory.
+
+    cp.async writes through the generic proxy and wgmma reads through the async proxy; the PTX memory model orders the
+    two only by fence.proxy.async. Triton 3.6 leaves it out for pipelined loads (triton-lang/triton#9610 adds it), and
+    wgmma may then multiply what its place in the ring held before.
+    """
+    if PDL:  # Hopper or later, and not the interpreter
+        tl.inline_asm_elementwise(
+            "fence.proxy.async.shared::cta; mov.u32 $0, $1;", "=r,r", [start], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
 def add_block(  # type: ignore[no-untyped-def]
     q_latent,
     q_rope,
@@ -121,6 +135,8 @@ def add_block(  # type: ignore[no-untyped-def]
     slot = slots_of(start, 0, max_limit, table, path, past, PAGE, BLOCK, ON_PATH)
     latent = load_entries(keys, slot, seen, 0, RANK, q_latent.shape[0], RANK + ROPE, MASKED)
     rotated = load_entries(keys, slot, seen, RANK, ROPE, q_rope.shape[0], RANK + ROPE, MASKED)
+    if not MASKED:  # in the pipelined loop; for keys that are stored from registers Triton adds the fence itself
+        fence_copied_keys(start)
     scores = tl.dot(latent, q_latent, input_precision="ieee")
     scores = tl.dot(rotated, q_rope, scores, input_precision="ieee") * factor  # [BLOCK, ROWS]
     if MASKED:
@@ -212,7 +228,9 @@ def finish_split(  # type: ignore[no-untyped-def]
         new_m = tl.maximum(total_m, m_i)
         kept, added = power_of_two(total_m - new_m), power_of_two(m_i - new_m)
         held = partial_acc + place[None, :] * RANK_PAD + dim[:, None]
-        tl.debug_barrier()  # other threads wrote what this one reads, and read what it writes
+        # Other threads wrote what this one reads, and read what it writes. bar.sync orders that: PTX makes accesses to
+        # global memory before it visible to all threads of the program, and loads and stores stay on their side of it.
+        tl.debug_barrier()
         before = tl.load(held, mask=(live & (split > 0))[None, :], other=0.0)
         tl.debug_barrier()
         tl.store(held, before * kept[None, :] + acc * added[None, :], mask=live[None, :])
@@ -313,7 +331,7 @@ def mla_kernel(  # type: ignore[no-untyped-def]
                     )
         if not SPLIT_KV:
             dim = tl.arange(0, RANK_PAD)
-            tl.debug_barrier()  # other threads wrote what this one reads
+            tl.debug_barrier()  # other threads wrote what this one reads, see finish_split
             held = partial_acc + place[:, None] * RANK_PAD + dim[None, :]
             acc = tl.load(held, mask=live[:, None], other=0.0)
             outputs = (acc / tl.where(live, l_i, 1.0)[:, None]).to(out.dtype.element_ty)
