@@ -133,6 +133,21 @@ def test_a_part_that_nobody_uses_changes_nothing(guess: str, monkeypatch: pytest
 
 
 @either_guess
+def test_a_request_gets_the_same_beside_any_others(guess: str) -> None:
+    """Requests of every variant in one batch, then each alone: tokens, and log-probabilities bit for bit."""
+    engine = build(graphs=True, row_sizes=(1, 8), prefix_cache=False, **GUESSES[guess]).engine
+    mixed = [case for variant in VARIANTS for case in cases_of(variant, 2)]
+    together = run(engine, mixed)
+    alone = [output for case in mixed for output in run(engine, [case])]
+    for one, other in zip(together, alone, strict=True):
+        assert (one.token_ids, one.logprobs, one.finish_reason) == (
+            other.token_ids,
+            other.logprobs,
+            other.finish_reason,
+        )
+
+
+@either_guess
 @pytest.mark.parametrize("graphs", [True, False], ids=["captured", "eager"])
 def test_what_lies_outside_the_tables_changes_nothing(guess: str, graphs: bool) -> None:
     """NaN on the scratch page, where pads live, and on every page that nothing was written to."""

@@ -246,7 +246,7 @@ def _by_digits(logits: Tensor, sampling: SamplingTensors, adjusted: Adjusted | N
                 HALF=logits.element_size() == HALF_BYTES,
                 num_warps=8,
                 enable_fp_fusion=False,
-                pdl=True,
+                pdl=weighed or level > 0,  # the first one follows the zeros
             )
     launch(
         _select_digits,

@@ -43,7 +43,7 @@ def logprobs(
     flags: dict[str, Any] = {"COUNT": count, "PATH": path is not None, "ASKED": asked is not None}
     for kernel, out in ((_rank_span, keys), (_weigh_span, sums)):
         grid = (num_rows * width, num_spans)
-        launch(kernel, grid, *where, sums, out, *sizes, SPAN=span, num_warps=8, pdl=True, **flags)
+        launch(kernel, grid, *where, sums, out, *sizes, SPAN=span, num_warps=8, pdl=out is sums, **flags)
     launch(
         _logprobs_of_node,
         (num_rows * width,),

@@ -311,7 +311,7 @@ def adjust(
     counts = rows
     history = window_tokens = ancestors = sampling.stop_ids  # read where a context is given
     prompt_lens = lens = sampling.min_lens
-    if context is not None:
+    if features.penalised and context is not None:
         counts = torch.zeros(num_rows, vocab_size, dtype=torch.int32, device=logits.device)
         history, prompt_lens, lens = context.history, context.prompt_lens, context.lens
         window_tokens, ancestors = context.window_tokens, context.ancestors
@@ -324,7 +324,6 @@ def adjust(
         *(history.stride(0), sampling.bias_ids.stride(0), vocab_size),
         SPAN=COUNT_SPAN,
         **parts,
-        pdl=True,
     )
     launch(
         _adjust,
