@@ -1,4 +1,4 @@
-"""What every test run has in common: no network, few threads, the GPU tests skipped where there is no GPU."""
+"""Set-up of every test run: no network, few threads, GPU tests skipped without a GPU."""
 
 import importlib.util
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-# Before anything imports them: workers share the cores, the hub is out of bounds, GPU kernels need a GPU.
+# Set before torch, Triton or transformers is imported: few threads per worker, no hub, the interpreter without a GPU.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 if shutil.which("nvidia-smi") is None:
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -28,7 +28,7 @@ mend_interpreter()
 if importlib.util.find_spec("hypothesis"):
     from hypothesis import settings
 
-    # A test is red or green by what it finds, never by how long it took or which examples were drawn today.
+    # Every run draws the same examples, without a time limit.
     settings.register_profile("peregrine", deadline=None, derandomize=True, database=None)
     settings.load_profile("peregrine")
 
@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def offline() -> Iterator[None]:
-    """Connections to anything but this machine fail with the address they wanted."""
+    """Connections to other machines fail with the address in the message."""
     patch = pytest.MonkeyPatch()
     connect = socket.socket.connect
 

@@ -118,7 +118,7 @@ def oversize(tree: ast.Module, unit: str) -> Complaints:
             yield f"line {node.lineno}: {node.name} has {count} arguments, more than {most}"
 
 
-def strayed_calls(tree: ast.Module, unit: str) -> Complaints:
+def misplaced_calls(tree: ast.Module, unit: str) -> Complaints:
     """Waits for the device, peeks at attributes and reads of the environment outside their homes; globals."""
     for node in ast.walk(tree):
         match node:
@@ -131,13 +131,13 @@ def strayed_calls(tree: ast.Module, unit: str) -> Complaints:
                 yield f"line {node.lineno}: environ belongs in {', '.join(sorted(ENVIRONMENT_HOMES))}"
 
 
-def wordless(tree: ast.Module, unit: str) -> Complaints:
+def undocumented(tree: ast.Module, unit: str) -> Complaints:
     """A file that does not open with what it is for."""
     if not ast.get_docstring(tree):
         yield "the file opens without a docstring that says what it is for"
 
 
-@pytest.mark.parametrize("check", [upward_imports, inner_imports, oversize, strayed_calls, wordless])
+@pytest.mark.parametrize("check", [upward_imports, inner_imports, oversize, misplaced_calls, undocumented])
 def test_every_file(check: Callable[[ast.Module, str], Complaints]) -> None:
     """One test per check, not per file: collecting a thousand tests takes longer than running them."""
     complaints = []
@@ -162,18 +162,18 @@ def test_files_are_short_and_plainly_named() -> None:
     assert not complaints, "\n".join(complaints)
 
 
-def test_no_file_imports_itself_by_a_detour() -> None:
+def test_there_is_no_import_cycle() -> None:
     modules = {".".join(("peregrine", *path.relative_to(SRC).with_suffix("").parts)): path for path in FILES}
     modules = {name.removesuffix(".__init__"): path for name, path in modules.items() if path != DOOR}
     graph = {
-        name: {home for used in imports_of(ast.parse(path.read_text())) if (home := home_of(used, modules))}
+        name: {module for used in imports_of(ast.parse(path.read_text())) if (module := module_of(used, modules))}
         for name, path in modules.items()
     }
     assert not find_cycle(graph)
 
 
-def home_of(name: str, modules: dict[str, Path]) -> str | None:
-    """The module that an imported name is or lives in."""
+def module_of(name: str, modules: dict[str, Path]) -> str | None:
+    """The module that an imported name is, or is defined in."""
     return name if name in modules else next((m for m in [name.rpartition(".")[0]] if m in modules), None)
 
 
@@ -214,17 +214,17 @@ def find_cycle(graph: dict[str, set[str]]) -> list[str]:
         (oversize, "spec", "def f():\n" + "    x = 1\n" * 60),
         (oversize, "spec", "def f(a, b, c, d, e, f, g, h, i): ..."),
         (oversize, "spec", "def f(a, b, c, d, /, e, f, *, g, h, i): ..."),
-        (strayed_calls, "spec", "x.item()"),
-        (strayed_calls, "kernels", "x.sum().tolist()"),
-        (strayed_calls, "models", "x.cpu()"),
-        (strayed_calls, "attention", "torch.cuda.synchronize()"),
-        (strayed_calls, "engine", "getattr(x, 'y')"),
-        (strayed_calls, "models", "hasattr(x, 'y')"),
-        (strayed_calls, "engine", "os.environ['X']"),
-        (strayed_calls, "engine", "os.getenv('X')"),
-        (strayed_calls, "engine", "from os import environ"),
-        (strayed_calls, "log", "def f():\n    global x"),
-        (wordless, "spec", "import torch"),
+        (misplaced_calls, "spec", "x.item()"),
+        (misplaced_calls, "kernels", "x.sum().tolist()"),
+        (misplaced_calls, "models", "x.cpu()"),
+        (misplaced_calls, "attention", "torch.cuda.synchronize()"),
+        (misplaced_calls, "engine", "getattr(x, 'y')"),
+        (misplaced_calls, "models", "hasattr(x, 'y')"),
+        (misplaced_calls, "engine", "os.environ['X']"),
+        (misplaced_calls, "engine", "os.getenv('X')"),
+        (misplaced_calls, "engine", "from os import environ"),
+        (misplaced_calls, "log", "def f():\n    global x"),
+        (undocumented, "spec", "import torch"),
     ],
 )
 def test_check_complains(check: Callable[[ast.Module, str], Complaints], unit: str, source: str) -> None:
@@ -245,13 +245,13 @@ def test_check_complains(check: Callable[[ast.Module, str], Complaints], unit: s
         (oversize, "kernels", "def f(a, b, c, d, e, f, g, h, i): ..."),
         (oversize, "spec", "@triton.jit\ndef f(a, b, c, d, e, f, g, h, i): ..."),
         (oversize, "spec", "class A:\n    def f(self, a, b, c, d, e, f, g, h): ..."),
-        (strayed_calls, "engine", "x.item()"),
-        (strayed_calls, "cache", "x.tolist()"),
-        (strayed_calls, "hardware", "os.environ['X']"),
-        (wordless, "spec", '"""What it is for."""'),
+        (misplaced_calls, "engine", "x.item()"),
+        (misplaced_calls, "cache", "x.tolist()"),
+        (misplaced_calls, "hardware", "os.environ['X']"),
+        (undocumented, "spec", '"""What it is for."""'),
     ],
 )
-def test_check_is_content(check: Callable[[ast.Module, str], Complaints], unit: str, source: str) -> None:
+def test_check_accepts_good_code(check: Callable[[ast.Module, str], Complaints], unit: str, source: str) -> None:
     assert not list(check(ast.parse(source), unit))
 
 

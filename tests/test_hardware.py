@@ -79,7 +79,7 @@ def test_unknown_dtype_is_refused_with_what_exists() -> None:
         resolve_dtype("int4", CPU, torch.float32)
 
 
-def test_auto_does_not_guess_for_a_stored_dtype_it_cannot_compute_in() -> None:
+def test_auto_refuses_a_stored_dtype_that_cannot_be_computed_in() -> None:
     with pytest.raises(ConfigError, match="float8_e4m3fn; choose one of float32"):
         resolve_dtype("auto", CUDA, torch.float8_e4m3fn)
 

@@ -1,4 +1,4 @@
-"""The offline interface: batches, streams, errors, and what is left behind."""
+"""The offline interface: batches, streams, errors, and clean-up."""
 
 import asyncio
 import functools
@@ -41,7 +41,7 @@ def test_parameters_may_differ_by_prompt(llm: LLM) -> None:
         llm.generate([[5], [5]], [GREEDY])
 
 
-def test_one_bad_prompt_costs_the_others_nothing(llm: LLM) -> None:
+def test_one_bad_prompt_does_not_disturb_the_others(llm: LLM) -> None:
     good, bad, also = llm.generate([[5, 6], [], [7]], GREEDY, progress=False)
     assert bad.finish_reason == "error"
     assert "prompt=[]: is empty" in str(bad.error)
@@ -62,7 +62,7 @@ def test_a_stream_adds_up_to_the_output(llm: LLM) -> None:
     assert [d.finish_reason for d in deltas[:-1]] == [None] * (len(deltas) - 1)
 
 
-def test_leaving_a_stream_aborts_its_request(llm: LLM) -> None:
+def test_closing_a_stream_aborts_its_request(llm: LLM) -> None:
     stream = llm.stream([5], SamplingParams(temperature=0, max_tokens=500, ignore_eos=True))
     next(stream)
     stream.close()
@@ -100,7 +100,7 @@ def test_unknown_options_are_named() -> None:
         LLM(str(tiny_model()), speed="ludicrous")
 
 
-def test_an_engine_fault_reaches_everyone_and_nothing_hangs() -> None:
+def test_an_engine_fault_reaches_every_caller_and_nothing_hangs() -> None:
     with LLM(str(tiny_model()), drafter="none", num_pages=100) as llm:
 
         def explode(*_: object) -> None:
@@ -138,7 +138,7 @@ def test_no_drafts_is_plain_decoding() -> None:
     assert ("none", "num_drafts=0") in [(d.value, d.because) for d in built.decisions if d.field == "drafter"]
 
 
-def test_leaving_without_closing_is_quiet() -> None:
+def test_exit_without_close_is_quiet() -> None:
     """The process ends cleanly while a request is in flight."""
     list(load_kernels())  # compiled here if nobody has yet: a first start shows a progress bar
     code = f"""

@@ -1,4 +1,4 @@
-"""Styles only where a person reads them, and a logger that answers to PEREGRINE_LOG."""
+"""Styles are used on terminals only, and PEREGRINE_LOG sets the log level."""
 
 import io
 import logging

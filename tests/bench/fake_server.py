@@ -1,7 +1,7 @@
-"""An OpenAI-compatible server that answers from a script, on a clock that it moves itself.
+"""An OpenAI-compatible server that answers from a script and moves the clock itself.
 
-Seconds pass only when the script says so, and not before the client has looked at the clock for what came last. So
-every time a client takes is known beforehand, exactly.
+The clock advances only when the script says so, and only after the client has read it for the chunk before. So every
+time a client measures is known exactly.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 
 class Clock:
-    """A clock that stands still until it is moved; `wait_for_a_look` returns when it has been read."""
+    """A clock that stands still until it is moved; `wait_until_read` returns when it has been read."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -22,11 +22,11 @@ class Clock:
         self._seen.set()
         return self.now
 
-    async def pass_by(self, seconds: float) -> None:
+    async def advance(self, seconds: float) -> None:
         self.now += seconds
         self._seen.clear()
 
-    async def wait_for_a_look(self) -> None:
+    async def wait_until_read(self) -> None:
         await self._seen.wait()
 
 
@@ -41,7 +41,7 @@ class Script:
 
 @dataclass
 class FakeServer:
-    """Answers generations by their scripts in turn, the last one again and again, and routes by their statuses."""
+    """Answers each generation by the next script (the last one repeats), and each route by its status."""
 
     clock: Clock
     scripts: list[Script]
@@ -88,12 +88,12 @@ class FakeServer:
         framing = "Transfer-Encoding: chunked\r\n" if script.chunked else ""
         writer.write(f"HTTP/1.1 {script.status} X\r\n{framing}\r\n".encode())
         for seconds, event in script.events:
-            await self.clock.pass_by(seconds)
+            await self.clock.advance(seconds)
             data = event if isinstance(event, bytes) else b"data: " + json.dumps(event).encode() + b"\n\n"
             writer.write(b"%x\r\n%s\r\n" % (len(data), data) if script.chunked else data)
             await writer.drain()
             if not isinstance(event, bytes):
-                await self.clock.wait_for_a_look()
+                await self.clock.wait_until_read()
         if script.chunked:
             writer.write(b"0\r\n\r\n")
 

@@ -1,4 +1,4 @@
-"""`peregrine bench offline`: stages that add up to a round, and the same tokens with and without speculation."""
+"""`peregrine bench offline`: stage times add up to a round, and tokens are equal with and without speculation."""
 
 import pytest
 

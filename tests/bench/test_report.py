@@ -1,4 +1,4 @@
-"""`peregrine bench report`: one page, complete, with nothing from outside, and plots that show what was measured."""
+"""`peregrine bench report`: one self-contained page, with plots of what was measured."""
 
 import json
 import re
@@ -134,7 +134,7 @@ def page() -> str:
     return render(results, "A & B")
 
 
-def test_the_page_is_whole_and_fetches_nothing(page: str) -> None:
+def test_the_page_is_complete_and_fetches_nothing(page: str) -> None:
     parsed = Page(page)
     assert parsed.open == []
     assert all(link.startswith("#") for link in parsed.fetched)  # parts of the page itself
@@ -181,7 +181,7 @@ def test_every_plot_is_there(page: str) -> None:
     assert page.count('<svg class="plot"') == 1 + 1 + 1 + 2 + 4
 
 
-def test_failures_and_what_others_wrote_are_shown_escaped() -> None:
+def test_failures_and_foreign_text_are_shown_escaped() -> None:
     case = CASE | {"failed": 2, "errors": {"HTTP 500: <b>no</b>": 2}, "ttft_ms": None, "acceptance": None}
     page = render([Result("<i>", "serve", SERVE | {"cases": [case], "model": "<m>"})], "t")
     assert "2 x HTTP 500: &lt;b&gt;no&lt;/b&gt;" in page
@@ -191,7 +191,7 @@ def test_failures_and_what_others_wrote_are_shown_escaped() -> None:
     assert Page(page).open == []
 
 
-def test_tokens_that_differ_are_not_passed_over() -> None:
+def test_tokens_that_differ_are_reported() -> None:
     rows = [*OFFLINE["rows"], OFFLINE["rows"][0] | {"identical": False}]
     page = render(
         [Result("o", "offline", OFFLINE | {"rows": rows}), Result("s", "sweep", SWEEP | {"identical": False})], "t"
@@ -246,7 +246,7 @@ def test_from_files_to_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "<title>Talk</title>" in out.read_text()
 
 
-def test_files_of_one_name_are_told_apart(tmp_path: Path) -> None:
+def test_files_of_one_name_get_different_labels(tmp_path: Path) -> None:
     files = [tmp_path / "a" / "x.json", tmp_path / "b" / "x.json", tmp_path / "y.json"]
     for file in files:
         file.parent.mkdir(exist_ok=True)
@@ -258,7 +258,7 @@ def test_files_of_one_name_are_told_apart(tmp_path: Path) -> None:
     ("text", "said"),
     [("{", "cannot be read as JSON"), ('{"benchmark": "round"}', "is no result"), ("[]", "is no result")],
 )
-def test_a_file_that_is_no_result_is_named(tmp_path: Path, text: str, said: str) -> None:
+def test_a_file_that_is_not_a_result_is_named(tmp_path: Path, text: str, said: str) -> None:
     file = tmp_path / "x.json"
     file.write_text(text)
     with pytest.raises(ConfigError, match=f"x.json: .*{said}"):

@@ -1,4 +1,4 @@
-"""`peregrine bench round`: an engine that every case fits, a roofline that counts what a round must read."""
+"""`peregrine bench round`: an engine large enough for every case; a roofline of the bytes a round must read."""
 
 import json
 from collections.abc import Callable
@@ -56,7 +56,7 @@ def weights(module: nn.Module, num_tokens: int) -> float:
 
 
 def linear(outputs: int, inputs: int) -> int:
-    """Bytes in float32; the CPU's layout fills outputs up to whole panels of 16."""
+    """Bytes in float32; the CPU layout pads outputs to whole panels of 16."""
     return -(-outputs // 16) * 16 * inputs * 4
 
 
@@ -100,7 +100,7 @@ def test_a_draft_model_is_read_on_every_pass() -> None:
 @pytest.mark.parametrize(
     ("options", "depth"), [({}, 3), ({"num_drafts": 5}, 5), ({"tree": (2, 2, 6)}, 2), ({"drafter": "none"}, 3)]
 )
-def test_an_engine_is_asked_for_that_holds_every_case(options: dict[str, object], depth: int) -> None:
+def test_the_engine_is_sized_for_every_case(options: dict[str, object], depth: int) -> None:
     cases, measured = [Case(1, 1000), Case(4, 100)], 50
     config = engine_config({"model": "m", **options}, cases, measured)
     growth = (measured + REST - 4) * (depth + 1)  # if every draft is right
@@ -112,7 +112,7 @@ def test_an_engine_is_asked_for_that_holds_every_case(options: dict[str, object]
     assert (config.max_rows, config.row_sizes) == (4, (1, 4))
 
 
-def test_a_case_longer_than_the_context_is_refused_by_its_own_name() -> None:
+def test_a_case_longer_than_the_context_is_refused_by_name() -> None:
     cases = [Case(8, 40), Case(1, 100)]
     config = engine_config({"model": "m"}, cases, 5)
     growth = (5 + REST) * 4 + 128
@@ -123,7 +123,7 @@ def test_a_case_longer_than_the_context_is_refused_by_its_own_name() -> None:
         check_cases(config, cases, growth)
 
 
-def test_what_was_asked_for_is_kept() -> None:
+def test_given_options_are_kept() -> None:
     config = engine_config({"model": "m", "page_size": 64, "num_pages": 77}, [Case(2, 10)], 5)
     assert (config.page_size, config.num_pages, config.max_rows) == (64, 77, 2)
     assert engine_config({"tree": TreeShape(3, 2, 8)}, [Case(1, 8)], 5).tree == TreeShape(3, 2, 8)
@@ -178,14 +178,14 @@ def test_the_command_asks_for_its_cases(monkeypatch: pytest.MonkeyPatch, capsys)
     assert json.loads(capsys.readouterr().out)["benchmark"] == "round"
 
 
-def test_experts_count_as_often_as_tokens_hit_them_and_latents_once() -> None:
+def test_experts_count_once_per_hit_and_latents_once() -> None:
     engine = build(latent_model(), drafter="ngram", num_drafts=1).engine
     q_rank, kv_rank, rope, heads, dim = 24, 32, 8, 4, 16
     read = [linear(q_rank + kv_rank + rope, 48)] * 2 + [linear(q_rank, 48) + linear(kv_rank + rope, 48)]
     each = linear(heads * (dim + rope), q_rank) + heads * (linear(kv_rank, dim) + linear(dim, kv_rank))
     dense = linear(2 * 96, 48) + linear(48, 96)
     expert = linear(2 * 32, 48) + linear(48, 32)
-    hit = 8 * (1 - (1 - 2 / 8) ** 2) + 1  # by two tokens, two of eight each, and the one for all
+    hit = 8 * (1 - (1 - 2 / 8) ** 2) + 1  # two tokens choose two of eight each, plus the shared expert
     layers = sum(read) + 3 * (each + linear(48, heads * dim)) + dense + 2 * (linear(8, 48) + hit * expert)
     expected = layers + linear(VOCAB, 48)
     assert num_bytes(engine, 1, 0) == pytest.approx(expected, abs=1)
@@ -193,7 +193,7 @@ def test_experts_count_as_often_as_tokens_hit_them_and_latents_once() -> None:
 
 
 def hits(num_tokens: int) -> float:
-    """Experts of eight that tokens of two each hit, and the one for all."""
+    """Expected number of experts read: of eight, with two per token, plus the shared one."""
     return 8 * (1 - (1 - 2 / 8) ** num_tokens) + 1
 
 
@@ -206,10 +206,10 @@ def test_experts_are_read_as_often_as_random_choices_hit_them() -> None:
         assert expected_hits(mixture, num_tokens) == pytest.approx(expected)
         work = expert_work(mixture, expected, num_tokens)
         assert work.num_bytes == pytest.approx(expected * EXPERT)
-        assert work.operations == pytest.approx(2 * num_tokens * (2 + 1) * EXPERT / 4)  # by two experts and the shared
+        assert work.operations == pytest.approx(2 * num_tokens * (2 + 1) * EXPERT / 4)  # two experts and the shared one
 
 
-def test_every_token_meets_every_weight_and_every_key() -> None:
+def test_operations_count_every_weight_and_key_for_every_token() -> None:
     engine = build(drafter=str(eagle3_head()), num_drafts=3).engine
     each = layer(2 * HIDDEN, split=True) + linear(200, HIDDEN)  # float32: four bytes a weight
     fuse = linear(HIDDEN, 3 * HIDDEN)
@@ -221,7 +221,7 @@ def test_every_token_meets_every_weight_and_every_key() -> None:
 
 @pytest.mark.parametrize(("guess", "step"), [({"num_drafts": 3}, 1), ({"tree": (3, 2, 8)}, 2)])
 def test_a_prediction_layers_experts_count_by_the_tokens_of_each_pass(guess: dict[str, object], step: int) -> None:
-    """The first pass has one live token a row, the others as many as a level of the tree is wide."""
+    """The first pass has one live token per row, the others one per node of a tree level."""
     engine = build(latent_mtp_model(), drafter="mtp", **guess).engine  # type: ignore[arg-type]
     head, target = engine.runner.drafter.reader.head, engine.runner.target.decoder
     nodes = engine.runner.drafter.shape.nodes
@@ -232,7 +232,7 @@ def test_a_prediction_layers_experts_count_by_the_tokens_of_each_pass(guess: dic
     assert num_bytes(engine, 2, 10) == pytest.approx(expected, abs=1)
 
 
-def test_a_draft_models_experts_count_by_the_path_and_then_by_each_guess() -> None:
+def test_a_draft_models_experts_count_for_the_path_and_for_each_draft() -> None:
     engine = build(latent_model(), drafter=str(latent_model()), num_drafts=2).engine
     dense = weights(engine.runner.target.decoder, 0) - 2 * EXPERT  # two layers have experts
     verify, path, last, guess = 2 * hits(3), hits(3), hits(1), 2 * hits(1)
@@ -242,7 +242,7 @@ def test_a_draft_models_experts_count_by_the_path_and_then_by_each_guess() -> No
 
 @pytest.mark.parametrize("guess", [{"num_drafts": 3}, {"tree": (3, 2, 8)}], ids=["chain", "tree"])
 def test_experts_are_counted_as_more_rounds_read_them(guess: dict[str, object]) -> None:
-    """With so many rows that every expert is hit, what is expected is what is read; alone, a row reads a few."""
+    """With enough rows to hit every expert, the expected count is the real one; a single row reads only a few."""
     engine = build(latent_mtp_model(), drafter="mtp", max_rows=8, **guess).engine  # type: ignore[arg-type]
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False)
     for prompt in ([3, 4, 5], [6, 7], *([i] for i in range(8, 14))):
@@ -252,7 +252,7 @@ def test_experts_are_counted_as_more_rounds_read_them(guess: dict[str, object]) 
     beyond, hits = experts_read(engine, 1)
     assert 3 <= hits <= 9
     assert abs(beyond) < 5 * 9 * EXPERT
-    assert all(len(request.generated) >= 1 for request in engine.running)  # it was a round like any other
+    assert all(len(request.generated) >= 1 for request in engine.running)  # counting did not disturb the round
     for request in list(engine.running)[1:]:
         engine.abort(request)
     few, alone = experts_read(engine, 2)
@@ -267,7 +267,7 @@ def test_experts_are_counted_as_more_rounds_read_them(guess: dict[str, object]) 
 
 
 def test_rounds_that_are_counted_are_those_that_were_timed() -> None:
-    """Token for token, though the requests get other pages, and others' keys lay there in between."""
+    """Equal tokens, although the requests get other pages, which held other requests' keys in between."""
     count = 6
     engine = build(latent_mtp_model(), drafter="mtp", num_drafts=3, max_rows=4, num_pages=400, max_len=400).engine
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False)
@@ -337,7 +337,7 @@ def test_a_case_is_measured(model: Callable[[], Path] | None, monkeypatch: pytes
     assert engine.runner.mark is no_mark
 
 
-def test_the_host_is_timed_by_rounds_like_any_other() -> None:
+def test_the_host_is_timed_over_ordinary_rounds() -> None:
     engine = build().engine
     params = SamplingParams(max_tokens=HOST_ROUNDS + 8, ignore_eos=True, detokenize=False)
     request = engine.prepare([3, 4], params)

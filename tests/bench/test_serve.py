@@ -1,6 +1,6 @@
 """`peregrine bench serve`: exact arithmetic, and exact times from a scripted server.
 
-tests/serve/test_bench.py runs it against the real one.
+tests/serve/test_bench.py runs it against the real server.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ def exchange(sent: float, *times: float, tokens: int, from_usage: bool = True) -
 # Arithmetic.
 
 
-def test_times_of_one_request_are_those_of_the_definitions() -> None:
+def test_times_of_one_request_follow_their_definitions() -> None:
     one = exchange(10.0, 10.5, 11.0, 12.5, tokens=6)
     assert (one.ttft_s, one.latency_s, one.tpot_s, one.gaps_s) == (0.5, 2.5, 0.4, [0.5, 1.5])
     assert exchange(1.0, 1.5, tokens=1).tpot_s is None
@@ -60,7 +60,7 @@ def test_percentiles_lie_between_neighbours() -> None:
     assert figures([]) is None
 
 
-def test_a_case_counts_rates_over_its_whole_time_and_failures_apart() -> None:
+def test_rates_are_over_the_whole_case_and_failures_are_counted_separately() -> None:
     done = [exchange(0.0, 0.1, 0.5, tokens=5), exchange(0.0, 0.3, 1.1, tokens=9), exchange(0.0, 0.2, tokens=1)]
     lost = [Exchange.failed(0.0, "HTTP 429: full")] * 2 + [Exchange.failed(0.0, "TimeoutError")]
     told = summarise([*done, *lost], 4.0, Limits())
@@ -91,7 +91,7 @@ def test_goodput_counts_requests_that_keep_every_limit(limits: Limits, good: int
     assert told["good_share"] == good / 4  # a failed request is not good
 
 
-def test_tokens_counted_by_chunks_are_said_to_be() -> None:
+def test_tokens_counted_by_chunks_are_marked() -> None:
     mixed = [exchange(0.0, 1.0, 2.0, tokens=2, from_usage=False), exchange(0.0, 1.0, tokens=4)]
     assert summarise(mixed, 1.0, Limits())["tokens_from"] == "chunks"
     assert summarise(mixed[1:], 1.0, Limits())["tokens_from"] == "usage"
@@ -123,7 +123,7 @@ def test_counters_are_read_with_and_without_the_suffix() -> None:
     expected = Counters(10, 30, 12, (8, 4))
     assert read_counters(OURS) == expected
     assert read_counters(OURS.replace("_total", "")) == expected
-    assert read_counters(OURS + OURS.replace("_total", "")) == expected  # the same ones twice
+    assert read_counters(OURS + OURS.replace("_total", "")) == expected  # the counters appear under both names
 
 
 def test_counters_of_several_engines_are_added() -> None:
@@ -136,7 +136,7 @@ def test_no_counters_no_acceptance() -> None:
     assert Counters(10, 30, 12, (8, 4)).since(Counters(10, 30, 12, (8, 4))) is None
 
 
-def test_acceptance_is_what_came_in_between() -> None:
+def test_acceptance_is_the_difference_of_counters() -> None:
     told = Counters(30, 90, 42, (28, 10, 4)).since(Counters(10, 30, 12, (8, 4)))
     assert told == {
         "rounds": 20,
@@ -152,7 +152,7 @@ def test_acceptance_is_what_came_in_between() -> None:
 
 
 def play(server: FakeServer, act: Callable[[Client], Awaitable[Any]], key: str | None = None) -> Any:
-    """What `act` brings with a client of this server; its sleeps move the server's clock."""
+    """What `act` returns with a client of this server; its sleeps advance the server's clock."""
 
     async def run() -> Any:
         async def sleep(seconds: float) -> None:
@@ -202,7 +202,7 @@ def test_comments_and_split_events_are_read() -> None:
         (Script([(0.0, b"data: {nonsense\n\n")]), "JSONDecodeError: Expecting property name"),
     ],
 )
-def test_what_goes_wrong_is_an_error_of_the_request(script: Script, error: str) -> None:
+def test_a_failure_is_an_error_of_its_request(script: Script, error: str) -> None:
     assert (stream(script).error or "").startswith(error)
 
 
@@ -215,7 +215,7 @@ def test_no_server_is_an_error_of_the_request() -> None:
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://x", "http://"])
-def test_a_url_that_is_none_is_refused(url: str) -> None:
+def test_a_malformed_url_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match=r"url=.*http://HOST:PORT"):
         Client(url)
 
@@ -343,7 +343,7 @@ def test_failed_requests_are_counted_and_shown() -> None:
     assert "prompts repeat within a case" in table
 
 
-def test_a_case_in_which_all_fails_has_no_latencies() -> None:
+def test_a_case_without_successes_has_no_latencies() -> None:
     full = Script([(1.0, b"{}")], status=500)
     server = FakeServer(Clock(), [STORY, full, full, full], FLUSHES)
     result = measured(server, serve.Plan(cases=(serve.Case(1),), prompts=[CHAT], model="m", requests=2))
@@ -384,13 +384,13 @@ def test_a_closed_loop_keeps_its_concurrency() -> None:
     assert sorted(each.sent for each in done) == [float(index) for index in range(20)]
 
 
-def test_an_open_loop_sends_at_the_given_times_whatever_is_under_way() -> None:
+def test_an_open_loop_sends_at_the_given_times_regardless_of_load() -> None:
     clock = Clock()
     sent: list[float] = []
     release = asyncio.Event()
 
     async def sleep(seconds: float) -> None:
-        await asyncio.sleep(0)  # what was sent begins before time goes on
+        await asyncio.sleep(0)  # let sent requests start before time advances
         clock.now += seconds
 
     async def ask(order: serve.Order) -> Exchange:
@@ -429,7 +429,7 @@ def test_a_file_holds_text_and_chats(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "line", ["{", '{"prompt": ""}', '{"messages": [{"role": "user"}]}', '"text"', '{"messages": []}']
 )
-def test_a_line_that_is_no_prompt_is_named(tmp_path: Path, line: str) -> None:
+def test_a_line_that_is_not_a_prompt_is_named(tmp_path: Path, line: str) -> None:
     file = tmp_path / "p.jsonl"
     file.write_text('{"prompt": "fine"}\n' + line + "\n")
     with pytest.raises(ConfigError, match=r"p\.jsonl:2: .*a line is"):
@@ -443,12 +443,12 @@ def test_a_line_that_is_no_prompt_is_named(tmp_path: Path, line: str) -> None:
         ({"cases": (), "prompts": [CHAT], "max_tokens": 0}, "max_tokens=0"),
     ],
 )
-def test_a_plan_that_cannot_be_is_refused(fields: dict[str, Any], said: str) -> None:
+def test_an_impossible_plan_is_refused(fields: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         serve.Plan(**fields)
 
 
-def test_loads_that_cannot_be_are_refused() -> None:
+def test_impossible_loads_are_refused() -> None:
     with pytest.raises(ConfigError, match="concurrency=0"):
         serve.Case(concurrency=0)
     with pytest.raises(ConfigError, match="rate=-1"):

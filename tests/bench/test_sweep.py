@@ -1,4 +1,4 @@
-"""`peregrine bench sweep`: shapes run in one process, acceptance by position, an honest verdict."""
+"""`peregrine bench sweep`: shapes run in one process, acceptance by position, ties reported as ties."""
 
 import json
 from pathlib import Path
@@ -31,13 +31,13 @@ def output(*correct_of_rounds: int) -> Output:
     return Output(0, [1], "", [], "length", None, None, 0, [], None, stats, nothing, False)
 
 
-def test_acceptance_by_position_is_the_share_of_rounds_that_got_so_far() -> None:
+def test_acceptance_by_position_is_the_share_of_rounds_that_reached_it() -> None:
     told = sweep.acceptance_of([output(0, 2, 3), output(1)])
     assert told == {"rounds": 4, "accept_length": 10 / 4, "by_position": [0.75, 0.5, 0.25]}
     assert sweep.acceptance_of([output(0, 0)]) == {"rounds": 2, "accept_length": 1.0, "by_position": []}
 
 
-def test_the_best_has_the_highest_median_and_ties_are_said() -> None:
+def test_the_best_has_the_highest_median_and_ties_are_reported() -> None:
     lines = [line("plain", 90, 95, 99), line("chain 2", 100, 120, 125), line("chain 3", 98, 110, 101)]
     lines.append({"shape": "tree 3,2,8", "refused": "no trees here"})
     best = sweep.best_of(lines)
@@ -63,7 +63,7 @@ def test_shapes_become_options() -> None:
 @pytest.mark.parametrize(
     ("fields", "said"), [({"rows": 0}, "rows=0"), ({"repeats": 0}, "repeats=0"), ({"drafts": ()}, "both are empty")]
 )
-def test_a_plan_that_cannot_be_is_refused(fields: dict[str, Any], said: str) -> None:
+def test_an_impossible_plan_is_refused(fields: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         sweep.Plan(**({"drafts": (1,), "trees": (), "prompts": ["x"]} | fields))
 

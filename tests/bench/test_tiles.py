@@ -1,4 +1,4 @@
-"""`peregrine bench tiles`: every weight once, candidates that fit, the fastest told, and no figures without a GPU."""
+"""`peregrine bench tiles`: each weight shape once, candidates that fit, the fastest tile; no figures without a GPU."""
 
 import ast
 import json
@@ -26,7 +26,7 @@ def test_every_weight_of_model_and_head_is_a_shape_once() -> None:
     q, kv = HEADS * HEAD_DIM, 2 * KV_HEADS * HEAD_DIM
     model = {
         WeightShape(QKV, HIDDEN, gate=False),
-        WeightShape(q, HIDDEN, gate=False),  # the last layer projects queries apart
+        WeightShape(q, HIDDEN, gate=False),  # the last layer projects queries separately
         WeightShape(kv, HIDDEN, gate=False),
         WeightShape(HIDDEN, q, gate=False),
         WeightShape(INNER, HIDDEN, gate=True),
@@ -74,7 +74,7 @@ def timed(favourite: tuple[int, int, int, int]) -> Callable[[WeightShape, Tile],
     return time_us
 
 
-def test_the_fastest_tile_stands_beside_the_chosen_one() -> None:
+def test_the_fastest_tile_is_printed_beside_the_chosen_one() -> None:
     line = measure(SPLIT, 16, timed((128, 64, 4, 3)))
     facts = line.facts()
     assert (line.fastest, facts["fastest_us"]) == ((128, 64, 4, 3), 5.0)
@@ -93,7 +93,7 @@ def line_of(outputs: int, times: dict[tuple[int, int, int, int], float]) -> Line
 
 
 def test_a_kind_takes_the_entry_that_is_least_slow_over_its_shapes() -> None:
-    """b is never the fastest, but a and c are slow where they are not; shapes count alike, whatever their size."""
+    """b is never the fastest, but a and c are slow on some shapes; all shapes have equal weight."""
     a, b, c = (64, 64, 4, 3), (64, 64, 4, 4), (64, 64, 4, 5)
     lines = [line_of(1024, {a: 10.0, b: 11.0, c: 20.0}), line_of(4096, {a: 200.0, b: 110.0, c: 100.0})]
     assert best_entries(lines) == {"split": {16: b}}
@@ -110,7 +110,7 @@ def test_the_last_lines_can_be_pasted() -> None:
     assert len(shown) == 2 + len(lines) + 1 + 2
 
 
-def test_rows_that_are_no_height_are_refused() -> None:
+def test_rows_without_a_table_entry_are_refused() -> None:
     with pytest.raises(ConfigError, match="rows=24: tiles are 16, 32, 64, 128 rows high"):
         tiles.run("shape:llama-3.2-1b", "none", (16, 24), "auto")
 

@@ -16,7 +16,7 @@ def test_scratch_is_never_handed_out():
     assert pool.refs(SCRATCH_PAGE) == 0
 
 
-def test_too_few_pages_takes_none():
+def test_allocating_too_many_takes_none():
     pool = PagePool(4)
     with pytest.raises(OutOfPages, match="4 pages wanted, 3 of 3 free"):
         pool.allocate(4)
@@ -63,7 +63,7 @@ def test_pool_needs_a_page_beside_scratch():
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Any calls, against a plain count per page."""
+    """Random calls, checked against a plain count per page."""
 
     def __init__(self):
         super().__init__()

@@ -41,7 +41,7 @@ def test_only_whole_pages_match(tree):
 
 
 @pytest.mark.parametrize(("num_tokens", "whole"), [(0, 0), (1, 0), (2, 0), (3, 1), (4, 1), (5, 2)])
-def test_lookahead_wants_the_next_token(bigram_tree, num_tokens, whole):
+def test_lookahead_needs_the_next_token(bigram_tree, num_tokens, whole):
     assert bigram_tree.whole_pages(num_tokens) == whole
 
 
@@ -49,7 +49,7 @@ def test_bigram_key_holds_the_next_token(bigram_tree):
     pages = grown(bigram_tree, [1, 2, 3, 4, 5])
     assert bigram_tree.match([1, 2]).pages == ()  # the token after the page is not known
     assert bigram_tree.match([1, 2, 3]).pages == tuple(pages[:1])
-    assert bigram_tree.match([1, 2, 7]).pages == ()  # another next token is another draft entry
+    assert bigram_tree.match([1, 2, 7]).pages == ()  # with another next token the draft entry differs
     assert bigram_tree.match([1, 2, 3, 4, 6]).pages == tuple(pages[:1])
     other = grown(bigram_tree, [1, 2, 7])
     assert other != pages[:1]
@@ -102,7 +102,7 @@ def test_a_page_held_without_a_lock_is_not_evicted(tree, pool):
     assert tree.evict(1) == 1
 
 
-def test_least_recently_used_leaf_goes_first(tree):
+def test_least_recently_used_leaf_is_evicted_first(tree):
     grown(tree, [1, 1])
     grown(tree, [2, 2])
     grown(tree, [3, 3])
@@ -124,7 +124,7 @@ def test_match_alone_is_not_a_use(tree):
     assert tree.match([1, 1]).num_tokens == 0
 
 
-def test_leaves_go_before_the_pages_they_stand_on(tree):
+def test_leaves_are_evicted_before_their_parents(tree):
     grown(tree, [1, 1, 2, 2, 3, 3])
     grown(tree, [1, 1, 4, 4])
     for cached in (3, 2, 1, 0):
@@ -135,7 +135,7 @@ def test_leaves_go_before_the_pages_they_stand_on(tree):
 
 
 def test_eviction_does_not_look_at_the_whole_tree(tree, pool):
-    """One eviction from a tree with many old leaves takes one entry, not all of them."""
+    """One eviction from a tree with many old leaves looks at one entry, not at all of them."""
     for token in range(10):
         grown(tree, [token, token])
     looked_at = []
@@ -163,7 +163,7 @@ def test_lock_refuses_a_match_that_was_evicted(tree):
     tree.evict(1)
     with pytest.raises(EngineFault, match="match again"):
         tree.lock(match)
-    assert grown(tree, [2, 2]) == pages  # the page has another life now
+    assert grown(tree, [2, 2]) == pages  # the page was allocated again since
     with pytest.raises(EngineFault, match="match again"):
         tree.lock(match)
 

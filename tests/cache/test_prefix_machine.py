@@ -17,7 +17,7 @@ TOKENS = st.lists(st.integers(0, 1), max_size=7)  # two tokens: prefixes are sha
 
 @dataclass(eq=False)
 class Holder:
-    """A request: its tokens, the match it locked, and pages of its own behind that."""
+    """A request: its tokens, the match it locked, and its own pages after that."""
 
     tokens: list[int]
     match: Match
@@ -35,7 +35,7 @@ class Entry:
 
 
 class PrefixMachine(RuleBasedStateMachine):
-    """The model walks all it knows every time; the tree must agree with it on matches, victims and counts."""
+    """A naive model scans everything on every call; the tree must agree on matches, victims and counts."""
 
     @initialize(lookahead=st.integers(0, 1))
     def build(self, lookahead):
@@ -100,7 +100,7 @@ class PrefixMachine(RuleBasedStateMachine):
     def drawn(self, data):
         return data.draw(st.sampled_from(self.holders))
 
-    # What callers do.
+    # Calls.
 
     @rule(tokens=TOKENS)
     def match(self, tokens):
@@ -171,7 +171,7 @@ class PrefixMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model)
     @rule(data=st.data())
     def reuse(self, data):
-        """A request that needs nothing beyond what is cached."""
+        """A request whose pages are all cached."""
         tokens = data.draw(st.sampled_from(list(self.model)))
         match = self.tree.match(tokens)
         self.tree.lock(match)
@@ -196,7 +196,7 @@ class PrefixMachine(RuleBasedStateMachine):
             self.model.pop(prefix)
         assert self.tree.clear() == before - len(self.model)
 
-    # What is always true.
+    # Invariants.
 
     @invariant()
     def every_page_is_accounted_for(self):

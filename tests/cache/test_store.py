@@ -1,4 +1,4 @@
-"""Keys and values go to the slots they are sent to, in one layer or, when moved, in all."""
+"""Keys and values are written to the given slots of one layer, and moved in all layers."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def test_write_takes_views_of_a_fused_projection() -> None:
     assert torch.equal(store.values[0, 8:10], v)
 
 
-def test_float8_is_held_divided_by_its_scale_and_cut_off() -> None:
+def test_float8_is_stored_divided_by_its_scale_and_clamped() -> None:
     store = make_store(torch.float8_e4m3fn)
     assert store.num_bytes == 2 * 2 * 20 * 3 * 8
     assert store.k_scales is not None
@@ -79,7 +79,7 @@ def test_shared_values_are_the_first_part_of_the_keys() -> None:
     assert not store.keys[0].any()
 
 
-def test_values_apart_may_be_narrower_than_keys() -> None:
+def test_separate_values_may_be_narrower_than_keys() -> None:
     store = KVStore(1, 2, 4, KVShape(2, 24, 16, shared=False), torch.float32, "cpu")
     k, v = torch.randn(1, 2, 24), torch.randn(1, 2, 16)
     store.write(0, torch.tensor([5]), k, v)

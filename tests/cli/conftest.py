@@ -1,4 +1,4 @@
-"""A stand-in for peregrine.llm that remembers what it was asked and answers at once."""
+"""A fake peregrine.llm that records its calls and answers at once."""
 
 import io
 import sys
@@ -18,7 +18,7 @@ TEXTS = ["A", " bird", " fell", "", " é"]  # as streamed: the space waits for i
 
 
 class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
+    """A stream whose isatty is true."""
 
     def isatty(self) -> bool:
         return True
@@ -59,7 +59,7 @@ def make_output(tokens: list[int], drafted: list[bool], reason: str, prompt: obj
 
 @dataclass
 class Calls:
-    """What the command line asked of the stand-in, and how the stand-in shall behave."""
+    """Calls that the command line made to the fake, and how the fake shall behave."""
 
     options: list[dict[str, object]] = field(default_factory=list)
     prompts: list[object] = field(default_factory=list)
@@ -71,7 +71,7 @@ class Calls:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    """Put the stand-in in place of peregrine.llm."""
+    """Replace peregrine.llm by the fake."""
     record = Calls()
 
     class LLM:

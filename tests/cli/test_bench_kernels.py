@@ -1,4 +1,4 @@
-"""`peregrine bench kernels`: both kernels on every shape that was asked for; no GPU, no figures."""
+"""`peregrine bench kernels`: both kernels on every given shape; no figures without a GPU."""
 
 import json
 from collections.abc import Callable
@@ -33,7 +33,7 @@ def test_every_shape_has_a_line(peregrine: Run) -> None:
 
 
 @needs_interpreter
-def test_mla_is_measured_beside_the_other(peregrine: Run) -> None:
+def test_mla_is_measured_too(peregrine: Run) -> None:
     argv = ("bench", "kernels", "--device", "cpu", "--dtype", "float32", *SMALL, "--latent", "4", "32", "16")
     code, out, _ = peregrine(*argv, "--json")
     result = json.loads(out)

@@ -19,7 +19,7 @@ WORDS = ["A", " bird", " fell", " down"]
 
 
 class Speaker:
-    """Stands in for an LLM: says its words in rounds of two, the first of each drafted."""
+    """A fake LLM: generates its words in rounds of two, the first of each drafted."""
 
     tokenizer = SimpleNamespace(byte_level=True, special_ids=frozenset(), token_bytes=lambda i: WORDS[i].encode())
     engine = SimpleNamespace(limits=SimpleNamespace(num_drafts=3))
@@ -72,7 +72,7 @@ def talk(monkeypatch: pytest.MonkeyPatch, *lines: str, flags: tuple[str, ...] = 
     return main(["chat", *flags])
 
 
-def test_a_conversation_remembers_itself_until_it_is_reset(
+def test_a_conversation_keeps_its_history_until_reset(
     speaker: Speaker, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert talk(monkeypatch, "Hello", "", "And?", "/reset", "Again", flags=("--system", "Be brief.")) == 0
@@ -119,7 +119,7 @@ def test_commands_change_what_comes_after_them(speaker: Speaker, monkeypatch: py
         ("too long", "error: prompt='9 tokens': leave no room; shorten it"),
     ],
 )
-def test_what_cannot_be_done_is_said_and_the_chat_goes_on(
+def test_errors_are_printed_and_the_chat_goes_on(
     speaker: Speaker, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: str, said: str
 ) -> None:
     assert talk(monkeypatch, line, "Hello") == 0
@@ -136,7 +136,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(
     printed = capsys.readouterr()
     assert printed.out == "A bird\nA bird\n"
     assert printed.err.count("1 of 3 drafts right; stopped") == 2
-    assert speaker.chats[1][1] == {"role": "assistant", "content": "A bird"}  # what was said stays said
+    assert speaker.chats[1][1] == {"role": "assistant", "content": "A bird"}  # the partial answer stays in the history
 
 
 def test_ctrl_c_while_printing_ends_the_request(speaker: Speaker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +152,7 @@ def test_ctrl_c_while_printing_ends_the_request(speaker: Speaker, monkeypatch: p
     assert speaker.closed == 1
 
 
-def test_ctrl_c_at_the_prompt_explains_how_to_end(
+def test_ctrl_c_at_the_prompt_explains_how_to_quit(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     answers = iter([KeyboardInterrupt(), EOFError()])

@@ -12,7 +12,7 @@ from peregrine.kernels.runtime.gpu import TRITON_PRESENT
 Run = Callable[..., tuple[int, str, str]]
 
 
-def test_a_right_backend_passes(peregrine: Run) -> None:
+def test_a_correct_backend_passes(peregrine: Run) -> None:
     code, out, _ = peregrine("conformance", "--attention", "torch", "--device", "cpu", "--quick", "--part", "1/3")
     assert code == 0
     assert "near the float64 answer" in out
@@ -34,7 +34,7 @@ def test_a_wrong_one_fails(peregrine: Run, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.skipif(bool(NumbaBackend().missing()), reason="needs numba")
-def test_the_parts_are_the_whole(peregrine: Run) -> None:
+def test_the_parts_add_up_to_all_cases(peregrine: Run) -> None:
     argv = ("conformance", "--attention", "numba", "--device", "cpu", "--quick", "--json")
     whole = json.loads(peregrine(*argv)[1])
     parts = [json.loads(peregrine(*argv, "--part", f"{i}/2")[1]) for i in (1, 2)]

@@ -1,4 +1,4 @@
-"""`peregrine demo`: both ways compared, drafted tokens marked, the stand-in model announced."""
+"""`peregrine demo`: plain and speculative decoding compared, drafted tokens marked, a stand-in model announced."""
 
 import sys
 from collections.abc import Callable
@@ -35,7 +35,7 @@ def test_a_model_with_a_head_uses_it(calls: Any, peregrine: Run, model: str) -> 
     assert [options["drafter"] for options in calls.options] == ["none", "auto"]
 
 
-def test_different_tokens_are_said_and_fail(calls: Any, peregrine: Run, model: str) -> None:
+def test_different_tokens_are_reported_and_fail(calls: Any, peregrine: Run, model: str) -> None:
     calls.tokens_with_drafter = [0, 1, 2]
     code, out, _ = peregrine("demo", "--model", model)
     assert code == 1

@@ -1,4 +1,4 @@
-"""`peregrine doctor`: the machine, reasons for what cannot serve, an exit code for what was asked."""
+"""`peregrine doctor`: the machine, the reasons why a backend cannot serve, and an exit code."""
 
 import json
 from collections.abc import Callable
@@ -21,7 +21,7 @@ def doubled(x: Tensor) -> Tensor:
 
 
 def by_number_of_rows(x: Tensor) -> Tensor:
-    """What no operation may do: a row's bits follow from the batch."""
+    """A faulty operation: a row's bits depend on the number of rows."""
     return x * (1 + 1e-3 * len(x))
 
 
@@ -31,7 +31,7 @@ def table_of(*functions: Callable[[Tensor], Tensor]) -> Callable[[], list[Operat
 
 @pytest.fixture(autouse=True)
 def small_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    """tests/kernels/test_row_bits.py checks all operations."""
+    """A few operations only: tests/kernels/test_row_bits.py checks all."""
     monkeypatch.setattr(row_operations, "operations", table_of(doubled))
 
 
@@ -79,7 +79,7 @@ def test_json_has_reasons_by_backend(peregrine: Run) -> None:
 
 
 def test_says_which_kernel_serves_which_window(peregrine: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a machine whose Triton serves: a kernel for short windows, another for the rest."""
+    """With Triton made available: one kernel for short windows, another for the rest."""
     monkeypatch.setattr(doctor, "backend_reasons", lambda *_: {b.name: [] for b in BACKENDS})
     code, out, _ = peregrine("doctor", "--device", "cpu")
     assert code == 0

@@ -1,4 +1,4 @@
-"""Flags and the two classes they stand for: nothing missing, nothing invented, defaults in one place."""
+"""Flags are derived from the two config classes: none missing, none extra, defaults in one place."""
 
 import argparse
 from dataclasses import dataclass, fields

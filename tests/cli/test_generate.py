@@ -1,4 +1,4 @@
-"""`peregrine generate`: where the prompt comes from, what reaches the engine, what is printed where."""
+"""`peregrine generate`: sources of the prompt, parameters passed to the engine, stdout and stderr."""
 
 import io
 import json
@@ -52,7 +52,7 @@ def test_prompt_from_standard_input(calls: Any, peregrine: Run, monkeypatch: pyt
     assert calls.prompts == ["one\ntwo"]
 
 
-def test_a_terminal_is_not_waited_for(calls: Any, peregrine: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_is_not_read_from_a_terminal(calls: Any, peregrine: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", Terminal("typed"))
     code, _, err = peregrine("generate")
     assert code == 2

@@ -1,4 +1,4 @@
-"""The command as a whole: help is instant and teaches, refusals are one line, a bench keeps its flags."""
+"""The command line: help is quick and has examples, errors are one line, benchmarks pass their flags on."""
 
 import argparse
 import json
@@ -41,8 +41,8 @@ def all_commands() -> list[list[str]]:
     return list(walk([], build_parser()))
 
 
-def test_help_imports_nothing_heavy_and_teaches() -> None:
-    """In a process of its own, since this one has imported everything."""
+def test_help_imports_nothing_heavy_and_has_examples() -> None:
+    """In a new process, since this one has imported everything."""
     commands = all_commands()
     assert [] in commands
     assert ["bench", "offline"] in commands

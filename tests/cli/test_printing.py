@@ -1,4 +1,4 @@
-"""Drafted tokens are marked in the streamed text, which itself is printed as it comes, no more and no less."""
+"""Drafted tokens are marked in the streamed text, which is printed unchanged."""
 
 import pytest
 from hypothesis import given
@@ -30,7 +30,7 @@ def test_half_a_character_waits_for_its_other_half() -> None:
 
 @given(data=st.data(), text=st.text("ab é\u4e16<", min_size=1, max_size=30), stop=st.sampled_from(["", "b", "é<"]))
 def test_pieces_are_the_text_cut_at_its_tokens(data: st.DataObject, text: str, stop: str) -> None:
-    """As the engine streams it: text that may begin a stop string is held back and comes with a later delta."""
+    """Text that may begin a stop string is held back by the engine and comes with a later delta."""
     ids = MERLIN.encode(text)
     stream, marks = TextStream(MERLIN, [5], [stop] if stop else []), DraftMarks(Detokenizer(MERLIN, [5]))
     pieces: list[tuple[str, bool]] = []

@@ -1,4 +1,4 @@
-"""Bad input is refused at admission with the field, the value and the remedy, and costs the others nothing."""
+"""Bad input is refused at admission with the field, the value and the remedy, and does not disturb other requests."""
 
 import math
 
@@ -74,7 +74,7 @@ def test_refused_with_field_and_remedy(engine, prompt, params, field, says):
         ("ignore_eos", 1),
     ],
 )
-def test_bad_sampling_values_name_themselves(name, value):
+def test_bad_sampling_values_are_named(name, value):
     with pytest.raises(RequestError) as caught:
         SamplingParams(**{name: value})
     assert caught.value.field == name
@@ -111,7 +111,7 @@ def test_min_tokens_above_max_tokens():
         ({"lag": True}, "not an integer"),
     ],
 )
-def test_bad_options_name_themselves(options, says):
+def test_bad_options_are_named(options, says):
     with pytest.raises(ConfigError) as caught:
         engine_config("merlin", options)
     assert says in str(caught.value)
@@ -147,7 +147,7 @@ def test_tree_shape_limits():
         TreeShape(16, 8, 64)
 
 
-def test_a_refused_request_costs_the_others_nothing():
+def test_a_refused_request_does_not_disturb_others():
     case = Case((5, 6, 7), GREEDY)
     alone = run(build().engine, [case])[0].token_ids
     built = build()

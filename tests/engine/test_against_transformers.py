@@ -1,4 +1,4 @@
-"""Greedy text equals transformers' generate, for every family, prompt after prompt and all in one batch."""
+"""Greedy text equals transformers' generate, for every family, one prompt at a time and all in one batch."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ SHAPE: dict[str, Any] = {
     "bos_token_id": None,
     "pad_token_id": None,
 }
-LATENT = {
+MLA_FIELDS = {
     "num_key_value_heads": 6,
     "kv_lora_rank": 32,
     "qk_nope_head_dim": 12,
@@ -47,13 +47,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {"tie_word_embeddings": False, "head_dim": 24}),
     "qwen3-moe": ("Qwen3Moe", {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    "deepseek-v2": ("DeepseekV2", {**LATENT, "q_lora_rank": None}),
-    "deepseek-v3": ("DeepseekV3", {**LATENT, "q_lora_rank": 20, "n_group": 4, "topk_group": 2}),
+    "deepseek-v2": ("DeepseekV2", {**MLA_FIELDS, "q_lora_rank": None}),
+    "deepseek-v3": ("DeepseekV3", {**MLA_FIELDS, "q_lora_rank": 20, "n_group": 4, "topk_group": 2}),
 }
 
 
 def checkpoint(family: str, fields: dict[str, Any], folder: Path) -> transformers.PreTrainedModel:
-    """A random checkpoint of the family, its weights loud enough for the text to vary."""
+    """A random checkpoint of the family, its weights large enough for the text to vary."""
     config = getattr(transformers, f"{family}Config")(**{**SHAPE, **fields})
     torch.manual_seed(7)
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()

@@ -18,12 +18,12 @@ SECOND = torch.device("cuda", 1)
 
 
 class Stop(Exception):
-    """Ends a build where there is no such device."""
+    """Ends a build early, since the device does not exist."""
 
 
 @pytest.fixture
 def current(monkeypatch: pytest.MonkeyPatch) -> threading.local:
-    """Stands for CUDA's current device of each thread: `current.device`."""
+    """A fake of CUDA's current device per thread: `current.device`."""
     current = threading.local()
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""What comes back of a request: reasons, log-probabilities, provenance, timing; faults; simulated acceptance."""
+"""Outputs of a request: finish reasons, log-probabilities, provenance, timing; faults; simulated acceptance."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -62,7 +62,7 @@ def test_a_request_without_a_seed_gets_one_and_reports_it() -> None:
 
 @pytest.mark.parametrize("options", [{}, TREE, {"drafter": "ngram", "lag": 1}], ids=["plain", "tree", "ngram"])
 def test_logits_that_are_not_finite_end_one_request_alone(options: dict[str, object]) -> None:
-    """Reading token 77 gives NaN; a request that meets it ends with an error, its neighbours go on."""
+    """Token 77 gives NaN logits; a request that contains it ends with an error, the others go on."""
     embedding = load_file(tiny_model() / "model.safetensors")["model.embed_tokens.weight"].clone()
     embedding[77] = float("nan")
     folder = copy_model("nan", {"model.embed_tokens.weight": embedding})
@@ -108,7 +108,7 @@ def test_trees_draw_from_the_exact_distribution(sampling: dict[str, object]) -> 
 
 
 def exact(logits: reference.Logits, text: list[int], made: list[int], params: SamplingParams) -> np.ndarray:
-    """The distribution that tokens are drawn from."""
+    """The exact distribution of the next token."""
     scores = reference.process(logits(text).astype(np.float64), text, made, params, set())
     weights = np.exp(scores - scores.max())
     return weights / weights.sum()
@@ -149,7 +149,7 @@ def test_a_stop_string_does_not_end_a_request_before_min_tokens(min_tokens: int)
             assert output.text == (text[: text.rindex(stop)] if count else text)
 
 
-def test_a_stop_string_in_a_run_of_bytes_ends_at_one_token_however_rounds_fall(tmp_path: Path) -> None:
+def test_a_stop_string_in_a_run_of_bytes_ends_at_the_same_token_in_any_rounds(tmp_path: Path) -> None:
     """A byte-fallback tokenizer holds the text of a run of bytes back until it ends, which may be rounds later."""
     tokenizer = Tokenizer.read(write_folder(tmp_path, byte_fallback()))
     byte = {value: token for token, value in tokenizer.byte_ids.items()}

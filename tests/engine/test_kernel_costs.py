@@ -1,4 +1,4 @@
-"""Which attention kernel serves is measured when an engine starts, and said."""
+"""The attention kernel of a window is chosen by timing when an engine starts, and reported."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -47,7 +47,7 @@ def store() -> KVStore:
     ids=["plain", "ngram", "chain", "tree", "tree as wide as its path", "narrow tree", "model", "model's tree"],
 )
 def test_the_windows_of_a_round(options: dict[str, object], network: type | None, expected: dict[int, bool]) -> None:
-    """Queries per row, and whether they are a tree's; every batch size has them all."""
+    """Queries per row, and whether they form a tree; the list is the same for every batch size."""
     draft = DraftSource(str(options["drafter"]), None if network is None else network.__new__(network))
     windows = window_shapes(engine_config("merlin", options), draft, (8, 1))
     assert windows == {(rows, q_len): tree for rows in (1, 8) for q_len, tree in expected.items()}
@@ -67,7 +67,7 @@ def test_the_windows_of_a_round(options: dict[str, object], network: type | None
     ids=["plain", "ngram", "model", "model's tree", "head's tree", "head"],
 )
 def test_a_round_has_no_other_windows(options: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the target and the drafter bind in real rounds is measured, trees as trees."""
+    """The windows that target and drafter bind in real rounds are those measured, trees as trees."""
     bound: set[tuple[Shape, bool]] = set()
     bind = NumbaBackend.bind if not NumbaBackend().missing() else TorchBackend.bind
 
@@ -109,20 +109,18 @@ def test_the_faster_kernel_serves_and_both_times_are_reported(store: KVStore, mo
     assert kernel_of(chosen, full_window(store, (8, 4))) is Kernel.CONTEXT
     assert "1 x 4: decode, decode took 0.0200 ms and context 0.5000 ms" in made.because
     assert "8 x 4: context, decode took 0.0200 ms and context 0.0100 ms" in made.because
-    # Only one kernel serves so many rows: there is nothing to time.
+    # Only one kernel serves this many rows: there is nothing to time.
     assert "99 x 4: context, tiles of queries alone fill the device" in made.because
     assert {window.num_rows for window in timed} == {1, 8}
 
 
-def test_a_backend_with_one_kernel_stays_itself() -> None:
+def test_a_backend_with_one_kernel_is_not_timed() -> None:
     backend = TorchBackend()
     assert backend.with_costs(kernel_costs.only(Kernel.DECODE, [(1, 1)])) is backend
 
 
 @pytest.mark.parametrize(("shape", "tree"), [((1, 1), False), ((3, 4), False), ((3, 4), True)])
-def test_what_is_measured_reads_real_pages_and_writes_to_the_scratch_page(
-    store: KVStore, shape: Shape, tree: bool
-) -> None:
+def test_timing_reads_real_pages_and_writes_to_the_scratch_page(store: KVStore, shape: Shape, tree: bool) -> None:
     window = full_window(store, shape, tree)
     assert window.ancestors is None or window.ancestors.tolist() == [[1, 3, 7, 15]] * 3
     assert (window.ancestors is not None) == tree

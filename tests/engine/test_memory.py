@@ -21,7 +21,7 @@ GIB = 2**30
 
 @pytest.fixture
 def full_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device of 100 GiB with 3 GiB left, 90 of them ours."""
+    """A device of 100 GiB: 90 used by this process, 3 free."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 * GIB, 100 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 90 * GIB)
 
@@ -37,13 +37,13 @@ def test_running_out_of_memory_says_for_what_how_much_was_free_and_what_to_do() 
     assert isinstance(raised.value.__cause__, torch.OutOfMemoryError)
 
 
-def test_other_errors_are_not_explained_away() -> None:
+def test_other_errors_pass_unchanged() -> None:
     with pytest.raises(ZeroDivisionError), explain_memory(CUDA, "anything", "nothing"):
         raise ZeroDivisionError
 
 
 @pytest.mark.usefixtures("full_device")
-def test_stores_that_find_no_room_name_the_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stores_that_do_not_fit_name_the_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*arguments: object) -> None:
         raise torch.OutOfMemoryError("no")
 
@@ -103,8 +103,8 @@ def test_scratch_is_set_aside_before_pages(monkeypatch: pytest.MonkeyPatch) -> N
         pick_num_pages(config, SHAPES, 100, CUDA, torch.bfloat16, scratch=70 * size)
 
 
-def test_scratch_follows_latents_and_experts() -> None:
-    """Of DeepSeek-V3 as published: what a chunk and a round must have, counted by hand."""
+def test_scratch_counts_mla_and_experts() -> None:
+    """DeepSeek-V3: the scratch memory of a chunk and of a round, counted by hand."""
     config, bf16 = shape_config("shape:deepseek-v3"), torch.bfloat16
     asked = EngineConfig(prefill_chunk=4096, max_rows=1, num_drafts=3)
     attention = 128 * (2 * (192 + 576 + 512 + 128) + 4 * 512)  # of one token
@@ -115,7 +115,7 @@ def test_scratch_follows_latents_and_experts() -> None:
     assert scratch_bytes(asked, qwen, 4096, bf16) == 4096 * (4 * 2048 * 2 + answers)
 
 
-def test_what_cannot_fit_is_refused_with_both_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_cannot_fit_is_refused_with_both_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "read_memory", lambda: (None, 3 * GIB))
     check_room(CPU, "the weights", 2 * GIB)
     with pytest.raises(ConfigError, match=r"cpu has no room for the weights: 5\.0 GiB are needed and 3\.0 GiB"):

@@ -17,7 +17,7 @@ def scores(output: Output) -> list[TokenLogprob]:
     return output.prompt_logprobs
 
 
-def test_they_equal_a_naive_recompute() -> None:
+def test_prompt_logprobs_equal_a_naive_recompute() -> None:
     engine = build(prefill_chunk=16).engine
     scored = scores(run(engine, [Case(PROMPT, SCORED), *cases(3, max_tokens=20)])[0])
     logits = naive_logits(engine)
@@ -37,7 +37,7 @@ def test_a_generated_token_scores_the_same_bits_as_a_prompt(options: dict[str, o
     assert scores(again)[-60:] == written.logprobs
 
 
-def test_neither_the_cache_nor_preemption_changes_them() -> None:
+def test_neither_the_cache_nor_preemption_changes_prompt_logprobs() -> None:
     engine = build().engine
     first, cached = (run(engine, [Case(PROMPT, SCORED)])[0] for _ in range(2))
     assert scores(first) == scores(cached)
@@ -52,13 +52,13 @@ def test_neither_the_cache_nor_preemption_changes_them() -> None:
     assert all(scores(output) == scores(first) for output in outputs)
 
 
-def test_one_token_has_none() -> None:
+def test_a_prompt_of_one_token_has_none() -> None:
     output = run(build().engine, [Case((5,), SCORED)])[0]
     assert output.prompt_logprobs == []
 
 
 @torch.inference_mode()
-def test_the_first_delta_carries_them_and_each_its_own_logprobs() -> None:
+def test_the_first_delta_has_prompt_logprobs_and_each_its_own_logprobs() -> None:
     engine = build(drafter=str(noisy_model())).engine
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, logprobs=2, prompt_logprobs=1)
     engine.enqueue(engine.prepare(list(PROMPT), params))

@@ -27,7 +27,7 @@ def parts_of(asked: Features) -> set[str]:
 
 
 @given(features, features)
-def test_to_cover_is_to_do_all_that_is_asked(one: Features, other: Features) -> None:
+def test_a_variant_covers_a_batch_if_it_does_all_that_is_needed(one: Features, other: Features) -> None:
     enough = parts_of(one) >= parts_of(other)
     if other.logprobs is not None:
         enough = enough and one.logprobs is not None and one.logprobs >= other.logprobs
@@ -38,7 +38,7 @@ def replayed(asked: Features, rows: Rows) -> tuple[Rows, Features]:
     """The key of the recording that serves a batch."""
     keys: list[tuple[Rows, Features]] = []
 
-    class CpuGraph(Graphs[object]):
+    class FakeGraphs(Graphs[object]):
         def __init__(self) -> None:
             pass
 
@@ -47,7 +47,7 @@ def replayed(asked: Features, rows: Rows) -> tuple[Rows, Features]:
             return None
 
     runner = Runner.__new__(Runner)
-    runner.graphs = CpuGraph()  # type: ignore[assignment]
+    runner.graphs = FakeGraphs()  # type: ignore[assignment]
     runner._replay(rows, asked)
     return keys[0]
 
@@ -60,7 +60,7 @@ def test_the_cheapest_recording_that_covers_a_batch_serves_it(asked: Features) -
     assert not any(cheaper.covers(asked) for cheaper in VARIANTS[: VARIANTS.index(variant)])
 
 
-def test_variants_grow() -> None:
+def test_each_variant_covers_those_before_it() -> None:
     """Cheapest first: each does all that those before it do."""
     assert VARIANTS[0] == Features()
     for one, other in pairwise(VARIANTS):
@@ -69,7 +69,7 @@ def test_variants_grow() -> None:
     assert VARIANTS[-1].covers(Features(True, True, True, True, True, MAX_LOGPROBS))
 
 
-def test_recorded_rounds_touch_every_place_and_others_as_few_as_they_need() -> None:
+def test_recorded_rounds_use_every_place_and_eager_ones_only_those_needed() -> None:
     runner = build(max_len=700).engine.runner
     assert runner.rows(3, lambda: 100) == Rows(3, 128)
     runner.graphs = Graphs.__new__(Graphs)

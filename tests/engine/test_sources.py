@@ -24,12 +24,12 @@ def test_a_name_with_the_prefix_is_a_shape_and_any_other_a_folder() -> None:
     assert open_source("merlin") == FolderSource(MERLIN)
 
 
-def test_a_name_that_is_nothing_is_refused() -> None:
+def test_an_unknown_name_is_refused() -> None:
     with pytest.raises(PeregrineError, match="no-such-model"):
         open_source("no-such-model")
 
 
-def test_a_folder_says_where_it_lies() -> None:
+def test_a_folder_reports_its_path() -> None:
     assert FolderSource(tiny_model()).describe(str(tiny_model())) == (str(tiny_model()), "asked for")
     assert open_source("merlin").describe("merlin") == (str(MERLIN), "the folder of merlin")
 

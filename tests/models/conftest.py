@@ -1,4 +1,4 @@
-"""Small random checkpoints written by transformers, and a dense `attend` that knows nothing of pages."""
+"""Small random checkpoints written by transformers, and a dense `attend` without pages."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ SHAPE: dict[str, Any] = {
 
 
 class DenseCache:
-    """Keys and values of one sequence, whole and unpaged; attention is three lines of float64."""
+    """Keys and values of one sequence in one tensor, without pages; attention in float64."""
 
     def __init__(self, layers: Sequence[LayerAttention]) -> None:
         self.layers = layers
@@ -39,7 +39,7 @@ class DenseCache:
     def bind(self, positions: Tensor, live: Tensor | None = None) -> Attend:
         """An `attend` for queries at these positions; keys and values are appended in order."""
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, turn: object = None) -> Tensor:
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, rope: object = None) -> Tensor:
             spec = self.layers[layer]
             keys, values = (
                 torch.cat([held[layer], new]) if layer in held else new
@@ -86,7 +86,7 @@ def write_checkpoint(tmp_path: Path) -> Callable[..., Path]:
         model = getattr(transformers, f"{family}ForCausalLM")(config).float()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                # Norm weights and biases are not left at one and zero, or a missing one would go unseen.
+                # Norm weights of one and biases of zero would hide a missing parameter, so they are drawn too.
                 spread = 0.3 if parameter.dim() == 1 else 0.15
                 parameter.copy_(torch.randn_like(parameter) * spread + (1.0 if "norm" in name else 0.0))
             for name, buffer in model.named_buffers():

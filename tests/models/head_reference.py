@@ -1,4 +1,4 @@
-"""Draft heads written once more, plainly: whole sequences, no cache, public tensor names, float64."""
+"""A plain second implementation of draft heads: whole sequences, no cache, public tensor names, float64."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -48,12 +48,12 @@ class Reference:
         return self.linear(out.flatten(1), f"{name}.o_proj")
 
     def rotate(self, x: Tensor) -> Tensor:
-        """Each pair (i, i + D/2) turned as a complex number."""
+        """Each pair (i, i + D/2) rotated as a complex number."""
         half = x.shape[2] // 2
         speed = self.config.get("rope_theta", 10000.0) ** (-torch.arange(half).double() / half)
-        turn = torch.exp(1j * torch.arange(len(x)).double()[:, None] * speed)[:, None]
-        turned = torch.complex(x[..., :half], x[..., half:]) * turn
-        return torch.cat((turned.real, turned.imag), dim=-1)
+        rotation = torch.exp(1j * torch.arange(len(x)).double()[:, None] * speed)[:, None]
+        rotated = torch.complex(x[..., :half], x[..., half:]) * rotation
+        return torch.cat((rotated.real, rotated.imag), dim=-1)
 
     def mlp(self, x: Tensor, name: str) -> Tensor:
         gate = self.linear(x, f"{name}.gate_proj")
@@ -66,7 +66,7 @@ class Reference:
 
 
 def eagle3(head: Reference, tokens: Tensor, hidden: Tensor, first: str) -> Tensor:
-    """EAGLE-3: embedding and hidden state normed apart and read side by side, hidden state as residual."""
+    """EAGLE-3: embedding and hidden state normed separately and concatenated, hidden state as residual."""
     normed = head.norm(hidden, f"{first}.hidden_norm")
     both = torch.cat((head.norm(head.embed(tokens), f"{first}.input_layernorm"), normed), dim=1)
     x = normed if head.config.get("norm_before_residual") else hidden

@@ -1,4 +1,4 @@
-"""A token's hidden state has the same bits however the text was cut into windows, alone or in company."""
+"""A token's hidden state has the same bits however the text is cut into windows, in any batch."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,7 +26,7 @@ FIELDS: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 16,
 }
-LATENT: dict[str, Any] = {
+DEEPSEEK_FIELDS: dict[str, Any] = {
     "num_key_value_heads": 6,
     "kv_lora_rank": 32,
     "qk_nope_head_dim": 12,
@@ -48,8 +48,8 @@ MODELS = {
         "sliding_window": 6,
         "max_window_layers": 1,
     },
-    "deepseek-v2": LATENT | {"architectures": ["DeepseekV2ForCausalLM"], "q_lora_rank": None},
-    "deepseek-v3": LATENT
+    "deepseek-v2": DEEPSEEK_FIELDS | {"architectures": ["DeepseekV2ForCausalLM"], "q_lora_rank": None},
+    "deepseek-v3": DEEPSEEK_FIELDS
     | {"architectures": ["DeepseekV3ForCausalLM"], "q_lora_rank": 24, "n_group": 4, "topk_group": 2},
 }
 backends = pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def read_live(
     )
     body, tail = (backend.bind(store, decoder.layer_attention(), m) for m in (metadata, narrow))
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, turn: object = None) -> Tensor:
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, rope: object = None) -> Tensor:
         return (tail if layer == last else body)(layer, q, k, v)
 
     hidden: Tensor = decoder(tokens, metadata.positions, attend, (), live)[0]
@@ -122,7 +122,7 @@ def read_live(
 
 @torch.no_grad()
 @backends
-def test_windows_and_company_change_no_bit(decoder: Decoder, backend: AttentionBackend) -> None:
+def test_windows_and_other_rows_change_no_bit(decoder: Decoder, backend: AttentionBackend) -> None:
     whole = read(decoder, backend, 1, [LENGTH])
     logits = decoder.logits(whole)
     for rows, lengths in ((1, [1] * LENGTH), (1, [9, 1, 5, 5, 3]), (3, [LENGTH]), (4, [6, 2, 1, 1, 13])):
@@ -133,7 +133,7 @@ def test_windows_and_company_change_no_bit(decoder: Decoder, backend: AttentionB
 
 @torch.no_grad()
 @backends
-def test_a_live_row_has_the_bits_it_has_in_company(decoder: Decoder, backend: AttentionBackend) -> None:
+def test_a_live_row_has_the_bits_of_the_full_window(decoder: Decoder, backend: AttentionBackend) -> None:
     whole = read(decoder, backend, 1, [LENGTH])
     lengths = [9, 1, 5, 8]
     live = read(decoder, backend, 3, lengths, live_only=True)

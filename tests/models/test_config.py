@@ -1,4 +1,4 @@
-"""Reading config.json: what each family means by its fields, and what is refused."""
+"""Reading config.json: the meaning of each family's fields, and what is refused."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -66,7 +66,7 @@ def test_what_attention_bias_means(architecture: str, qkv_bias: bool, out_bias: 
     assert (config.qkv_bias, config.out_bias, config.qk_norm) == (qkv_bias, out_bias, qk_norm)
 
 
-def test_families_with_experts_have_their_relatives_attention() -> None:
+def test_families_with_experts_have_the_attention_of_the_dense_family() -> None:
     mixtral, qwen = read(**MIXTRAL, attention_bias=True), read(**QWEN3_MOE, attention_bias=True)
     assert (mixtral.qkv_bias, mixtral.out_bias, mixtral.qk_norm) == (False, False, False)
     assert (qwen.qkv_bias, qwen.out_bias, qwen.qk_norm) == (True, True, True)
@@ -76,7 +76,7 @@ def test_families_with_experts_have_their_relatives_attention() -> None:
     assert not read().has_experts(0)
 
 
-def test_qwen2_has_biases_whatever_it_says() -> None:
+def test_qwen2_always_has_biases() -> None:
     assert read(architectures=["Qwen2ForCausalLM"], attention_bias=False).qkv_bias
 
 

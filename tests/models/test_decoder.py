@@ -25,7 +25,7 @@ LLAMA3 = {
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 24}
 
-LATENT = {
+DEEPSEEK_FIELDS = {
     "num_key_value_heads": 6,
     "kv_lora_rank": 32,
     "qk_nope_head_dim": 12,
@@ -38,8 +38,8 @@ LATENT = {
     "n_shared_experts": 2,
 }
 GROUPS = {"n_group": 4, "topk_group": 2}
-DENSE_V2 = {**LATENT, "first_k_dense_replace": 3, "q_lora_rank": None}
-DENSE_V3 = {**LATENT, **GROUPS, "first_k_dense_replace": 3, "q_lora_rank": 20}
+DENSE_V2 = {**DEEPSEEK_FIELDS, "first_k_dense_replace": 3, "q_lora_rank": None}
+DENSE_V3 = {**DEEPSEEK_FIELDS, **GROUPS, "first_k_dense_replace": 3, "q_lora_rank": 20}
 EXPERTS = {"num_experts_per_tok": 3, "moe_intermediate_size": 24, "num_local_experts": 8}
 STRETCHED = {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3}
 # name -> (family, changes to the config)
@@ -79,16 +79,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "latent-v3-biased": ("DeepseekV3", {**DENSE_V3, "attention_bias": True, "rope_parameters": STRETCHED}),
     "latent-v3-halves": ("DeepseekV3", {**DENSE_V3, "rope_interleave": False, "q_lora_rank": None}),
     "latent-v3-one-layer": ("DeepseekV3", {**DENSE_V3, "num_hidden_layers": 1}),
-    "deepseek-v2": ("DeepseekV2", {**LATENT, "q_lora_rank": None, "routed_scaling_factor": 1.5}),
+    "deepseek-v2": ("DeepseekV2", {**DEEPSEEK_FIELDS, "q_lora_rank": None, "routed_scaling_factor": 1.5}),
     "deepseek-v2-groups": (
         "DeepseekV2",
-        {**LATENT, **GROUPS, "q_lora_rank": 20, "topk_method": "group_limited_greedy"},
+        {**DEEPSEEK_FIELDS, **GROUPS, "q_lora_rank": 20, "topk_method": "group_limited_greedy"},
     ),
-    "deepseek-v3": ("DeepseekV3", {**LATENT, **GROUPS, "q_lora_rank": 20, "rope_parameters": STRETCHED}),
+    "deepseek-v3": ("DeepseekV3", {**DEEPSEEK_FIELDS, **GROUPS, "q_lora_rank": 20, "rope_parameters": STRETCHED}),
     "kimi-k2": (  # one group, many experts, one of them shared
         "DeepseekV3",
         {
-            **LATENT,
+            **DEEPSEEK_FIELDS,
             "n_group": 1,
             "topk_group": 1,
             "n_routed_experts": 24,
@@ -156,7 +156,7 @@ def test_token_by_token_agrees_with_transformers(folder: Path, dense_cache: Any)
 
 @torch.no_grad()
 @pytest.mark.parametrize("taps", [(), (0, 2), (1, 3)])
-def test_live_rows_are_the_same_rows(
+def test_live_rows_equal_the_rows_of_a_full_forward(
     write_checkpoint: Callable[..., Path], dense_cache: Any, taps: tuple[int, ...]
 ) -> None:
     decoder = load_decoder(write_checkpoint("Qwen3", head_dim=16))

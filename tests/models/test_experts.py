@@ -1,4 +1,4 @@
-"""The experts module and its config: read from public fields, loaded by public names, and in the place of an MLP."""
+"""The experts module and its config: public config fields, public tensor names, and the outputs of transformers."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -146,7 +146,9 @@ def test_dense_families_have_none() -> None:
         ("mixtral", MIXTRAL | {"num_local_experts": 0}, "num_local_experts", "whole number"),
     ],
 )
-def test_what_cannot_be_done_is_refused_by_name(family: str, values: dict[str, Any], field: str, problem: str) -> None:
+def test_unsupported_settings_are_refused_by_name(
+    family: str, values: dict[str, Any], field: str, problem: str
+) -> None:
     with pytest.raises(CheckpointError, match=f"{field}=.*{problem}"):
         read(family, values)
 
@@ -174,7 +176,7 @@ TINY: dict[str, dict[str, Any]] = {
     "Qwen3Moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True},
     "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 16},
 }
-LATENT: dict[str, Any] = {
+DEEPSEEK_FIELDS: dict[str, Any] = {
     "num_key_value_heads": 4,
     "kv_lora_rank": 16,
     "q_lora_rank": None,
@@ -185,7 +187,7 @@ LATENT: dict[str, Any] = {
 
 
 def fields_of(family: str) -> dict[str, Any]:
-    latent = LATENT if family.startswith("Deepseek") else {"num_key_value_heads": 2}
+    latent = DEEPSEEK_FIELDS if family.startswith("Deepseek") else {"num_key_value_heads": 2}
     return BASE | {"intermediate_size": 48} | latent | TINY[family]
 
 
@@ -213,7 +215,7 @@ def load(folder: Path, config: ModelConfig, pack: bool) -> Experts:
 
 
 def streams(config: ModelConfig, num_rows: int = 20) -> tuple[Residual, Tensor]:
-    """A normed stream, and its normed values."""
+    """A normed residual, and its normed values."""
     values = torch.randn(num_rows, config.hidden_size, generator=torch.Generator().manual_seed(1)) * 2
     stream = start_residual(values, RMSNorm(config.hidden_size, 1e-6).requires_grad_(False))
     return stream, stream.normed
@@ -221,7 +223,7 @@ def streams(config: ModelConfig, num_rows: int = 20) -> tuple[Residual, Tensor]:
 
 @pytest.mark.parametrize("pack", [False, True])
 @torch.no_grad()
-def test_answers_are_those_of_transformers(checkpoint: tuple[Path, ModelConfig, Any], pack: bool) -> None:
+def test_outputs_agree_with_transformers(checkpoint: tuple[Path, ModelConfig, Any], pack: bool) -> None:
     folder, config, theirs = checkpoint
     stream, x = streams(config)
     found = load(folder, config, pack).forward(stream, None)
@@ -229,7 +231,7 @@ def test_answers_are_those_of_transformers(checkpoint: tuple[Path, ModelConfig, 
 
 
 @torch.no_grad()
-def test_a_row_has_the_same_bits_in_any_company(checkpoint: tuple[Path, ModelConfig, Any]) -> None:
+def test_a_row_has_the_same_bits_in_any_batch(checkpoint: tuple[Path, ModelConfig, Any]) -> None:
     folder, config, _ = checkpoint
     experts, norm = load(folder, config, pack=True), RMSNorm(config.hidden_size, 1e-6)
     stream, _ = streams(config)
@@ -242,7 +244,7 @@ def test_a_row_has_the_same_bits_in_any_company(checkpoint: tuple[Path, ModelCon
 
 @needs_interpreter
 @torch.no_grad()
-def test_the_gpus_kernels_answer_as_the_cpus(
+def test_gpu_kernels_agree_with_cpu_kernels(
     checkpoint: tuple[Path, ModelConfig, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, config, _ = checkpoint

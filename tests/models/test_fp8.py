@@ -1,4 +1,4 @@
-"""Float8 checkpoints in blocks: read as the numbers they stand for; every other quantization is refused by name."""
+"""Blockwise float8 checkpoints are dequantized on loading; every other quantization is refused by name."""
 
 import json
 from collections.abc import Callable
@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from models.latent_fields import LATENT
+from models.deepseek_fields import DEEPSEEK_FIELDS
 from peregrine.errors import CheckpointError
 from peregrine.models.checkpoint.folder import Fields
 from peregrine.models.checkpoint.fp8 import multiply_out
@@ -23,7 +23,7 @@ FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "we
 
 
 def in_blocks(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(float8, scales, what they stand for), block by block in a plain loop."""
+    """(float8, scales, dequantized), block by block in a plain loop."""
     rows, columns = weight.shape
     held = torch.zeros(weight.shape, dtype=torch.float8_e4m3fn)
     scales = torch.zeros(-(-rows // BLOCKS[0]), -(-columns // BLOCKS[1]))
@@ -40,7 +40,7 @@ def in_blocks(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.fixture
 def folders(write_checkpoint: Callable[..., Path], tmp_path: Path) -> tuple[Path, Path]:
     """A checkpoint whose linears are float8, and the same in float32."""
-    plain = write_checkpoint("DeepseekV3", **LATENT)
+    plain = write_checkpoint("DeepseekV3", **DEEPSEEK_FIELDS)
     folder = tmp_path / "float8"
     folder.mkdir()
     config = json.loads((plain / "config.json").read_text())
@@ -66,7 +66,7 @@ def rewrite(folder: Path, **changes: Tensor | None) -> None:
     save_file(tensors, folder / "model.safetensors")
 
 
-def test_weights_are_the_numbers_they_stand_for(folders: tuple[Path, Path], caplog: pytest.LogCaptureFixture) -> None:
+def test_weights_are_dequantized(folders: tuple[Path, Path], caplog: pytest.LogCaptureFixture) -> None:
     folder, plain = folders
     decoder = load_decoder(folder, pack=False, dtype=torch.bfloat16)
     expected = dict(load_decoder(plain, pack=False, dtype=torch.bfloat16).named_parameters())
@@ -77,7 +77,7 @@ def test_weights_are_the_numbers_they_stand_for(folders: tuple[Path, Path], capl
     assert line == "fp8 weights 0.0 GB, held in bfloat16 as 0.0 GB"
 
 
-def test_scales_are_no_tensors_of_their_own(folders: tuple[Path, Path]) -> None:
+def test_scales_are_not_separate_tensors(folders: tuple[Path, Path]) -> None:
     assert Weights(folders[0]).names() == Weights(folders[1]).names()
 
 

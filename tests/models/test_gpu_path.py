@@ -1,4 +1,4 @@
-"""The models as a GPU runs them, on CPU tensors in Triton's interpreter: fused linears, halved norms, turned keys."""
+"""The models on the GPU path, on CPU tensors in Triton's interpreter: fused linears, split norms, deferred rotation."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ FIELDS: dict[str, object] = {
     "head_dim": 16,
     "max_position_embeddings": 64,
 }
-LATENT: dict[str, object] = {
+DEEPSEEK_FIELDS: dict[str, object] = {
     "num_key_value_heads": 6,
     "kv_lora_rank": 32,
     "q_lora_rank": 32,
@@ -52,8 +52,8 @@ MODELS: dict[str, dict[str, object]] = {
     "Qwen2ForCausalLM": {},  # with biases
     "Qwen3ForCausalLM": {},  # with head norms
     "Qwen3MoeForCausalLM": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32},
-    "DeepseekV2ForCausalLM": {**LATENT, "q_lora_rank": None, "norm_topk_prob": False},
-    "DeepseekV3ForCausalLM": LATENT,
+    "DeepseekV2ForCausalLM": {**DEEPSEEK_FIELDS, "q_lora_rank": None, "norm_topk_prob": False},
+    "DeepseekV3ForCausalLM": DEEPSEEK_FIELDS,
 }
 BACKEND = {backend.name: backend for backend in BACKENDS}
 
@@ -62,7 +62,7 @@ def bound(architecture: str, backend: str) -> BoundModel:
     config = parse_config(Fields("config.json", FIELDS | MODELS[architecture] | {"architectures": [architecture]}))
     decoder = Decoder(config)
     draw_weights(decoder, torch.Generator().manual_seed(2), scale=0.2)
-    with torch.no_grad():  # norms and biases that do something
+    with torch.no_grad():  # norms other than one and biases other than zero
         for i, (name, parameter) in enumerate(decoder.named_parameters()):
             if parameter.dim() == 1:
                 drawn = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(i)) * 0.3
@@ -99,7 +99,7 @@ def read(model: BoundModel) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("architecture", MODELS)
-def test_the_gpus_path_is_the_twins(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gpu_path_agrees_with_the_twins(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = read(bound(architecture, "torch"))
     send_models_to_triton(monkeypatch)
     for value, twin in zip(read(bound(architecture, "triton")), expected, strict=True):
@@ -108,10 +108,10 @@ def test_the_gpus_path_is_the_twins(architecture: str, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "DeepseekV3ForCausalLM"])
 @pytest.mark.parametrize("backend", [b for b in BACKEND if not BACKEND[b].missing()])
-def test_a_window_without_queries_is_written_as_one_with_them(
+def test_a_window_without_queries_stores_the_same_keys(
     backend: str, architecture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts are filled, later tokens are read: what is stored may not show which."""
+    """`fill`, which computes no outputs, stores the keys and values that `read` stores."""
     if backend == "triton":
         send_models_to_triton(monkeypatch)
     filled, whole = (bound(architecture, backend) for _ in range(2))
@@ -123,8 +123,8 @@ def test_a_window_without_queries_is_written_as_one_with_them(
         assert torch.equal(filled.store.values, whole.store.values)
 
 
-def test_a_chain_of_gpu_kernels_alone_writes_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompt, drafts, verify and a head that reads live rows alone: a few rounds of all of it."""
+def test_rounds_on_gpu_kernels_give_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few rounds of prefill, drafting and verification, with a head that computes live rows only."""
     case = Case((5, 6, 7), SamplingParams(temperature=0.0, max_tokens=3))
     expected = tokens(run(build().engine, [case]))
     send_models_to_triton(monkeypatch)

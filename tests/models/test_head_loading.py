@@ -1,4 +1,4 @@
-"""Head folders that do not fit, each refused with names and numbers; and heads saved and read again."""
+"""Head folders that do not fit are refused with names and numbers; saved heads load again."""
 
 import json
 from dataclasses import replace
@@ -121,7 +121,7 @@ def test_two_prediction_layers(target: Decoder, tmp_path: Path) -> None:
     assert "2 prediction layers (model.layers.8., model.layers.9.)" in message
 
 
-def test_a_decoder_is_no_head(target: Decoder, tmp_path: Path) -> None:
+def test_a_decoder_is_not_a_head(target: Decoder, tmp_path: Path) -> None:
     def new(*shape: int, about: float = 0.0) -> Tensor:
         return torch.full(shape, about)
 

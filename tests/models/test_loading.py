@@ -1,4 +1,4 @@
-"""Checkpoint folders that cannot be loaded, each refused in words one can act on; and those that can."""
+"""Loading checkpoint folders; those that cannot be loaded are refused with a remedy."""
 
 import json
 import pickle
@@ -174,7 +174,7 @@ def test_index_that_cannot_be_followed(folder: Path, index: dict[str, Any], part
 
 @pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("asked", [torch.bfloat16, torch.float32])
-def test_weights_are_cast_to_what_was_asked(folder: Path, stored: torch.dtype, asked: torch.dtype) -> None:
+def test_weights_are_cast_to_the_given_dtype(folder: Path, stored: torch.dtype, asked: torch.dtype) -> None:
     rewrite(folder, lambda tensors: tensors.update({n: t.to(stored) for n, t in tensors.items()}))
     tensors = load_file(folder / "model.safetensors")
     decoder = load_decoder(folder, dtype=asked, pack=False)

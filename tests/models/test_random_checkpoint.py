@@ -1,4 +1,4 @@
-"""The random checkpoint: what other programs read in it, and that its text is worth decoding."""
+"""The random checkpoint: transformers can read it, and its text varies."""
 
 from pathlib import Path
 
@@ -55,7 +55,7 @@ def test_tokenizer_spells_any_text_and_knows_the_end(tmp_path: Path) -> None:
     assert tokenizer.decode(tokenizer.encode(f"end{END_OF_TEXT}").ids) == "end"
 
 
-def test_shape_and_dtype_are_those_asked_for(tmp_path: Path) -> None:
+def test_shape_and_dtype_are_as_given(tmp_path: Path) -> None:
     shape = {"num_layers": 1, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 1, "head_dim": 8}
     folder = make_random_checkpoint(tmp_path, dtype="bfloat16", vocab_size=300, **shape)
     weights = load_file(folder / "model.safetensors")

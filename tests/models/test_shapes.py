@@ -1,4 +1,4 @@
-"""Shapes of public models: the sizes they are known for, and random weights that run."""
+"""Shapes of public models: parameter counts as published, and random weights that run."""
 
 from dataclasses import replace
 
@@ -75,7 +75,7 @@ def test_a_shape_has_the_size_its_model_is_known_for(name: str) -> None:
     ],
 )
 def test_shapes_with_experts(name: str, entries: int, experts: tuple[int, ...]) -> None:
-    """What a token leaves in a layer; experts, those a token chooses, those all pass through, layers that have them."""
+    """Numbers cached per token and layer; experts in all, chosen per token, shared; layers with experts."""
     config = shape_config(f"shape:{name}")
     found = config.experts
     assert found is not None
@@ -84,7 +84,7 @@ def test_shapes_with_experts(name: str, entries: int, experts: tuple[int, ...]) 
     assert config.num_extra_layers == (1 if name.startswith("deepseek") else 0)
 
 
-def test_an_unknown_shape_is_refused_with_those_there_are() -> None:
+def test_an_unknown_shape_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="model='shape:llama-9': no such shape") as raised:
         shape_config("shape:llama-9")
     assert all(f"shape:{name}" in str(raised.value) for name in SHAPES)
@@ -103,7 +103,7 @@ def test_a_head_fits_its_target(tiny: str, monkeypatch: pytest.MonkeyPatch) -> N
     head = draw_head(target)
     assert head.draft_to_target is not None
     assert len(head.draft_to_target) == min(DRAFT_VOCAB, 8192)
-    assert not head.layer_config.qk_norm  # public heads are Llama layers, whatever the target
+    assert not head.layer_config.qk_norm  # public heads are Llama layers for every target
     monkeypatch.setattr(shapes, "DRAFT_VOCAB", 1000)
     ids = draw_head(target).draft_to_target
     assert ids is not None
@@ -123,7 +123,7 @@ def test_an_engine_of_a_shape_runs_and_its_head_changes_no_token(tiny: str) -> N
 
 @pytest.fixture
 def latent(monkeypatch: pytest.MonkeyPatch) -> str:
-    """The same with latent attention, experts, and a prediction layer."""
+    """A tiny shape with MLA, experts and a prediction layer."""
     monkeypatch.setitem(SHAPES, "latent", TINY_LATENT)
     return "shape:latent"
 
@@ -137,7 +137,7 @@ def test_a_prediction_layer_is_made_like_the_last_layer(latent: str) -> None:
 
 
 @pytest.mark.parametrize("drafter", ["auto", "eagle3"])
-def test_drafters_of_a_latent_shape_change_no_token(latent: str, drafter: str) -> None:
+def test_drafters_of_an_mla_shape_change_no_token(latent: str, drafter: str) -> None:
     case = Case((5, 6, 7), SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True))
     options: dict[str, object] = {"num_pages": 40, "max_len": 100, "device": "cpu"}
     plain = build(latent, drafter="none", **options)  # type: ignore[arg-type]

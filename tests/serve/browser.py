@@ -25,7 +25,7 @@ FLAGS = (
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
     *("--disable-dev-shm-usage", "--force-color-profile=srgb"),
 )
-# Puts two descriptors where Chromium looks for them, by way of numbers that are neither, and becomes Chromium.
+# Moves two pipes to descriptors 3 and 4, by way of free numbers, and executes Chromium.
 LAUNCH = """
 import fcntl, os, sys
 ends = [fcntl.fcntl(int(number), fcntl.F_DUPFD, 10) for number in sys.argv[1:3]]
@@ -39,12 +39,12 @@ CTRL, SHIFT = 2, 8
 
 
 def browser_path() -> str | None:
-    """Where a browser is, if one is installed."""
+    """The path of an installed browser, or None."""
     return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
 class Page:
-    """One tab, and everything that was noticed in it."""
+    """One tab, with the errors and requests seen in it."""
 
     def __init__(self, to_browser: int, from_browser: int) -> None:
         self._to, self._from = to_browser, from_browser
@@ -98,13 +98,13 @@ class Page:
         self.wait("document.readyState === 'complete' && document.URL !== 'about:blank'")
 
     def value(self, script: str) -> Any:
-        """What an expression is in the page; a promise is waited for."""
+        """The value of an expression in the page; a promise is awaited."""
         answer = self.send("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, f"{script}: {answer['exceptionDetails']}"
         return answer["result"].get("value")
 
     def wait(self, script: str) -> Any:
-        """Until an expression is true in the page; its value."""
+        """Wait until an expression is true in the page; returns its value."""
         end = time.monotonic() + PATIENCE_S
         while time.monotonic() < end:
             if found := self.value(script):
@@ -119,7 +119,7 @@ class Page:
         self.value(f"document.querySelector({selector!r}).click()")
 
     def fill(self, **values: str | int | float) -> None:
-        """Put values into the fields with these ids, as a person would: the page hears of it."""
+        """Put values into the fields with these ids, with the events that typing would send."""
         for name, value in values.items():
             field = f"document.getElementById({name!r})"
             self.value(
@@ -162,7 +162,7 @@ class Page:
 
 @contextmanager
 def browse(program: str) -> Iterator[Page]:
-    """A fresh browser with one tab; it has gone with all it wrote when the block ends."""
+    """A fresh browser with one tab; the browser and its files are removed when the block ends."""
     commands, answers = os.pipe(), os.pipe()
     with tempfile.TemporaryDirectory(prefix="peregrine-browser-", ignore_cleanup_errors=True) as profile:
         flags = [*FLAGS, f"--user-data-dir={profile}"]

@@ -1,4 +1,4 @@
-"""One server for all tests that need no special one: merlin, in this process, on a port of its own."""
+"""One server for most tests: merlin, in this process, on a free port."""
 
 import asyncio
 import socket
@@ -18,7 +18,7 @@ from peregrine.serve.settings import ServeConfig
 
 @dataclass
 class Served:
-    """A running server, with a way to look behind it."""
+    """A running server, with access to its engine."""
 
     service: Service
     url: str
@@ -35,7 +35,7 @@ class Served:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
 
     def wait_idle(self) -> None:
-        """Until nothing runs; the engine hears of a client that left a moment after it did."""
+        """Wait until nothing runs: the engine learns of a disconnected client a little later."""
         for _ in range(3000):
             if not self.service.gateway.num_open and not self.llm.engine.has_work:
                 return
@@ -44,7 +44,7 @@ class Served:
 
 
 class Lent:
-    """The LLM of a running server under a second server, which does not close it."""
+    """The LLM of a running server lent to a second server, which does not close it."""
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm

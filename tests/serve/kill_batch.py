@@ -3,7 +3,7 @@
     python tests/serve/kill_batch.py MODEL IN OUT
 
 Each run is a fork of this process, which has imported everything, has generated once to load all kernels, and has
-started no thread: to do that twenty times would take minutes.
+started no thread: doing that in twenty new processes would take minutes.
 """
 
 import json

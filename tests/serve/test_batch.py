@@ -1,4 +1,4 @@
-"""Batches: every line exactly once, whatever kills the run; errors stay with their line."""
+"""Batches: every line appears exactly once even if the run is killed; an error concerns its line alone."""
 
 import json
 import os
@@ -113,7 +113,7 @@ def test_a_torn_line_is_dropped_and_done_again(server: Served, tmp_path: Path) -
         (json.dumps(request("a")) + "\n\n" + json.dumps(request("a")), "custom_id='a' is there twice"),
     ],
 )
-def test_a_file_that_is_no_batch_is_refused_before_anything_runs(
+def test_a_file_that_is_not_a_batch_is_refused_before_anything_runs(
     peregrine: Run, tmp_path: Path, lines: str, said: str
 ) -> None:
     (tmp_path / "in.jsonl").write_text(lines)

@@ -1,4 +1,4 @@
-"""`peregrine bench http`: the same requests both ways; `bench serve` against our own server."""
+"""`peregrine bench http`: the same requests offline and over HTTP; `bench serve` against our own server."""
 
 import argparse
 import json
@@ -16,7 +16,7 @@ from serve.conftest import Served
 Command = Callable[..., tuple[int, str, str]]
 
 
-def test_both_ways_bring_the_same_texts(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_ways_give_the_same_texts(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[str]] = []
 
     @contextmanager
@@ -58,7 +58,7 @@ def test_bench_serve_against_our_own_server(server: Served, tmp_path: Path, pere
         assert 44 <= acceptance["rounds"] + acceptance["correct"] <= 48
 
 
-def test_a_server_that_does_not_start_is_told() -> None:
+def test_a_server_that_does_not_start_is_reported() -> None:
     with pytest.raises(ConfigError, match=r"the server ended: .*--max-rows"), bench.running_server(["--max-rows"]):
         pass
 

@@ -1,4 +1,4 @@
-"""Bodies: what is honoured reaches SamplingParams, what is not is refused with the field's name."""
+"""Request bodies: supported fields reach SamplingParams, others are refused by name."""
 
 from dataclasses import fields
 from typing import Any
@@ -80,7 +80,7 @@ def test_no_messages_at_all() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
-def test_what_would_change_the_output_is_refused_unless_it_asks_for_nothing(name: str) -> None:
+def test_unsupported_fields_are_refused_unless_they_have_no_effect(name: str) -> None:
     neutral, remedy = REFUSED[name]
     error = refusal(ChatBody, {**CHAT, name: {"type": "something"}})
     assert error.param == name
@@ -107,7 +107,7 @@ def test_fields_without_effect_change_nothing() -> None:
 
 
 def test_every_field_is_used_or_accepted_without_effect() -> None:
-    """A field that no code reads would be ignored in silence."""
+    """A field that no code reads would be silently ignored."""
     read_elsewhere = {"model", "n", "seed", "logit_bias", "stream", "stream_options", "speculation"}
     assert set(Generation.model_fields) == SAME_NAME | read_elsewhere | {"return_speculation"} | set(
         WithoutEffect.model_fields

@@ -1,4 +1,4 @@
-"""What responses tell beside the text: log-probabilities in both shapes, echoes, provenance, drafts."""
+"""Details of responses beside the text: log-probabilities in both formats, echo, provenance, drafts."""
 
 import json
 from typing import Any
@@ -86,7 +86,7 @@ def read_events(http: httpx.Client, body: dict[str, Any]) -> list[dict[str, Any]
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
 
 
-def test_speculation_is_told(server: Served, http: httpx.Client) -> None:
+def test_speculation_is_reported(server: Served, http: httpx.Client) -> None:
     body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 40, "return_speculation": True}
     told = http.post("/v1/completions", json=body).json()["choices"][0]["speculation"]
     expected = server.llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=40))[0]
@@ -125,7 +125,7 @@ def test_speculation_may_be_capped_and_the_text_stays(http: httpx.Client, num_dr
     assert max(entry["offered"] for entry in free["speculation"]["rounds"]) == 3
 
 
-def test_unasked_details_are_left_out(http: httpx.Client) -> None:
+def test_details_are_left_out_unless_asked_for(http: httpx.Client) -> None:
     choice = http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 2}).json()["choices"][0]
     assert choice["logprobs"] is None
     assert "speculation" not in choice

@@ -1,4 +1,4 @@
-"""docs/server.md names everything there is; wrong settings are refused."""
+"""docs/server.md names every field, route, metric and setting; wrong settings are refused."""
 
 import importlib.util
 import re
@@ -89,7 +89,7 @@ def test_wrong_settings_are_refused(wrong: dict[str, object], said: str) -> None
         ServeConfig(**wrong)  # type: ignore[arg-type]
 
 
-def test_an_address_that_is_taken_is_told(peregrine: Callable[..., tuple[int, str, str]]) -> None:
+def test_an_address_in_use_is_reported(peregrine: Callable[..., tuple[int, str, str]]) -> None:
     code, _, err = peregrine("serve", "--host", "203.0.113.7", "--port", "1")
     assert code == 2
     assert "host='203.0.113.7', port=1: cannot listen there" in err

@@ -1,4 +1,4 @@
-"""Loading, leaving, breaking: what a server says, and that nothing hangs."""
+"""Loading, disconnects, faults and shutdown: what the server answers, and that nothing hangs."""
 
 import json
 import os
@@ -23,7 +23,7 @@ SRC = Path(__file__).parents[2] / "src"
 ENDLESS = {"prompt": "Once", "max_tokens": 2000, "ignore_eos": True}
 
 
-def test_while_it_loads_it_says_so(server: Served) -> None:
+def test_a_loading_server_says_so(server: Served) -> None:
     go_on = threading.Event()
 
     def slowly() -> LLM:
@@ -48,14 +48,14 @@ def test_while_it_loads_it_says_so(server: Served) -> None:
         served.stop()
 
 
-def test_a_client_that_leaves_takes_its_request_with_it(server: Served, http: httpx.Client) -> None:
+def test_a_disconnect_aborts_the_request(server: Served, http: httpx.Client) -> None:
     with http.stream("POST", "/v1/completions", json={**ENDLESS, "n": 2, "stream": True}) as stream:
         lines = stream.iter_lines()
         next(lines)
         assert server.service.gateway.num_open == 2
     server.wait_idle()
     with server.http() as impatient, pytest.raises(httpx.ReadTimeout):
-        impatient.post("/v1/completions", json=ENDLESS, timeout=0.3)  # not streamed: the same
+        impatient.post("/v1/completions", json=ENDLESS, timeout=0.3)  # also without streaming
     server.wait_idle()
     pool, tree = server.llm.engine.ledger.pool, server.llm.engine.ledger.tree
     assert pool.num_free + tree.num_cached == pool.num_pages - 1
@@ -83,7 +83,7 @@ def test_a_reader_that_does_not_read_delays_no_other_request(server: Served, htt
     assert len(finished["choices"][0]["logprobs"]["tokens"]) > 4
 
 
-def test_an_engine_fault_is_told_to_all_and_turns_health_red() -> None:
+def test_an_engine_fault_reaches_every_request_and_health() -> None:
     served = start(lambda: LLM("merlin", num_pages=300))
     try:
         wait_ready(served)
@@ -115,8 +115,8 @@ def test_an_engine_fault_is_told_to_all_and_turns_health_red() -> None:
         served.stop()
 
 
-def test_a_request_that_faults_alone_is_told_alone(http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logits that hold NaN end one generation; the server stays well."""
+def test_a_fault_of_one_request_is_reported_to_it_alone(http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NaN logits end one generation; the server stays healthy."""
     from peregrine.engine.engine import FINISH_REASONS
     from peregrine.kernels.round import FINISH_LENGTH
 
@@ -151,7 +151,7 @@ def process(*flags: str) -> Iterator[tuple["subprocess.Popen[str]", httpx.Client
 
 
 def test_sigterm_drains_then_cuts_off() -> None:
-    """What can end before the deadline does; what cannot is told so; nothing new is taken; the exit code is 0."""
+    """Requests that can end before the deadline do; others get an error; new ones are refused; exit code 0."""
     with process("--drain-seconds", "3", "--max-rows", "4") as (running, http):
         with http.stream("POST", "/v1/completions", json={**ENDLESS, "n": 3, "stream": True}) as endless:
             lines = endless.iter_lines()
@@ -202,6 +202,6 @@ def test_a_signal_while_the_model_loads_ends_the_server_at_once() -> None:
     go_on.set()
 
 
-def test_pages_are_all_there_in_the_end(server: Served) -> None:
+def test_all_pages_are_free_or_cached_in_the_end(server: Served) -> None:
     server.wait_idle()
     check_pages(server.llm.engine)

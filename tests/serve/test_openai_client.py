@@ -64,7 +64,7 @@ def test_several_prompts_and_choices(server: Served, client: openai.OpenAI) -> N
     assert response.usage.completion_tokens == 48
 
 
-def test_drawn_seed_is_told_and_gives_the_same_text(client: openai.OpenAI) -> None:
+def test_a_drawn_seed_is_reported_and_gives_the_same_text(client: openai.OpenAI) -> None:
     first = client.completions.create(model="merlin", prompt=PROMPT, max_tokens=20).choices[0]
     again = client.completions.create(model="merlin", prompt=PROMPT, max_tokens=20, seed=first.seed).choices[0]
     assert again.text == first.text
@@ -143,7 +143,7 @@ def test_stop_strings_never_leak_into_a_stream(server: Served, client: openai.Op
     assert (whole.finish_reason, whole.stop_reason, pieces[-1].finish_reason) == ("stop", stop, "stop")
 
 
-def test_cached_prompt_tokens_are_told(server: Served, client: openai.OpenAI) -> None:
+def test_cached_prompt_tokens_are_reported(server: Served, client: openai.OpenAI) -> None:
     prompt = list(range(100, 164))
     first, second = (
         client.completions.create(model="merlin", prompt=prompt, max_tokens=1).usage.prompt_tokens_details
@@ -179,7 +179,7 @@ def test_refusals_name_the_field(
     assert param in refusal.value.message
 
 
-def test_a_prompt_too_long_is_told_in_numbers(client: openai.OpenAI) -> None:
+def test_a_prompt_that_is_too_long_is_refused_with_numbers(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match=r"2100 tokens leave no room in the context of 2048"):
         client.completions.create(model="merlin", prompt=list(range(2100)))
 

@@ -1,4 +1,4 @@
-"""The playground: its files by themselves, and the page in a real browser against a real server."""
+"""The playground: its files, and the page in a real browser against a real server."""
 
 import json
 import re
@@ -66,7 +66,7 @@ def test_no_file_names_another_host(path: Path) -> None:
     assert not re.findall(r"(?:https?:)?//[\w-]+\.[\w.-]+", path.read_text().replace(SVG, ""))
 
 
-def test_script_finds_what_it_looks_for(index: Addresses) -> None:
+def test_ids_used_by_the_script_exist(index: Addresses) -> None:
     script = (STATIC / "playground.js").read_text()
     wanted = set(re.findall(r'find\("([\w-]+)"\)', script))
     assert len(wanted) > 20
@@ -82,7 +82,7 @@ def test_script_parses() -> None:
     assert subprocess.run(check, input=script + "}", text=True, capture_output=True).returncode != 0
 
 
-def test_server_tells_its_draft_shape(http: httpx.Client) -> None:
+def test_server_reports_its_draft_shape(http: httpx.Client) -> None:
     assert http.get("/server_info").json()["draft_shape"] == {"depth": 3, "width": 1, "nodes": 4}
 
 
@@ -108,7 +108,7 @@ def open_page(page: Page, served: Served) -> Page:
 
 @pytest.fixture
 def page(browser: Page, server: Served) -> Iterator[Page]:
-    """A fresh page, which must not have complained or asked another host by the end of the test."""
+    """A fresh page; by the end of the test it may have neither errors nor requests to other hosts."""
     opened = open_page(browser, server)
     opened.wait(READY)
     yield opened
@@ -176,7 +176,7 @@ def test_provenance_reads_without_colour(page: Page) -> None:
 
 
 def rejections(served: Served) -> list[tuple[int, int, str, str, list[str]]]:
-    """Of a greedy run: (place, round, rejected draft, the target's choice, drafts after it) wherever one was wrong."""
+    """(place, round, rejected draft, the target's choice, drafts after it) of every rejection in a greedy run."""
     params = SamplingParams(temperature=0, max_tokens=60, report_drafts=True)
     found, place = [], 0
     deltas = [delta for delta in served.llm.stream(PROMPT, params) if delta.token_ids]
@@ -212,7 +212,7 @@ def test_a_token_shows_the_draft_that_was_rejected(page: Page, server: Served) -
 
 def test_race_is_checked_token_by_token(page: Page) -> None:
     page.fill(prompt=PROMPT, temperature=0.8, seed=3, max_tokens=80)
-    # What the verdict said on its way, to see that it was said live.
+    # Record the verdict's texts, to check that it was updated live.
     page.value(
         "window.said = [], new MutationObserver(() => said.push(verdict.textContent))"
         ".observe(document.getElementById('verdict'), {childList: true})"
@@ -233,8 +233,8 @@ def test_race_is_checked_token_by_token(page: Page) -> None:
     assert any("Speculation is" in line and line.endswith("ahead.") for line in live)
 
 
-def test_a_race_that_differs_is_told(page: Page) -> None:
-    """The check itself: tokens of the second answer are changed on their way into the page."""
+def test_a_race_that_differs_is_reported(page: Page) -> None:
+    """Tests the check: tokens of the second response are changed before the page reads them."""
     page.value(
         "(whole => { window.fetch = async (path, options) => { const answer = await whole(path, options);"
         " if (!(options.body ?? '').includes('\"num_drafts\":3')) return answer;"
@@ -246,7 +246,7 @@ def test_a_race_that_differs_is_told(page: Page) -> None:
 
 
 def aborted(served: Served) -> float:
-    """Generations that were taken back so far."""
+    """Number of generations aborted so far."""
     metrics = httpx.get(served.url + "/metrics").text
     found = re.search(r'^peregrine_generations_total\{.*finish_reason="abort".*\} (\S+)', metrics, re.M)
     return float(found[1]) if found else 0.0
@@ -260,7 +260,7 @@ def test_stop_ends_the_page_and_the_generation(page: Page, server: Served) -> No
         " document.dispatchEvent(new KeyboardEvent('keydown', {key: 'Escape'}))))"
         ".observe(document.getElementById('lanes'), {childList: true, subtree: true})"
     )
-    page.fill(prompt=PROMPT, temperature=100, max_tokens=1500)  # so hot that it does not come to an end by itself
+    page.fill(prompt=PROMPT, temperature=100, max_tokens=1500)  # a temperature so high that it does not end by itself
     run(page)
     assert page.text("#status").startswith("Stopped")
     assert 0 < len(shown_tokens(page)) < 1500
@@ -355,7 +355,7 @@ def test_refusals_are_shown_in_words(page: Page) -> None:
 
 
 def test_half_characters_wait_for_the_rest(page: Page) -> None:
-    """An answer of our own making, since the embedded model writes plain English."""
+    """With a made-up response, since the embedded model writes plain English."""
     tokens = [
         {"id": 1, "text": "bytes:\\xe2\\x82", "drafted": False},
         {"id": 2, "text": "bytes:\\xac", "drafted": True},

@@ -1,4 +1,4 @@
-"""What is not generation: text routes, health, info, the cache, keys, limits, and errors of the transport."""
+"""Routes other than generation: tokenizing, health, info, cache, keys, limits, and transport errors."""
 
 import json
 import threading
@@ -52,7 +52,7 @@ def test_cache_is_dropped_only_when_nothing_runs(server: Served, http: httpx.Cli
     server.wait_idle()
     assert server.llm.engine.ledger.tree.num_cached > 0
     with http.stream("POST", "/v1/completions", json=ENDLESS) as stream:
-        lines = stream.iter_lines()  # kept: when it goes, the connection goes
+        lines = stream.iter_lines()  # keep a reference: dropping it would close the connection
         next(lines)
         busy = http.post("/flush_cache")
         assert busy.status_code == 409
@@ -98,7 +98,7 @@ def test_wrong_routes_have_the_same_shape(http: httpx.Client, method: str, path:
         b'{"prompt": [[]]}',
     ],
 )
-def test_no_body_is_a_fault_of_the_server(http: httpx.Client, content: bytes) -> None:
+def test_no_body_causes_a_server_error(http: httpx.Client, content: bytes) -> None:
     response = http.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
     assert response.status_code in (400, 404)
     assert response.json()["error"]["message"]
@@ -123,7 +123,7 @@ def test_keys(server: Served) -> None:
 
 
 def test_limits() -> None:
-    """Body, prompt and queue: each refused with its own status, and nothing is left behind."""
+    """Limits of body, prompt and queue: each is refused with its own status and leaves nothing behind."""
     settings = {"max_body_bytes": 2048, "max_prompt": 40, "max_queue": 1}
     served = start(lambda: LLM("merlin", num_pages=300, max_rows=1), **settings)
     try:

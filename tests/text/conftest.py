@@ -46,7 +46,7 @@ def add_tokens(backend: Tokenizer, with_bos: bool = True) -> Tokenizer:
 
 
 def byte_level(with_bos: bool = True) -> Tokenizer:
-    """As GPT-2, Llama 3 and Qwen have it: every id spells bytes."""
+    """Byte-level BPE, as in GPT-2, Llama 3 and Qwen: every id spells bytes."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -57,7 +57,7 @@ def byte_level(with_bos: bool = True) -> Tokenizer:
 
 
 def byte_fallback() -> Tokenizer:
-    """As Llama 2 has it: pieces with a leading space mark, bytes for what the vocabulary lacks."""
+    """Byte fallback, as in Llama 2: pieces with a leading space mark, bytes for what the vocabulary lacks."""
     trained = Tokenizer(models.BPE())
     marked = [line.encode("ascii", "ignore").decode().replace("\n", "") for line in LINES]
     trained.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
@@ -86,7 +86,7 @@ def metaspace() -> Tokenizer:
 
 
 def metaspace_fallback() -> Tokenizer:
-    """The Llama 2 vocabulary under the newer chain: bytes first, then space marks."""
+    """The Llama 2 vocabulary with the newer decoder chain: bytes first, then space marks."""
     backend = byte_fallback()
     backend.normalizer = None
     backend.pre_tokenizer = pre_tokenizers.Metaspace(split=False)
@@ -141,7 +141,7 @@ def tokenizers(folders: dict[str, Path]) -> dict[str, PeregrineTokenizer]:
 
 @pytest.fixture
 def write(tmp_path: Path) -> Writer:
-    """Write a byte-level folder with another config, bos in its post-processor or not."""
+    """Write a byte-level folder with the given config, with or without bos in its post-processor."""
 
     def write_byte_level(config: dict[str, Any] | None = None, with_bos: bool = True) -> Path:
         return write_folder(tmp_path / "model", byte_level(with_bos), config)

@@ -1,4 +1,4 @@
-"""Chats render as transformers renders them, inside a sandbox, and wrong chats are refused by name."""
+"""Chats render as in transformers, inside a sandbox, and malformed chats are refused by name."""
 
 import json
 import re
@@ -67,7 +67,7 @@ def test_a_chat_agrees_with_transformers(write, template, messages, extra, add_g
     assert encode_chat(tokenizer, messages, **asked) == oracle.apply_chat_template(messages, **asked)["input_ids"]
 
 
-def test_encode_chat_holds_the_bos_of_the_template_and_no_other(write) -> None:
+def test_encode_chat_has_only_the_bos_of_the_template(write) -> None:
     tokenizer = read_with(write, PLAIN)
     assert encode_chat(tokenizer, MESSAGES).count(tokenizer.bos_id) == 1
 
@@ -144,13 +144,13 @@ def test_a_template_cannot_change_what_it_is_given(write, template: str) -> None
     assert json.dumps(MESSAGES) == before
 
 
-def test_what_a_template_raises_answers_the_request(write) -> None:
+def test_an_exception_of_a_template_becomes_the_requests_error(write) -> None:
     tokenizer = read_with(write, PLAIN)
     with pytest.raises(RequestError, match="the model's chat template refuses them: unknown role critic"):
         render_chat(tokenizer, [{"role": "critic", "content": "hm"}])
 
 
-def test_a_template_that_trips_over_a_chat_answers_the_request(write) -> None:
+def test_a_template_that_fails_on_a_chat_becomes_the_requests_error(write) -> None:
     tokenizer = read_with(write, "{{ messages[0].content + 1 }}")
     with pytest.raises(RequestError, match="chat template refuses them"):
         render_chat(tokenizer, MESSAGES)
@@ -181,6 +181,6 @@ def test_objects_with_methods_never_reach_a_template(write) -> None:
         render_chat(read_with(write, PLAIN), MESSAGES, tools=Tokenizer)
 
 
-def test_a_chat_that_is_no_unicode_is_refused(write) -> None:
+def test_a_chat_that_is_not_valid_unicode_is_refused(write) -> None:
     with pytest.raises(RequestError, match="lone surrogate"):
         encode_chat(read_with(write, PLAIN), [{"role": "user", "content": "\udc00"}])

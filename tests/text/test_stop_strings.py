@@ -13,7 +13,7 @@ pushes = st.lists(st.lists(letters, max_size=5).map("".join), max_size=12)
 
 
 def search(text: str, stops: list[str], first_end: int = 1) -> tuple[str, str | None]:
-    """Text before the stop that is complete first, and that stop; the longest of several with one end."""
+    """Text before the stop that is completed first, and that stop; of several with the same end, the longest."""
     for end in range(first_end, len(text) + 1):
         complete = [stop for stop in stops if text[:end].endswith(stop)]
         if complete:
@@ -91,6 +91,6 @@ def test_a_stop_completed_while_not_armed_is_text(stops: list[str], before: list
 
 
 @pytest.mark.parametrize("stops", ["abc", [""], ["a", 3]])
-def test_stops_that_are_no_strings_are_refused(stops) -> None:
+def test_stops_that_are_not_strings_are_refused(stops) -> None:
     with pytest.raises(RequestError, match="stop="):
         StopStrings(stops)

@@ -1,4 +1,4 @@
-"""Text as tokens arrive equals text decoded at the end, however the tokens are cut into pushes."""
+"""Streamed text equals the text decoded at the end, however the tokens are split into pushes."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,7 +18,7 @@ texts = st.lists(st.sampled_from(ALPHABET + WORDS), max_size=12).map("".join)
 
 @st.composite
 def generations(draw: st.DrawFn, tokenizer: Tokenizer) -> list[int]:
-    """Ids a model may emit: parts of texts, and ids in no order, with unknown ones and broken bytes."""
+    """Ids a model may emit: parts of texts, and random ids, with unknown ones and broken bytes."""
     stretches = st.one_of(
         texts.map(lambda text: tokenizer.encode(text, add_special=False)),
         st.lists(st.integers(0, tokenizer.vocab_size + 2), max_size=8),
@@ -126,7 +126,7 @@ def test_a_bad_byte_after_a_prompt_ending_in_bytes_changes_no_earlier_text(bytew
 
 
 @pytest.mark.parametrize("name", ["byte_fallback", "metaspace", "metaspace_fallback"])
-def test_only_the_first_word_of_all_loses_its_space(tokenizers: dict[str, Tokenizer], name: str) -> None:
+def test_only_the_first_word_of_the_text_loses_its_space(tokenizers: dict[str, Tokenizer], name: str) -> None:
     tokenizer = tokenizers[name]
     word = tokenizer.encode("the", add_special=False)
     assert tokenizer.decode(word) == "the"
@@ -168,7 +168,7 @@ def test_each_id_gets_the_characters_it_completes(tokenizers: dict[str, Tokenize
 
 
 class CountingBackend:
-    """Counts the ids the library is asked about."""
+    """Counts the ids that are passed to the library."""
 
     def __init__(self, backend: Any) -> None:
         self.backend, self.num_ids = backend, 0
@@ -183,7 +183,7 @@ class CountingBackend:
 
 
 @pytest.mark.parametrize("spelled", [b"\xff", b"\x80", b"a", "\ufffd".encode(), "你".encode()])
-def test_time_grows_with_the_text_and_no_faster(bytewise: Tokenizer, spelled: bytes) -> None:
+def test_decoding_is_linear_in_the_text(bytewise: Tokenizer, spelled: bytes) -> None:
     counting = CountingBackend(bytewise.backend)
     detokenizer = Detokenizer(replace(bytewise, backend=counting), bytewise.encode("a bird"))  # type: ignore[arg-type]
     ids = byte_ids(bytewise, spelled) * 500
@@ -194,7 +194,7 @@ def test_time_grows_with_the_text_and_no_faster(bytewise: Tokenizer, spelled: by
 
 
 def push_all(stream: TextStream, parts: Sequence[Sequence[int]]) -> tuple[str, int, str | None]:
-    """Text, ids it needs and stop string of a whole generation."""
+    """Text of a whole generation, the number of ids it needs, and the stop string."""
     text = ""
     for part in parts:
         text += stream.push(part)
@@ -221,7 +221,7 @@ def test_a_stream_ends_at_the_first_stop(tokenizer: Tokenizer, data: st.DataObje
 
 
 def push(stream: TextStream, ids: Sequence[int]) -> tuple[str, int, str | None]:
-    """What one push brought, how many ids the text so far needs, and the stop string."""
+    """Text of one push, how many ids the text so far needs, and the stop string."""
     return stream.push(ids), stream.num_final, stream.stopped
 
 

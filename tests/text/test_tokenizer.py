@@ -1,4 +1,4 @@
-"""Encoding and decoding agree with transformers on the same folder; wrong folders say what is wrong."""
+"""Encoding and decoding agree with transformers on the same folder; malformed folders are refused with the reason."""
 
 import json
 from pathlib import Path
@@ -155,7 +155,7 @@ def test_a_missing_tokenizer_json_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["tokenizer.model", "vocab.json"])
-def test_another_vocabulary_format_is_named_with_the_way_out(tmp_path: Path, name: str) -> None:
+def test_another_vocabulary_format_is_named_with_the_remedy(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("{}")
     with pytest.raises(CheckpointError, match=rf"has {name} but no tokenizer\.json; convert it"):
         Tokenizer.read(tmp_path)
@@ -170,7 +170,7 @@ def test_a_malformed_file_is_named(write, name: str, content: str, problem: str)
         Tokenizer.read(folder)
 
 
-def test_json_that_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_json_that_is_not_a_tokenizer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0"}')
     with pytest.raises(CheckpointError, match="is JSON but not a tokenizer"):
         Tokenizer.read(tmp_path)

@@ -1,4 +1,4 @@
-"""Reading text: documents, sources with shares, and a hold-out that knows only the document."""
+"""Reading text: documents, sources with shares, and a hold-out that depends on the document alone."""
 
 import lzma
 

@@ -1,4 +1,4 @@
-"""The unrolled head is the chain drafter: the same hidden states step by step, on the same tokens."""
+"""The unrolled head equals the chain drafter: the same hidden states step by step, on the same tokens."""
 
 from pathlib import Path
 
@@ -66,7 +66,7 @@ def test_every_step_has_the_hidden_states_of_the_engines_chain_drafter() -> None
 
 
 def chain_states(target, head, tokens, index, steps):  # type: ignore[no-untyped-def]
-    """Hidden states of the engine's own reader: entries up to `index` absorbed, then `steps` - 1 look-aheads."""
+    """Hidden states of the engine's chain drafter: entries up to `index` absorbed, then `steps` - 1 steps ahead."""
     backend, config = TorchBackend(), target.config
     num_pages = CONTEXT // PAGE
     stores = [
@@ -113,7 +113,7 @@ def test_a_sample_does_not_see_its_neighbours_in_the_row() -> None:
 
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("with_sinks", [False, True])
-def test_unrolled_attention_is_one_softmax_over_the_past_and_the_own_chain(
+def test_unrolled_attention_is_one_softmax_over_the_past_and_its_own_chain(
     window: int | None, with_sinks: bool
 ) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -139,9 +139,9 @@ def test_unrolled_attention_is_one_softmax_over_the_past_and_the_own_chain(
                 torch.testing.assert_close(outputs[step][place, head], weights / total @ values, atol=1e-5, rtol=1e-4)
 
 
-def test_only_places_whose_answer_is_in_the_sample_are_learnt() -> None:
+def test_only_places_whose_next_token_is_in_the_sample_are_trained() -> None:
     rows = all_rows(make_samples([6, 4], prompt_len=2), 12)
-    # Places 1 to 3 can be asked for the token two on; the second sample begins at place 6.
+    # Places 1 to 3 have a token two places on in their sample; the second sample begins at place 6.
     assert learnable(rows, 1)[0].nonzero()[:, 0].tolist() == [1, 2, 3, 7]
     assert learnable(rows, 3)[0].nonzero()[:, 0].tolist() == [1]
     assert rows.documents[0].tolist() == [0] * 6 + [1] * 4 + [PAD] * 2
@@ -201,7 +201,7 @@ def test_taps_and_vocabulary_are_chosen_for_the_target() -> None:
     assert ids.tolist() == [0, 1, 2, 3, 4, 30]
     assert draft_ids(samples, "full", 32, (30,)) is None
     assert draft_ids(samples, "32", 32, (30,)) is None
-    assert draft_ids(samples, "auto", 32, (30,)) is None  # half of them miss too much
+    assert draft_ids(samples, "auto", 32, (30,)) is None  # half of them would cover too little
     found = draft_ids(samples, "auto", 64, (30,))
     assert found is not None
     assert len(found) == 32

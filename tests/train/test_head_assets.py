@@ -41,7 +41,7 @@ PROMPTS = (  # (text, is a chat)
     ("Tell me a story about a duck and a boat.", True),
     ("def is_even(n):", False),
 )
-# Tokens per round with a chain of 3, the bonus counted; kernels that round otherwise move it a little.
+# Tokens per round with a chain of 3, bonus included; kernels with other rounding move it a little.
 GREEDY_BAND, SAMPLED_BAND = (2.86, 3.06), (2.74, 2.94)
 
 
@@ -61,7 +61,7 @@ def test_tensors_have_the_public_names_and_shapes() -> None:
     config = json.loads((HEAD / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLMEagle3"]
     assert (config["vocab_size"], config["draft_vocab_size"]) == (VOCAB, DRAFT_VOCAB)
-    # Read by SafeAILab's code as "brings its own embedding", which it does not.
+    # SafeAILab's code would take this key to mean that the head has its own embedding.
     assert "target_hidden_size" not in config
 
 

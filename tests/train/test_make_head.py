@@ -1,4 +1,4 @@
-"""`peregrine train head` on a toy, start to finish: it learns, it resumes exactly, and it refuses what cannot be."""
+"""`peregrine train head` on a toy model: it learns, resumes exactly, and refuses impossible settings."""
 
 import json
 import re
@@ -48,7 +48,7 @@ def story(name: str, thing: str, number: int) -> str:
 
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with text in `data` and a target of two layers that knows it, in `model`."""
+    """A folder with text in `data` and a two-layer target trained on it in `model`."""
     folder = tmp_path_factory.mktemp("toy")
     texts = [story(name, thing, n) for name in NAMES for thing in THINGS for n in range(2, 18)]
     (folder / "data").mkdir()
@@ -154,7 +154,7 @@ def tensors_of(value: object, name: str = "") -> dict[str, torch.Tensor]:
         (("--tokens", "2000", "--taps", "0", "7"), r"taps=\(0, 7\): each must be one of the target's layers"),
     ],
 )
-def test_what_cannot_be_is_refused_with_the_numbers(
+def test_impossible_settings_are_refused_with_the_numbers(
     train: Callable[..., int], capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], complaint: str
 ) -> None:
     assert train(*flags, "--no-eval", "--steps", "2") == 2
@@ -226,7 +226,7 @@ def test_chats_and_ready_prompts_come_from_jsonl(train: Callable[..., int], tmp_
     assert any(tokens[0] == 1 and tokens.count(2) == 1 and tokens[-1] != 0 for _, tokens in prompts)
 
 
-def test_documents_join_the_samples_and_another_head_is_gone_on_from(
+def test_documents_join_the_samples_and_training_continues_from_another_head(
     train: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ("--tokens", "600", "--steps", "2", "--no-eval")

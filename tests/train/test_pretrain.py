@@ -41,7 +41,7 @@ def config(tmp_path):
 
 @pytest.fixture
 def shards():
-    """Documents that count upwards: after the first token everything can be known."""
+    """Documents that count upwards: every token but the first is predictable."""
     documents = [[3 + (first + i) % 60 for i in range(10)] + [0] for first in range(60)]
     return [TokenShard("counting", 1.0, Samples.pack(documents, [0] * 60))]
 
@@ -98,7 +98,7 @@ def test_a_time_limit_becomes_a_number_of_steps_that_a_resumed_run_keeps(start):
         start(steps=None)
 
 
-def test_a_save_cut_short_leaves_the_old_state(start, tmp_path, monkeypatch):
+def test_an_interrupted_save_leaves_the_old_state(start, tmp_path, monkeypatch):
     run = start()
     run.save()
 

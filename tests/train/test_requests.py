@@ -21,7 +21,7 @@ EMPTY = "It was late. They were tired. Then they went home and slept until the n
 STORIES = (SOUP, KEY, PARTY)
 
 
-def test_the_cast_is_who_opens_the_story_and_what_comes_back():
+def test_the_cast_is_the_first_character_and_the_repeated_things():
     assert cast_of(SOUP).character == "dragon"
     assert cast_of(SOUP).things == ("soup", "bird")
     assert cast_of(KEY).things == ("key",)
@@ -36,7 +36,7 @@ def test_a_thing_named_once_or_late_is_not_asked_for():
 
 @pytest.mark.parametrize("story", STORIES)
 def test_every_noun_asked_for_is_in_the_story(story):
-    # The throws follow from the text, so an ending that changes nothing else brings other requests.
+    # Random choices are seeded by the text, so another ending gives other requests.
     seen = set()
     for number in range(60):
         ending = "!" * number
@@ -64,7 +64,7 @@ def test_a_story_without_nouns_of_its_own_stays_plain():
     assert as_plain(EMPTY) == EMPTY
 
 
-def test_a_story_goes_one_way_always_the_same():
+def test_a_storys_request_is_deterministic():
     texts = [story + "!" * number for story in STORIES for number in range(40)]
     requested = [as_requested(text) for text in texts]
     assert requested == [as_requested(text) for text in texts]

@@ -11,7 +11,7 @@ from peregrine.train.samples import Samples
 
 
 def shard(name: str, share: float, num_documents: int, first_token: int, longest: int = 9) -> TokenShard:
-    """Documents that count up from a start of their own and end with 0."""
+    """Documents that count up from different starts and end with 0."""
     lengths = np.random.default_rng(first_token).integers(2, longest + 1, num_documents)
     rows = [[first_token + document] * (length - 1) + [0] for document, length in enumerate(lengths.tolist())]
     return TokenShard(name, share, Samples.pack(rows, [0] * len(rows)))
@@ -49,7 +49,7 @@ def test_rows_start_with_documents_and_every_document_is_seen_whole():
     for row in rows:
         assert row[0] != 0
         for piece in np.split(row, np.flatnonzero(row == 0) + 1)[:-1]:
-            assert len(piece) - 1 == lengths[piece[0]]  # it starts with its start and ends with its end
+            assert len(piece) - 1 == lengths[piece[0]]  # its first and last tokens are there
             whole.add(int(piece[0]))
     assert len(whole) >= 26  # all but those after the last full row
 

@@ -1,4 +1,4 @@
-"""Merlin's tokenizer: any bytes survive, digits and line breaks stand alone, chats have the corpus's form."""
+"""Merlin's tokenizer: any bytes round-trip, digits and line breaks are single tokens, chats look like the corpus."""
 
 import json
 
@@ -41,7 +41,7 @@ def test_specials_have_the_first_ids_and_are_never_split(tokenizer):
     assert tokenizer.get_vocab_size() == 320
 
 
-def test_digits_stand_alone(tokenizer):
+def test_digits_are_single_tokens(tokenizer):
     assert tokenizer.encode("12 + 34").tokens[0] == "1"
     assert "12" not in tokenizer.get_vocab()
 

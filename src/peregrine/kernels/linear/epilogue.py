@@ -34,14 +34,7 @@ def finish_outputs(  # type: ignore[no-untyped-def]
     up,
     rows,
     cols,
-    bias,
-    out,
-    squares,
-    residual,
-    norm,
-    scaled,
-    next_squares,
-    stale_squares,
+    pointers,
     M,
     eps,
     N: tl.constexpr,
@@ -53,6 +46,7 @@ def finish_outputs(  # type: ignore[no-untyped-def]
     ROW_AXIS: tl.constexpr,
 ):
     """Scale, bias, gate, residual, and the first half of the next norm; arguments are those of `linear_kernel`."""
+    bias, out, squares, residual, norm, scaled, next_squares, stale_squares = pointers
     COL_AXIS: tl.constexpr = 1 - ROW_AXIS
     if SCALE:
         coarse = tl.load(squares + 2 * rows, mask=rows < M, other=0)

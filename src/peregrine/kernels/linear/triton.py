@@ -208,26 +208,5 @@ def linear_kernel(  # type: ignore[no-untyped-def]
         inner = tl.arange(0, ROWS)[:, None] * COLS + tl.arange(0, COLS)[None, :]
         total, last = merge_split(total, partial, arrived, tile, inner, part, SPLIT, ROWS * COLS)
     if last:
-        finish_outputs(
-            total,
-            up,
-            rows,
-            cols,
-            bias,
-            out,
-            squares,
-            residual,
-            norm,
-            scaled,
-            next_squares,
-            stale_squares,
-            M,
-            eps,
-            N,
-            K,
-            SCALE,
-            BIAS,
-            GATE,
-            ADD,
-            ROW_AXIS=0,
-        )
+        pointers = bias, out, squares, residual, norm, scaled, next_squares, stale_squares
+        finish_outputs(total, up, rows, cols, pointers, M, eps, N, K, SCALE, BIAS, GATE, ADD, ROW_AXIS=0)

@@ -1,4 +1,4 @@
-"""A small storm: every good answer is right, every page is accounted for, memory stays flat."""
+"""A short stress test: every good response is right, every page is accounted for, memory stays flat."""
 
 import asyncio
 import gc
@@ -6,7 +6,7 @@ import gc
 import pytest
 
 from serve.conftest import Served
-from serve.storm import make_good_requests, memory_mib, storm
+from serve.stress import make_good_requests, memory_mib, stress
 from spec.harness import check_pages
 
 REQUESTS, CONCURRENCY = 70, 32
@@ -17,10 +17,10 @@ def good_requests(server: Served):
     return make_good_requests(server.llm, 24, seed=1)
 
 
-def test_a_storm_leaves_nothing_behind(server: Served, good_requests) -> None:
+def test_a_stress_run_leaves_nothing_behind(server: Served, good_requests) -> None:
     memory = []
     for part in range(3):
-        report = asyncio.run(storm(server.url, good_requests, REQUESTS, CONCURRENCY, seed=part))
+        report = asyncio.run(stress(server.url, good_requests, REQUESTS, CONCURRENCY, seed=part))
         assert not report.wrong
         assert set(report.outcomes) == {
             "whole: right",

@@ -23,7 +23,7 @@ def check_chain(
     seen: tuple[Tensor, Tensor],
     dense_cache: Any,
 ) -> None:
-    """Absorb entries, the last ones with one live row, then take three steps with the head's own hidden."""
+    """Absorb entries, the last ones with one live row, then take three steps on the head's own hidden state."""
     tokens, hidden = seen
     cache = dense_cache(head.layer_attention())
     first = torch.arange(7)
@@ -34,7 +34,7 @@ def check_chain(
     reference = expected(tokens[:11], hidden[:11])
     torch.testing.assert_close(out.double(), reference[9:10], atol=2e-4, rtol=1e-3)
     torch.testing.assert_close(head.logits(out).double(), scores(reference[9:10]), atol=2e-3, rtol=1e-3)
-    # Entries after the live one are rejected; the chain goes on right behind it.
+    # Entries after the live one are rejected; the chain continues directly after it.
     cache.keys, cache.values = ({n: x[:10] for n, x in held.items()} for held in (cache.keys, cache.values))
     tokens, hidden = tokens[:10], hidden[:10]
     for step in range(3):
@@ -224,7 +224,7 @@ def test_eagle3_trains_and_leaves_the_target_alone(
     assert target.embedding.grad is None
 
 
-def test_the_table_reaches_as_far_as_the_targets(target: Decoder, tmp_path: Path) -> None:
+def test_the_rope_table_is_as_long_as_the_targets(target: Decoder, tmp_path: Path) -> None:
     config = SHAPE | EAGLE3["safeailab"][0] | {"taps": (2, 4, 5)}
     folder = write(tmp_path / "a", config, eagle3_tensors(config))
     head = load_head(folder, target, "cpu", torch.float32)

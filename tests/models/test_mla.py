@@ -1,4 +1,4 @@
-"""Latent attention: absorbed it says what it says expanded, trains, and refuses what does not fit."""
+"""Multi-head latent attention (MLA): the absorbed form equals the expanded one, trains, and refuses bad sizes."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from models.latent_fields import LATENT
+from models.deepseek_fields import DEEPSEEK_FIELDS
 from peregrine.errors import CheckpointError
 from peregrine.kernels.residual import Residual
 from peregrine.models.checkpoint.folder import Fields
@@ -21,7 +21,7 @@ from peregrine.models.loading import decoder_plan, load_decoder
 from peregrine.models.mla import MLAAttention
 from peregrine.models.rope_table import rope_table
 
-FIELDS: dict[str, Any] = LATENT | {
+FIELDS: dict[str, Any] = DEEPSEEK_FIELDS | {
     "routed_scaling_factor": 1.0,
     "architectures": ["DeepseekV3ForCausalLM"],
     "vocab_size": 257,
@@ -56,14 +56,14 @@ def test_sizes_and_switches() -> None:
     assert kimi.family == "deepseek_v3"
 
 
-def test_a_config_without_a_rank_of_queries_has_the_published_one() -> None:
+def test_a_config_without_q_lora_rank_has_the_published_one() -> None:
     fields = {name: value for name, value in FIELDS.items() if name != "q_lora_rank"}
     config = parse_config(Fields("config.json", fields))
     assert config.mla is not None
     assert config.mla.q_rank == 1536
 
 
-def test_a_stretched_rotation_lengthens_scores() -> None:
+def test_yarn_scales_scores() -> None:
     yarn = {"type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096}
     config = read(rope_scaling={**yarn, "mscale": 0.707, "mscale_all_dim": 0.707})
     magnitude = 0.1 * 0.707 * torch.tensor(40.0).log().item() + 1
@@ -97,7 +97,7 @@ def test_what_does_not_fit_is_refused_by_name(changes: dict[str, Any], parts: li
 def test_plan_covers_every_parameter_and_every_tensor(
     write_checkpoint: Callable[..., Path], q_rank: int | None
 ) -> None:
-    folder = write_checkpoint("DeepseekV3", **{**LATENT, "q_lora_rank": q_rank})
+    folder = write_checkpoint("DeepseekV3", **{**DEEPSEEK_FIELDS, "q_lora_rank": q_rank})
     decoder = load_decoder(folder, pack=False)
     plan = decoder_plan(decoder.config)
     assert set(plan) == {name for name, _ in decoder.named_parameters()}
@@ -117,7 +117,7 @@ def test_plan_covers_every_parameter_and_every_tensor(
 def test_sizes_that_disagree_with_tensors_are_named(
     write_checkpoint: Callable[..., Path], edit_json: Callable[..., None], field: str, value: int, tensor: str
 ) -> None:
-    folder = write_checkpoint("DeepseekV3", num_hidden_layers=1, **LATENT)
+    folder = write_checkpoint("DeepseekV3", num_hidden_layers=1, **DEEPSEEK_FIELDS)
     edit_json(folder / "config.json", **{field: value})
     with pytest.raises(CheckpointError) as caught:
         load_decoder(folder)
@@ -127,7 +127,7 @@ def test_sizes_that_disagree_with_tensors_are_named(
 def test_prediction_layers_are_left_for_the_head(
     write_checkpoint: Callable[..., Path], edit_json: Callable[..., None]
 ) -> None:
-    folder = write_checkpoint("DeepseekV3", **LATENT)
+    folder = write_checkpoint("DeepseekV3", **DEEPSEEK_FIELDS)
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.3.eh_proj.weight"] = torch.zeros(48, 96)
     save_file(tensors, folder / "model.safetensors")
@@ -139,9 +139,9 @@ def test_prediction_layers_are_left_for_the_head(
 
 
 def expanded(attention: MLAAttention, tensors: dict[str, Tensor], x: Tensor, scale: float) -> Tensor:
-    """Keys and values of every head, made from the latents and kept: the form of the paper, in float64.
+    """The expanded form of the paper in float64: keys and values of every head, made from the latents.
 
-    Rotation is left out: x stands at position 0.
+    Without rotation: every x is at position 0.
     """
     latent, heads = attention.latent, attention.num_heads
     weight = {name.rsplit(".", 2)[1]: tensor.double() for name, tensor in tensors.items()}
@@ -162,16 +162,16 @@ def expanded(attention: MLAAttention, tensors: dict[str, Tensor], x: Tensor, sca
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("layer", [0, 2])  # queries projected with keys, and apart
-def test_absorbed_is_expanded(write_checkpoint: Callable[..., Path], dense_cache: Any, layer: int) -> None:
-    folder = write_checkpoint("DeepseekV3", **LATENT)
+@pytest.mark.parametrize("layer", [0, 2])  # queries projected together with keys, and separately
+def test_absorbed_equals_expanded(write_checkpoint: Callable[..., Path], dense_cache: Any, layer: int) -> None:
+    folder = write_checkpoint("DeepseekV3", **DEEPSEEK_FIELDS)
     decoder = load_decoder(folder)
     attention, own = decoder.layer(layer).attention, decoder.layer_attention()
     assert isinstance(attention, MLAAttention)
     x = torch.randn(9, 48, generator=torch.Generator().manual_seed(3))
-    nowhere = torch.zeros(9, dtype=torch.int64)  # every token at the same position: nothing is turned
+    zeros = torch.zeros(9, dtype=torch.int64)  # every token is at position 0: nothing is rotated
     table = rope_table(decoder.config.rope, decoder.config.rope_dim, 4, "cpu")
-    heads = attention.project(Residual(x, x), nowhere, table)
+    heads = attention.project(Residual(x, x), zeros, table)
     attended = heads.attend(dense_cache(own).bind(torch.arange(9)), layer)
     prefix = f"model.layers.{layer}.self_attn."
     stored = {name: t for name, t in load_file(folder / "model.safetensors").items() if prefix in name}
@@ -180,8 +180,8 @@ def test_absorbed_is_expanded(write_checkpoint: Callable[..., Path], dense_cache
 
 
 @torch.no_grad()
-def test_live_rows_are_the_same_rows(write_checkpoint: Callable[..., Path], dense_cache: Any) -> None:
-    decoder = load_decoder(write_checkpoint("DeepseekV3", **LATENT))
+def test_live_rows_equal_the_rows_of_a_full_forward(write_checkpoint: Callable[..., Path], dense_cache: Any) -> None:
+    decoder = load_decoder(write_checkpoint("DeepseekV3", **DEEPSEEK_FIELDS))
     tokens = torch.randint(0, 257, (17,), generator=torch.Generator().manual_seed(1))
     positions, live = torch.arange(17), torch.tensor([16, 3, 8])
     caches = [dense_cache(decoder.layer_attention()) for _ in range(2)]
@@ -196,7 +196,7 @@ def test_live_rows_are_the_same_rows(write_checkpoint: Callable[..., Path], dens
 def test_packed_and_plain_agree_and_gradients_reach_every_parameter(
     write_checkpoint: Callable[..., Path], dense_cache: Any, pack: bool
 ) -> None:
-    folder = write_checkpoint("DeepseekV3", **LATENT)
+    folder = write_checkpoint("DeepseekV3", **DEEPSEEK_FIELDS)
     decoder = load_decoder(folder, pack=pack)
     tokens, positions = torch.arange(12) * 7, torch.arange(12)
     hidden, _ = decoder(tokens, positions, dense_cache(decoder.layer_attention()).bind(positions))

@@ -1,8 +1,8 @@
-"""What a small DeepSeek config says of its latents and experts, beyond what every config says."""
+"""Fields of a small DeepSeek config for MLA and experts, beyond those of every config."""
 
 from typing import Any
 
-LATENT: dict[str, Any] = {
+DEEPSEEK_FIELDS: dict[str, Any] = {
     "num_key_value_heads": 6,
     "kv_lora_rank": 32,
     "q_lora_rank": 20,

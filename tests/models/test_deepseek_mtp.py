@@ -1,4 +1,4 @@
-"""The prediction layer of DeepSeek checkpoints: latent attention and experts, against transformers' own layer."""
+"""The prediction layer of DeepSeek checkpoints: MLA and experts, against transformers' own layer."""
 
 import json
 from collections.abc import Callable
@@ -12,8 +12,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from models.test_fp8 import FP8, LATENT, in_blocks
-from models.test_heads import check_chain, entries
+from models.deepseek_fields import DEEPSEEK_FIELDS
+from models.test_draft_heads import check_chain, entries
+from models.test_fp8 import FP8, in_blocks
 from peregrine.cache.store import KVShape
 from peregrine.errors import CheckpointError
 from peregrine.models.draft_heads import MTPHead, has_prediction_layer, is_head, load_head
@@ -27,10 +28,10 @@ Tensors = dict[str, Tensor]
 
 
 class Pair:
-    """A random DeepSeek-V3 and, as a model of one layer, what will be its prediction layer."""
+    """A random DeepSeek-V3, and a model of one layer that becomes its prediction layer."""
 
     def __init__(self, write: Callable[..., Path], **changes: Any) -> None:
-        fields = LATENT | changes
+        fields = DEEPSEEK_FIELDS | changes
         self.folder = write("DeepseekV3", seed=0, **fields)
         self.alone = write("DeepseekV3", seed=1, **fields | {"num_hidden_layers": 1} | self.first(fields))
         self.tensors = self.layer_tensors()
@@ -55,7 +56,7 @@ class Pair:
         return tensors
 
     def write(self, more: Tensors | None = None, **fields: Any) -> Path:
-        """The layer beside the model's others, in the model's folder."""
+        """Write the layer into the model's folder, after the model's layers."""
         tensors = load_file(self.folder / "model.safetensors") | self.tensors | (more or {})
         save_file({name: x.contiguous() for name, x in tensors.items()}, self.folder / "model.safetensors")
         config = json.loads((self.folder / "config.json").read_text())
@@ -76,7 +77,7 @@ class Pair:
         )
 
     def expected(self, tokens: Tensor, hidden: Tensor, embedding: Tensor | None = None) -> Tensor:
-        """What the layer makes of entries, whole and without a cache, in float64."""
+        """The layer's output for all entries at once, without a cache, in float64."""
         embedding = self.target["model.embed_tokens.weight"] if embedding is None else embedding
         halves = [
             torch.nn.functional.rms_norm(x.double(), (HIDDEN,), self.weight(name), eps=1e-6)
@@ -114,9 +115,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", CASES)
-def test_a_layer_guesses_as_transformers_layer_does(
-    name: str, write_checkpoint: Callable[..., Path], dense_cache: Any
-) -> None:
+def test_a_layer_agrees_with_transformers(name: str, write_checkpoint: Callable[..., Path], dense_cache: Any) -> None:
     pair = Pair(write_checkpoint, **CASES[name])
     folder = pair.write()
     assert has_prediction_layer(folder)
@@ -130,7 +129,7 @@ def test_a_layer_guesses_as_transformers_layer_does(
 
 @torch.no_grad()
 @pytest.mark.parametrize("copied", [True, False])
-def test_copies_of_the_target_are_borrowed_and_others_read(
+def test_copies_of_the_targets_tensors_are_shared_and_others_read(
     copied: bool, write_checkpoint: Callable[..., Path], dense_cache: Any
 ) -> None:
     pair = Pair(write_checkpoint)
@@ -148,8 +147,8 @@ def test_copies_of_the_target_are_borrowed_and_others_read(
 
 
 @torch.no_grad()
-def test_a_layer_in_float8_is_multiplied_out(write_checkpoint: Callable[..., Path]) -> None:
-    """Scales belong to their tensors, and the layer reads what float8 stands for."""
+def test_a_layer_in_float8_is_dequantized(write_checkpoint: Callable[..., Path]) -> None:
+    """Scales are found beside their tensors, and the layer computes with dequantized weights."""
     pair = Pair(write_checkpoint)
     scaled: Tensors = {}
     for name in [n for n, x in pair.tensors.items() if x.dim() == 2 and not n.endswith("mlp.gate.weight")]:
@@ -163,7 +162,7 @@ def test_a_layer_in_float8_is_multiplied_out(write_checkpoint: Callable[..., Pat
         assert torch.equal(one, other), name
 
 
-def test_other_layers_than_one_are_refused(write_checkpoint: Callable[..., Path]) -> None:
+def test_any_other_number_of_layers_than_one_is_refused(write_checkpoint: Callable[..., Path]) -> None:
     pair = Pair(write_checkpoint)
     second = {name.replace(LAYER, "model.layers.4"): x.clone() for name, x in pair.tensors.items()}
     folder = pair.write(second, num_nextn_predict_layers=2)
@@ -178,8 +177,8 @@ def test_tensors_that_do_not_fit_are_named(write_checkpoint: Callable[..., Path]
         load(pair.write())
 
 
-def test_an_eagle_head_of_latent_layers_is_refused(write_checkpoint: Callable[..., Path]) -> None:
-    folder = write_checkpoint("DeepseekV3", **LATENT)
+def test_an_eagle_head_of_mla_layers_is_refused(write_checkpoint: Callable[..., Path]) -> None:
+    folder = write_checkpoint("DeepseekV3", **DEEPSEEK_FIELDS)
     target = load_decoder(folder)
     config = json.loads((folder / "config.json").read_text()) | {"architectures": ["EagleDeepseekForCausalLM"]}
     (folder / "config.json").write_text(json.dumps(config))

@@ -1,9 +1,9 @@
-"""A storm of requests: good ones, bad ones, clients that leave, slow readers, all at once.
+"""Stress test of the server: good requests, bad ones, clients that disconnect and slow readers, all at once.
 
-Every good answer must equal what the engine gives offline for its seed. As a script it runs the full storm against a
+Every good response must equal what the engine gives offline for its seed. As a script it runs the full test against a
 server process of its own, and prints what it found:
 
-    python tests/serve/storm.py --requests 2000 --concurrency 64
+    python tests/serve/stress.py --requests 2000 --concurrency 64
 """
 
 import argparse
@@ -34,7 +34,7 @@ HEADERS = {"Content-Type": "application/json"}
 
 @dataclass
 class Report:
-    """What became of the storm."""
+    """Counts of what happened."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
@@ -42,7 +42,7 @@ class Report:
 
 @dataclass(frozen=True)
 class GoodRequest:
-    """A good request and the texts it must bring."""
+    """A good request and the texts it must return."""
 
     body: dict[str, Any]
     texts: tuple[str, ...]
@@ -72,7 +72,7 @@ def make_good_requests(llm: LLM, count: int, seed: int) -> list[GoodRequest]:
     return good_requests
 
 
-async def storm(url: str, good_requests: list[GoodRequest], requests: int, concurrency: int, seed: int) -> Report:
+async def stress(url: str, good_requests: list[GoodRequest], requests: int, concurrency: int, seed: int) -> Report:
     """Send the requests, `concurrency` at a time."""
     draw, report = random.Random(seed), Report()
     kinds = draw.choices(
@@ -123,7 +123,7 @@ async def slow_reading(http: httpx.AsyncClient, request: GoodRequest, draw: rand
 
 
 async def leaving(http: httpx.AsyncClient, request: GoodRequest, draw: random.Random) -> str:
-    """Read a little of a long stream and go."""
+    """Read a little of a long stream and disconnect."""
     body = {**request.body, "max_tokens": 500, "stream": True}
     chunks = draw.randint(0, 4)
     async with http.stream("POST", "/v1/completions", json=body) as response:
@@ -135,7 +135,7 @@ async def leaving(http: httpx.AsyncClient, request: GoodRequest, draw: random.Ra
 
 
 async def hasty(http: httpx.AsyncClient, request: GoodRequest, draw: random.Random) -> str:
-    """Go before a whole answer comes, if it does not come at once."""
+    """Disconnect before a response that is not streamed is complete, unless it comes at once."""
     with contextlib.suppress(httpx.TimeoutException):
         await http.post("/v1/completions", json={**request.body, "max_tokens": 500}, timeout=0.2 * draw.random())
     return "left"
@@ -161,10 +161,10 @@ def wait_idle(http: httpx.Client) -> dict[str, Any]:
 
 
 def main() -> None:
-    """The full storm, in four parts, memory and pages looked at after each."""
+    """The full test in four parts, with a look at memory and pages after each."""
     from peregrine.bench.http import running_server
 
-    parser = argparse.ArgumentParser(description="Run the full storm against a server process.")
+    parser = argparse.ArgumentParser(description="Run the full stress test against a server process.")
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--concurrency", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
@@ -176,7 +176,7 @@ def main() -> None:
     with running_server([]) as port, httpx.Client(base_url=f"http://127.0.0.1:{port}") as http:
         for part in range(4):
             made = asyncio.run(
-                storm(str(http.base_url), good_requests, args.requests // 4, args.concurrency, args.seed + part)
+                stress(str(http.base_url), good_requests, args.requests // 4, args.concurrency, args.seed + part)
             )
             outcomes += made.outcomes
             wrong += made.wrong
