@@ -10,6 +10,7 @@ import pytest
 
 from peregrine import LLM, SamplingParams
 from peregrine.errors import ConfigError, EngineFault, RequestError
+from peregrine.kernels.runtime.cpu import load_kernels
 from spec.harness import build, check_pages, noisy_model, tiny_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -142,6 +143,7 @@ def test_exit_without_close_is_quiet() -> None:
     """The process ends cleanly while a request is in flight."""
     list(load_kernels())  # compiled here if nobody has yet: a first start shows a progress bar
     code = f"""
+from peregrine.kernels.runtime.cpu import load_kernels
 from peregrine import LLM, SamplingParams
 llm = LLM({str(tiny_model())!r}, drafter="none", num_pages=100)
 stream = llm.stream([5, 6], SamplingParams(temperature=0, max_tokens=500, ignore_eos=True))
