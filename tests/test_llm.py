@@ -143,7 +143,6 @@ def test_exit_without_close_is_quiet() -> None:
     """The process ends cleanly while a request is in flight."""
     list(load_kernels())  # compiled here if nobody has yet: a first start shows a progress bar
     code = f"""
-from peregrine.kernels.runtime.cpu import load_kernels
 from peregrine import LLM, SamplingParams
 llm = LLM({str(tiny_model())!r}, drafter="none", num_pages=100)
 stream = llm.stream([5, 6], SamplingParams(temperature=0, max_tokens=500, ignore_eos=True))
