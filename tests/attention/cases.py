@@ -1,4 +1,4 @@
-"""The backends that run on any machine, and a check of their answers against float64."""
+"""The backends that run on any machine, and a check of their outputs against float64."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ BACKENDS: list[AttentionBackend] = [b for b in (TorchBackend(), NumbaBackend()) 
 
 
 def check(backend: AttentionBackend, rows: Sequence[Row], layer: LayerAttention, layout: Layout = PLAIN) -> None:
-    """Every output lies within its bound around the float64 answer."""
+    """Every output is within its bound of the float64 result."""
     for out, row in zip(attend(backend, rows, layer, layout), rows, strict=True):
         right = answer(row, layer, out.dtype)
         assert bool(((out.double() - right.out).abs() <= right.bound).all())

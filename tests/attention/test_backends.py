@@ -1,4 +1,4 @@
-"""Every backend answers every shape as a float64 computation without pages does."""
+"""Every backend agrees with an unpaged float64 computation on every shape."""
 
 import pytest
 import torch
@@ -84,7 +84,7 @@ def test_random_trees_of_64_nodes(backend: AttentionBackend) -> None:
 
 
 @every_backend
-def test_queries_may_be_fewer_than_the_keys_that_are_written(backend: AttentionBackend) -> None:
+def test_there_may_be_fewer_queries_than_new_keys(backend: AttentionBackend) -> None:
     rows = [chain(past, 5, (6, 2, 16)).at(live) for past, live in ((0, 4), (15, 0), (130, 2))]
     check(backend, rows, plain(16))
 

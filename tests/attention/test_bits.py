@@ -1,4 +1,4 @@
-"""A query's bits depend on its own query, mask and visible keys alone: not on layout, company or window."""
+"""A query's output depends bit for bit on its query, mask and visible keys alone: not on layout, batch or window."""
 
 import itertools
 
@@ -29,7 +29,9 @@ def alone(backend: AttentionBackend, row: Row, layer: LayerAttention) -> Tensor:
 @every_backend
 @every_shape
 @pytest.mark.parametrize("past", [0, 13, 60, 64, 200])
-def test_a_window_is_its_queries_one_by_one(backend: AttentionBackend, heads: tuple[int, int, int], past: int) -> None:
+def test_a_window_equals_its_queries_one_by_one(
+    backend: AttentionBackend, heads: tuple[int, int, int], past: int
+) -> None:
     row = chain(past, 9, heads)
     for layer in layers(heads):
         single = alone(backend, row, layer)
@@ -39,7 +41,7 @@ def test_a_window_is_its_queries_one_by_one(backend: AttentionBackend, heads: tu
 
 @every_backend
 @every_shape
-def test_a_prompt_in_one_piece_is_the_prompt_in_chunks(backend: AttentionBackend, heads: tuple[int, int, int]) -> None:
+def test_a_prompt_at_once_equals_the_prompt_in_chunks(backend: AttentionBackend, heads: tuple[int, int, int]) -> None:
     row = chain(0, 150, heads)
     for layer in layers(heads):
         whole = attend(backend, [row], layer)[0]
@@ -50,7 +52,7 @@ def test_a_prompt_in_one_piece_is_the_prompt_in_chunks(backend: AttentionBackend
 
 @every_backend
 @every_shape
-def test_company_changes_nothing(backend: AttentionBackend, heads: tuple[int, int, int]) -> None:
+def test_other_rows_change_nothing(backend: AttentionBackend, heads: tuple[int, int, int]) -> None:
     row = chain(70, 4, heads)
     others = [chain(past, 4, heads, seed=1) for past in (0, 5, 63, 190)]
     ragged = [chain(3, 1, heads, seed=2), chain(0, 33, heads, seed=2)]
@@ -78,9 +80,7 @@ def test_layout_changes_nothing(backend: AttentionBackend, heads: tuple[int, int
 @every_backend
 @every_shape
 @pytest.mark.parametrize("past", [0, 5, 58, 64, 130])
-def test_a_tree_path_is_the_chain_it_stands_for(
-    backend: AttentionBackend, heads: tuple[int, int, int], past: int
-) -> None:
+def test_a_tree_path_equals_its_chain(backend: AttentionBackend, heads: tuple[int, int, int], past: int) -> None:
     row = tree(past, PARENTS, heads)
     assert row.words is not None
     layer = LayerAttention(0.2, 40, None)
@@ -91,9 +91,7 @@ def test_a_tree_path_is_the_chain_it_stands_for(
 
 @every_backend
 @every_shape
-def test_tree_nodes_do_not_see_their_siblings_companions(
-    backend: AttentionBackend, heads: tuple[int, int, int]
-) -> None:
+def test_tree_nodes_do_not_depend_on_other_branches(backend: AttentionBackend, heads: tuple[int, int, int]) -> None:
     row = tree(37, PARENTS, heads)
     for layer in layers(heads):
         assert torch.equal(attend(backend, [row], layer)[0], alone(backend, row, layer))
@@ -101,7 +99,9 @@ def test_tree_nodes_do_not_see_their_siblings_companions(
 
 @every_backend
 @every_shape
-def test_poison_in_foreign_and_later_slots(backend: AttentionBackend, heads: tuple[int, int, int]) -> None:
+def test_nan_in_slots_of_other_rows_and_later_positions_is_not_read(
+    backend: AttentionBackend, heads: tuple[int, int, int]
+) -> None:
     rows = [chain(past, 4, heads) for past in (0, 5, 63, 130)]
     trees = [tree(past, PARENTS, heads) for past in (0, 5, 63, 130)]
     ragged = [chain(past, q_len, heads) for past, q_len in ((0, 20), (7, 1), (60, 6))]
@@ -116,7 +116,7 @@ def test_poison_in_foreign_and_later_slots(backend: AttentionBackend, heads: tup
 @every_backend
 @pytest.mark.parametrize("bad", [float("nan")])
 @pytest.mark.parametrize("part", ["k", "v"])
-def test_poison_in_a_window_reaches_only_queries_that_see_it(backend: AttentionBackend, bad: float, part: str) -> None:
+def test_nan_in_a_window_reaches_only_queries_that_see_it(backend: AttentionBackend, bad: float, part: str) -> None:
     row, layer = chain(61, 6, (5, 1, 64)), LayerAttention(0.2, None, None)
     clean = attend(backend, [row], layer)[0]
     (row.k if part == "k" else row.v)[61 + 3, 0, 2] = bad

@@ -1,4 +1,4 @@
-"""The kit passes the backends that are right, and names the property that a wrong one breaks."""
+"""The conformance kit passes correct backends, and names the property that a faulty one breaks."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -19,14 +19,14 @@ CPU = torch.device("cpu")
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 PLAIN = Case(torch.float32, torch.float32, (4, 1, 64), 16, None, False, False, QUICK)
 TREE = Case(torch.float32, torch.float32, (4, 1, 64), 16, None, False, True, QUICK)
-LATENT = Case(torch.float32, torch.float32, (4, 1, 48, 32), 16, None, False, False, QUICK)
-LATENT_TREE = Case(torch.float32, torch.float32, (4, 1, 48, 32), 16, None, False, True, QUICK)
+MLA = Case(torch.float32, torch.float32, (4, 1, 48, 32), 16, None, False, False, QUICK)
+MLA_TREE = Case(torch.float32, torch.float32, (4, 1, 48, 32), 16, None, False, True, QUICK)
 
 Spoil = Callable[[KVStore, AttentionMetadata, Tensor, Tensor], Tensor]
 
 
 class Spoiled(TorchBackend):
-    """The torch backend with a fault in what it gives out."""
+    """The torch backend with a fault in its output."""
 
     def __init__(self, spoil: Spoil) -> None:
         self.spoil = spoil
@@ -34,7 +34,7 @@ class Spoiled(TorchBackend):
     def bind(self, store: KVStore, layers: Sequence[LayerAttention], metadata: AttentionMetadata) -> Attend:
         attend = super().bind(store, layers, metadata)
 
-        def spoiled(layer: int, q: Tensor, k: Tensor, v: Tensor, turn: object = None) -> Tensor:
+        def spoiled(layer: int, q: Tensor, k: Tensor, v: Tensor, rope: object = None) -> Tensor:
             return self.spoil(store, metadata, q, attend(layer, q, k, v))
 
         return spoiled
@@ -48,17 +48,17 @@ def broken(backend: AttentionBackend, case: Case) -> set[str]:
 
 
 def nudged(out: Tensor, by: Tensor | float) -> Tensor:
-    """Off by what a bit-for-bit comparison sees and a bound forgives."""
+    """A difference that a bit-for-bit comparison sees and an error bound allows."""
     return out * (1 + 2e-7 * torch.as_tensor(by))
 
 
-@pytest.mark.parametrize("case", [PLAIN, TREE, LATENT, LATENT_TREE], ids=["plain", "tree", "latent", "latent-tree"])
-def test_a_right_backend_breaks_nothing(case: Case) -> None:
+@pytest.mark.parametrize("case", [PLAIN, TREE, MLA, MLA_TREE], ids=["plain", "tree", "mla", "mla-tree"])
+def test_a_correct_backend_breaks_nothing(case: Case) -> None:
     assert broken(TorchBackend(), case) == set()
 
 
 def test_no_tree_is_deeper_than_a_sliding_window() -> None:
-    """Its nodes see all their ancestors, and a chain's would not: there is nothing that both could be held to."""
+    """A tree's nodes see all their ancestors, a chain's only the window: the two could not be compared."""
     sizes = replace(QUICK, nodes=WINDOW + 8)
     case = Case(torch.float32, torch.float32, (2, 2, 64), 32, WINDOW, True, True, sizes)
     assert "tree that is a chain" in [name for name, _ in case.batches()]
@@ -66,7 +66,7 @@ def test_no_tree_is_deeper_than_a_sliding_window() -> None:
 
 
 FAULTS: dict[str, tuple[Case, Spoil, str]] = {
-    "a wrong answer": (PLAIN, lambda store, m, q, out: out * 1.001, "near the float64 answer"),
+    "a wrong output": (PLAIN, lambda store, m, q, out: out * 1.001, "near the float64 answer"),
     "a value from another row": (PLAIN, lambda store, m, q, out: out.roll(1, 0), "near the float64 answer"),
     "bits by the number of rows": (
         PLAIN,
@@ -88,7 +88,7 @@ FAULTS: dict[str, tuple[Case, Spoil, str]] = {
         lambda store, m, q, out: nudged(out, 0 if m.ancestors is None else 1),
         "a tree path equals its chain",
     ),
-    "a look at the scratch page": (
+    "a read of the scratch page": (
         PLAIN,
         lambda store, m, q, out: out + store.values[1, 8].sum() * 0,
         "poison, pads and spare pages change nothing",
@@ -108,9 +108,9 @@ FAULTS: dict[str, tuple[Case, Spoil, str]] = {
         lambda store, m, q, out: out.nan_to_num(),
         "poison in a draft reaches only queries that see it",
     ),
-    "a value that is no part of its key": (LATENT, lambda store, m, q, out: out.roll(1, 2), "near the float64 answer"),
+    "a value that is no part of its key": (MLA, lambda store, m, q, out: out.roll(1, 2), "near the float64 answer"),
     "poison in a latent that is hidden": (
-        LATENT,
+        MLA,
         lambda store, m, q, out: out.nan_to_num(),
         "poison in a draft reaches only queries that see it",
     ),
@@ -123,18 +123,18 @@ def test_a_fault_is_found_and_named(fault: str) -> None:
     assert name in broken(Spoiled(spoil), case)
 
 
-def apart(cases: list[Case]) -> list[Case]:
-    """Those whose keys and values are apart."""
+def dense_cases(cases: list[Case]) -> list[Case]:
+    """Cases with separate keys and values."""
     return [case for case in cases if len(case.heads) == 3]
 
 
-def latent(cases: list[Case]) -> list[Case]:
-    """Those whose keys hold their values."""
+def mla_cases(cases: list[Case]) -> list[Case]:
+    """Cases whose values are the first part of their keys (MLA)."""
     return [case for case in cases if len(case.heads) == 4]
 
 
 def test_every_pair_of_settings_occurs() -> None:
-    cases = apart(conformance_cases(ON_CUDA, FLOATS))
+    cases = dense_cases(conformance_cases(ON_CUDA, FLOATS))
     stores = [(d, kv) for d in FLOATS for kv in (d, torch.float8_e4m3fn)]
     assert {(c.heads[:2], c.heads[2]) for c in cases} == {(h, d) for h in HEADS for d in HEAD_DIMS}
     assert {(c.dtype, c.kv_dtype, c.heads[2]) for c in cases} == {(*s, d) for s in stores for d in HEAD_DIMS}
@@ -144,7 +144,7 @@ def test_every_pair_of_settings_occurs() -> None:
 
 
 def test_quick_cases_have_every_setting_once() -> None:
-    cases = apart(conformance_cases(ON_CUDA, FLOATS, quick=True))
+    cases = dense_cases(conformance_cases(ON_CUDA, FLOATS, quick=True))
     assert {c.heads[2] for c in cases} == set(HEAD_DIMS)
     assert {c.heads[:2] for c in cases} == set(HEADS)
     assert {c.page_size for c in cases} == set(PAGE_SIZES)
@@ -153,19 +153,19 @@ def test_quick_cases_have_every_setting_once() -> None:
         assert len(set(setting)) == 2
 
 
-def test_every_pair_of_settings_of_latent_attention_occurs() -> None:
-    cases = latent(conformance_cases(ON_CUDA, FLOATS))
+def test_every_pair_of_settings_of_mla_occurs() -> None:
+    cases = mla_cases(conformance_cases(ON_CUDA, FLOATS))
     shapes = {(heads, 1, *dims) for heads, *dims in (*MLA_SIZES, *SMALL_MLA)}
     assert {(c.heads, c.dtype) for c in cases} == {(shape, d) for shape in shapes for d in FLOATS}
     assert {(c.heads, c.page_size) for c in cases} == {(shape, p) for shape in shapes for p in PAGE_SIZES}
     assert {(c.page_size, c.is_tree) for c in cases} == {(p, t) for p in PAGE_SIZES for t in (False, True)}
     assert all(c.kv_dtype == c.dtype and c.window is None and not c.has_sinks for c in cases)
-    quick = latent(conformance_cases(ON_CUDA, FLOATS, quick=True))
+    quick = mla_cases(conformance_cases(ON_CUDA, FLOATS, quick=True))
     assert {c.heads for c in quick} == {(heads, 1, *dims) for heads, *dims in SMALL_MLA}
-    assert "heads of 48, values in their first 32" in LATENT.name
+    assert "heads of 48, values in their first 32" in MLA.name
 
 
-def test_cases_keep_to_what_the_traits_promise() -> None:
+def test_cases_stay_within_the_traits() -> None:
     from dataclasses import replace
 
     poor = replace(
@@ -185,8 +185,8 @@ def test_cases_keep_to_what_the_traits_promise() -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_the_bound_is_wide_enough_for_rounding_and_no_wider_than_a_few_of_them(dtype: torch.dtype) -> None:
-    """An answer in float64, rounded once, lies within the bound; one that is off by some per cent does not."""
+def test_the_bound_allows_a_few_roundings_and_no_more(dtype: torch.dtype) -> None:
+    """A float64 output rounded once is within the bound; one that is off by two per cent is not."""
     row, layer = chain(60, 3, (4, 1, 64)), LayerAttention(0.125, None, torch.zeros(4))
     right = answer(row.to("cpu", dtype), layer, dtype)
     assert bool(((right.out.to(dtype).double() - right.out).abs() <= right.bound).all())

@@ -1,4 +1,4 @@
-"""A kernel follows the window's shape, and the clock where two may serve; it never gets what it cannot take."""
+"""The kernel is chosen by the window's shape, and by measured times where two could serve."""
 
 from dataclasses import replace
 
@@ -31,21 +31,21 @@ def problem(window: Window) -> Problem:
         (Window.uniform(4, 16), Kernel.DECODE),
         (Window.uniform(4, 17), Kernel.CONTEXT),
         (Window.ragged([5, 5]), Kernel.DECODE),  # prompts of one length are uniform, too
-        (Window.uniform(1, 4096), Kernel.CONTEXT),  # so is a long prompt alone
+        (Window.uniform(1, 4096), Kernel.CONTEXT),  # a long prompt alone is uniform, too
     ],
 )
 def test_kernel_follows_shape(window: Window, kernel: Kernel) -> None:
     assert choose_launch(problem(window), TRAITS, H200).kernel is kernel
 
 
-def test_a_backend_without_a_decode_kernel_takes_all_as_context() -> None:
+def test_a_backend_without_a_decode_kernel_uses_the_context_kernel() -> None:
     one = problem(Window.uniform(1, 1))
     assert choose_launch(one, NO_DECODE, H200).kernel is Kernel.CONTEXT
     assert kernel_reason(one, NO_DECODE, H200) == "1 x 1: context, the only kernel there is"
 
 
-def test_many_rows_have_one_kernel_where_hopper_has_two() -> None:
-    """Tiles alone fill the device, and split-KV would only add a merge."""
+def test_with_many_rows_one_kernel_is_left_on_hopper() -> None:
+    """Tiles fill the device without split-KV, which would only add a merge."""
     many = problem(Window.uniform(32, 4))
     assert choose_launch(many, ON_CUDA, A100) == context_launch(many, A100)
     assert kernel_reason(many, ON_CUDA, A100) == "32 x 4: context, tiles of queries alone fill the device"
@@ -70,7 +70,7 @@ times = st.floats(0, 10)
 
 
 @given(windows, st.integers(0, 64), times, times, st.sampled_from([H200, A100]))
-def test_whatever_the_window_the_chosen_kernel_takes_it(
+def test_the_chosen_kernel_takes_the_window(
     window: Window, max_q_len: int, decode_ms: float, context_ms: float, gpu: Gpu
 ) -> None:
     traits = replace(ON_CUDA, max_decode_q_len=max_q_len)
@@ -98,5 +98,5 @@ def test_only_forces_a_kernel_where_both_may_serve(q_len: int, kernel: Kernel) -
         (Window.uniform(1, 4), "1 x 4: context, decode took 0.5000 ms and context 0.2500 ms"),
     ],
 )
-def test_reasons_are_for_people(window: Window, reason: str) -> None:
+def test_reasons_are_readable(window: Window, reason: str) -> None:
     assert kernel_reason(problem(window), TRAITS, H200, KernelCosts({(1, 4): (0.5, 0.25)})) == reason

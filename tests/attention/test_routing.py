@@ -38,7 +38,7 @@ NEEDS = Needs(
 CPU_NEEDS = replace(NEEDS, device="cpu", dtype=torch.float32, kv_dtype=torch.float32, head_dim=64)
 
 
-def test_what_fits_has_no_refusals() -> None:
+def test_a_backend_that_fits_has_no_refusals() -> None:
     assert refusals(NEEDS, TRAITS) == []
     assert refusals(NEEDS, replace(TRAITS, devices=None, page_sizes=None, head_dims=None)) == []
 

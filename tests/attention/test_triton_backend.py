@@ -1,4 +1,4 @@
-"""The Triton backend launches the kernel that the costs say, and rotates queries and keys where it is asked to."""
+"""The Triton backend launches the kernel with the lower cost, and applies a deferred rotation."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ needs_interpreter = pytest.mark.skipif(
 )
 LAYER = LayerAttention(0.2, None, None)
 HEADS = (4, 1, 16)
-LATENT = (4, 1, 48, 32)
+MLA_HEADS = (4, 1, 48, 32)
 
 
 def test_traits_say_where_the_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,7 +33,7 @@ def test_traits_say_where_the_kernels_run(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_mla_needs_a_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their tiles take more shared memory than earlier devices have; there plain torch reads them."""
+    """MLA tiles need more shared memory than earlier devices have; there plain torch serves."""
     monkeypatch.setattr(triton_backend, "triton_interprets", lambda: False)
     for generation, fits in ((8, False), (9, True), (10, True)):
         monkeypatch.setattr(triton_backend, "generation", lambda generation=generation: generation)
@@ -73,7 +73,7 @@ def test_mla_has_both_kernels(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -
         right(what, *arguments, **options)
 
     monkeypatch.setattr(gpu, "launch", spy)
-    attend(TritonBackend(only(kernel, [(1, 2)])), [chain(140, 2, LATENT)], LAYER)
+    attend(TritonBackend(only(kernel, [(1, 2)])), [chain(140, 2, MLA_HEADS)], LAYER)
     decode = [(gpu.mla_kernel, True), (gpu.mla_merge_kernel, None)]
     assert launched == (decode if kernel is Kernel.DECODE else [(gpu.mla_kernel, False)])
 
@@ -81,11 +81,11 @@ def test_mla_has_both_kernels(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -
 @needs_interpreter
 @pytest.mark.parametrize("live", [[0, 1, 2], [2], []])
 def test_mla_queries_and_keys_are_rotated_on_the_way(live: list[int]) -> None:
-    """As a model calls it on a GPU, against the torch backend; with few queries, and with none."""
-    rows = [chain(140, 3, LATENT).at(*(live or [0]))]
-    rank, rope = LATENT[3], LATENT[2] - LATENT[3]
+    """Against the torch backend, called as a model calls it on a GPU; with few live rows, and with none."""
+    rows = [chain(140, 3, MLA_HEADS).at(*(live or [0]))]
+    rank, rope = MLA_HEADS[3], MLA_HEADS[2] - MLA_HEADS[3]
     rng = torch.Generator().manual_seed(1)
-    q_rope = torch.randn(len(live), LATENT[0], rope, generator=rng)
+    q_rope = torch.randn(len(live), MLA_HEADS[0], rope, generator=rng)
     places = torch.arange(140, 143)
     table = torch.randn(150, rope, generator=rng)
     deferred = DeferredMLARope(q_rope, places[live], places, table, torch.rand(rank, generator=rng), 1e-6)
@@ -95,6 +95,6 @@ def test_mla_queries_and_keys_are_rotated_on_the_way(live: list[int]) -> None:
         bound = backend.bind(forward.store, [LAYER] * 2, forward.metadata)
         outs.append(bound(1, forward.q[: len(live)], forward.k, forward.v, deferred))
         stores.append(forward.store.keys)
-    assert outs[0].shape == (len(live), LATENT[0], rank)
+    assert outs[0].shape == (len(live), MLA_HEADS[0], rank)
     torch.testing.assert_close(outs[1], outs[0], atol=2e-6, rtol=1e-5)
     torch.testing.assert_close(stores[1], stores[0], atol=1e-6, rtol=1e-5)

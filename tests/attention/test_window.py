@@ -1,4 +1,4 @@
-"""A window knows its shape on the host, and says when its rows share one length."""
+"""A window's shape is known on the host, and whether all rows have one length."""
 
 import pytest
 

@@ -27,7 +27,7 @@ from peregrine.engine.engine import Engine
 from peregrine.errors import ConfigError
 from peregrine.sampling import SamplingParams
 from peregrine.spec.round import no_mark
-from spec.expert_models import latent_mtp_model
+from spec.expert_models import mla_mtp_model
 from spec.harness import (
     HEAD_DIM,
     HEADS,
@@ -39,7 +39,7 @@ from spec.harness import (
     build,
     eagle3_head,
     eagle_head,
-    latent_model,
+    mla_model,
     noisy_model,
 )
 
@@ -179,7 +179,7 @@ def test_the_command_asks_for_its_cases(monkeypatch: pytest.MonkeyPatch, capsys)
 
 
 def test_experts_count_once_per_hit_and_latents_once() -> None:
-    engine = build(latent_model(), drafter="ngram", num_drafts=1).engine
+    engine = build(mla_model(), drafter="ngram", num_drafts=1).engine
     q_rank, kv_rank, rope, heads, dim = 24, 32, 8, 4, 16
     read = [linear(q_rank + kv_rank + rope, 48)] * 2 + [linear(q_rank, 48) + linear(kv_rank + rope, 48)]
     each = linear(heads * (dim + rope), q_rank) + heads * (linear(kv_rank, dim) + linear(dim, kv_rank))
@@ -201,7 +201,7 @@ EXPERT = linear(2 * 32, 48) + linear(48, 32)
 
 
 def test_experts_are_read_as_often_as_random_choices_hit_them() -> None:
-    [*_, mixture] = mixtures_of(build(latent_model()).engine)
+    [*_, mixture] = mixtures_of(build(mla_model()).engine)
     for num_tokens, expected in ((1, 2 + 1), (2, 2 + 2 * 6 / 8 + 1), (1000, 8 + 1)):
         assert expected_hits(mixture, num_tokens) == pytest.approx(expected)
         work = expert_work(mixture, expected, num_tokens)
@@ -222,7 +222,7 @@ def test_operations_count_every_weight_and_key_for_every_token() -> None:
 @pytest.mark.parametrize(("guess", "step"), [({"num_drafts": 3}, 1), ({"tree": (3, 2, 8)}, 2)])
 def test_a_prediction_layers_experts_count_by_the_tokens_of_each_pass(guess: dict[str, object], step: int) -> None:
     """The first pass has one live token per row, the others one per node of a tree level."""
-    engine = build(latent_mtp_model(), drafter="mtp", **guess).engine  # type: ignore[arg-type]
+    engine = build(mla_mtp_model(), drafter="mtp", **guess).engine  # type: ignore[arg-type]
     head, target = engine.runner.drafter.reader.head, engine.runner.target.decoder
     nodes = engine.runner.drafter.shape.nodes
     without = weights(head, 0) - EXPERT + linear(VOCAB, 48)
@@ -233,7 +233,7 @@ def test_a_prediction_layers_experts_count_by_the_tokens_of_each_pass(guess: dic
 
 
 def test_a_draft_models_experts_count_for_the_path_and_for_each_draft() -> None:
-    engine = build(latent_model(), drafter=str(latent_model()), num_drafts=2).engine
+    engine = build(mla_model(), drafter=str(mla_model()), num_drafts=2).engine
     dense = weights(engine.runner.target.decoder, 0) - 2 * EXPERT  # two layers have experts
     verify, path, last, guess = 2 * hits(3), hits(3), hits(1), 2 * hits(1)
     expected = 3 * dense + EXPERT * (verify + path + last + guess)
@@ -243,7 +243,7 @@ def test_a_draft_models_experts_count_for_the_path_and_for_each_draft() -> None:
 @pytest.mark.parametrize("guess", [{"num_drafts": 3}, {"tree": (3, 2, 8)}], ids=["chain", "tree"])
 def test_experts_are_counted_as_more_rounds_read_them(guess: dict[str, object]) -> None:
     """With enough rows to hit every expert, the expected count is the real one; a single row reads only a few."""
-    engine = build(latent_mtp_model(), drafter="mtp", max_rows=8, **guess).engine  # type: ignore[arg-type]
+    engine = build(mla_mtp_model(), drafter="mtp", max_rows=8, **guess).engine  # type: ignore[arg-type]
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False)
     for prompt in ([3, 4, 5], [6, 7], *([i] for i in range(8, 14))):
         engine.enqueue(engine.prepare(prompt, params))
@@ -269,7 +269,7 @@ def test_experts_are_counted_as_more_rounds_read_them(guess: dict[str, object]) 
 def test_rounds_that_are_counted_are_those_that_were_timed() -> None:
     """Equal tokens, although the requests get other pages, which held other requests' keys in between."""
     count = 6
-    engine = build(latent_mtp_model(), drafter="mtp", num_drafts=3, max_rows=4, num_pages=400, max_len=400).engine
+    engine = build(mla_mtp_model(), drafter="mtp", num_drafts=3, max_rows=4, num_pages=400, max_len=400).engine
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False)
     seen, pages = [], []
     for every in (1, count, 2):
@@ -290,7 +290,7 @@ def test_rounds_that_are_counted_are_those_that_were_timed() -> None:
 def test_a_dense_round_reads_no_experts() -> None:
     engine = build().engine
     assert not mixtures_of(engine)
-    assert mixtures_of(build(latent_mtp_model(), drafter="mtp").engine)
+    assert mixtures_of(build(mla_mtp_model(), drafter="mtp").engine)
     engine.enqueue(engine.prepare([3, 4], SamplingParams(max_tokens=4, detokenize=False)))
     engine.seat_unread()
     assert experts_read(engine, 1) == (0.0, 0.0)
@@ -316,7 +316,7 @@ class FakeEvent:
         return later.at - self.at
 
 
-@pytest.mark.parametrize("model", [None, latent_mtp_model], ids=["dense", "experts"])
+@pytest.mark.parametrize("model", [None, mla_mtp_model], ids=["dense", "experts"])
 def test_a_case_is_measured(model: Callable[[], Path] | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rounds, "new_event", FakeEvent)
     monkeypatch.setattr(FakeEvent, "now", 0.0)

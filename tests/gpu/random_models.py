@@ -16,13 +16,13 @@ VOCAB, HIDDEN, LAYERS, CONTEXT = 512, 512, 8, 1024
 
 @cache
 def llama() -> Path:
-    """Heads of 64, four queries to a key."""
+    """Llama: heads of 64, four query heads per KV head."""
     return _checkpoint(num_heads=8, num_kv_heads=2, head_dim=64)
 
 
 @cache
 def qwen3() -> Path:
-    """Heads of 128 with norms of their own, two queries to a key."""
+    """Qwen3: heads of 128 with head norms, two query heads per KV head."""
     folder = _checkpoint(num_heads=4, num_kv_heads=2, head_dim=128)
     generator = torch.Generator().manual_seed(4)
     weights = load_file(folder / "model.safetensors")
@@ -39,7 +39,7 @@ def qwen3() -> Path:
 
 @cache
 def deepseek() -> Path:
-    """Latents of 512 and 64 for 16 heads, as V2-Lite has them; 16 experts behind a dense layer; a prediction layer."""
+    """DeepSeek: MLA of V2-Lite (16 heads, 512 + 64), a dense layer, then 16 experts; a prediction layer."""
     return with_prediction_layer(
         _checkpoint(num_heads=16, head_dim=128, kv_rank=512, q_rank=0, rope_dim=64, num_experts=16, expert_size=128)
     )
@@ -47,7 +47,7 @@ def deepseek() -> Path:
 
 @cache
 def qwen3_moe() -> Path:
-    """The Qwen3 with 32 experts in every layer, four for each token."""
+    """Qwen3-MoE: 32 experts in every layer, four per token."""
     experts, inner = 32, 128
     folder, generator = Path(mkdtemp(prefix="peregrine-experts-")), torch.Generator().manual_seed(6)
     for file in qwen3().iterdir():

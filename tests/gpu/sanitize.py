@@ -1,13 +1,13 @@
-"""A few rounds of everything, for compute-sanitizer: joins, leaves, pads, poisoned pages, chains, trees, every law.
+"""Rounds of every kind for compute-sanitizer: joins, leaves, pads, NaN pages, chains, trees, all sampling parameters.
 
     export PYTHONPATH=src
     compute-sanitizer --tool memcheck python3 tests/gpu/sanitize.py
     compute-sanitizer --tool memcheck python3 tests/gpu/sanitize.py moe
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python3 tests/gpu/sanitize.py
 
-The model is dense or, with `moe`, has latent attention, experts and a prediction layer. Eager and recorded rounds run.
-The last line gives every tensor memory of its own, so that a read one past its end is seen; graphs cannot be recorded
-then, and only eager rounds run. Prints how many rounds there were of each way to guess.
+The model is dense or, with `moe`, has MLA, experts and a prediction layer. Eager and recorded rounds run.
+The last line gives every tensor memory of its own, so that an out-of-bounds read is seen; graphs cannot be recorded
+then, and only eager rounds run. Prints the number of rounds of each drafter.
 """
 
 import argparse
@@ -82,7 +82,7 @@ def make_model(kind: str) -> Path:
 
 
 def main() -> None:
-    """Every way to guess, eager and, where memory allows it, recorded."""
+    """Every drafter, with eager rounds and, unless memory is uncached, recorded ones."""
     parser = argparse.ArgumentParser()
     parser.add_argument("model", nargs="?", choices=list(GUESSES), default="dense")
     kind = parser.parse_args().model

@@ -1,7 +1,7 @@
-"""The Triton attention kernels on a GPU: right answers on real shapes, and bits that depend on nothing else.
+"""The Triton attention kernels on a GPU: correct outputs on real shapes, and bits that depend on nothing else.
 
-One run gives all answers: conformance runs beside the rest in processes of its own, since most of its time is spent on
-compiling, and what is only worth knowing is printed.
+Conformance runs beside the other tests in processes of its own, since most of its time is spent on compiling. Figures
+without a bound are printed.
 """
 
 import itertools
@@ -75,7 +75,7 @@ def opened(rows: list[Row], kv_dtype: torch.dtype | None = None) -> Forward:
     ],
     ids=["llama-8b", "llama-8b-fp8", "llama-1b-fp16", "qwen3-0.6b"],
 )
-def test_real_shapes_answer_within_the_bound(
+def test_outputs_on_real_shapes_are_within_the_bound(
     dtype: torch.dtype, kv_dtype: torch.dtype, heads: tuple[int, int, int]
 ) -> None:
     layer = LayerAttention(heads[2] ** -0.5, None, None)
@@ -110,8 +110,8 @@ def test_the_kernels_write_float8_as_the_store_does() -> None:
         assert torch.equal(one.float().nan_to_num(nan=999.0), other.float().nan_to_num(nan=999.0))
 
 
-def test_a_value_that_is_not_finite_is_told_by_its_key_alone() -> None:
-    """A query that does not see it multiplies it by zero."""
+def test_a_value_that_is_not_finite_is_stored_as_zero_with_a_nan_key() -> None:
+    """A query that does not see the key multiplies its value by zero, so the value must be finite."""
     from peregrine.kernels.attention.kv_write_triton import write_kv
 
     store = KVStore(1, 4, 16, KVShape.of_heads(2, 128), torch.bfloat16, DEVICE)
@@ -142,7 +142,7 @@ def test_the_number_of_programs_changes_no_bit(past: int) -> None:
 
 @pytest.mark.parametrize("is_tree", [False, True])
 def test_a_call_repeated_gives_the_same_bits(is_tree: bool) -> None:
-    """A part that was read before it was written would show sooner or later."""
+    """Repeated, since a partial result read before it is written would differ only sometimes."""
     pasts = (60, 700, 2300)
     rows = [tree(past, BRANCHED, LLAMA) if is_tree else chain(past, 4, LLAMA) for past in pasts]
     forward = opened(on_gpu(rows))
@@ -164,7 +164,7 @@ def test_other_rows_change_no_bit() -> None:
 
 
 def test_verify_reads_what_plain_decoding_reads() -> None:
-    """The promise that speculation stands on: a window's queries one by one, and the prompt in chunks."""
+    """What speculation needs: a window's queries equal single queries, and a prompt equals its chunks."""
     row = chain(2040, 16, LLAMA)
     whole = attend(DECODE, on_gpu([row]), LAYER_ATTENTION)[0]
     for i in range(16):
@@ -205,7 +205,7 @@ def test_a_captured_call_follows_lengths_that_change() -> None:
 
 
 def replaced(metadata: AttentionMetadata) -> AttentionMetadata:
-    """The same lengths on memory of their own."""
+    """A forward of the same lengths in memory of its own."""
     return replace(metadata, past_lens=metadata.past_lens.clone(), positions=metadata.positions.clone())
 
 
@@ -224,7 +224,7 @@ def test_the_host_never_waits() -> None:
 
 
 def test_taller_tiles_of_the_context_kernel(capsys: pytest.CaptureFixture[str]) -> None:
-    """All heights are right; which of them keep the bits of 16 rows, and how fast they read, is printed."""
+    """All tile heights are correct; prints which have the bits of 16 rows, and how fast they read."""
     from peregrine.kernels.attention.kv_write_triton import plan_gpu
     from peregrine.kernels.attention.triton import dense_attention
 

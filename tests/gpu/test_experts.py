@@ -1,4 +1,4 @@
-"""Routing and experts on published shapes in bfloat16: near float64, bits that no company changes, and captured."""
+"""Routing and experts on published shapes in bfloat16: near float64, bits independent of the batch, and captured."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ UNIT = 2.0**24  # squares are whole numbers of 1 / UNIT
 
 @dataclass(frozen=True)
 class Problem:
-    """One layer's experts, and the most rows that will be asked of them."""
+    """One layer's experts, with inputs for the largest number of rows."""
 
     rule: RoutingRule
     router: Any  # TritonWeight
@@ -41,7 +41,7 @@ class Problem:
         return route(self.residual(rows), self.router, self.rule, self.bias)
 
     def run(self, rows: slice) -> tuple[Tensor, ...]:
-        """Experts, weights, and all that the residual then holds."""
+        """Experts, weights, and the contents of the residual afterwards."""
         residual, choice = self.residual(rows), self.choose(rows)
         joined = self.gate_up.add(self.down, residual, choice, RMSNorm(self.norm, EPS))
         assert joined.squares is not None
@@ -83,7 +83,7 @@ def problem(request: pytest.FixtureRequest) -> Iterator[Problem]:
     torch.cuda.empty_cache()
 
 
-def test_a_row_has_the_same_bits_in_any_company(problem: Problem) -> None:
+def test_a_row_has_the_same_bits_in_any_batch(problem: Problem) -> None:
     together = problem.run(slice(0, max(ROWS)))
     for rows in ROWS:
         for part, whole in zip(problem.run(slice(0, rows)), together, strict=True):
@@ -93,17 +93,17 @@ def test_a_row_has_the_same_bits_in_any_company(problem: Problem) -> None:
             assert torch.equal(part, whole[first:last]), (first, last)
 
 
-def test_routing_is_the_twins_where_scores_are_apart(problem: Problem) -> None:
+def test_routing_is_the_twins_where_scores_differ(problem: Problem) -> None:
     rows = slice(0, 512)
     found = problem.choose(rows)
     logits = problem.normed(rows) @ problem.router.weight.double().T
     twin = route_torch(logits.float(), problem.rule, problem.bias)
     same = (found.experts == twin.experts).all(dim=1)
-    assert same.float().mean() > 0.98  # in the rest two scores are equal to the last places of float32
+    assert same.float().mean() > 0.98  # elsewhere two scores differ in the last places of float32 only
     torch.testing.assert_close(found.weights[same], twin.weights[same], rtol=1e-4, atol=1e-6)
 
 
-def test_answers_are_near_float64(problem: Problem) -> None:
+def test_outputs_are_near_float64(problem: Problem) -> None:
     for num_rows in (4, 160):
         rows = slice(0, num_rows)
         experts, weights, values, ready, squares = problem.run(rows)
@@ -113,10 +113,10 @@ def test_answers_are_near_float64(problem: Problem) -> None:
             for expert, weight in zip(experts[row].long(), weights[row].double(), strict=True):
                 gate, up = (problem.gate_up.weight[expert].double() @ x[row]).chunk(2)
                 inner, own = F.silu(gate) * up, problem.down.weight[expert].double()
-                answer = own @ inner * weight
-                expected[row] += answer
-                # Roundings to bfloat16: of the inner values and of the answer; sums in float32 are far smaller.
-                bound[row] += 2.0**-8 * weight * (own.abs() @ inner.abs()) + 2.0**-8 * answer.abs()
+                output = own @ inner * weight
+                expected[row] += output
+                # Roundings to bfloat16: of the inner values and of the output; sums in float32 are far smaller.
+                bound[row] += 2.0**-8 * weight * (own.abs() @ inner.abs()) + 2.0**-8 * output.abs()
         checked = slice(0, 4)
         bound = bound + 2.0**-8 * expected.abs()
         assert bool(((values.double() - expected).abs() <= bound)[checked].all())
@@ -139,7 +139,7 @@ def test_tiles_change_no_bit(problem: Problem) -> None:
             assert torch.equal(again, first), tile
 
 
-def test_blocks_are_alike_planned_and_direct(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planned_and_direct_blocks_agree(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
     from peregrine.kernels.moe import triton as experts_gpu
 
     weights = problem.gate_up.weight, problem.down.weight
@@ -153,8 +153,8 @@ def test_blocks_are_alike_planned_and_direct(problem: Problem, monkeypatch: pyte
         assert torch.equal(direct, planned), num_rows
 
 
-def test_one_expert_may_get_everything(problem: Problem) -> None:
-    """As many blocks of one expert as there are rows for, and none of the others."""
+def test_all_rows_may_choose_the_same_expert(problem: Problem) -> None:
+    """Expert 7 gets all blocks, the others none."""
     residual = problem.residual(slice(0, 300))
     crowd = ExpertChoice(torch.full((300, 1), 7, dtype=torch.int32, device="cuda"), torch.ones(300, 1, device="cuda"))
     alone = ExpertChoice(crowd.experts[:1], crowd.weights[:1])
@@ -166,7 +166,7 @@ def test_one_expert_may_get_everything(problem: Problem) -> None:
 
 @pytest.mark.parametrize("num_rows", [4, 1024])
 def test_captured_experts_follow_their_input(problem: Problem, num_rows: int) -> None:
-    """Other rows choose other experts: the recorded launches must not depend on those they were recorded with."""
+    """Other rows choose other experts: the recorded launches must not depend on those of the recording."""
     held = problem.values[:num_rows].clone()
     squares, spare = sums_of_squares(held), torch.zeros(num_rows, 2, dtype=torch.int64, device="cuda")
     ready = (held.float() * problem.norm.float()).bfloat16()

@@ -1,8 +1,8 @@
-"""The promise on a GPU: in bfloat16, over 100,000 tokens, nothing that should not change a token changes one.
+"""Identity on a GPU: in bfloat16, over 100,000 tokens, neither speculation nor batching nor paging changes a token.
 
 The reference is plain decoding, one request at a time, from recorded rounds. Every run is compared with it token by
-token: speculation by chains, trees, look-up and a draft model, sixteen rows, eager rounds, other page sizes, prompts
-read in one go where the reference went round by round, requests put back and read again.
+token: speculation by chains, trees, look-up and a draft model, sixteen rows, eager rounds, other page sizes, prefill of
+tokens that the reference decoded, and preempted requests.
 """
 
 from collections.abc import Sequence
@@ -22,17 +22,17 @@ from spec.harness import Case, run, tokens
 ROWS, MAX_TOKENS = 16, 512
 ALONE = 4  # requests of a run that takes one after the other
 TREE = (5, 4, 24)
-LAWS: tuple[dict[str, object], ...] = (
+PARAMS: tuple[dict[str, object], ...] = (
     {"temperature": 0.0},
     {"temperature": 0.9, "top_p": 0.9},
     {"temperature": 0.0},
     {"temperature": 0.9, "top_k": 40, "min_p": 0.01},
 )
-Run = tuple[str, dict[str, object]]  # what is different, and how it is asked for
+Run = tuple[str, dict[str, object]]  # name, options
 
 
 def build(model: str, **options: object) -> Built:
-    """An engine for all the rows; its graphs are those of one or all rows."""
+    """An engine for all rows or, with max_rows=1, for one; its graphs have that size."""
     size = 1 if options.get("max_rows") == 1 else ROWS
     pages = (ROWS * 864) // int(str(options.get("page_size", 16)))
     wanted: dict[str, object] = {"device": "cuda", "max_rows": size, "row_sizes": (size,), "max_len": 832}
@@ -47,7 +47,7 @@ def cases(vocab_size: int) -> list[Case]:
         drawn = torch.randint(2, vocab_size, (length,), generator=generator).tolist()
         prompt = (drawn[: length // 4 + 1] * 5)[:length] if index % 3 == 0 else drawn
         params = {"seed": index, "max_tokens": MAX_TOKENS, "ignore_eos": True, "detokenize": False}
-        made.append(Case(tuple(prompt), SamplingParams(**(params | LAWS[index % len(LAWS)]))))  # type: ignore[arg-type]
+        made.append(Case(tuple(prompt), SamplingParams(**(params | PARAMS[index % len(PARAMS)]))))  # type: ignore[arg-type]
     return made
 
 
@@ -61,7 +61,7 @@ def count_equal(name: str, got: Sequence[Sequence[int]], expected: Sequence[Sequ
 
 
 def runs_of(drafter: str) -> list[Run]:
-    """Everything that may be different, spread over few runs."""
+    """Options that must change no token, spread over few runs."""
     chain: dict[str, object] = {"drafter": drafter}
     return [
         ("16 rows", {"page_size": 64}),
@@ -79,7 +79,9 @@ def compare_all(model: str, drafter: str, vocab_size: int) -> int:
     """Run everything against the reference; the number of tokens compared."""
     some = cases(vocab_size)
     expected = tokens(run(build(model, max_rows=1).engine, some))
-    assert len({tuple(row[-50:]) for row in expected}) == ROWS, "all rows say the same: nothing could differ"
+    assert len({tuple(row[-50:]) for row in expected}) == ROWS, (
+        "all rows have the same text: the test would prove nothing"
+    )
     compared = 0
     for name, options in runs_of(drafter):
         count = ALONE if options.get("max_rows") == 1 else ROWS
@@ -87,7 +89,7 @@ def compare_all(model: str, drafter: str, vocab_size: int) -> int:
         compared += count_equal(f"{name} of {model}", tokens(outputs), expected[:count])
         if "drafter" in options:
             assert right_drafts(outputs) > 0, f"{name}: no draft was ever right"
-    compared += count_equal("put back", *put_back(model, some, expected))
+    compared += count_equal("preempted", *preempted(model, some, expected))
     compared += count_equal("read on", *read_on(model, some, expected, prefix_cache=True))
     compared += count_equal("read anew", *read_on(model, some, expected, prefix_cache=False))
     return compared
@@ -100,15 +102,15 @@ def right_drafts(outputs: Sequence[Output]) -> int:
 Pair = tuple[list[list[int]], list[list[int]]]
 
 
-def put_back(model: str, some: Sequence[Case], expected: list[list[int]]) -> Pair:
-    """With pages for a third of the rows, requests are put back, and read again later."""
+def preempted(model: str, some: Sequence[Case], expected: list[list[int]]) -> Pair:
+    """With pages for a third of the rows, requests are preempted, and prefilled again later."""
     outputs = run(build(model, num_pages=280, prefix_cache=False).engine, some)
     assert sum(output.stats.preemptions for output in outputs) > 0
     return tokens(outputs), expected
 
 
 def read_on(model: str, some: Sequence[Case], expected: list[list[int]], prefix_cache: bool) -> Pair:
-    """A text that goes on from the middle of an answer: what rounds wrote is now a prompt, cached or not."""
+    """Texts continued from the middle of an output: tokens of rounds are now a prompt, cached or not."""
     engine = build(model, prefix_cache=prefix_cache).engine
     if prefix_cache:
         serve(engine, some)
@@ -124,13 +126,13 @@ def read_on(model: str, some: Sequence[Case], expected: list[list[int]], prefix_
 
 
 def shortened(params: SamplingParams, max_tokens: int) -> SamplingParams:
-    laws = {name: getattr(params, name) for name in ("temperature", "top_p", "top_k", "min_p", "seed")}
-    return SamplingParams(**laws, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+    kept = {name: getattr(params, name) for name in ("temperature", "top_p", "top_k", "min_p", "seed")}
+    return SamplingParams(**kept, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
 
 
 @torch.inference_mode()
 def serve(engine: Engine, some: Sequence[Case]) -> list[Output]:
-    """Run every case to its end, and leave the prefix cache as it is then."""
+    """Run every case to its end without clearing the prefix cache."""
     requests = [engine.prepare(list(case.prompt), case.params) for case in some]
     for request in requests:
         engine.enqueue(request)
@@ -150,8 +152,8 @@ def test_50_000_tokens_of_each_random_model_are_the_same(model, capsys: pytest.C
     assert compared >= 50_000
 
 
-def test_the_embedded_model_says_the_same(capsys: pytest.CaptureFixture[str]) -> None:
-    """With its own draft head, trained, so that long paths are accepted."""
+def test_the_embedded_model_gives_the_same_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    """With its trained draft head, so that long paths are accepted."""
     compared = compare_all("merlin", "eagle3", vocab_size=8192)
     with capsys.disabled():
         print(f"\nidentity, merlin: {compared} tokens compared, no difference")

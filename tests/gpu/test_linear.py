@@ -1,4 +1,4 @@
-"""The linear kernel on the weights of an 8B model in bfloat16: near float64, and bits that no company changes."""
+"""The linear kernel on the weights of an 8B model in bfloat16: near float64, and bits independent of the batch."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from peregrine.kernels.linear import DenseWeight
 ROWS = (1, 2, 4, 7, 16, 17, 64, 128, 200, 300)
 EPS = 1e-5
 UNIT = 2.0**24  # squares are whole numbers of 1 / UNIT
-# Outputs, inputs, and what is done beside the product.
+# Outputs, inputs, and what is fused with the product.
 WEIGHTS = {
     "qkv": (6144, 4096, "scale"),
     "o": (4096, 4096, "add"),
@@ -25,7 +25,7 @@ WEIGHTS = {
 
 @dataclass(frozen=True)
 class Problem:
-    """One weight and the most rows that will be asked of it."""
+    """One weight, with inputs for the largest number of rows."""
 
     part: str
     weight: Tensor  # [N, K], or [2 N, K] with a gate
@@ -36,7 +36,7 @@ class Problem:
     norm: Tensor  # [N]
 
     def run(self, rows: slice) -> tuple[Tensor, ...]:
-        """What the kernel makes of some rows, in memory that held NaN: the result, and all that is beside it."""
+        """The kernel on some rows, with outputs that held NaN: the result, and the other outputs."""
         from peregrine.kernels.linear.triton import Addition, TritonWeight, run
 
         weight = TritonWeight(self.weight, self.bias)
@@ -51,7 +51,7 @@ class Problem:
         return (out,)
 
     def exact(self, rows: slice) -> tuple[Tensor, Tensor]:
-        """The result in float64, and how far bfloat16 with sums in float32 may be from it."""
+        """The result in float64, and an error bound for bfloat16 with sums in float32."""
         x, weight = self.x[rows].double(), self.weight.double()
         scale = torch.ones(len(x), 1, dtype=torch.float64, device=x.device)
         if self.part in ("scale", "gate"):
@@ -101,8 +101,8 @@ def sums_of_squares(values: Tensor) -> Tensor:
     return torch.stack([(squares * UNIT).long().sum(dim=1), fine.long().sum(dim=1)], dim=1)
 
 
-def test_a_row_has_the_same_bits_in_any_company(problem: Problem) -> None:
-    """However many rows there are, and wherever among them it stands."""
+def test_a_row_has_the_same_bits_in_any_batch(problem: Problem) -> None:
+    """With any number of rows, at any place among them."""
     together = problem.run(slice(0, max(ROWS)))
     for rows in ROWS:
         for part, whole in zip(problem.run(slice(0, rows)), together, strict=True):
@@ -123,7 +123,7 @@ def test_results_are_near_float64_and_near_the_twin(problem: Problem) -> None:
 
 
 @pytest.mark.parametrize("problem", ["o", "down"], indirect=True)
-def test_what_is_beside_a_sum_follows_from_it(problem: Problem) -> None:
+def test_the_other_outputs_follow_from_the_sum(problem: Problem) -> None:
     out, scaled, squares, stale = problem.run(slice(0, 200))
     assert torch.equal(scaled, (out.float() * problem.norm.float()).bfloat16())
     assert torch.equal(squares[:, 0], sums_of_squares(out)[:, 0])
@@ -131,7 +131,7 @@ def test_what_is_beside_a_sum_follows_from_it(problem: Problem) -> None:
 
 
 def test_a_call_repeated_gives_the_same_bits(problem: Problem) -> None:
-    """A part that was read before it was written, or a count that was not put back, would show."""
+    """Repeated, since a partial sum read too early, or a counter that was not reset, would show only sometimes."""
     first = problem.run(slice(0, 4))
     same = torch.ones((), dtype=torch.bool, device="cuda")
     for _ in range(200):

@@ -1,7 +1,7 @@
-"""The promise on a GPU for models with experts, with and without latents: in bfloat16 nothing changes a token.
+"""Identity on a GPU for models with experts, with and without MLA: in bfloat16 nothing changes a token.
 
-As test_identity.py and test_round.py have it for dense models, and with the drafter that such checkpoints bring: a
-prediction layer (MTP), in chains and trees.
+The checks of test_identity.py and test_round.py for dense models, and with such checkpoints' own drafter: a prediction
+layer (MTP), in chains and trees.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gpu.random_models import VOCAB, deepseek, disturbed, qwen3_moe
-from gpu.test_identity import TREE, build, cases, count_equal, put_back, read_on, right_drafts, runs_of
+from gpu.test_identity import TREE, build, cases, count_equal, preempted, read_on, right_drafts, runs_of
 from gpu.test_round import cases_of, facts, no_waits
 from gpu.traffic import Traffic
 from peregrine.engine import engine as engine_module
@@ -26,7 +26,7 @@ either_model = pytest.mark.parametrize("model", [deepseek, qwen3_moe], ids=["dee
 GUESSES: dict[str, dict[str, object]] = {"chain": {"num_drafts": 3}, "tree": {"tree": (3, 3, 10)}}
 either_guess = pytest.mark.parametrize("guess", GUESSES)
 MTP: dict[str, object] = {"drafter": "mtp"}
-# What is added to the runs of every model, where the checkpoint has a prediction layer.
+# Additional runs for checkpoints with a prediction layer.
 MTP_RUNS = [
     *((f"mtp, chain of {k}, 16 rows", MTP | {"num_drafts": k, "page_size": 64}) for k in (1, 2, 3)),
     ("mtp, chain of 3, alone", MTP | {"num_drafts": 3, "max_rows": 1}),
@@ -41,24 +41,26 @@ def drafter_of(model: Model) -> str:
 
 
 def small_build(model: Model, **options: object) -> Engine:
-    """An engine of eight rows that guesses."""
+    """An engine of eight rows with a drafter."""
     wanted: dict[str, object] = {"drafter": drafter_of(model), "max_rows": 8, "row_sizes": (8,)}
     return build(str(model()), **wanted | {"max_len": 512, "num_pages": 400} | options).engine
 
 
 @either_model
 def test_50_000_tokens_are_the_same(model: Model, capsys: pytest.CaptureFixture[str]) -> None:
-    """Recorded and eager rounds, 16 rows and one, chains and trees, against plain decoding of one after the other."""
+    """Recorded and eager rounds, 16 rows and one, chains and trees, against plain decoding of one request at a time."""
     folder, some = str(model()), cases(VOCAB)
     expected = tokens(run(build(folder, max_rows=1).engine, some))
-    assert len({tuple(row[-50:]) for row in expected}) == len(some), "rows say the same: nothing could differ"
+    assert len({tuple(row[-50:]) for row in expected}) == len(some), (
+        "rows have the same text: the test would prove nothing"
+    )
     compared = 0
     for name, options in runs_of(str(disturbed(model()))) + (MTP_RUNS if model is deepseek else []):
         count = 4 if options.get("max_rows") == 1 else len(some)
         outputs = run(build(folder, **options).engine, some[:count])
         compared += count_equal(name, tokens(outputs), expected[:count])
         assert "drafter" not in options or right_drafts(outputs) > 0, f"{name}: no draft was ever right"
-    compared += count_equal("put back", *put_back(folder, some, expected))
+    compared += count_equal("preempted", *preempted(folder, some, expected))
     compared += count_equal("read on", *read_on(folder, some, expected, prefix_cache=True))
     compared += count_equal("read anew", *read_on(folder, some, expected, prefix_cache=False))
     with capsys.disabled():
@@ -69,7 +71,7 @@ def test_50_000_tokens_are_the_same(model: Model, capsys: pytest.CaptureFixture[
 @either_model
 @either_guess
 def test_a_recorded_round_is_the_eager_one(model: Model, guess: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every variant: the same tokens, log-probabilities and acceptance, the same keys in all layers."""
+    """Every variant gives the same tokens, log-probabilities and acceptance, and the same keys in all layers."""
     options = GUESSES[guess] | {"prefix_cache": False}
     recorded = small_build(model, graphs=True, **options)
     eager = small_build(model, graphs=False, row_sizes=None, **options)
@@ -82,7 +84,7 @@ def test_a_recorded_round_is_the_eager_one(model: Model, guess: str, monkeypatch
 
 
 def held(engine: Engine) -> list[torch.Tensor]:
-    """What every page of the target holds but the scratch page, as bytes."""
+    """The bytes of all pages of the target but the scratch page."""
     store = engine.runner.target.store
     return [part[:, store.page_size :].clone().view(torch.uint8) for part in store.parts]
 
@@ -91,7 +93,7 @@ def held(engine: Engine) -> list[torch.Tensor]:
 @pytest.mark.parametrize("graphs", [True, False], ids=["captured", "eager"])
 @torch.inference_mode()
 def test_the_host_never_waits(model: Model, graphs: bool, request: pytest.FixtureRequest) -> None:
-    """Joins, leaves, prompts in between, aborts; every wish a request may have."""
+    """Requests join, leave and are aborted, with prompts in between and every sampling parameter."""
     sizes = (1, 4, 8) if graphs else None
     engine = small_build(model, graphs=graphs, row_sizes=sizes, num_pages=90, num_drafts=3)
     traffic = Traffic(engine, VOCAB, longest=200)
@@ -109,8 +111,8 @@ def test_the_host_never_waits(model: Model, graphs: bool, request: pytest.Fixtur
 @either_model
 @either_guess
 @pytest.mark.parametrize("graphs", [True, False], ids=["captured", "eager"])
-def test_what_lies_outside_the_tables_changes_nothing(model: Model, guess: str, graphs: bool) -> None:
-    """NaN on the scratch page and on every page that nothing was written to, of the target and of its drafter."""
+def test_pages_outside_the_tables_change_nothing(model: Model, guess: str, graphs: bool) -> None:
+    """NaN on the scratch page and on every unwritten page, of the target and of its drafter."""
     engine = small_build(model, graphs=graphs, prefix_cache=False, **GUESSES[guess])
     some = cases_of(VARIANTS[2])
     expected = facts(run(engine, some))

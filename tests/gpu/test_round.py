@@ -1,4 +1,4 @@
-"""Rounds on a GPU: queued without a wait, the same from a graph as without, deaf to what lies outside the tables."""
+"""Rounds on a GPU: queued without a wait, equal with and without graphs, independent of pages outside the tables."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -49,7 +49,7 @@ def test_the_guard_against_waits_works(no_waits: None) -> None:
 @pytest.mark.parametrize("graphs", [True, False], ids=["captured", "eager"])
 @torch.inference_mode()
 def test_the_host_never_waits(graphs: bool, request: pytest.FixtureRequest) -> None:
-    """Joins, leaves, prompts in between, aborts, requests put back; every wish a request may have."""
+    """Requests join, leave, are aborted and preempted, with prompts in between and every sampling parameter."""
     sizes = (1, 4, 8) if graphs else None
     engine = build(graphs=graphs, row_sizes=sizes, num_pages=90, num_drafts=3).engine
     traffic = Traffic(engine, VOCAB, longest=200)
@@ -69,47 +69,47 @@ def test_the_host_never_waits(graphs: bool, request: pytest.FixtureRequest) -> N
     check_pages(engine)
 
 
-def laws_of(variant: Features) -> dict[str, object]:
-    """A wish for all that the variant does."""
-    law: dict[str, object] = {"temperature": 0.8 if variant.sampled else 0.0}
+def params_of(variant: Features) -> dict[str, object]:
+    """Sampling parameters that use every feature of the variant."""
+    params: dict[str, object] = {"temperature": 0.8 if variant.sampled else 0.0}
     if variant.filtered:
-        law |= {"top_p": 0.9, "top_k": 50}
+        params |= {"top_p": 0.9, "top_k": 50}
     if variant.penalised:
-        law |= {"repetition_penalty": 1.2, "frequency_penalty": 0.2, "presence_penalty": 0.1}
+        params |= {"repetition_penalty": 1.2, "frequency_penalty": 0.2, "presence_penalty": 0.1}
     if variant.biased:
-        law |= {"logit_bias": {300: 2.0, 301: -3.0}}
+        params |= {"logit_bias": {300: 2.0, 301: -3.0}}
     if variant.min_len:
-        law |= {"min_tokens": 5, "stop_token_ids": [400]}
+        params |= {"min_tokens": 5, "stop_token_ids": [400]}
     if variant.logprobs is not None:
-        law |= {"logprobs": MAX_LOGPROBS}
-    return law
+        params |= {"logprobs": MAX_LOGPROBS}
+    return params
 
 
 def cases_of(variant: Features, count: int = 5) -> list[Case]:
     """Fewer requests than rows, of different lengths: there are pads from the start, and more later."""
     generator = torch.Generator().manual_seed(3)
     prompts = [torch.randint(2, VOCAB, (7 + 30 * i,), generator=generator).tolist() for i in range(count)]
-    laws = laws_of(variant) | {"detokenize": False}
+    params = params_of(variant) | {"detokenize": False}
     return [
-        Case(tuple(prompt), SamplingParams(seed=i, max_tokens=20 + 10 * i, **laws))  # type: ignore[arg-type]
+        Case(tuple(prompt), SamplingParams(seed=i, max_tokens=20 + 10 * i, **params))  # type: ignore[arg-type]
         for i, prompt in enumerate(prompts)
     ]
 
 
 def facts(outputs: Sequence[Output]) -> list[object]:
-    """All that a request is told, log-probabilities bit for bit."""
+    """Everything a request's output holds, log-probabilities bit for bit."""
     return [(o.token_ids, o.logprobs, o.stats.accept_histogram, o.finish_reason) for o in outputs]
 
 
 def held(engine: Engine) -> list[Tensor]:
-    """What every page holds but the scratch page, in all layers, as bytes."""
+    """The bytes of all pages but the scratch page, in all layers."""
     store = engine.runner.target.store
     return [x[:, PAGE_SIZE:].clone().view(torch.uint8) for x in (store.keys, store.values)]
 
 
 @either_guess
 def test_a_recorded_round_is_the_eager_one(guess: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every variant: the same tokens, log-probabilities, acceptance, keys and values; eager rounds have no pads."""
+    """Every variant: equal tokens, log-probabilities, acceptance, keys and values; eager rounds have no pads."""
     options = GUESSES[guess] | {"prefix_cache": False}
     recorded = build(graphs=True, **options).engine
     eager = build(graphs=False, row_sizes=None, **options).engine
@@ -121,8 +121,8 @@ def test_a_recorded_round_is_the_eager_one(guess: str, monkeypatch: pytest.Monke
 
 
 @either_guess
-def test_a_part_that_nobody_uses_changes_nothing(guess: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Greedy requests through every variant: whoever keeps company with a demanding one pays in time alone."""
+def test_an_unused_feature_changes_nothing(guess: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy requests give the same tokens in every variant: other requests' features cost time only."""
     engine = build(graphs=True, prefix_cache=False, **GUESSES[guess]).engine
     plain = cases_of(Features())
     results = []
@@ -133,7 +133,7 @@ def test_a_part_that_nobody_uses_changes_nothing(guess: str, monkeypatch: pytest
 
 
 @either_guess
-def test_a_request_gets_the_same_beside_any_others(guess: str) -> None:
+def test_a_request_gets_the_same_tokens_in_any_batch(guess: str) -> None:
     """Requests of every variant in one batch, then each alone: tokens, and log-probabilities bit for bit."""
     engine = build(graphs=True, row_sizes=(1, 8), prefix_cache=False, **GUESSES[guess]).engine
     mixed = [case for variant in VARIANTS for case in cases_of(variant, 2)]
@@ -146,8 +146,8 @@ def test_a_request_gets_the_same_beside_any_others(guess: str) -> None:
 
 @either_guess
 @pytest.mark.parametrize("graphs", [True, False], ids=["captured", "eager"])
-def test_what_lies_outside_the_tables_changes_nothing(guess: str, graphs: bool) -> None:
-    """NaN on the scratch page, where pads live, and on every page that nothing was written to."""
+def test_pages_outside_the_tables_change_nothing(guess: str, graphs: bool) -> None:
+    """NaN on the scratch page, which pads use, and on every unwritten page."""
     engine = build(graphs=graphs, prefix_cache=False, **GUESSES[guess]).engine
     some = cases_of(VARIANTS[2])
     expected = facts(run(engine, some))
@@ -163,8 +163,8 @@ def stores(engine: Engine) -> list[Tensor]:
 
 
 @torch.inference_mode()
-def test_a_prompt_that_is_filled_leaves_what_one_that_is_read_leaves() -> None:
-    """Else a request that was put back, or found its own text in the cache, would go on from other keys."""
+def test_fill_and_read_store_the_same_keys_and_values() -> None:
+    """Otherwise a preempted request, or one that finds its own text in the cache, would continue from other keys."""
     options: dict[str, object] = {"drafter": "none", "graphs": False, "row_sizes": None}
     built = build_engine(engine_config(str(qwen3()), {"device": "cuda", "num_pages": 20, **options}))
     target, length = built.engine.runner.target, 200
@@ -196,7 +196,7 @@ def test_graphs_are_reported_with_their_memory() -> None:
     assert re.search(r"rounds of 1, 8 rows in \d+ variants; \d+ MiB, [\d.]+ s", made["recorded"].because)
 
 
-def test_a_store_without_room_says_who_asked() -> None:
+def test_a_store_that_does_not_fit_is_refused_with_sizes_and_remedy() -> None:
     with pytest.raises(ConfigError, match="num_pages=10000000") as raised:
         build(num_pages=10_000_000)
     text = str(raised.value)

@@ -1,4 +1,4 @@
-"""Requests of all kinds that come and go, for engines that are stepped by hand."""
+"""Requests of all kinds that arrive and leave, for engines that are stepped by hand."""
 
 from collections.abc import Iterator
 from itertools import count
@@ -9,8 +9,8 @@ from peregrine.engine.engine import Engine
 from peregrine.engine.request import Output
 from peregrine.sampling import SamplingParams
 
-# Every part of the law, and everything a request may ask to have reported.
-WISHES: tuple[dict[str, object], ...] = (
+# Every sampling feature, and everything that can be reported.
+PARAMS: tuple[dict[str, object], ...] = (
     {"temperature": 0.0},
     {"temperature": 0.9, "top_p": 0.9},
     {"temperature": 0.0, "logprobs": 3},
@@ -23,7 +23,7 @@ WISHES: tuple[dict[str, object], ...] = (
 
 
 class Traffic:
-    """Keeps an engine busy: requests of different lengths arrive while others run, and some are given up."""
+    """Keeps an engine busy: requests of different lengths arrive while others run, and some are aborted."""
 
     def __init__(self, engine: Engine, vocab_size: int, longest: int, seed: int = 0) -> None:
         self.engine, self.vocab_size, self.longest = engine, vocab_size, longest
@@ -32,7 +32,7 @@ class Traffic:
         self.rounds, self._arrivals = 0, count()
 
     def rounds_of(self, number: int) -> Iterator[int]:
-        """Step until so many rounds were queued; the step's number each time."""
+        """Step until this many rounds were queued; yields the number of each step."""
         step, last = 0, self.rounds + number
         while self.rounds < last:
             if step % 3 == 0 and len(self.engine.waiting) < 3:
@@ -57,8 +57,8 @@ class Traffic:
         return int(torch.randint(low, high, (), generator=self.generator))
 
     def _arrive(self) -> None:
-        wish = WISHES[next(self._arrivals) % len(WISHES)]
+        asked = PARAMS[next(self._arrivals) % len(PARAMS)]
         length = self._draw(1, self.longest)
         prompt = torch.randint(2, self.vocab_size, (length,), generator=self.generator).tolist()
-        params = SamplingParams(seed=length, max_tokens=self._draw(4, self.longest), **wish)  # type: ignore[arg-type]
+        params = SamplingParams(seed=length, max_tokens=self._draw(4, self.longest), **asked)  # type: ignore[arg-type]
         self.engine.enqueue(self.engine.prepare(prompt, params))

@@ -1,6 +1,6 @@
 """Compile some Triton kernels for a device before Hopper, on a machine without one. Run outside the interpreter.
 
-Prints for each whether a kernel before it could still be running, and whether it fits such a device.
+Prints for each whether it waits for the kernel before it (PDL), and whether it fits such a device.
 """
 
 import json
@@ -15,7 +15,7 @@ A100 = GPUTarget("cuda", 80, 32)
 
 
 def main() -> None:
-    """Kernels are imported here: what the device is counts from then on."""
+    """Kernels are imported here, since they read the device's generation at import."""
     gpu.generation = lambda: 8
     from kernels.compile_attention import PLAIN, SHAPE, TYPES
     from peregrine.kernels.attention.blocks import SAME_BITS

@@ -1,4 +1,4 @@
-"""What compile_kernels.py compiles for mixtures of experts: published shapes, few rows and many."""
+"""The part of compile_kernels.py for mixtures of experts: published shapes, few rows and many."""
 
 from dataclasses import replace
 from typing import NamedTuple
@@ -43,7 +43,7 @@ MODELS = {"DeepSeek-V2-Lite": (LITE, 2048, 1408), "Qwen3-30B-A3B": (QWEN3, 2048,
 
 
 def compile_experts() -> None:
-    """Routing and experts of every model; tensors have shapes alone, no memory."""
+    """Routing and experts of every model; tensors have shapes but no memory."""
     from peregrine.kernels.linear.triton import TritonWeight
     from peregrine.kernels.moe.route_triton import route
     from peregrine.kernels.moe.triton import TritonExperts

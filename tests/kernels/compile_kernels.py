@@ -1,4 +1,4 @@
-"""Compile the Triton kernels of the law, the round's bookkeeping and the models for an H200, on a machine without one.
+"""Compile the Triton kernels of sampling, the round and the models for an H200, on a machine without one.
 
 Run as a script, outside the interpreter: `launch` compiles instead of launching, for the arguments it is given.
 Prints the name of each kernel that came out as machine code.
@@ -12,7 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kernels.compile_experts import RMSNorm, compile_experts
-from kernels.exact_law import Params, law_of
+from kernels.exact_sampling import Params, sampling_of
 from peregrine.kernels.linear.tiles import WIDE_OUTPUTS
 from peregrine.kernels.runtime import gpu
 
@@ -30,7 +30,7 @@ POINTERS = {
 
 
 def compile_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    """As a launch would: an integer that is 1 becomes a constant, unless the kernel asks for none."""
+    """Compile as a launch would: an integer 1 becomes a constant, unless the kernel forbids it."""
     signature: dict[str, str] = {}
     constants: dict[tuple[int], Any] = {}
     for place, (name, value) in enumerate(zip(kernel.arg_names, arguments, strict=False)):
@@ -64,29 +64,29 @@ def compile_rounds() -> None:
 
     vocab_size, page_size, places, depth, width = 40_000, 16, 2048, 3, 2
     for rows, nodes in ((1, depth + 1), (3, 9)):
-        law = law_of([Params()] * rows)
+        sampling = sampling_of([Params()] * rows)
         logits = torch.zeros(rows, nodes, vocab_size, dtype=torch.bfloat16)
         at, out, ids = whole(rows, nodes), whole(rows, nodes), whole(vocab_size)
         window = Nodes(*(whole(rows, nodes) for _ in range(4)), whole(rows))
         history, table = whole(rows, places), whole(rows, places // page_size)
         context = Context(history, whole(rows), whole(rows), window.tokens, window.ancestors)
         everything = Features(True, True, True, True, True)
-        adjusted = choose_gpu.adjust(logits, at, law, everything, context)
-        lowest = filters_gpu.lowest_kept(logits, law, adjusted)
-        filters_gpu.lowest_kept(logits, law)
-        filters_gpu.lowest_kept(logits.float(), law)
-        choose_gpu.best_tokens(logits, at, law, True, None, lowest, True, out, adjusted)
-        logprobs_gpu.logprobs(logits, out, out, law.logprobs, 64)
+        adjusted = choose_gpu.adjust(logits, at, sampling, everything, context)
+        lowest = filters_gpu.lowest_kept(logits, sampling, adjusted)
+        filters_gpu.lowest_kept(logits, sampling)
+        filters_gpu.lowest_kept(logits.float(), sampling)
+        choose_gpu.best_tokens(logits, at, sampling, True, None, lowest, True, out, adjusted)
+        logprobs_gpu.logprobs(logits, out, out, sampling.logprobs, 64)
         logprobs_gpu.logprobs(logits.float(), out, None, None, 0)
-        choose_gpu.gumbel(law.seeds, at, ids)
+        choose_gpu.gumbel(sampling.seeds, at, ids)
         choose_gpu.masses(logits.float(), lowest)
-        choose_gpu.best_tokens(logits, at, law, False, None, None, True, out)
-        choose_gpu.best_tokens(logits.float(), at, law, True, None, lowest, True, out)
-        choose_gpu.best_tokens(logits[:, :1, :999], at[:, :1], law, True, ids, None, False, out)
+        choose_gpu.best_tokens(logits, at, sampling, False, None, None, True, out)
+        choose_gpu.best_tokens(logits.float(), at, sampling, True, None, lowest, True, out)
+        choose_gpu.best_tokens(logits[:, :1, :999], at[:, :1], sampling, True, ids, None, False, out)
 
         ends = Ends(whole(rows), whole(rows), whole(rows, 4), torch.zeros(rows, dtype=torch.bool))
         verdict = Verdict(round_gpu.commit(out, window, ends, history, depth))
-        simulated_gpu.bend_choices(out, window, ends.past_lens, law.seeds, 2.5, vocab_size)
+        simulated_gpu.bend_choices(out, window, ends.past_lens, sampling.seeds, 2.5, vocab_size)
         round_gpu.window_places(whole(rows), out, table, page_size, places)
         round_gpu.path_places(whole(rows), whole(rows), history, table, page_size, depth + 1, 1, places)
         round_gpu.ahead_places(whole(rows), table, page_size, 0, depth, width, places)
@@ -96,7 +96,7 @@ def compile_rounds() -> None:
         round_gpu.keep_drafts(out, whole(rows), whole(rows), out[:, 1:], depth, [])
         round_gpu.keep_drafts(out, whole(rows), whole(rows), out[:, 1:], whole(rows), [(out, out)] * 3)
 
-        growth, frontier = Growth.begin(rows, depth, width, ids, law, Features(sampled=True)), None
+        growth, frontier = Growth.begin(rows, depth, width, ids, sampling, Features(sampled=True)), None
         for level, count in enumerate((1, width)):
             fields = round_gpu.grow(growth, logits[:, :count], at[:, :count], frontier, level, 1e-3)
             frontier = Frontier(*fields)
@@ -104,7 +104,7 @@ def compile_rounds() -> None:
 
 
 def compile_models() -> None:
-    """Every kernel of the models, with all its parts and with none."""
+    """Every kernel of the models, with all its optional parts and with none."""
     from peregrine.kernels.attention.kv_write_triton import rope_write_kv
     from peregrine.kernels.attention.plan import StoredKV
     from peregrine.kernels.linear.triton import TritonWeight
@@ -132,11 +132,11 @@ def compile_models() -> None:
     heads, head_dim = half(rows, 6, 128), 128
     table = torch.zeros(99, head_dim)
     for head_norm, kind in ((None, torch.bfloat16), (half(head_dim), torch.float8_e4m3fn)):
-        turn = DeferredRope(tokens, tokens, table, head_norm, head_norm, 1e-5)
+        rope = DeferredRope(tokens, tokens, table, head_norm, head_norm, 1e-5)
         store = torch.zeros(16, 2, head_dim, dtype=kind)
         scale = None if head_norm is None else torch.ones(())
         kv = StoredKV(store, store, scale, scale)
-        rope_write_kv(kv, tokens, heads[:, :2], heads[:, 2:4], heads[:, 4:], turn)
+        rope_write_kv(kv, tokens, heads[:, :2], heads[:, 2:4], heads[:, 4:], rope)
 
 
 if __name__ == "__main__":

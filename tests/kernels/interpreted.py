@@ -1,4 +1,4 @@
-"""Triton kernels on CPU tensors: a mark for tests that need the interpreter, switches that send work there."""
+"""Triton kernels on CPU tensors: a mark for tests that need the interpreter, and functions that select it."""
 
 import importlib
 import pkgutil
@@ -42,6 +42,6 @@ def send(patch: pytest.MonkeyPatch, prefixes: tuple[str, ...]) -> None:
     for prefix in prefixes:
         importlib.import_module(prefix)
     modules = [m for name, m in list(sys.modules.items()) if name.startswith(prefixes) and "triton_ready" in vars(m)]
-    assert modules, f"no module of {prefixes} asks whether Triton serves"
+    assert modules, f"no module of {prefixes} calls triton_ready"
     for module in modules:
         patch.setattr(module, "triton_ready", on_cpu)

@@ -32,7 +32,7 @@ def test_agrees_with_float64(function, width):
 
 @pytest.mark.parametrize("function", BOTH)
 @pytest.mark.parametrize("width", WIDTHS)
-def test_a_row_has_the_same_bits_in_any_company(function, width):
+def test_a_row_has_the_same_bits_in_any_batch(function, width):
     gate_up = _rows(width)
     together = function(gate_up)
     for num_rows in ROWS:

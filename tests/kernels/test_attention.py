@@ -1,4 +1,4 @@
-"""The torch law of attention at its edges, and the compiled kernel against it."""
+"""The torch reference of attention in edge cases, and the compiled CPU kernel against it."""
 
 from typing import TYPE_CHECKING
 
@@ -43,7 +43,7 @@ def test_ragged_rows_find_their_tokens() -> None:
     assert plan.limits.flatten()[plan.tokens].tolist() == [5, 1, 2, 3, 10]
 
 
-def test_pieces_bound_memory_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunking_bounds_memory_and_changes_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     keys, values = torch.randn(2, 96, 2, 16)
     q = torch.randn(40, 6, 16)
@@ -69,14 +69,14 @@ def test_half_precision_computes_in_float32(dtype: torch.dtype) -> None:
 
 
 def stored(keys: Tensor, values: Tensor) -> "CpuKV":
-    """One layer's keys and values [slots, Hkv, D], as compiled kernels know them."""
+    """One layer's keys and values [slots, Hkv, D], as compiled kernels take them."""
     from peregrine.kernels.attention.cpu import CpuKV
 
     return CpuKV(keys.data_ptr(), values.data_ptr(), *values.shape[1:], values.stride(0))
 
 
 def plans(depths: list[int], words: list[int] | None) -> tuple["CpuPlan", attention.QueryPlan]:
-    """Two rows whose queries lie so deep behind their past, for the kernel and for its twin; with words, trees."""
+    """Plans of two rows for the kernel and for its twin; with ancestor words the windows are trees."""
     from peregrine.kernels.attention.cpu import plan_cpu
 
     table, past_lens = torch.tensor([[1, 5, 3, 9], [2, 4, 0, 0]], dtype=torch.int32), torch.tensor([50, 17])
@@ -108,7 +108,7 @@ def test_kernel_agrees_with_its_twin(is_tree: bool, window: int | None) -> None:
 @pytest.mark.parametrize("value_dim", [32, 20, 48])
 @pytest.mark.parametrize("is_tree", [False, True])
 def test_values_may_be_the_first_part_of_their_keys(is_tree: bool, value_dim: int) -> None:
-    """Whole vectors of them, or an end within one, or all of the key."""
+    """Sizes that are whole vectors, that end within a vector, and that take all of the key."""
     from peregrine.kernels.attention.cpu import paged_attention_cpu
 
     torch.manual_seed(0)

@@ -33,7 +33,7 @@ def test_attention_kernels_compile() -> None:
     assert merges
     assert len(copies) == 2
     for facts in arithmetic + merges:
-        assert facts["fused"] == 0, "a fused multiply-add in one kernel and not in the other parts their bits"
+        assert facts["fused"] == 0, "a fused multiply-add in one kernel and not in the other would change bits"
     for facts in arithmetic:
         assert facts["matrix"] > 0
         assert facts["ahead"] > 0, "loads are not pipelined"

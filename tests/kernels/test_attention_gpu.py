@@ -1,6 +1,6 @@
-"""The Triton attention kernels in the interpreter: borders, and bits that no way of sharing the work can change.
+"""The Triton attention kernels in the interpreter: edge cases, and bits independent of how the work is shared.
 
-Answers are held against float64 by the conformance kit; here is what it does not see from outside.
+The conformance kit compares outputs with float64; here are internals that it does not see.
 """
 
 import pytest
@@ -81,7 +81,7 @@ def test_the_number_of_programs_changes_no_bit(programs: int) -> None:
 
 
 @pytest.mark.parametrize("programs", [1, 4])
-def test_trees_are_shared_out_node_by_node(programs: int) -> None:
+def test_trees_give_the_same_bits_with_any_number_of_programs(programs: int) -> None:
     parents = [-1, 0, 0, 1, 1, 2, 3]
     rows = [tree(past, parents, HEADS) for past in (0, 126, 128, 250)]
     assert torch.equal(decode(rows, programs), context(rows, 16))
@@ -97,7 +97,7 @@ def test_splits_of_every_width_are_merged_in_order() -> None:
 
 @pytest.mark.parametrize("past", [0, 62, 63, 64, 127, 128, 191, 319])
 def test_keys_that_end_at_any_border_are_all_read(past: int) -> None:
-    """One query, all of whose keys are seen: a run may end with a block and not with a split."""
+    """One query that sees all keys, whose number ends at block and split borders."""
     row = chain(past, 1, HEADS)
     forward = lay_out([row], Layout())
     expected = forward.run(TorchBackend(), LAYER)[0]

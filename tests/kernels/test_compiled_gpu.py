@@ -1,4 +1,4 @@
-"""The Triton kernels of sampling, the round and the models become machine code for an H200, without one."""
+"""The Triton kernels of sampling, the round and the models compile for an H200, on a machine without one."""
 
 import os
 import re
@@ -12,7 +12,7 @@ from peregrine.kernels.runtime.gpu import TRITON_PRESENT
 
 ROOT = Path(__file__).parents[2]
 KERNELS = ROOT / "src" / "peregrine" / "kernels"
-# Attention's and the per-head linear have tests of their own, and so has Hopper's linear.
+# Attention, the per-head linear and Hopper's linear have their own tests.
 ELSEWHERE = ("attention", "per_head_triton", "hopper")
 OURS = [path for path in sorted(KERNELS.rglob("*.py")) if not any(word in str(path) for word in ELSEWHERE)]
 

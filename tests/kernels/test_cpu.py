@@ -1,4 +1,4 @@
-"""Compiled kernels: which tensors they take, and that threads cannot change what they compute."""
+"""Compiled CPU kernels: the tensors they take, and results independent of threads."""
 
 import os
 import subprocess
@@ -45,7 +45,7 @@ def test_without_numba_the_twin_serves(monkeypatch):
 
 @needs_numba
 @pytest.mark.usefixtures("two_threads")
-def test_without_torchs_threads_the_caller_computes(monkeypatch):
+def test_without_torchs_threads_the_calling_thread_computes(monkeypatch):
     x, packed = torch.randn(5, 320), pack_weight(torch.randn(384, 320))
     expected = packed.linear(x)
     monkeypatch.setattr(cpu, "torch_team", lambda: None)

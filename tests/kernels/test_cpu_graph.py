@@ -45,7 +45,7 @@ def test_a_replayed_run_has_the_same_bits(mlp, rows: int, inference: bool) -> No
         graph = CpuGraph(clean, draw(rows, 0))
         assert graph.complete
         for seed in range(1, 6):
-            torch.randn(10_000)  # whatever memory was free is used by somebody else now
+            torch.randn(10_000)  # free memory is reused by other tensors now
             expected = clean(*draw(rows, seed))
             assert all(torch.equal(a, b) for a, b in zip(graph(*draw(rows, seed)), expected, strict=True))
 

@@ -16,7 +16,7 @@ from peregrine.kernels.moe.tiles import pick_expert_tiles
 from peregrine.kernels.runtime import gpu
 
 ROOT = Path(__file__).parents[2]
-# Shared memory that a program can have: an A100's, an RTX 4090's, and the least that Triton runs on.
+# Shared memory per program of an A100, of an RTX 4090, and the least that Triton runs on.
 SMALLER = {"a100": 163 * 1024, "rtx-4090": 99 * 1024, "turing": 64 * 1024}
 SHAPES = {"plain": (6144, 4096, False), "split": (4096, 14336, False), "gated": (14336, 4096, True)}
 SHAPES |= {"wide": (128256, 4096, False)}
@@ -39,7 +39,7 @@ def test_kernels_are_launched_with_pdl_from_hopper_on(
     assert asked == [{"launch_pdl": True} if pdl else {}, {}]
 
 
-def test_a_device_is_asked_for_itself_whichever_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_properties_are_those_of_the_tensors_device_not_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two unlike GPUs: an A100 as device 0, which is current, and an H200 as device 1."""
 
     class Properties(NamedTuple):
@@ -67,7 +67,7 @@ def test_a_device_is_asked_for_itself_whichever_is_current(monkeypatch: pytest.M
 @pytest.mark.parametrize("device", SMALLER)
 @pytest.mark.parametrize("kind", TABLES)
 def test_tiles_lose_stages_where_they_do_not_fit(device: str, kind: str) -> None:
-    """And nothing else: height, width, depth and split stay, and with them every bit."""
+    """Only stages: height, width, depth and split stay, and with them every bit."""
     outputs, inputs, gate = SHAPES[kind]
     for rows in HEIGHTS:
         full = pick_tile(rows, outputs, inputs, gate)
@@ -94,8 +94,8 @@ def test_a_cpu_counts_as_hopper_and_holds_no_hopper_tensor() -> None:
 
 
 @pytest.mark.skipif(not gpu.TRITON_PRESENT, reason="needs triton")
-def test_before_hopper_no_kernel_waits_for_another() -> None:
-    """The instruction does not exist there: a kernel that had it would not compile."""
+def test_before_hopper_no_kernel_uses_pdl() -> None:
+    """The wait instruction does not exist there: a kernel with it would not compile."""
     outside = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("compile_ampere.py"))],

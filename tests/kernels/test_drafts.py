@@ -1,4 +1,4 @@
-"""Keeping drafts and moving a path's entries: what a plain loop does, by the twin and by the kernel."""
+"""Keeping drafts and moving a path's KV entries: twin and kernel against a plain loop."""
 
 import random
 
@@ -14,12 +14,12 @@ PAGE_SIZE, PAGES, LAYERS, HEADS, DIM = 4, 8, 2, 3, 8
 
 @pytest.fixture(params=["twin", pytest.param("triton", marks=needs_interpreter)])
 def by(request, monkeypatch):
-    """(keep, move) as the twin or the kernel does them."""
+    """The functions (keep, move) of the twin or of the kernel."""
     if request.param == "twin":
         return keep_drafts_torch, move_path_torch
     from peregrine.kernels.round import triton as round_gpu
 
-    monkeypatch.setattr(round_gpu, "MOVE_CHUNK", 16)  # an entry is cut, and the last piece is not whole
+    monkeypatch.setattr(round_gpu, "MOVE_CHUNK", 16)  # an entry takes several blocks, the last one partial
     return round_gpu.keep_drafts, round_gpu.move_path
 
 

@@ -1,4 +1,4 @@
-"""sigmoid and silu: right, and an element has the same bits at every place of every tensor."""
+"""sigmoid and silu: accurate, and an element has the same bits at every place of every tensor."""
 
 import pytest
 import torch

@@ -60,7 +60,7 @@ each_choice = pytest.mark.parametrize("choice", CHOICES.values(), ids=CHOICES)
 
 
 def by_hand(x: Tensor, choice: ExpertChoice) -> Tensor:
-    """Row by row and expert by expert, in float64."""
+    """The reference in float64, row by row and expert by expert."""
     gate_up, down = (
         stack.double().view(NUM_EXPERTS, -1, size) for stack, size in zip(stacks(), (HIDDEN, INNER), strict=True)
     )
@@ -86,8 +86,8 @@ def test_a_row_has_the_same_bits_in_every_batch() -> None:
         assert torch.equal(experts_mlp(x[rows], own, *packed()), whole[rows])
 
 
-def test_answers_are_added_in_the_order_of_the_choice() -> None:
-    """Large answers that cancel: another order would lose the small one."""
+def test_outputs_are_added_in_the_order_of_the_choice() -> None:
+    """Large outputs that cancel: another order would lose the small one."""
     down = torch.zeros(NUM_EXPERTS, HIDDEN, INNER)
     down[0], down[1], down[2] = 2.0**24, -(2.0**24), 1.0
     gate_up = torch.zeros(NUM_EXPERTS, 2 * INNER, HIDDEN)
@@ -133,7 +133,7 @@ def test_tiles_take_what_matrix_instructions_can() -> None:
 
 
 def test_blocks_that_just_fit_the_device_have_smaller_tiles() -> None:
-    """DeepSeek-V2-Lite's four tokens with its shared experts do; one token, eight rows, and Qwen3-30B-A3B do not."""
+    """Four tokens of DeepSeek-V2-Lite with shared experts just fit; one token, eight rows and Qwen3-30B-A3B do not."""
     crowded, base = CROWDED[:2], GATED[16][:2]
     for pairs, experts, inner_size, tile in (
         (32, 66, 1408, crowded),
@@ -147,7 +147,7 @@ def test_blocks_that_just_fit_the_device_have_smaller_tiles() -> None:
 
 @pytest.fixture
 def triton_experts() -> Experts:
-    """Gate_up and down in the format of a GPU."""
+    """gate_up and down in the Triton format."""
     from peregrine.kernels.moe.triton import TritonExperts
 
     gate_up, down = (TritonExperts(stack.view(NUM_EXPERTS, -1, stack.shape[1])) for stack in stacks())
@@ -234,7 +234,7 @@ def crowd_of(num_rows: int) -> ExpertChoice:
 
 
 def shared_of(num_rows: int) -> ExpertChoice:
-    """The last two experts are everybody's, the first three come from the others: five places of eight."""
+    """The last two experts are shared by all rows, the first three are chosen: five places of eight."""
     own = draw(num_rows, NUM_EXPERTS - 2).argsort(dim=1)[:, :3]
     shared = torch.tensor([NUM_EXPERTS - 2, NUM_EXPERTS - 1]).expand(num_rows, 2)
     return ExpertChoice(torch.cat([own, shared], dim=1).int(), draw(num_rows, 5))
@@ -243,10 +243,10 @@ def shared_of(num_rows: int) -> ExpertChoice:
 @needs_interpreter
 @pytest.mark.parametrize("num_rows", [1, 3, 16, 17, 32, 33])
 @pytest.mark.parametrize("draw_choice", [choice_of, crowd_of, shared_of])
-def test_few_rows_are_answered_alike_without_a_plan(
+def test_few_rows_give_the_same_outputs_without_a_plan(
     draw_choice: Callable[[int], ExpertChoice], num_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last row is a pad, and not a number: nobody else may notice."""
+    """The last row is a pad that holds NaN, which may not reach other rows."""
     from peregrine.kernels.moe import triton as experts_gpu
 
     plan, plans = experts_gpu.plan, []

@@ -1,4 +1,4 @@
-"""top-k, top-p and min-p: the sets a plain loop keeps, ties and edges included."""
+"""top-k, top-p and min-p keep the sets of a plain loop, with ties and edge cases."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels.exact_law import Params, kept_tokens, law_of
+from kernels.exact_sampling import Params, kept_tokens, sampling_of
 from peregrine.kernels.sampling import filters
 from peregrine.kernels.sampling.filters import MASS, filter_scores, lowest_kept_torch, masses, masses_torch
 
@@ -27,8 +27,8 @@ FILTERS = [
 
 
 def kept(scores, rows):
-    """Which tokens the kernel keeps: [R, T, V] -> [R, T, V] bool; what is kept keeps its bits."""
-    filtered = filter_scores(scores, law_of(rows))
+    """Which tokens the kernel keeps: [R, T, V] -> [R, T, V] bool; kept scores are unchanged."""
+    filtered = filter_scores(scores, sampling_of(rows))
     stays = filtered > -torch.inf
     assert torch.equal(filtered[stays], scores[stays])
     return stays.numpy()
@@ -49,7 +49,7 @@ def test_sets_are_those_of_a_plain_loop(vocab_size):
             assert got[row, node].tolist() == expected.tolist()
 
 
-# Weights are powers of 4 and shares odd sixty-fourths, so no sum meets a share by rounding.
+# Weights are powers of 4 and shares odd sixty-fourths, so that no sum equals a share by rounding.
 @given(
     powers=st.lists(st.integers(-4, 0), min_size=1, max_size=12),
     top_k=st.integers(0, 13),
@@ -81,28 +81,28 @@ def test_top_p_is_a_share_of_what_top_k_leaves():
 def test_neutral_row_keeps_its_bits():
     scores = torch.randn(2, 3, 50, generator=torch.Generator().manual_seed(0))
     scores[0, :, :4] = torch.tensor([-0.0, 0.0, -300.0, -torch.inf])  # likely, unlikely, impossible
-    filtered = filter_scores(scores, law_of([Params(), Params(top_k=2)]))
+    filtered = filter_scores(scores, sampling_of([Params(), Params(top_k=2)]))
     assert torch.equal(filtered[0].view(torch.int32), scores[0].view(torch.int32))
     assert torch.isinf(filtered[1]).any()
 
 
-def test_a_broken_row_harms_nobody():
+def test_a_broken_row_harms_no_other():
     scores = torch.randn(3, 2, 33, generator=torch.Generator().manual_seed(0))
     rows = [Params(top_k=4, top_p=0.8)] * 3
-    expected = filter_scores(scores, law_of(rows))
+    expected = filter_scores(scores, sampling_of(rows))
     scores[1] = torch.nan
-    got = filter_scores(scores, law_of(rows))
+    got = filter_scores(scores, sampling_of(rows))
     assert torch.equal(got[0], expected[0])
     assert torch.equal(got[2], expected[2])
 
 
 @pytest.mark.parametrize("vocab_size", [7, 1003])
-def test_bits_do_not_depend_on_company(vocab_size):
+def test_bits_do_not_depend_on_the_batch(vocab_size):
     scores = torch.randn(len(FILTERS), 4, vocab_size, generator=torch.Generator().manual_seed(3))
-    together = filter_scores(scores, law_of(FILTERS))
+    together = filter_scores(scores, sampling_of(FILTERS))
     for row, params in enumerate(FILTERS):
         for node in range(4):
-            alone = filter_scores(scores[row : row + 1, node : node + 1], law_of([params]))
+            alone = filter_scores(scores[row : row + 1, node : node + 1], sampling_of([params]))
             assert torch.equal(alone[0, 0], together[row, node])
 
 
@@ -118,4 +118,4 @@ def test_top_p_stops_where_its_share_is_reached(monkeypatch):
     monkeypatch.setattr(filters, "masses", lambda *_: torch.tensor([[[4, 2, 1, 1]]]))
     scores = torch.tensor([[[4.0, 3.0, 2.0, 1.0]]])
     for top_p, lowest in [(0.5, 4.0), (0.51, 3.0), (0.75, 3.0), (0.76, 2.0)]:
-        assert lowest_kept_torch(scores, law_of([Params(top_p=top_p)])).item() == lowest
+        assert lowest_kept_torch(scores, sampling_of([Params(top_p=top_p)])).item() == lowest

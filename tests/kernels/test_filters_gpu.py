@@ -1,9 +1,9 @@
-"""top-k, top-p and min-p by histogram and by digits, in the interpreter: the twin's sets, ties and edges included."""
+"""top-k, top-p and min-p by histogram and by digits, in the interpreter: the twin's sets, with ties and edge cases."""
 
 import pytest
 import torch
 
-from kernels.exact_law import Params, law_of
+from kernels.exact_sampling import Params, sampling_of
 from kernels.interpreted import needs_interpreter, send_to_triton
 from peregrine.kernels.sampling.filters import lowest_kept_torch
 
@@ -25,7 +25,7 @@ ROWS = [
 
 @pytest.fixture(autouse=True)
 def _triton_serves(monkeypatch):
-    """The twin adds up the kernels' masses, so that the two can be held to the very same sets."""
+    """The twin adds up the kernels' masses, so that the sets must be equal."""
     send_to_triton(monkeypatch)
 
 
@@ -48,9 +48,9 @@ def logits_of(kind, vocab_size, dtype):
 def test_kept_sets_are_the_twins(kind, vocab_size, dtype):
     from peregrine.kernels.sampling.filters_triton import lowest_kept
 
-    logits, law = logits_of(kind, vocab_size, dtype), law_of(ROWS)
-    scores = logits.float() / law.temperature[:, None, None]
-    got, expected = lowest_kept(logits, law), lowest_kept_torch(scores, law)[:, :, 0]
+    logits, sampling = logits_of(kind, vocab_size, dtype), sampling_of(ROWS)
+    scores = logits.float() / sampling.temperature[:, None, None]
+    got, expected = lowest_kept(logits, sampling), lowest_kept_torch(scores, sampling)[:, :, 0]
     assert got.shape == expected.shape
     assert torch.equal(scores >= got[:, :, None], scores >= expected[:, :, None])
 
@@ -60,29 +60,29 @@ def test_kept_sets_are_the_twins(kind, vocab_size, dtype):
 def test_a_histogram_and_digits_find_the_same_score(kind, dtype):
     from peregrine.kernels.sampling.filters_triton import lowest_kept
 
-    logits, law = logits_of(kind, 300, dtype), law_of(ROWS)
-    assert torch.equal(lowest_kept(logits, law), lowest_kept(logits.float(), law))
+    logits, sampling = logits_of(kind, 300, dtype), sampling_of(ROWS)
+    assert torch.equal(lowest_kept(logits, sampling), lowest_kept(logits.float(), sampling))
 
 
 def test_scores_that_are_impossible_are_not_kept():
     from peregrine.kernels.sampling.filters_triton import lowest_kept
 
-    logits, law = logits_of("normal", 90, torch.float32), law_of(ROWS)
+    logits, sampling = logits_of("normal", 90, torch.float32), sampling_of(ROWS)
     logits[:, :, ::2] = -torch.inf
-    scores = logits / law.temperature[:, None, None]
-    got, expected = lowest_kept(logits, law), lowest_kept_torch(scores, law)[:, :, 0]
+    scores = logits / sampling.temperature[:, None, None]
+    got, expected = lowest_kept(logits, sampling), lowest_kept_torch(scores, sampling)[:, :, 0]
     assert torch.equal(scores >= got[:, :, None], scores >= expected[:, :, None])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_broken_node_harms_nobody(dtype):
+def test_a_broken_node_harms_no_other(dtype):
     from peregrine.kernels.sampling.filters_triton import lowest_kept
 
-    logits, law = logits_of("normal", 90, dtype), law_of(ROWS)
-    expected = lowest_kept(logits, law)
+    logits, sampling = logits_of("normal", 90, dtype), sampling_of(ROWS)
+    expected = lowest_kept(logits, sampling)
     logits[::2, 0, 17:30] = torch.tensor(torch.nan)
     logits[4] = torch.nan
-    got = lowest_kept(logits, law)
+    got = lowest_kept(logits, sampling)
     assert torch.equal(got[1::2], expected[1::2])
 
 
@@ -93,4 +93,4 @@ def test_masses_add_up_exactly():
     logits = torch.tensor([[[3.0, 3.0, 2.0, 2.0, -40.0]]], dtype=torch.bfloat16)
     share = 2 / (2 + 2 * torch.exp(torch.tensor(-1.0))).item()  # the mass of the two largest
     for top_p, least in [(share - 1e-4, 3.0), (share + 1e-4, 2.0)]:
-        assert lowest_kept(logits, law_of([Params(top_p=top_p)])).item() == least
+        assert lowest_kept(logits, sampling_of([Params(top_p=top_p)])).item() == least

@@ -96,7 +96,7 @@ def test_context(problem: Problem, gpu: Gpu, tile: int, on_hopper: bool) -> None
 
 
 def test_hoppers_dense_kernel_serves_where_its_tiles_fill_the_device() -> None:
-    """Two programs fit on a multiprocessor: as soon as tiles cannot be shared by two, one reads all keys of a tile."""
+    """Two programs fit on a multiprocessor: with too many tiles for split-KV, one program reads all keys of a tile."""
     taken = {rows: decode(window(LLAMA, rows)) for rows in (1, 8, 16, 17, 32)}
     assert [rows for rows, launch in taken.items() if launch is not None and launch.on_hopper] == [17, 32]
     few_heads = {rows: decode(window(replace(LLAMA, num_kv_heads=4), rows)) for rows in (8, 16, 33, 34)}
@@ -116,7 +116,7 @@ def test_hoppers_dense_kernel_serves_where_its_tiles_fill_the_device() -> None:
     ],
     ids=["window", "sinks", "tree", "small pages", "float8", "head dim", "wide group"],
 )
-def test_what_is_not_common_is_left_to_triton(other: dict[str, object]) -> None:
+def test_uncommon_settings_are_left_to_triton(other: dict[str, object]) -> None:
     common = decode(window(LLAMA, 64))
     assert common is not None
     assert common.on_hopper
@@ -140,7 +140,7 @@ def test_a_tile_holds_all_queries_of_a_row_up_to_64(q_len: int, group: int, tile
         (512, 64, {"page_size": 4}, False),
     ],
 )
-def test_hopper_takes_latents_in_whole_columns(rank: int, rope: int, other: dict[str, object], taken: bool) -> None:
+def test_hopper_needs_mla_sizes_of_whole_columns(rank: int, rope: int, other: dict[str, object], taken: bool) -> None:
     problem = replace(DEEPSEEK, value_dim=rank, key_dim=rank + rope, **other)  # type: ignore[arg-type]
     launch = decode(problem)
     assert launch is not None

@@ -1,4 +1,4 @@
-"""Hopper's own kernels become machine code that does what they are for: copies ahead, one wait for who came before."""
+"""Hopper's own kernels compile to the intended instructions: asynchronous copies and one wait for the kernel before."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def compiled() -> list[dict[str, int | str]]:
 pytestmark = pytest.mark.skipif(not TRITON_PRESENT, reason="needs triton")
 
 
-def test_all_fit_a_processor(compiled: list[dict[str, int | str]]) -> None:
+def test_all_fit_a_multiprocessor(compiled: list[dict[str, int | str]]) -> None:
     assert len(compiled) == 15
     assert all(0 < int(facts["shared"]) <= MOST_SHARED for facts in compiled)
 
@@ -47,7 +47,7 @@ def test_tiles_are_copied_and_multiplied_by_hopper(compiled: list[dict[str, int 
 
 
 def test_products_of_attention_wait_for_each_other_only_where_they_must(compiled: list[dict[str, int | str]]) -> None:
-    """The compiler makes all of them wait, each for the one before, if it cannot see through one."""
+    """If the compiler cannot analyse one product, it makes each wait for the one before."""
     assert all(int(f["held_up"]) <= 3 for f in compiled if f["kernel"] in ATTENTION)
 
 

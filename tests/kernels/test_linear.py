@@ -1,4 +1,4 @@
-"""Linear layers: right to float32, and each row's bits are its own."""
+"""Linear layers: accurate to float32, and a row's bits do not depend on other rows."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def linear(x: Tensor, packed: WeightFormat) -> Tensor:
 
 
 def linear_torch(x: Tensor, packed: WeightFormat) -> Tensor:
-    """The twin, of the same values."""
+    """The twin on the same values."""
     return (packed if type(packed) is DenseWeight else packed.unpack()).linear(x)
 
 
@@ -51,7 +51,7 @@ def test_agrees_with_float64(function, shape, with_bias):
 
 @pytest.mark.parametrize("function", BOTH)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_row_has_the_same_bits_in_any_company(function, shape):
+def test_a_row_has_the_same_bits_in_any_batch(function, shape):
     x, weight, bias = _case(*shape)
     packed = pack_weight(weight, bias)
     together = function(x, packed)

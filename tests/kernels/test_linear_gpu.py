@@ -1,4 +1,4 @@
-"""The linear kernel in the interpreter: right answers for every part it can do, and tiles that change nothing.
+"""The linear kernel in the interpreter: correct results with every fused part, independent of the tile.
 
 Where rounding would blur what is tested, inputs are whole numbers: every sum is exact, whatever its order.
 """
@@ -112,14 +112,14 @@ def test_no_rows_are_no_launch() -> None:
     assert TritonWeight(weight, bias).linear(torch.empty(0, 96)).shape == (0, 80)
 
 
-def test_rows_may_lie_apart() -> None:
+def test_rows_may_be_strided() -> None:
     weight, bias = weights_of((80, 96))
     wide = draw(5, 200)
     for x in (wide[:, :96], wide[:, 100:196], wide.T.contiguous().T[:, :96]):
         assert torch.equal(TritonWeight(weight, bias).linear(x), TritonWeight(weight, bias).linear(x.contiguous()))
 
 
-def test_the_residual_may_lie_apart() -> None:
+def test_the_residual_may_be_strided() -> None:
     x, weight, wide = whole(5, 96), whole(80, 96, seed=1), whole(5, 200, seed=2)
     squares, stale = torch.zeros(2, 5, 2, dtype=torch.int64)
     total, _ = add(x, weight, None, wide[:, :80], torch.ones(80), squares, stale)
@@ -183,8 +183,8 @@ def add_to(residual: Tensor) -> tuple[Tensor, list[int]]:
 
 
 @pytest.mark.parametrize("value", [2.0**17 + 1, 1e6, -1e30, float("inf"), float("nan")])
-def test_a_value_too_large_to_count_spoils_its_row_and_no_other(value: float) -> None:
-    """The norm of such a row cannot be told, and a wrong one would be worse than none."""
+def test_a_value_too_large_to_square_makes_its_row_nan_and_no_other(value: float) -> None:
+    """The norm of such a row overflows, and a wrong result would be worse than NaN."""
     residual = torch.zeros(2, 80)
     residual[1, 3], residual[:, 70] = value, 0.5
     prepared, squares = add_to(residual)
@@ -217,7 +217,7 @@ def few_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("few_rows")
 @pytest.mark.parametrize("shape", SHAPES, ids=IDS)
-def test_long_inputs_are_cut_into_launches(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_rows_are_cut_into_launches(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     outputs, inputs = shape
     x, weight, residual = whole(70, inputs), whole(outputs, inputs, seed=1), whole(70, outputs, seed=2)
     norm = whole(outputs, seed=3)
@@ -302,7 +302,7 @@ def test_few_tiles_are_shared_by_as_many_programs_as_there_are_multiprocessors(
 
 @given(st.integers(1, 10240), st.integers(8, 256), st.integers(1, 128))
 def test_programs_that_share_tiles_all_start_at_once(outputs: int, blocks: int, rows: int) -> None:
-    """For up to a tile of rows: a program that came after another would read its weights while others are done."""
+    """For up to one tile of rows: a second wave of programs would start only after the first."""
     tile = pick_tile(rows, outputs, SPLIT_DEPTH * blocks, gate=False, on_hopper=True)
     assume(tile.split > 1)
     programs = tile.split * -(-outputs // tile.cols)
@@ -312,7 +312,7 @@ def test_programs_that_share_tiles_all_start_at_once(outputs: int, blocks: int, 
 
 @given(st.integers(1, 5120), st.integers(1, MAX_ROWS), st.integers(16, 256))
 def test_partial_sums_find_room(outputs: int, rows: int, blocks: int) -> None:
-    """Every program that shares a tile has a place of its own, within the workspace."""
+    """Every program that shares a tile has its own place within the workspace."""
     tile = pick_tile(rows, outputs, SPLIT_DEPTH * blocks, gate=False)
     assume(tile.split > 1)
     partial, arrived = gpu._workspace(torch.device("cpu"))

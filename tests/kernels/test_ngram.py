@@ -1,4 +1,4 @@
-"""Look-up in the text: the longest, then latest run that a plain loop finds, by the twin and by the kernel."""
+"""Look-up in the text: twin and kernel find the longest, then latest, run that a plain loop finds."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def find(request, monkeypatch):
 
 
 def look_back(text, newest, count):
-    """The guess after text[: newest + 1], by trying every place."""
+    """The drafts after text[: newest + 1], by trying every place."""
     best, place = 0, 0
     for p in range(newest):
         run = 0

@@ -113,7 +113,7 @@ def test_noise_is_finite_at_the_ends(monkeypatch):
 
 
 @pytest.mark.parametrize("vocab_size", [1, 7, 64, 1003])
-def test_noise_does_not_depend_on_company_or_order(vocab_size):
+def test_noise_does_not_depend_on_batch_or_order(vocab_size):
     generator = torch.Generator().manual_seed(1)
     seeds = torch.randint(0, 2**62, (5,), generator=generator)
     positions = torch.randint(0, 2**20, (5, 6), generator=generator)

@@ -1,4 +1,4 @@
-"""Norms: Hugging Face's semantics, and each row's bits are its own."""
+"""Norms: Hugging Face's semantics, and a row's bits do not depend on other rows."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def test_agrees_with_float64(function, width):
 
 @pytest.mark.parametrize("function", BOTH)
 @pytest.mark.parametrize("width", WIDTHS)
-def test_a_row_has_the_same_bits_in_any_company(function, width):
+def test_a_row_has_the_same_bits_in_any_batch(function, width):
     x, weight = _rows(max(ROWS), width)
     together = function(x, weight, EPS)
     for num_rows in ROWS:

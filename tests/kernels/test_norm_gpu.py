@@ -1,4 +1,4 @@
-"""Norms in the interpreter: the twin's rows, whatever their layout."""
+"""Norms in the interpreter: equal to the twin in every layout."""
 
 import pytest
 import torch
@@ -59,7 +59,7 @@ def test_views_have_the_bits_of_their_copies(view) -> None:
 def test_a_pair_is_two_norms_side_by_side(rows: int, width: int) -> None:
     embedding, first, second = draw(30, width), draw(width, seed=1), draw(width, seed=2)
     tokens = torch.arange(rows) * 7 % 30
-    hidden = draw(rows, 2 * width, seed=3)[:, width:]  # rows lie apart
+    hidden = draw(rows, 2 * width, seed=3)[:, width:]  # strided rows
     both = gpu.norm_pair(tokens, embedding, first, hidden, second, EPS)
     assert both.shape == (rows, 2 * width)
     embedded = rms_norm_torch(F.embedding(tokens, embedding), first, EPS)

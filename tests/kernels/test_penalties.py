@@ -1,10 +1,10 @@
-"""Penalties: counted at every tree node as a plain loop counts them, and neutral to the bit when off."""
+"""Penalties: counted at every tree node as by a plain loop; neutral values change no bit."""
 
 import numpy as np
 import pytest
 import torch
 
-from kernels.exact_law import Params, context_of, law_of, penalised
+from kernels.exact_sampling import Params, context_of, penalised, sampling_of
 from peregrine.kernels.sampling.reference import count_tokens, penalise
 
 VOCAB = 13
@@ -43,7 +43,7 @@ def test_every_node_counts_its_own_path(num_nodes, garbage):
     prompts, outputs, windows, paths, words = random_case(rng, len(rows), num_nodes)
     logits = torch.from_numpy(rng.normal(size=(len(rows), num_nodes, VOCAB))).float()
     context = context_of(prompts, outputs, windows, words, garbage)
-    got = penalise(logits, law_of(rows), context)
+    got = penalise(logits, sampling_of(rows), context)
     for row, params in enumerate(rows):
         for node, path in enumerate(paths[row]):
             output = outputs[row] + [windows[row][step] for step in path[1:]]
@@ -59,7 +59,7 @@ def test_siblings_do_not_see_each_other():
 
 
 def test_root_is_counted_once():
-    """The root token stands in the history and in the window."""
+    """The root token is in the history and in the window."""
     context = context_of([[1]], [[3]], [[3, 3]], [[0b01, 0b11]])
     _, counts = count_tokens(context, VOCAB)
     assert counts[0, :, 3].tolist() == [1.0, 2.0]
@@ -71,22 +71,24 @@ def test_neutral_row_keeps_its_bits():
     logits = torch.randn(2, 4, VOCAB, generator=torch.Generator().manual_seed(0))
     logits[0, :, :3] = torch.tensor([0.0, -0.0, 1e-42])
     given = logits.clone()
-    got = penalise(logits, law_of([Params(), Params(repetition=1.7)]), context_of(prompts, outputs, windows, words))
+    got = penalise(
+        logits, sampling_of([Params(), Params(repetition=1.7)]), context_of(prompts, outputs, windows, words)
+    )
     assert torch.equal(got[0].view(torch.int32), given[0].view(torch.int32))
     assert not torch.equal(got[1], given[1])
     assert torch.equal(logits, given)
 
 
 @pytest.mark.parametrize("vocab_size", [13, 1003])
-def test_bits_do_not_depend_on_company(vocab_size):
+def test_bits_do_not_depend_on_the_batch(vocab_size):
     rng = np.random.default_rng(9)
     rows = [Params(repetition=1.1 + 0.1 * r, presence=0.3 * r, frequency=0.17 * r) for r in range(4)]
     prompts, outputs, windows, _, words = random_case(rng, 4, 5)
     logits = torch.randn(4, 5, vocab_size, generator=torch.Generator().manual_seed(0))
-    together = penalise(logits, law_of(rows), context_of(prompts, outputs, windows, words))
+    together = penalise(logits, sampling_of(rows), context_of(prompts, outputs, windows, words))
     for row in range(4):
         context = context_of(
             prompts[row : row + 1], outputs[row : row + 1], windows[row : row + 1], words[row : row + 1]
         )
-        alone = penalise(logits[row : row + 1], law_of(rows[row : row + 1]), context)
+        alone = penalise(logits[row : row + 1], sampling_of(rows[row : row + 1]), context)
         assert torch.equal(alone[0], together[row])

@@ -21,13 +21,13 @@ def draw(*size: int) -> Tensor:
 
 @pytest.mark.parametrize(("heads", "inputs", "outputs"), [(2, 16, 32), (3, 48, 24), (4, 128, 80)])
 @pytest.mark.parametrize("rows", [0, 1, 5, 37])
-def test_every_head_meets_its_own_weight(heads: int, inputs: int, outputs: int, rows: int) -> None:
+def test_every_head_has_its_own_weight(heads: int, inputs: int, outputs: int, rows: int) -> None:
     x, weight = draw(rows, heads, inputs + 8)[..., :inputs], draw(heads, outputs, inputs)
     expected = torch.einsum("nhk,hok->nho", x.double(), weight.double())
     torch.testing.assert_close(TritonPerHead(weight).linear(x).double(), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_answers_go_where_they_are_asked_to() -> None:
+def test_results_go_into_the_given_output() -> None:
     x, weight = draw(5, 3, 32), draw(3, 48, 32)
     wide = torch.full((5, 3, 48 + 16), 9.0)
     out = TritonPerHead(weight).linear(x, wide[..., :48])
@@ -37,7 +37,7 @@ def test_answers_go_where_they_are_asked_to() -> None:
 
 
 @pytest.mark.parametrize("tile", [(16, 16), (16, 64), (32, 32), (64, 64), (128, 16)])
-def test_neither_tile_nor_company_changes_a_bit_here(tile: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neither_tile_nor_other_rows_change_a_bit_here(tile: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = draw(70, 2, 64), draw(2, 72, 64)
     together = TritonPerHead(weight).linear(x)
     monkeypatch.setattr(heads_gpu, "pick_tile", lambda *sizes: tile)
@@ -45,7 +45,7 @@ def test_neither_tile_nor_company_changes_a_bit_here(tile: tuple[int, int], monk
     assert torch.equal(TritonPerHead(weight).linear(x[3:4]), together[3:4])
 
 
-def test_tiles_grow_with_the_rows_and_narrow_until_all_processors_have_one() -> None:
+def test_tiles_grow_with_the_rows_and_narrow_until_all_multiprocessors_have_one() -> None:
     assert [pick_tile(rows, 16, 512)[0] for rows in (1, 16, 17, 64, 4096)] == [16, 16, 32, 64, 128]
     assert pick_tile(1, 16, 512) == (16, 64)
     assert pick_tile(1, 16, 128) == (16, 16)

@@ -1,4 +1,4 @@
-"""Places, positions and slots: what a plain loop says, by the twin and by the kernel."""
+"""Places, positions and slots: twin and kernel against a plain loop."""
 
 import random
 from dataclasses import fields
@@ -16,12 +16,12 @@ from peregrine.kernels.round.places import (
     window_places_torch,
 )
 
-PAGES, MOST = 24, 300  # a row's pages, and the most places it has
+PAGES, MOST = 24, 300  # pages of a row, and its maximum number of places
 
 
 @pytest.fixture(params=["twin", pytest.param("triton", marks=needs_interpreter)])
 def by(request):
-    """(window, path, ahead) as the twin or the kernel does them."""
+    """The functions (window, path, ahead) of the twin or of the kernel."""
     if request.param == "twin":
         return window_places_torch, path_places_torch, ahead_places_torch
     from peregrine.kernels.round import triton as round_gpu
@@ -34,7 +34,7 @@ def by(request):
 
 
 def draw(seed, rows):
-    """(page size, page table, past lengths before and after, history); tables and histories are parts of wider ones."""
+    """(page size, page table, past lengths before and after, history); tables and histories are strided views."""
     generator, page_size = torch.Generator().manual_seed(seed), random.Random(seed).choice([16, 32, 64])
     table = torch.randint(0, 999, (rows + 2, PAGES + 3), generator=generator)[:rows, :PAGES]
     past = torch.randint(0, MOST, (rows,), generator=generator)
@@ -59,7 +59,7 @@ def check(got, **expected):
 def test_a_window(by, rows, nodes, max_len):
     page_size, table, past, _, _ = draw(nodes, rows)
     depths = torch.randint(0, nodes, (rows, nodes), generator=torch.Generator().manual_seed(1))
-    for links in (depths, depths[:1].expand(rows, -1)):  # a chain's links are one row for all
+    for links in (depths, depths[:1].expand(rows, -1)):  # a chain has one row of links for all rows
         at = [[int(past[r] + links[r, i]) for i in range(nodes)] for r in range(rows)]
         check(
             by[0](past, links, table, page_size, max_len),

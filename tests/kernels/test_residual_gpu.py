@@ -1,4 +1,4 @@
-"""The residual stream as a GPU carries it, in the interpreter: the twin's values, with split norms."""
+"""The residual stream on the GPU path, in the interpreter: the twin's values, with split norms."""
 
 import pytest
 import torch
@@ -51,7 +51,7 @@ LAST = drawn(OUT, HIDDEN, 3)
 
 
 def layer(residual: Residual, norm: Norm | None) -> Residual:
-    """An MLP; its weights are packed for the device at hand."""
+    """An MLP whose weights are packed for the current device."""
     return pack_weight(DOWN, DOWN_BIAS).add(pack_weight(GATE_UP).gated(residual), residual, norm)
 
 
@@ -66,7 +66,7 @@ def test_embedding_rows_are_prepared_for_a_norm(rows: int) -> None:
     assert not spare.any()
 
 
-def test_a_value_too_large_to_count_spoils_its_row_and_no_other() -> None:
+def test_a_value_too_large_to_square_makes_its_row_nan_and_no_other() -> None:
     embedding = torch.tensor([[1.0, 1e30, 0.5], [1.0, 2.0, 3.0]])
     _, scaled, squares, _ = gpu.embed(torch.tensor([0, 1]), embedding, torch.ones(3))
     assert scaled.isnan().tolist() == [[False, True, False], [False] * 3]
@@ -100,7 +100,7 @@ def test_layers_are_the_twins(rows: int, monkeypatch: pytest.MonkeyPatch) -> Non
     torch.testing.assert_close(gpu_scores, scores, rtol=1e-4, atol=1e-5)
 
 
-def test_sums_that_are_no_longer_read_serve_the_addition_after_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_of_squares_alternate_between_two_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     send_models_to_triton(monkeypatch)
     first = embed_residual(torch.arange(5), EMBEDDING, NORMS[0])
     second = layer(first, NORMS[1])
@@ -117,7 +117,7 @@ def test_sums_that_are_no_longer_read_serve_the_addition_after_next(monkeypatch:
 def test_a_residual_without_sums_gets_them_where_a_norm_follows(
     norm: Norm | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the first layer of a draft head, whose input is read as it is."""
+    """Like the first layer of a draft head, whose input has no norm."""
     values, x = draw(5, HIDDEN, seed=4), draw(5, INNER, seed=5)
     expected = pack_weight(DOWN, DOWN_BIAS).add(x, start_residual(values, None), norm).finish_norm()
     send_models_to_triton(monkeypatch)
@@ -126,7 +126,7 @@ def test_a_residual_without_sums_gets_them_where_a_norm_follows(
     torch.testing.assert_close(residual.finish_norm(), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_chosen_rows_go_on_as_they_would_among_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_selected_rows_agree_with_the_whole_residual(monkeypatch: pytest.MonkeyPatch) -> None:
     send_models_to_triton(monkeypatch)
     residual = embed_residual(torch.arange(9), EMBEDDING, NORMS[0])
     chosen = torch.tensor([7, 0, 4])

@@ -1,4 +1,4 @@
-"""Rotary positions: a true rotation of each pair, and each row's bits are its own."""
+"""Rotary positions: a rotation of each pair, and a row's bits do not depend on other rows."""
 
 import pytest
 import torch
@@ -27,12 +27,12 @@ def _case(heads: int, dim: int, num_rows: int = max(ROWS)) -> tuple[Tensor, Tens
 
 @pytest.mark.parametrize("function", BOTH)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_turns_pairs_like_complex_numbers(function, shape):
+def test_rotates_pairs_like_complex_numbers(function, shape):
     x, positions, table = _case(*shape)
     half = shape[1] // 2
-    turn = torch.polar(torch.ones(()).double(), _angles(shape[1])[positions])[:, None]
-    turned = torch.complex(x[..., :half].double(), x[..., half:].double()) * turn
-    exact = torch.cat((turned.real, turned.imag), dim=-1)
+    rotation = torch.polar(torch.ones(()).double(), _angles(shape[1])[positions])[:, None]
+    rotated = torch.complex(x[..., :half].double(), x[..., half:].double()) * rotation
+    exact = torch.cat((rotated.real, rotated.imag), dim=-1)
     for num_rows in ROWS:
         y = function(x[:num_rows], positions[:num_rows], table)
         assert y.shape == (num_rows, *shape)
@@ -41,7 +41,7 @@ def test_turns_pairs_like_complex_numbers(function, shape):
 
 @pytest.mark.parametrize("function", BOTH)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_row_has_the_same_bits_in_any_company(function, shape):
+def test_a_row_has_the_same_bits_in_any_batch(function, shape):
     x, positions, table = _case(*shape)
     together = function(x, positions, table)
     for num_rows in ROWS:
@@ -80,7 +80,7 @@ def test_half_precision_is_rounded_once(dtype):
 
 
 @pytest.mark.parametrize("function", [rope, rope_torch])
-def test_gradients_turn_back(function):
+def test_gradients_are_rotated_back(function):
     x, positions, table = _case(2, 6, num_rows=4)
     x.requires_grad_()
     y = function(x, positions, table)
@@ -90,7 +90,7 @@ def test_gradients_turn_back(function):
 
 @needs_numba
 @pytest.mark.parametrize("position", [-1, TABLE_ROWS, 2**40])
-def test_a_position_outside_the_table_poisons_its_row_alone(position):
+def test_a_position_outside_the_table_makes_its_row_nan_alone(position):
     x, positions, table = _case(2, 6, num_rows=3)
     expected = rope(x, positions, table)
     positions[1] = position

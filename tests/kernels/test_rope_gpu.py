@@ -1,4 +1,4 @@
-"""Head norms, rotation and the store of keys and values in one launch, in the interpreter: what the twins do apart."""
+"""Head norms, rotation and the KV write in one launch, in the interpreter, against the twins."""
 
 from dataclasses import replace
 
@@ -25,8 +25,8 @@ def draw(*size: int, seed: int = 0) -> Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(seed + size[-1]))
 
 
-def turn_of(rows: Tensor, tokens: int, head_dim: int, norms: bool) -> DeferredRope:
-    """Rows [R] ask, at the positions of their tokens."""
+def rope_of(rows: Tensor, tokens: int, head_dim: int, norms: bool) -> DeferredRope:
+    """The deferred rotation of live rows [R], at the positions of their tokens."""
     angles = torch.arange(POSITIONS)[:, None] / 10 ** (torch.arange(head_dim // 2) / head_dim)
     positions = (torch.arange(tokens) * 7 + 3) % POSITIONS
     q_norm, k_norm = (draw(head_dim, seed=seed) if norms else None for seed in (1, 2))
@@ -52,36 +52,36 @@ def test_one_launch_does_what_the_twins_do(norms: bool, head_dim: int, tokens: i
     kv = draw(tokens, 2 * KV_HEADS, head_dim, seed=5)
     k, v = kv[:, :KV_HEADS], kv[:, KV_HEADS:]
     q = draw(tokens, Q_HEADS, head_dim, seed=6)[rows]
-    turn = turn_of(rows, tokens, head_dim, norms)
+    rope = rope_of(rows, tokens, head_dim, norms)
     slots = torch.randperm(tokens + 3, generator=torch.Generator().manual_seed(tokens))[:tokens]
     store, expected = empty_store(tokens, head_dim), empty_store(tokens, head_dim)
     for held in (store.keys, store.values, expected.keys, expected.values):
         held.fill_(9.0)  # slots that are not written keep it
-    turned = rope_write_kv(layer_of(store), slots, q, k, v, turn)
-    expected_q, expected_k = rotate_heads(q, k, turn)
+    rotated = rope_write_kv(layer_of(store), slots, q, k, v, rope)
+    expected_q, expected_k = rotate_heads(q, k, rope)
     expected.write(0, slots, expected_k, v)
-    torch.testing.assert_close(turned, expected_q)
+    torch.testing.assert_close(rotated, expected_q)
     torch.testing.assert_close(store.keys, expected.keys)
     assert torch.equal(store.values, expected.values)
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.25, 8.0])
-def test_float8_stores_hold_what_the_twin_puts_there(factor: float) -> None:
-    """Numbers that float8 has, and some past its largest: the interpreter rounds the rest in its own way."""
+def test_float8_stores_hold_what_the_twin_writes(factor: float) -> None:
+    """Numbers that float8 has, and some beyond its largest; the interpreter rounds other numbers differently."""
     tokens, head_dim = 5, 16
     exact = torch.tensor([1.0, -1.5, 0.5, 448.0, -448.0, 0.0, 600.0, -1e6]) * factor
     k, v = (exact.roll(by).repeat(tokens, KV_HEADS, 2) for by in (0, 3))
     rows = torch.arange(tokens)
-    turn = turn_of(rows, tokens, head_dim, norms=False)
+    rope = rope_of(rows, tokens, head_dim, norms=False)
     still = torch.cat((torch.ones(POSITIONS, head_dim // 2), torch.zeros(POSITIONS, head_dim // 2)), dim=1)
-    turn = replace(turn, table=still)
+    rope = replace(rope, table=still)
     store, expected = (empty_store(tokens, head_dim, FP8) for _ in range(2))
     for held in (store, expected):
         assert held.k_scales is not None
         assert held.v_scales is not None
         held.k_scales.fill_(factor)
         held.v_scales.fill_(2 * factor)
-    rope_write_kv(layer_of(store), rows + 1, torch.ones(tokens, Q_HEADS, head_dim), k, v, turn)
+    rope_write_kv(layer_of(store), rows + 1, torch.ones(tokens, Q_HEADS, head_dim), k, v, rope)
     expected.write(0, rows + 1, k, v)
     assert torch.equal(store.keys.view(torch.uint8), expected.keys.view(torch.uint8))
     assert torch.equal(store.values.view(torch.uint8), expected.values.view(torch.uint8))

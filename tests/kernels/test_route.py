@@ -92,7 +92,7 @@ def test_a_bias_decides_the_choice_and_not_the_weights() -> None:
     torch.testing.assert_close(found.weights, torch.tensor([[-1.0, 3.0]]).sigmoid())
 
 
-def test_what_is_not_a_number_makes_the_weights_so_and_keeps_the_experts_valid() -> None:
+def test_nan_makes_the_weights_nan_and_keeps_the_experts_valid() -> None:
     for rule in RULES.values():
         logits = draw(3, rule.num_experts)
         logits[1, 5] = torch.nan
@@ -133,7 +133,7 @@ GATES: list[tuple[str, str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("family", "gate", "fields", "rule"), GATES, ids=[case[0] for case in GATES])
-def test_transformers_gates_choose_and_weight_alike(family: str, gate: str, fields: dict[str, Any], rule: str) -> None:
+def test_choices_and_weights_agree_with_transformers(family: str, gate: str, fields: dict[str, Any], rule: str) -> None:
     transformers = pytest.importorskip("transformers")
     config = getattr(transformers, f"{family}Config")(hidden_size=32, num_attention_heads=4, **fields)
     module = transformers.models
@@ -148,14 +148,14 @@ def test_transformers_gates_choose_and_weight_alike(family: str, gate: str, fiel
             router.e_score_correction_bias.copy_(bias_of(chosen_rule))
         _, weights, experts = router(x)
     found = route(Residual(x, x), pack_router(weight), chosen_rule, bias_of(chosen_rule))
-    order = experts.argsort(dim=1)  # theirs come in no order
+    order = experts.argsort(dim=1)  # theirs are unsorted
     ours = found.experts.argsort(dim=1)
     assert torch.equal(found.experts.gather(1, ours).long(), experts.gather(1, order))
     torch.testing.assert_close(found.weights.gather(1, ours), weights.gather(1, order))
 
 
 @each_rule
-def test_a_row_routes_alike_in_any_company(rule: RoutingRule) -> None:
+def test_a_row_gets_the_same_experts_in_any_batch(rule: RoutingRule) -> None:
     weight, x = pack_router(draw(rule.num_experts, 48, seed=1)), draw(37, 48, seed=2)
     whole = route(Residual(x, x), weight, rule, bias_of(rule))
     for first, last in ((0, 1), (5, 6), (3, 20), (36, 37)):
@@ -197,7 +197,7 @@ def test_the_kernel_divides_by_the_norm_of_the_residual() -> None:
 
 
 @needs_interpreter
-def test_the_kernel_breaks_ties_and_meets_broken_rows_as_the_twin_does() -> None:
+def test_the_kernel_treats_ties_and_nan_as_the_twin_does() -> None:
     for rule in RULES.values():
         x = torch.zeros(2, 16)
         x[1] = torch.nan
@@ -211,7 +211,7 @@ def test_the_kernel_breaks_ties_and_meets_broken_rows_as_the_twin_does() -> None
 
 @needs_interpreter
 def test_the_kernels_rows_do_not_depend_on_the_tile() -> None:
-    """More rows than a small tile takes: the tall one gives the same bits."""
+    """More rows than the small tile holds: the tall tile gives the same bits."""
     rule = RULES["v2"]
     weight, x = draw(rule.num_experts, 48, seed=1), draw(70, 48, seed=2)
     whole = on_gpu(x, weight, rule)

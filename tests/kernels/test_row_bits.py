@@ -42,14 +42,14 @@ def test_no_operation_depends_on_the_batch(capability: str, numba: str) -> None:
 
 
 def last_element(x: Tensor) -> Tensor:
-    """Another rounding in the tail of the tensor."""
+    """A faulty operation: another rounding in the last element of the tensor."""
     y = x.clone()
     y.view(-1)[-1] += 1e-6
     return y
 
 
 def vector_tail(x: Tensor) -> Tensor:
-    """Other code for what is left after vectors of 16, as torch's own sigmoid has on x86-64."""
+    """A faulty operation: other code for the tail after vectors of 16, as in torch's sigmoid on x86-64."""
     y = 1 / (1 + (-x).exp())
     left = x.numel() % 16
     if left:

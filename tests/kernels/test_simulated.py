@@ -1,4 +1,4 @@
-"""Bent choices: as many drafts are accepted as were drawn, in chains and trees, by the twin and by the kernel."""
+"""Simulated acceptance: twin and kernel accept the drawn number of drafts, in chains and trees."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def bend(request):
 
 
 def open_ended(nodes, ends):
-    """Nothing ends these rows."""
+    """Rows that never end."""
     rows = len(ends.done)
     free = Ends(ends.past_lens, ends.past_lens + 100, torch.full((rows, 1), -1), torch.zeros(rows).bool())
     return nodes, free
@@ -57,14 +57,14 @@ def test_the_first_chain_is_accepted_as_far_as_drawn(bend, num_nodes, depth, acc
             assert got in {min(int(accept), most), min(-int(-accept // 1), most)}
 
 
-def test_a_fault_stays_one(bend):
+def test_a_fault_stays_a_fault(bend):
     choices, *window = draw(1, 4, 3)
     nodes, ends = open_ended(*window)
     bent = bend(torch.full_like(choices, -1), nodes, ends.past_lens, ends.past_lens, 1.0, VOCAB)
     assert (bent[:, 0] == -1).all()
 
 
-def test_the_mean_is_the_one_asked_for(bend):
+def test_the_mean_is_the_requested_one(bend):
     rows, order = 300, torch.arange(4)
     links = [x[None].expand(rows, -1) for x in ((order - 1).clamp(min=0), order, (2 << order) - 1)]
     nodes = Nodes(torch.zeros(rows, 4).long(), *links, torch.full((rows,), 3))

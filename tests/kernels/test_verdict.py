@@ -1,4 +1,4 @@
-"""The kernels judge and commit as the twin does, and the twin as a walk down the tree in plain Python."""
+"""Verdict and commit: the kernels against the twin, and the twin against a walk down the tree in plain Python."""
 
 import random
 from collections.abc import Callable

@@ -69,16 +69,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
     "qwen3-biased-yarn": ("Qwen3", {"head_dim": 16, "attention_bias": True, "rope_parameters": YARN}),
-    "latent-v2": ("DeepseekV2", DENSE_V2),
-    "latent-v2-ranked-yarn": ("DeepseekV2", {**DENSE_V2, "q_lora_rank": 20, "rope_parameters": STRETCHED}),
-    "latent-v2-equal-mscales": (
+    "mla-v2": ("DeepseekV2", DENSE_V2),
+    "mla-v2-ranked-yarn": ("DeepseekV2", {**DENSE_V2, "q_lora_rank": 20, "rope_parameters": STRETCHED}),
+    "mla-v2-equal-mscales": (
         "DeepseekV2",
         {**DENSE_V2, "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7}},
     ),
-    "latent-v3": ("DeepseekV3", {**DENSE_V3, "rms_norm_eps": 1e-2}),
-    "latent-v3-biased": ("DeepseekV3", {**DENSE_V3, "attention_bias": True, "rope_parameters": STRETCHED}),
-    "latent-v3-halves": ("DeepseekV3", {**DENSE_V3, "rope_interleave": False, "q_lora_rank": None}),
-    "latent-v3-one-layer": ("DeepseekV3", {**DENSE_V3, "num_hidden_layers": 1}),
+    "mla-v3": ("DeepseekV3", {**DENSE_V3, "rms_norm_eps": 1e-2}),
+    "mla-v3-biased": ("DeepseekV3", {**DENSE_V3, "attention_bias": True, "rope_parameters": STRETCHED}),
+    "mla-v3-halves": ("DeepseekV3", {**DENSE_V3, "rope_interleave": False, "q_lora_rank": None}),
+    "mla-v3-one-layer": ("DeepseekV3", {**DENSE_V3, "num_hidden_layers": 1}),
     "deepseek-v2": ("DeepseekV2", {**DEEPSEEK_FIELDS, "q_lora_rank": None, "routed_scaling_factor": 1.5}),
     "deepseek-v2-groups": (
         "DeepseekV2",

@@ -187,8 +187,8 @@ DEEPSEEK_FIELDS: dict[str, Any] = {
 
 
 def fields_of(family: str) -> dict[str, Any]:
-    latent = DEEPSEEK_FIELDS if family.startswith("Deepseek") else {"num_key_value_heads": 2}
-    return BASE | {"intermediate_size": 48} | latent | TINY[family]
+    attention = DEEPSEEK_FIELDS if family.startswith("Deepseek") else {"num_key_value_heads": 2}
+    return BASE | {"intermediate_size": 48} | attention | TINY[family]
 
 
 @pytest.fixture(params=TINY)

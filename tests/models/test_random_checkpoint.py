@@ -26,8 +26,8 @@ def test_same_seed_same_bytes(tmp_path: Path) -> None:
 KINDS: dict[str, dict[str, int | bool | str]] = {
     "llama": {},
     "llama, tied": {"tied": True},
-    "latents": {"kv_rank": 32},
-    "latents and experts": {"kv_rank": 32, "q_rank": 24, "num_experts": 8, "num_layers": 3},
+    "mla": {"kv_rank": 32},
+    "mla and experts": {"kv_rank": 32, "q_rank": 24, "num_experts": 8, "num_layers": 3},
 }
 
 

@@ -30,7 +30,7 @@ TINY = {
 }
 
 
-TINY_LATENT = TINY | {
+TINY_MLA = TINY | {
     "architectures": ["DeepseekV3ForCausalLM"],
     "num_key_value_heads": 4,
     "num_nextn_predict_layers": 1,
@@ -122,14 +122,14 @@ def test_an_engine_of_a_shape_runs_and_its_head_changes_no_token(tiny: str) -> N
 
 
 @pytest.fixture
-def latent(monkeypatch: pytest.MonkeyPatch) -> str:
+def mla_shape(monkeypatch: pytest.MonkeyPatch) -> str:
     """A tiny shape with MLA, experts and a prediction layer."""
-    monkeypatch.setitem(SHAPES, "latent", TINY_LATENT)
-    return "shape:latent"
+    monkeypatch.setitem(SHAPES, "mla", TINY_MLA)
+    return "shape:mla"
 
 
-def test_a_prediction_layer_is_made_like_the_last_layer(latent: str) -> None:
-    target = draw_decoder(shape_config(latent), torch.device("cpu"), torch.float32)
+def test_a_prediction_layer_is_made_like_the_last_layer(mla_shape: str) -> None:
+    target = draw_decoder(shape_config(mla_shape), torch.device("cpu"), torch.float32)
     head = draw_prediction_layer(target)
     assert isinstance(head.get_submodule("layers.0.mlp"), Experts)
     assert head.kv_shape == target.config.kv_shape
@@ -137,11 +137,11 @@ def test_a_prediction_layer_is_made_like_the_last_layer(latent: str) -> None:
 
 
 @pytest.mark.parametrize("drafter", ["auto", "eagle3"])
-def test_drafters_of_an_mla_shape_change_no_token(latent: str, drafter: str) -> None:
+def test_drafters_of_an_mla_shape_change_no_token(mla_shape: str, drafter: str) -> None:
     case = Case((5, 6, 7), SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True))
     options: dict[str, object] = {"num_pages": 40, "max_len": 100, "device": "cpu"}
-    plain = build(latent, drafter="none", **options)  # type: ignore[arg-type]
-    drafted = build(latent, drafter=drafter, **options)  # type: ignore[arg-type]
+    plain = build(mla_shape, drafter="none", **options)  # type: ignore[arg-type]
+    drafted = build(mla_shape, drafter=drafter, **options)  # type: ignore[arg-type]
     assert tokens(run(plain.engine, [case])) == tokens(run(drafted.engine, [case]))
     chosen = next(d for d in drafted.decisions if d.field == "drafter")
     assert chosen.value == ("mtp" if drafter == "auto" else drafter)

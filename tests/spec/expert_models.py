@@ -7,16 +7,16 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from spec.harness import HEAD_DIM, HIDDEN, LAYERS, Draw, latent_model, tiny_model, write_model
+from spec.harness import HEAD_DIM, HIDDEN, LAYERS, Draw, mla_model, tiny_model, write_model
 
-SOFT = 0.5  # of what layers add to the stream
+SOFT = 0.5  # scale of what layers add to the residual
 
 
 def with_prediction_layer(model: Path) -> Path:
-    """A model, more softly spoken, with a prediction layer that is sometimes right.
+    """A copy of a model with smaller layer outputs and a prediction layer that is sometimes right.
 
-    The model's layers add less to the embedding, so that the layer, which is the last one behind a linear that passes
-    on the embedding and a little of the hidden state, now and then says the same.
+    The prediction layer is the last layer, after a linear that passes on the embedding and a little of the hidden
+    state. As the model's layers add little to the embedding, the two sometimes agree.
     """
     weights, new = load_file(model / "model.safetensors"), Draw(8)
     for name, weight in weights.items():
@@ -35,9 +35,9 @@ def with_prediction_layer(model: Path) -> Path:
 
 
 @cache
-def latent_mtp_model() -> Path:
+def mla_mtp_model() -> Path:
     """The small DeepSeek-V3 with a prediction layer."""
-    return with_prediction_layer(latent_model())
+    return with_prediction_layer(mla_model())
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Engines for tests: tiny random models, drafters of every kind, and a way to run requests in any company."""
+"""Engines for tests: tiny random models, drafters of every kind, and requests run by a given schedule."""
 
 import json
 from collections.abc import Sequence
@@ -40,10 +40,10 @@ def tiny_model(seed: int = 3) -> Path:
 
 
 @cache
-def latent_model() -> Path:
-    """A small DeepSeek-V3: four heads over latents of 32, and eight experts behind a dense layer."""
+def mla_model() -> Path:
+    """A small DeepSeek-V3: MLA with four heads and rank 32, a dense layer, then eight experts."""
     return make_random_checkpoint(
-        mkdtemp(prefix="peregrine-latent-"),
+        mkdtemp(prefix="peregrine-mla-"),
         seed=5,
         vocab_size=VOCAB,
         hidden_size=48,
@@ -128,7 +128,7 @@ def write_head(name: str, architecture: str, tensors: dict[str, Tensor], **field
 
 @cache
 def eagle3_head(draft_vocab: int = 200, taps: tuple[int, int, int] = (1, 2, 3)) -> Path:
-    """A random EAGLE-3 head over part of the vocabulary: it guesses badly and must change nothing."""
+    """A random EAGLE-3 head over part of the vocabulary: its drafts are bad and must change no token."""
     new = Draw(5)
     tensors = layer_tensors("midlayer", 2 * HIDDEN, new) | {
         "midlayer.hidden_norm.weight": torch.ones(HIDDEN),
@@ -212,7 +212,7 @@ def run(
 
 
 def check_pages(engine: Engine) -> None:
-    """Nothing is held once nothing runs: free + cached = all."""
+    """No page is held when nothing runs: free + cached = all."""
     pool, tree = engine.ledger.pool, engine.ledger.tree
     assert pool.num_free + (tree.num_cached if tree else 0) == pool.num_pages - 1
     if tree is not None:
@@ -239,8 +239,8 @@ def prompts(count: int, seed: int = 0, low: int = 1, high: int = 60) -> list[tup
     return made
 
 
-# Every sampling parameter, in turn and together.
-LAWS: tuple[dict[str, object], ...] = (
+# Every sampling parameter, alone and together.
+PARAMS: tuple[dict[str, object], ...] = (
     {"temperature": 0.0},
     {"temperature": 0.3},
     {"temperature": 1.0},
@@ -255,8 +255,8 @@ LAWS: tuple[dict[str, object], ...] = (
 
 
 def cases(count: int, max_tokens: int = 256, seed: int = 0, **more: object) -> list[Case]:
-    """Requests that go through all the laws."""
+    """Requests that cycle through PARAMS."""
     return [
-        Case(prompt, SamplingParams(**{**LAWS[i % len(LAWS)], "seed": seed + i, "max_tokens": max_tokens, **more}))  # type: ignore[arg-type]
+        Case(prompt, SamplingParams(**{**PARAMS[i % len(PARAMS)], "seed": seed + i, "max_tokens": max_tokens, **more}))  # type: ignore[arg-type]
         for i, prompt in enumerate(prompts(count, seed))
     ]

@@ -1,7 +1,7 @@
-"""An independent generator to hold the engine against: no cache, no batch, no drafts, no device.
+"""An independent generator to compare the engine with: no cache, no batch, no drafts, no device.
 
-Every token is recomputed from the whole text before it, and chosen by the law as it is written down: plain Python and
-numpy in float64, the noise hash in Python integers.
+Every token is recomputed from the whole text before it, and sampled by plain Python and numpy in float64, with the
+noise hash in Python integers.
 """
 
 import math
@@ -31,13 +31,13 @@ def generate(logits: Logits, prompt: Sequence[int], params: SamplingParams, eos:
 
 
 def choose(x: np.ndarray, tokens: list[int], made: list[int], params: SamplingParams, banned: set[int]) -> int:
-    """The law's last rule: the largest processed logit plus noise."""
+    """The last step of sampling: the largest processed logit plus noise."""
     x = process(x, tokens, made, params, banned)
     return int((x + gumbel(params.seed or 0, len(tokens), len(x)) if params.temperature else x).argmax())
 
 
 def process(x: np.ndarray, tokens: list[int], made: list[int], params: SamplingParams, banned: set[int]) -> np.ndarray:
-    """The law's other rules, one after another."""
+    """The other steps of sampling, in order."""
     for token, bias in params.logit_bias.items():
         x[token] += bias
     for token in set(tokens):
@@ -68,7 +68,7 @@ def gumbel(seed: int, position: int, vocab_size: int) -> np.ndarray:
 
 
 def splitmix(seeds: np.ndarray, index: np.ndarray) -> np.ndarray:
-    """Output number `index` of SplitMix64; its last fold touches only what the upper half does not keep."""
+    """Output number `index` of SplitMix64; its last fold is left out: it does not change the upper half."""
     with np.errstate(over="ignore"):
         z = seeds + index * np.uint64(0x9E3779B97F4A7C15)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -1,4 +1,4 @@
-"""The drafter shown in CONTRIBUTING.md runs as it stands there; the family shown is the real one."""
+"""The drafter in CONTRIBUTING.md runs unchanged, and the family shown there is the real one."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Identity on the embedded model and its own head: a real model, real drafts."""
+"""Identity on the embedded model and its trained head."""
 
 import pytest
 
@@ -14,7 +14,7 @@ CHATS = (
     "What is 12 + 30?",
     "Write a Python function that reverses a string.",
 )
-LAWS = (
+PARAMS = (
     {"temperature": 0.0},
     {"temperature": 0.8, "top_p": 0.9},
     {"temperature": 1.0, "top_k": 40, "repetition_penalty": 1.1},
@@ -27,7 +27,7 @@ def requests(max_tokens: int) -> list[Case]:
     prompts = [tokenizer.encode(text) for text in STORIES]
     prompts += [encode_chat(tokenizer, [{"role": "user", "content": text}]) for text in CHATS]
     return [
-        Case(tuple(prompt), SamplingParams(**LAWS[i % len(LAWS)], seed=i, max_tokens=max_tokens))  # type: ignore[arg-type]
+        Case(tuple(prompt), SamplingParams(**PARAMS[i % len(PARAMS)], seed=i, max_tokens=max_tokens))  # type: ignore[arg-type]
         for i, prompt in enumerate(prompts)
     ]
 

@@ -1,4 +1,4 @@
-"""Rounds of a model with latents, experts and a prediction layer as a GPU runs them, in Triton's interpreter."""
+"""Rounds of a model with MLA, experts and a prediction layer on GPU kernels, in Triton's interpreter."""
 
 from functools import cache
 from pathlib import Path
@@ -24,9 +24,9 @@ SOME = [
 
 @cache
 def small() -> Path:
-    """Sizes that matrix instructions take."""
+    """A small model whose sizes suit matrix instructions."""
     model = make_random_checkpoint(
-        mkdtemp(prefix="peregrine-small-latent-"),
+        mkdtemp(prefix="peregrine-small-mla-"),
         vocab_size=300,
         hidden_size=32,
         intermediate_size=32,
@@ -44,11 +44,11 @@ def small() -> Path:
 @pytest.mark.parametrize("guess", GUESSES)
 @torch.inference_mode()
 def test_a_prediction_layer_changes_no_token(guess: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against plain decoding by the kernels of the CPU."""
+    """Against plain decoding by the CPU kernels."""
     plain = tokens(run(build(small()).engine, SOME))
     send_models_to_triton(monkeypatch)
     send_to_triton(monkeypatch)
     options: dict[str, object] = {"attention": "triton", "num_pages": 40, "max_rows": 2, "drafter": "mtp"}
     engine = build(small(), **options, **GUESSES[guess]).engine
-    assert not engine.runner.target.decoder.head.packed.is_recordable, "the kernels of the CPU were taken"
+    assert not engine.runner.target.decoder.head.packed.is_recordable, "the CPU kernels were used"
     assert tokens(run(engine, SOME)) == plain

@@ -1,6 +1,6 @@
-"""Every drafter on models with experts: a prediction layer (MTP) over latents, heads, draft models, look-up.
+"""Every drafter on models with experts: a prediction layer (MTP) with MLA, heads, draft models, look-up.
 
-Whatever guesses, in whatever company, on whatever pages: the tokens are those of plain decoding, and of transformers.
+With any drafter, batch and page size, the tokens are those of plain decoding, and of transformers.
 """
 
 from collections.abc import Callable
@@ -12,13 +12,13 @@ import torch
 import transformers
 
 from peregrine.sampling import SamplingParams
-from spec.expert_models import expert_model, latent_mtp_model
+from spec.expert_models import expert_model, mla_mtp_model
 from spec.harness import Case, accept_length, build, cases, disturbed, eagle3_head, prompts, run, tokens
 
 SOME = cases(8, max_tokens=20)
 ARRIVALS = [0, 0, 2, 5, 5, 9, 14, 15]
 TREE = (3, 3, 13)
-MODELS: dict[str, Callable[[], Path]] = {"latent": latent_mtp_model, "experts": expert_model}
+MODELS: dict[str, Callable[[], Path]] = {"mla": mla_mtp_model, "experts": expert_model}
 
 
 @cache
@@ -34,19 +34,19 @@ def plain(model: str) -> list[list[int]]:
 MTP: dict[str, object] = {"drafter": "mtp"}
 HEAD: dict[str, object] = {"drafter": str(eagle3_head(taps=(0, 1, 2)))}
 DRAFTERS: dict[str, tuple[str, dict[str, object]]] = {
-    **{f"latent, mtp chain of {k}": ("latent", {**MTP, "num_drafts": k}) for k in (1, 2, 3)},
-    "latent, mtp tree": ("latent", {**MTP, "tree": TREE}),
-    "latent, mtp wide tree": ("latent", {**MTP, "tree": (2, 6, 20)}),
-    "latent, eagle3 chain": ("latent", HEAD),
-    "latent, eagle3 tree": ("latent", {**HEAD, "tree": TREE}),
-    "latent, ngram": ("latent", {"drafter": "ngram", "num_drafts": 4}),
-    "latent, draft model": ("latent", {"drafter": draft_model("latent"), "num_drafts": 3}),
-    "latent, draft model tree": ("latent", {"drafter": draft_model("latent"), "tree": TREE}),
-    "latent, dense draft model": ("latent", {"drafter": draft_model("experts")}),
+    **{f"mla, mtp chain of {k}": ("mla", {**MTP, "num_drafts": k}) for k in (1, 2, 3)},
+    "mla, mtp tree": ("mla", {**MTP, "tree": TREE}),
+    "mla, mtp wide tree": ("mla", {**MTP, "tree": (2, 6, 20)}),
+    "mla, eagle3 chain": ("mla", HEAD),
+    "mla, eagle3 tree": ("mla", {**HEAD, "tree": TREE}),
+    "mla, ngram": ("mla", {"drafter": "ngram", "num_drafts": 4}),
+    "mla, draft model": ("mla", {"drafter": draft_model("mla"), "num_drafts": 3}),
+    "mla, draft model tree": ("mla", {"drafter": draft_model("mla"), "tree": TREE}),
+    "mla, dense draft model": ("mla", {"drafter": draft_model("experts")}),
     "experts, eagle3 chain": ("experts", HEAD),
     "experts, eagle3 tree": ("experts", {**HEAD, "tree": TREE}),
     "experts, draft model tree": ("experts", {"drafter": draft_model("experts"), "tree": TREE}),
-    "experts, latent draft model": ("experts", {"drafter": draft_model("latent"), "num_drafts": 2}),
+    "experts, mla draft model": ("experts", {"drafter": draft_model("mla"), "num_drafts": 2}),
     "experts, ngram": ("experts", {"drafter": "ngram", "num_drafts": 4}),
 }
 
@@ -64,10 +64,10 @@ def test_speculation_changes_no_token(name: str) -> None:
 def test_the_text_varies(model: str) -> None:
     assert len({tuple(text) for text in plain(model)}) == len(SOME)
     assert len({token for text in plain(model) for token in text}) > 40  # of 160
-    assert min(len(set(text)) for text in plain(model)) > 2, "a row that repeats one token could hide anything"
+    assert min(len(set(text)) for text in plain(model)) > 2, "a row that repeats one token tests nothing"
 
 
-COMPANY: dict[str, dict[str, object]] = {
+SETTINGS: dict[str, dict[str, object]] = {
     "page size 1, one behind": {"page_size": 1, "num_pages": 4000, "lag": 1, "tree": TREE},
     "page size 64, two behind": {"page_size": 64, "lag": 2, "num_drafts": 3},
     "chunks of 8, padded rows": {"prefill_chunk": 8, "row_sizes": (3, 8), "num_drafts": 2},
@@ -76,56 +76,56 @@ COMPANY: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.mark.parametrize("name", COMPANY)
-def test_company_changes_no_token(name: str) -> None:
-    engine = build(latent_mtp_model(), **MTP, **COMPANY[name]).engine
-    assert tokens(run(engine, SOME, ARRIVALS)) == plain("latent")
+@pytest.mark.parametrize("name", SETTINGS)
+def test_engine_settings_change_no_token(name: str) -> None:
+    engine = build(mla_mtp_model(), **MTP, **SETTINGS[name]).engine
+    assert tokens(run(engine, SOME, ARRIVALS)) == plain("mla")
 
 
 @pytest.mark.parametrize("tree", [None, TREE])
 def test_preemption_changes_no_token(tree: object) -> None:
-    outputs = run(build(latent_mtp_model(), page_size=8, num_pages=24, tree=tree, **MTP).engine, SOME)
+    outputs = run(build(mla_mtp_model(), page_size=8, num_pages=24, tree=tree, **MTP).engine, SOME)
     assert sum(output.stats.preemptions for output in outputs) > 0
-    assert tokens(outputs) == plain("latent")
+    assert tokens(outputs) == plain("mla")
 
 
 @torch.inference_mode()
 def test_a_prefix_hit_changes_no_token() -> None:
     """Pages that prompts and rounds have written, the prediction layer's among them, serve later requests."""
-    wish = SamplingParams(temperature=0.8, seed=4, max_tokens=30)
-    first = Case(tuple(range(1, 90)), wish)
-    text = tokens(run(build(latent_mtp_model()).engine, [first]))[0]
-    second = Case((*first.prompt, *text[:20], 7), wish)
-    engine, made, found = build(latent_mtp_model(), num_drafts=3, **MTP).engine, [], []
+    params = SamplingParams(temperature=0.8, seed=4, max_tokens=30)
+    first = Case(tuple(range(1, 90)), params)
+    text = tokens(run(build(mla_mtp_model()).engine, [first]))[0]
+    second = Case((*first.prompt, *text[:20], 7), params)
+    engine, made, found = build(mla_mtp_model(), num_drafts=3, **MTP).engine, [], []
     for case in (first, second):
         engine.enqueue(engine.prepare(list(case.prompt), case.params))
         while engine.has_work:
             outputs = [delta.output for delta in engine.step() if delta.output is not None]
             made += [output.token_ids for output in outputs]
             found += [output.stats.cached_tokens for output in outputs]
-    assert made == [text, tokens(run(build(latent_mtp_model()).engine, [second]))[0]]
+    assert made == [text, tokens(run(build(mla_mtp_model()).engine, [second]))[0]]
     assert found == [0, 96]
 
 
 @pytest.mark.parametrize("guess", [{"num_drafts": 3}, {"tree": TREE}], ids=["chain", "tree"])
 def test_poisoned_pages_change_nothing(guess: dict[str, object]) -> None:
-    """NaN in every slot that nobody has written, of the target and of the prediction layer, which has its own."""
-    engine = build(latent_mtp_model(), row_sizes=(3, 8), **MTP, **guess).engine
+    """NaN in every unwritten slot of the target and of the prediction layer, which has its own store."""
+    engine = build(mla_mtp_model(), row_sizes=(3, 8), **MTP, **guess).engine
     own = engine.runner.drafter.reader.store
     assert (own.num_layers, own.shape) == (1, engine.runner.target.store.shape)
     for store in (engine.runner.target.store, own):
         store.keys.fill_(float("nan"))
-    assert tokens(run(engine, SOME)) == plain("latent")
+    assert tokens(run(engine, SOME)) == plain("mla")
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_greedy_text_is_that_of_transformers(model: str) -> None:
-    """With the prediction layer, or a head, guessing; transformers leaves such a layer aside."""
+    """With the prediction layer or a head as drafter; transformers ignores the layer."""
     folder = MODELS[model]()
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
-    wish = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
-    some = [Case(prompt, wish) for prompt in prompts(3, seed=9, low=2)]
-    options = {**MTP, "tree": TREE} if model == "latent" else HEAD
+    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    some = [Case(prompt, params) for prompt in prompts(3, seed=9, low=2)]
+    options = {**MTP, "tree": TREE} if model == "mla" else HEAD
     ours = tokens(run(build(folder, **options).engine, some))
     for case, text in zip(some, ours, strict=True):
         made = theirs.generate(

@@ -1,4 +1,4 @@
-"""The round as a GPU runs it, on CPU tensors in Triton's interpreter: the same tokens, in few launches."""
+"""The round on GPU kernels, on CPU tensors in Triton's interpreter: the same tokens, in few launches."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernels.exact_law import Params, law_of
+from kernels.exact_sampling import Params, sampling_of
 from kernels.interpreted import needs_interpreter, send_to_triton
 from peregrine.engine import runner
 from peregrine.engine.engine import Engine
@@ -45,7 +45,7 @@ class Launches(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         if self.hidden:
             return func(*args, **(kwargs or {}))
-        with self:  # `flatten` and the like are a view or a copy: count what they come to
+        with self:  # `flatten` and the like are a view or a copy: count the operations they call
             parts = func.decompose(*args, **(kwargs or {}))
         if parts is not NotImplemented:
             return parts
@@ -63,7 +63,7 @@ class Launches(TorchDispatchMode):
             self.hidden -= 1
 
     def hiding(self, inner: Callable[..., Any]) -> Callable[..., Any]:
-        """The same function; what it launches does not count."""
+        """The function, with its launches not counted."""
 
         def hidden(*arguments: Any, **options: Any) -> Any:
             with self.hide():
@@ -86,13 +86,13 @@ def count_kernels(patch: pytest.MonkeyPatch, launches: Launches) -> None:
 
     for module in (choose_gpu, filters_gpu, logprobs_gpu, round_gpu, simulated):
         patch.setattr(module, "launch", launches.launch)
-    # The target's vocabulary of 300 is cut, the head's of 200 is not; with noise both are: as real sizes are.
+    # The target's vocabulary of 300 takes several spans and the head's of 200 one; with noise both take several.
     for name, size in {"WHOLE": 256, "SPAN": 256, "NOISY_SPAN": 128}.items():
         patch.setattr(choose_gpu, name, size)
 
 
 def hide_models(engine: Engine, patch: pytest.MonkeyPatch, launches: Launches) -> None:
-    """What the models' forwards launch does not count."""
+    """Do not count launches of the models' forwards."""
     target, drafter = engine.runner.target, engine.runner.drafter
     networks: list[Any] = [target.decoder]
     if isinstance(drafter, ChainDrafter | TreeDrafter):
@@ -105,8 +105,10 @@ def hide_models(engine: Engine, patch: pytest.MonkeyPatch, launches: Launches) -
     patch.setattr(type(target.backend), "bind", launches.hiding(type(target.backend).bind))
 
 
-def launches_of_a_round(options: dict[str, object], law: dict[str, object], patch: pytest.MonkeyPatch) -> list[str]:
-    """What the third round launches outside the models: the first that has drafts and ends none."""
+def launches_of_a_round(
+    options: dict[str, object], sampling: dict[str, object], patch: pytest.MonkeyPatch
+) -> list[str]:
+    """Launches of the third round outside the models: it has drafts and ends no request."""
     engine, launches, rounds = build(**options).engine, Launches(), []  # type: ignore[arg-type]
     send_to_triton(patch)
     count_kernels(patch, launches)
@@ -121,7 +123,7 @@ def launches_of_a_round(options: dict[str, object], law: dict[str, object], patc
         return result
 
     patch.setattr(runner, "run_round", counted)
-    run(engine, [Case(tuple(range(1, 20)), SamplingParams(max_tokens=8, **law))])  # type: ignore[arg-type]
+    run(engine, [Case(tuple(range(1, 20)), SamplingParams(max_tokens=8, **sampling))])  # type: ignore[arg-type]
     return rounds[2]
 
 
@@ -130,7 +132,7 @@ SAMPLED: dict[str, object] = {"temperature": 1.0, "seed": 1}
 
 
 @pytest.mark.parametrize(
-    ("options", "law", "most"),
+    ("options", "sampling", "most"),
     [
         ({}, GREEDY, 4),
         ({}, SAMPLED, 4),
@@ -145,9 +147,9 @@ SAMPLED: dict[str, object] = {"temperature": 1.0, "seed": 1}
     ids=["plain", "plain, sampled", "chain", "chain, sampled", "model", "ngram", "tree", "tree, sampled", "simulated"],
 )
 def test_a_round_is_few_launches(
-    options: dict[str, object], law: dict[str, object], most: int, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, object], sampling: dict[str, object], most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = launches_of_a_round(options, law, monkeypatch)
+    names = launches_of_a_round(options, sampling, monkeypatch)
     assert len(names) <= most, ", ".join(names)
 
 
@@ -159,13 +161,13 @@ def test_a_round_is_few_launches(
 def test_a_choice_from_half_precision_is_few_launches(
     features: Features, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launches, law = Launches(), law_of([Params(temperature=0.8, top_k=20, top_p=0.9)])
+    launches, sampling = Launches(), sampling_of([Params(temperature=0.8, top_k=20, top_p=0.9)])
     send_to_triton(monkeypatch)
     count_kernels(monkeypatch, launches)
     logits = torch.randn(1, 2, VOCAB, generator=torch.Generator().manual_seed(0)).bfloat16()
     positions = torch.arange(2)[None]
     with torch.inference_mode(), launches:
-        choose(logits, positions, law, features, None)
+        choose(logits, positions, sampling, features, None)
     assert len(launches.names) <= most, ", ".join(launches.names)
 
 

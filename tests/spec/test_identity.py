@@ -1,5 +1,5 @@
-"""Speculation never changes a token: every drafter, every law, any company, against plain decoding and against a
-naive recompute. A difference here is a bug to be found, not a tolerance to be widened.
+"""Speculation never changes a token: every drafter, all sampling parameters, any batch, against plain decoding and
+against a naive recompute. A difference here is a bug to be found, not a tolerance to be widened.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ known: dict[str, list[int]] = {}
 
 
 def plain(wanted: Sequence[Case]) -> list[list[int]]:
-    """What plain decoding makes of the cases; computed once each."""
+    """The tokens of plain decoding, computed once per case."""
     missing = [case for case in wanted if repr(case) not in known]
     for case, made in zip(missing, tokens(run(build().engine, missing)), strict=True):
         known[repr(case)] = made
@@ -107,7 +107,7 @@ def test_speculation_changes_no_token(name: str) -> None:
 
 NOISY_TREE = {"drafter": str(noisy_model()), "tree": (4, 3, 14)}
 NOISY_CHAIN = {"drafter": str(noisy_model()), "num_drafts": 4}
-COMPANY: dict[str, dict[str, object]] = {
+SETTINGS: dict[str, dict[str, object]] = {
     "page size 1": {"page_size": 1, "num_pages": 4000, **NOISY_TREE},
     "page size 64": {"page_size": 64, **NOISY_TREE},
     "chunks of 8": {"prefill_chunk": 8, **NOISY_CHAIN},
@@ -121,11 +121,11 @@ COMPANY: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.mark.parametrize("name", COMPANY)
-def test_company_changes_no_token(name: str) -> None:
+@pytest.mark.parametrize("name", SETTINGS)
+def test_engine_settings_change_no_token(name: str) -> None:
     some = MATRIX[40:48]
     arrivals = [0, 0, 3, 9, 9, 20, 40, 41]
-    assert tokens(run(build(**COMPANY[name]).engine, some, arrivals)) == plain(some)  # type: ignore[arg-type]
+    assert tokens(run(build(**SETTINGS[name]).engine, some, arrivals)) == plain(some)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("options", [NOISY_TREE, NOISY_CHAIN | {"lag": 1}], ids=["tree", "chain, one behind"])
@@ -162,7 +162,7 @@ def test_a_prefix_hit_changes_no_token(options: dict[str, object]) -> None:
     cold = [tokens(run(build(**options).engine, [case]))[0] for case in some]
     requests = []
     with torch.inference_mode():
-        for case in some:  # one after another, each finding what the ones before it left
+        for case in some:  # one after another, each with a hit on the pages of those before
             request = engine.prepare(list(case.prompt), case.params)
             engine.enqueue(request)
             while engine.has_work:
@@ -225,7 +225,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(depth: int) -> None:
         Case(c.prompt, SamplingParams(temperature=t, seed=3, max_tokens=200)) for c in MATRIX[:3] for t in (0.0, 1.0)
     ]
     outputs = run(build(drafter=str(tiny_model()), num_drafts=depth).engine, some)
-    # Neither the first round, which has no drafts yet, nor the last, which the budget cuts, is the drafter's fault.
+    # The first round has no drafts, and the budget cuts the last one.
     for output in outputs:
         inner = output.stats.rounds - 2
         assert output.stats.accepted - 1 - (depth + 1) <= inner * (depth + 1)
@@ -270,7 +270,7 @@ def test_noise_as_a_drafter_changes_only_speed() -> None:
 )
 @pytest.mark.parametrize("attention", ["auto", "torch"])
 def test_poisoned_pages_change_nothing(options: dict[str, object], attention: str) -> None:
-    """NaN in every slot that nobody has written, the scratch page and all table tails included."""
+    """NaN in every unwritten slot, including the scratch page and all table tails."""
     some = [Case(c.prompt, SamplingParams(temperature=1.0, seed=i, max_tokens=30)) for i, c in enumerate(MATRIX[80:84])]
     engine = build(row_sizes=(3, 8), attention=attention, **options).engine
     reader = engine.runner.drafter.reader
@@ -325,7 +325,7 @@ def test_any_schedule_changes_no_token(plan: dict[str, object]) -> None:
         assert output.finish_reason == "abort" or kept == expected
 
 
-def test_the_matrix_is_worth_running() -> None:
+def test_the_cases_vary() -> None:
     """Greedy text varies, and the noisy drafter is sometimes right and sometimes wrong."""
     made = plain(MATRIX[:10])
     assert all(len(set(text)) > 8 for text in made)

@@ -1,4 +1,4 @@
-"""The torch twins keep the promises on their own: part of the identity tests runs in a process that has no numba."""
+"""Identity holds with the torch twins alone: part of the identity tests runs in a process without numba."""
 
 import subprocess
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parents[1]
-# None in sys.modules makes find_spec and import answer as if numba were not installed.
+# None in sys.modules makes find_spec and import behave as if numba were not installed.
 SCRIPT = """
 import sys
 sys.modules["numba"] = None

@@ -1,4 +1,4 @@
-"""Speculation changes no token where the torch twins serve. Run by test_without_numba.py in a process without numba."""
+"""Speculation changes no token with the torch twins. Run by test_without_numba.py in a process without numba."""
 
 from collections.abc import Callable
 from functools import cache
@@ -8,10 +8,10 @@ import pytest
 
 from peregrine.kernels.runtime.cpu import NUMBA_PRESENT
 from spec.expert_models import expert_model
-from spec.harness import accept_length, build, cases, disturbed, latent_model, run, tiny_model, tokens
+from spec.harness import accept_length, build, cases, disturbed, mla_model, run, tiny_model, tokens
 
 SOME = cases(10, max_tokens=10)  # greedy, sampled, and every other sampling parameter
-MODELS: dict[str, Callable[[], Path]] = {"dense": tiny_model, "latent": latent_model, "experts": expert_model}
+MODELS: dict[str, Callable[[], Path]] = {"dense": tiny_model, "mla": mla_model, "experts": expert_model}
 GUESSES: dict[str, dict[str, object]] = {"chain": {"num_drafts": 3}, "tree": {"tree": (3, 2, 8)}}
 
 

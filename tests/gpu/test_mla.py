@@ -1,6 +1,6 @@
-"""Multi-head latent attention (MLA) on a GPU: right answers on real shapes, and bits that depend on nothing else.
+"""Multi-head latent attention (MLA) on a GPU: correct outputs on real shapes, and bits that depend on nothing else.
 
-Conformance as a whole runs in test_attention.py. What is only worth knowing, how fast tiles read, is printed.
+Conformance as a whole runs in test_attention.py. How fast tiles read is printed.
 """
 
 import itertools
@@ -26,7 +26,7 @@ DECODE, CONTEXT = TritonBackend(only(Kernel.DECODE, SHAPES)), TritonBackend(only
 OWN = LayerAttention(192**-0.5, None, None)
 BRANCHED = (-1, 0, 0, 1, 1, 2, 3, 3, 7, 8, 0, 10)
 PROGRAMS = (1, 2, 3, 7, 16, 33, 100)
-# Rows of a tile, and whether it is of Hopper's own kernel. A tree is served by Triton alone.
+# Rows of a tile, and whether it is the Hopper kernel's. Only Triton serves trees.
 TRITON, TILES = ((16, False), (32, False), (64, False)), ((16, False), (32, False), (64, False), (16, True), (64, True))
 
 
@@ -41,8 +41,8 @@ def opened(rows: list[Row]) -> Forward:
     return forward
 
 
-def answers(forward: Forward, tiles: tuple[tuple[int, bool], ...] = TILES) -> Iterator[tuple[str, Tensor]]:
-    """The same call with every height of a tile, by one program and by several."""
+def outputs_by_tile(forward: Forward, tiles: tuple[tuple[int, bool], ...] = TILES) -> Iterator[tuple[str, Tensor]]:
+    """(name, output) of the call with every tile height, by one program and by several."""
     from peregrine.kernels.attention.kv_write_triton import plan_gpu
     from peregrine.kernels.attention.mla_triton import mla_attention
 
@@ -59,7 +59,7 @@ def answers(forward: Forward, tiles: tuple[tuple[int, bool], ...] = TILES) -> It
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("heads", [LITE, (64, 1, 576, 512), V3], ids=["v2-lite", "kimi-k2", "v3"])
-def test_real_shapes_answer_within_the_bound(dtype: torch.dtype, heads: tuple[int, ...]) -> None:
+def test_outputs_on_real_shapes_are_within_the_bound(dtype: torch.dtype, heads: tuple[int, ...]) -> None:
     rows = on_gpu([chain(past, 4, heads) for past in (0, 127, 2040, 9000)], dtype)
     outs = attend(DECODE, rows, OWN)
     assert all(map(torch.equal, outs, attend(CONTEXT, rows, OWN)))
@@ -72,8 +72,8 @@ def test_real_shapes_answer_within_the_bound(dtype: torch.dtype, heads: tuple[in
 @pytest.mark.parametrize("past", [100, 2040, 16894, 33000])  # at 16896 splits become wider
 def test_neither_tiles_nor_programs_change_a_bit(past: int, dtype: torch.dtype) -> None:
     forward = opened(on_gpu([chain(past, 4, LITE), chain(past // 2, 4, LITE)], dtype))
-    name, first = next(answers(forward))
-    for other, out in answers(forward):
+    name, first = next(outputs_by_tile(forward))
+    for other, out in outputs_by_tile(forward):
         assert torch.equal(out, first), f"{other} differs from {name}"
 
 
@@ -81,13 +81,13 @@ def test_neither_tiles_nor_programs_change_a_bit(past: int, dtype: torch.dtype) 
 def test_every_node_of_a_tree_gives_what_its_path_gives(past: int) -> None:
     row = tree(past, BRANCHED, LITE)
     paths = [attend(DECODE, on_gpu([row.path_to(node)]), OWN)[0] for node in range(len(BRANCHED))]
-    for name, out in answers(opened(on_gpu([row])), TRITON):
+    for name, out in outputs_by_tile(opened(on_gpu([row])), TRITON):
         assert torch.equal(out, torch.cat(paths)), name
 
 
 @pytest.mark.parametrize("is_tree", [False, True])
 def test_a_call_repeated_gives_the_same_bits(is_tree: bool) -> None:
-    """A part that was read before it was written would show sooner or later."""
+    """Repeated, since a partial result read before it is written would differ only sometimes."""
     rows = [tree(past, BRANCHED, LITE) if is_tree else chain(past, 4, LITE) for past in (60, 700, 2300)]
     forward = opened(on_gpu(rows))
     for backend in (DECODE, CONTEXT):
@@ -110,7 +110,7 @@ def test_other_rows_change_no_bit() -> None:
 
 @pytest.mark.parametrize("past", [2040, 16892, 84477])  # the last two cross to wider splits
 def test_verify_reads_what_plain_decoding_reads(past: int) -> None:
-    """The promise that speculation stands on: a window's queries one by one."""
+    """What speculation needs: a window's queries equal single queries."""
     row = chain(past, 8, LITE)
     whole = attend(DECODE, on_gpu([row]), OWN)[0]
     assert torch.equal(attend(CONTEXT, on_gpu([row]), OWN)[0], whole)
@@ -133,7 +133,7 @@ def test_a_captured_call_follows_lengths_that_change() -> None:
     graph = torch.cuda.CUDAGraph()
 
     def read() -> Tensor:
-        return next(out for name, out in answers(forward, ((64, False),)) if "programs=33" in name)
+        return next(out for name, out in outputs_by_tile(forward, ((64, False),)) if "programs=33" in name)
 
     read()
     with torch.cuda.graph(graph):
@@ -142,7 +142,7 @@ def test_a_captured_call_follows_lengths_that_change() -> None:
         m.past_lens.copy_(torch.tensor([2040 - back, 300 - back], device=DEVICE))
         m.positions.copy_((m.past_lens[:, None] + torch.arange(4, device=DEVICE)).flatten())
         graph.replay()
-        assert torch.equal(held, next(answers(forward))[1]), back
+        assert torch.equal(held, next(outputs_by_tile(forward))[1]), back
 
 
 def test_the_host_never_waits() -> None:
@@ -189,7 +189,7 @@ def test_one_launch_rotates_and_stores_as_the_twin_does() -> None:
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), [(128, 512), (512, 128)], ids=["w_uk", "w_uv"])
-def test_heads_have_the_same_bits_in_any_company(inputs: int, outputs: int) -> None:
+def test_heads_have_the_same_bits_in_any_batch(inputs: int, outputs: int) -> None:
     torch.manual_seed(0)
     x = torch.randn(4096, 16, inputs + 64, device=DEVICE, dtype=torch.bfloat16)[..., :inputs]
     weight = torch.randn(16, outputs, inputs, device=DEVICE, dtype=torch.bfloat16) / inputs**0.5

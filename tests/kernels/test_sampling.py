@@ -1,4 +1,4 @@
-"""The choosing law as its callers see it: draws, order, neutrality, faults, and bits that keep to a row."""
+"""Sampling through its public functions: draws, order of steps, neutral values, faults, and independence of rows."""
 
 from dataclasses import replace
 
@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.exact_law import Params, assert_drawn_from, context_of, distribution, law_of
+from kernels.exact_sampling import Params, assert_drawn_from, context_of, distribution, sampling_of
 from peregrine.errors import EngineFault
 from peregrine.kernels.sampling.reference import Context, Features, choose, logprobs, pick_scores, process
 
 ALL = Features(sampled=True, filtered=True, penalised=True, biased=True, min_len=True)
 LOGITS = np.array([1.0, 2.5, -0.5, 0.3, 2.0, 1.5, -2.0, 0.9, 1.1])
-PROMPT, OUTPUT, DRAFT = [1, 4, 7], [5, 5, 4, 0], 5  # DRAFT is an ancestor of every node that draws
+PROMPT, OUTPUT, DRAFT = [1, 4, 7], [5, 5, 4, 0], 5  # DRAFT is an ancestor of every sampled node
 
-LAWS = {
+PARAMS = {
     "cold": Params(temperature=0.5),
     "plain": Params(),
     "hot": Params(temperature=2.0),
@@ -48,8 +48,8 @@ def window(num_rows, num_nodes, vocab_size, seed=0):
 
 
 def mixed_rows():
-    """One row per law, greedy ones among them, each with a seed of its own."""
-    rows = [*LAWS.values(), Params(temperature=0.0), Params(temperature=0.0, repetition=1.4, bias={2: 3.0})]
+    """One row per entry of PARAMS and two greedy rows, each with its own seed."""
+    rows = [*PARAMS.values(), Params(temperature=0.0), Params(temperature=0.0, repetition=1.4, bias={2: 3.0})]
     return [replace(params, seed=11 * index, min_len=min(params.min_len, 30)) for index, params in enumerate(rows)]
 
 
@@ -64,21 +64,21 @@ def draws(params, num_rows=400, num_nodes=50):
     )
     logits = torch.from_numpy(LOGITS).float().expand(num_rows, num_nodes, -1)
     positions = torch.arange(100, 100 + num_nodes).expand(num_rows, -1)
-    return choose(logits, positions, law_of(rows), ALL, context)
+    return choose(logits, positions, sampling_of(rows), ALL, context)
 
 
-@pytest.mark.parametrize("name", LAWS)
+@pytest.mark.parametrize("name", PARAMS)
 def test_tokens_are_drawn_from_the_exact_distribution(name):
-    expected = distribution(LOGITS, LAWS[name], 100, PROMPT, [*OUTPUT, DRAFT])
-    assert_drawn_from(draws(LAWS[name]), expected)
+    expected = distribution(LOGITS, PARAMS[name], 100, PROMPT, [*OUTPUT, DRAFT])
+    assert_drawn_from(draws(PARAMS[name]), expected)
 
 
 @pytest.mark.parametrize(("num_rows", "num_nodes"), [(1, 20_000), (20_000, 1)])
 def test_one_seed_or_one_position_is_enough(num_rows, num_nodes):
-    law = law_of([Params(seed=seed) for seed in range(num_rows)])
+    sampling = sampling_of([Params(seed=seed) for seed in range(num_rows)])
     logits = torch.from_numpy(LOGITS).float().expand(num_rows, num_nodes, -1)
     positions = torch.arange(num_nodes).expand(num_rows, -1)
-    tokens = choose(logits, positions, law, Features(sampled=True), None)
+    tokens = choose(logits, positions, sampling, Features(sampled=True), None)
     assert_drawn_from(tokens, distribution(LOGITS, Params()))
 
 
@@ -95,74 +95,74 @@ def test_greedy_takes_the_largest_and_the_lowest_id_on_ties(features):
     logits[0, 0, [900, 17, 500]] = 2.0
     logits[0, 1, 1002] = 1.0
     _, positions, context = window(1, 3, 1003)
-    tokens = choose(logits, positions, law_of([Params(temperature=0.0)]), features, context)
+    tokens = choose(logits, positions, sampling_of([Params(temperature=0.0)]), features, context)
     assert tokens.tolist() == [[17, 1002, 0]]
 
 
 @pytest.mark.parametrize("features", [Features(), Features(sampled=True), ALL])
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
-def test_a_row_that_is_not_finite_chooses_nothing_and_harms_nobody(features, poison):
+def test_a_row_that_is_not_finite_chooses_nothing_and_harms_no_other(features, poison):
     logits, positions, context = window(3, 4, 37)
-    law = law_of([Params(seed=3, top_k=5, top_p=0.9, repetition=1.2)] * 3)
-    expected = choose(logits, positions, law, features, context)
+    sampling = sampling_of([Params(seed=3, top_k=5, top_p=0.9, repetition=1.2)] * 3)
+    expected = choose(logits, positions, sampling, features, context)
     assert (expected >= 0).all()
     for token in (0, 20, 36):
         broken = logits.clone()
         broken[1, 2, token] = poison
-        tokens = choose(broken, positions, law, features, context)
+        tokens = choose(broken, positions, sampling, features, context)
         assert tokens[1, 2] == -1
         tokens[1, 2] = expected[1, 2]
         assert torch.equal(tokens, expected)
 
 
-def test_finite_extremes_are_no_fault():
+def test_finite_extremes_are_not_a_fault():
     logits = torch.tensor([[[3.4e38, -3.4e38, 0.0]]])
     positions = torch.zeros(1, 1, dtype=torch.int64)
-    assert choose(logits, positions, law_of([Params(temperature=0.0)]), Features(), None).tolist() == [[0]]
+    assert choose(logits, positions, sampling_of([Params(temperature=0.0)]), Features(), None).tolist() == [[0]]
 
 
 @pytest.mark.parametrize("part", ["sampled", "filtered", "penalised", "biased", "min_len"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_part_that_a_row_does_not_use_changes_no_bit(part, temperature):
+def test_an_unused_feature_changes_no_bit(part, temperature):
     logits, positions, context = window(4, 3, 101)
     logits[:, :, 0] = -0.0
     base = Features(sampled=temperature > 0)
-    law = law_of([Params(temperature=temperature, seed=5)] * 4)
-    before = process(logits, positions, law, base, context)
-    after = process(logits, positions, law, replace(base, **{part: True}), context)
+    sampling = sampling_of([Params(temperature=temperature, seed=5)] * 4)
+    before = process(logits, positions, sampling, base, context)
+    after = process(logits, positions, sampling, replace(base, **{part: True}), context)
     assert torch.equal(before.view(torch.int32), after.view(torch.int32))
-    expected = choose(logits, positions, law, base, context)
-    assert torch.equal(choose(logits, positions, law, replace(base, **{part: True}), context), expected)
+    expected = choose(logits, positions, sampling, base, context)
+    assert torch.equal(choose(logits, positions, sampling, replace(base, **{part: True}), context), expected)
 
 
 @pytest.mark.parametrize("vocab_size", [9, 64, 1003])
-def test_bits_do_not_depend_on_company(vocab_size):
+def test_bits_do_not_depend_on_the_batch(vocab_size):
     rows = mixed_rows()
     logits, positions, context = window(len(rows), 5, vocab_size)
-    scores = process(logits, positions, law_of(rows), ALL, context)
-    tokens = choose(logits, positions, law_of(rows), ALL, context)
-    picks = pick_scores(logits, positions, None, law_of(rows), ALL)
+    scores = process(logits, positions, sampling_of(rows), ALL, context)
+    tokens = choose(logits, positions, sampling_of(rows), ALL, context)
+    picks = pick_scores(logits, positions, None, sampling_of(rows), ALL)
     for row, params in enumerate(rows):
         for node in range(5):
-            # The same node alone: its drafted ancestors are committed, it is the root.
+            # The node alone: its drafted ancestors are committed, and it is the root.
             output = context.window_tokens[row : row + 1, 1 : node + 1]
             history = torch.cat([context.history[row : row + 1, : context.lens[row]], output], dim=1)
             lens = torch.tensor([history.shape[1]])
             root = torch.ones(1, 1, dtype=torch.int64)
             before = Context(history, context.prompt_lens[row : row + 1], lens, history[:, -1:], root)
             alone = (logits[row : row + 1, node : node + 1], positions[row : row + 1, node : node + 1])
-            assert torch.equal(process(*alone, law_of([params]), ALL, before)[0, 0], scores[row, node])
-            assert choose(*alone, law_of([params]), ALL, before)[0, 0] == tokens[row, node]
-            assert torch.equal(pick_scores(*alone, None, law_of([params]), ALL)[0, 0], picks[row, node])
+            assert torch.equal(process(*alone, sampling_of([params]), ALL, before)[0, 0], scores[row, node])
+            assert choose(*alone, sampling_of([params]), ALL, before)[0, 0] == tokens[row, node]
+            assert torch.equal(pick_scores(*alone, None, sampling_of([params]), ALL)[0, 0], picks[row, node])
 
 
 def test_the_seed_and_the_position_decide():
     logits = torch.zeros(2, 8, 1000)
     positions = torch.arange(8).expand(2, -1)
     sampled = Features(sampled=True)
-    tokens = choose(logits, positions, law_of([Params(seed=1), Params(seed=2)]), sampled, None)
+    tokens = choose(logits, positions, sampling_of([Params(seed=1), Params(seed=2)]), sampled, None)
     assert len(set(tokens.ravel().tolist())) > 12
-    moved = choose(logits, positions + 3, law_of([Params(seed=1), Params(seed=2)]), sampled, None)
+    moved = choose(logits, positions + 3, sampling_of([Params(seed=1), Params(seed=2)]), sampled, None)
     assert torch.equal(moved[:, :5], tokens[:, 3:])
 
 
@@ -173,16 +173,16 @@ def test_stop_ids_wait_for_min_len():
     logits[:, :, 5] = 1.0
     positions = torch.arange(10, 14).expand(2, -1)
     greedy = Params(temperature=0.0, stops=(7, 2))
-    law = law_of([replace(greedy, min_len=12), greedy])
-    tokens = choose(logits, positions, law, Features(min_len=True), None)
+    sampling = sampling_of([replace(greedy, min_len=12), greedy])
+    tokens = choose(logits, positions, sampling, Features(min_len=True), None)
     assert tokens.tolist() == [[5, 5, 7, 7], [7, 7, 7, 7]]
 
 
 def test_bias_comes_before_penalties_and_temperature():
     logits = torch.tensor([[[1.0, 3.0, 0.0, 0.0]]])
     context = context_of([[0, 1]], [[2]], [[2]], [[1]])
-    law = law_of([Params(temperature=0.5, repetition=2.0, presence=0.25, bias={0: -5.0, 3: 1.0})])
-    got = process(logits, torch.tensor([[3]]), law, ALL, context)
+    sampling = sampling_of([Params(temperature=0.5, repetition=2.0, presence=0.25, bias={0: -5.0, 3: 1.0})])
+    got = process(logits, torch.tensor([[3]]), sampling, ALL, context)
     assert got.tolist() == [[[(1 - 5) * 2 / 0.5, 3 / 2 / 0.5, -0.25 / 0.5, 1 / 0.5]]]
 
 
@@ -190,7 +190,11 @@ def test_the_lowest_temperatures_take_the_largest():
     logits, positions, _ = window(1, 6, 50)
     rows = [Params(temperature=temperature) for temperature in (1e-6, 1e-38, 1e-44)]
     tokens = choose(
-        logits.expand(3, -1, -1), positions.expand(3, -1), law_of(rows), Features(sampled=True, filtered=True), None
+        logits.expand(3, -1, -1),
+        positions.expand(3, -1),
+        sampling_of(rows),
+        Features(sampled=True, filtered=True),
+        None,
     )
     assert torch.equal(tokens, logits.argmax(dim=2).expand(3, -1))
 
@@ -198,7 +202,7 @@ def test_the_lowest_temperatures_take_the_largest():
 def test_penalties_without_a_context_are_refused():
     logits, positions, _ = window(1, 1, 5)
     with pytest.raises(EngineFault, match="context=None"):
-        choose(logits, positions, law_of([Params()]), Features(penalised=True), None)
+        choose(logits, positions, sampling_of([Params()]), Features(penalised=True), None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -207,32 +211,32 @@ def test_logits_are_left_as_they_were(dtype):
     logits, positions, context = window(len(rows), 3, 40)
     logits = logits.to(dtype)
     given = logits.clone()
-    choose(logits, positions, law_of(rows), ALL, context)
-    pick_scores(logits, positions, None, law_of(rows), ALL)
+    choose(logits, positions, sampling_of(rows), ALL, context)
+    pick_scores(logits, positions, None, sampling_of(rows), ALL)
     logprobs(logits, torch.zeros(len(rows), 3, dtype=torch.int64), None, None, 2)
     assert torch.equal(logits, given)
-    assert process(logits, positions, law_of(rows), ALL, context).dtype == torch.float32
+    assert process(logits, positions, sampling_of(rows), ALL, context).dtype == torch.float32
 
 
 def test_picks_are_the_targets_choices_when_the_logits_are():
     rows = [Params(temperature=t, seed=seed) for seed, t in enumerate([0.0, 0.3, 1.0, 2.0])]
     logits, positions, _ = window(4, 30, 211)
     sampled = Features(sampled=True)
-    chosen = choose(logits, positions, law_of(rows), sampled, None)
-    picks = pick_scores(logits, positions, None, law_of(rows), sampled)
+    chosen = choose(logits, positions, sampling_of(rows), sampled, None)
+    picks = pick_scores(logits, positions, None, sampling_of(rows), sampled)
     assert torch.equal(picks.argmax(dim=2), chosen)
     assert torch.equal(picks[0], logits[0])
     order = torch.randperm(211, generator=torch.Generator().manual_seed(2))
-    picks = pick_scores(logits[:, :, order], positions, order, law_of(rows), sampled)
+    picks = pick_scores(logits[:, :, order], positions, order, sampling_of(rows), sampled)
     assert torch.equal(order[picks.argmax(dim=2)], chosen)
 
 
 def test_picks_from_half_a_vocabulary_agree_where_they_can():
     logits, positions, _ = window(1, 200, 100)
-    law, sampled = law_of([Params(seed=4)]), Features(sampled=True)
-    chosen = choose(logits, positions, law, sampled, None)
+    sampling, sampled = sampling_of([Params(seed=4)]), Features(sampled=True)
+    chosen = choose(logits, positions, sampling, sampled, None)
     half = torch.arange(0, 100, 2)
-    picks = half[pick_scores(logits[:, :, half], positions, half, law, sampled).argmax(dim=2)]
+    picks = half[pick_scores(logits[:, :, half], positions, half, sampling, sampled).argmax(dim=2)]
     even = chosen % 2 == 0
     assert 50 < even.sum() < 150
     assert torch.equal(picks[even], chosen[even])
@@ -240,7 +244,7 @@ def test_picks_from_half_a_vocabulary_agree_where_they_can():
 
 def test_greedy_picks_are_the_logits():
     logits, positions, _ = window(2, 3, 9)
-    assert torch.equal(pick_scores(logits, positions, None, law_of([Params()] * 2), Features()), logits)
+    assert torch.equal(pick_scores(logits, positions, None, sampling_of([Params()] * 2), Features()), logits)
 
 
 @pytest.mark.parametrize("top_n", [0, 1, 5])
@@ -273,7 +277,7 @@ def test_logprobs_are_those_of_the_nodes_on_the_path():
     assert all(torch.equal(*pair) for pair in zip(got, expected, strict=True))
 
 
-def test_logprobs_of_a_fault_do_not_reach_outside():
+def test_logprobs_of_a_fault_stay_in_bounds():
     logits = torch.tensor([[1.0, torch.nan, 0.0], [1.0, 2.0, 0.0]])
     got, ids, _ = (x[0] for x in logprobs(logits[None], torch.tensor([[-1, 1]]), None, None, 2))
     assert torch.isnan(got[0])

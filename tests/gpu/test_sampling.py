@@ -1,5 +1,5 @@
-"""The choosing law, the verdict and the round's bookkeeping on a GPU, at real sizes: kernels against their twins on the
-same device, rows in any company bit for bit, captured against eager, draws against the softmax."""
+"""Sampling, the verdict and the round's bookkeeping on a GPU, at real sizes: kernels against their twins on the same
+device, rows in any batch bit for bit, captured against eager, draws against the softmax."""
 
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.exact_law import Params, law_of
+from kernels.exact_sampling import Params, sampling_of
 from peregrine.kernels.round.drafts import keep_drafts, keep_drafts_torch, move_path, move_path_torch
 from peregrine.kernels.round.ngram import find_repeats, find_repeats_torch
 from peregrine.kernels.round.places import (
@@ -22,7 +22,7 @@ from peregrine.kernels.round.places import (
 )
 from peregrine.kernels.round.tree import Frontier, Growth, grow, grow_torch, select, select_torch
 from peregrine.kernels.round.verdict import HEADER, Ends, Nodes, Verdict, commit, commit_torch
-from peregrine.kernels.sampling import reference as law_of_choosing
+from peregrine.kernels.sampling import reference
 from peregrine.kernels.sampling import triton as choose_triton
 from peregrine.kernels.sampling.filters import divisors, lowest_kept_torch
 from peregrine.kernels.sampling.filters_triton import lowest_kept
@@ -60,12 +60,12 @@ def logits_of(rows: int, nodes: int, vocab_size: int, dtype: torch.dtype, seed: 
 
 
 def on_gpu(values: Any) -> Any:
-    """The same dataclass with its tensors on the GPU."""
+    """A copy of a dataclass with its tensors on the GPU."""
     return replace(values, **{field.name: getattr(values, field.name).cuda() for field in fields(values)})
 
 
 def params_of(rows: int) -> list[Params]:
-    """Every sampling parameter, over and over."""
+    """Parameters of `rows` rows that cycle through every sampling feature."""
     some = [
         Params(temperature=0.0),
         Params(temperature=0.7, top_p=0.9),
@@ -78,9 +78,9 @@ def params_of(rows: int) -> list[Params]:
     return [replace(some[row % len(some)], seed=row * 7919 - 3) for row in range(rows)]
 
 
-def gpu_law(rows: int) -> SamplingTensors:
-    law: SamplingTensors = on_gpu(law_of(params_of(rows)))
-    return law
+def gpu_sampling(rows: int) -> SamplingTensors:
+    sampling: SamplingTensors = on_gpu(sampling_of(params_of(rows)))
+    return sampling
 
 
 def positions_of(rows: int, nodes: int) -> Tensor:
@@ -101,27 +101,27 @@ def context_of(rows: int, nodes: int, vocab_size: int) -> Context:
 def test_greedy_choices_are_the_twins(vocab_size: int, dtype: torch.dtype) -> None:
     for rows, nodes in NODES:
         logits = logits_of(rows, nodes, vocab_size, dtype)  # 16 bits: ties at the top are common
-        law, at = gpu_law(rows), positions_of(rows, nodes)
+        sampling, at = gpu_sampling(rows), positions_of(rows, nodes)
         for kind in (logits, logits.round(), torch.zeros_like(logits)):
-            got = choose(kind, at, law, Features(), None)
-            assert torch.equal(got, choose_torch(kind, at, law, Features(), None))
+            got = choose(kind, at, sampling, Features(), None)
+            assert torch.equal(got, choose_torch(kind, at, sampling, Features(), None))
         for place, poison in ((0, torch.nan), (vocab_size // 2, torch.inf), (vocab_size - 1, -torch.inf)):
             broken = logits.clone()
             broken[0, -1, place] = poison
-            got = choose(broken, at, law, Features(), None)
-            assert torch.equal(got, choose_torch(broken, at, law, Features(), None))
+            got = choose(broken, at, sampling, Features(), None)
+            assert torch.equal(got, choose_torch(broken, at, sampling, Features(), None))
             assert got[0, -1] == -1
 
 
 @pytest.mark.parametrize("vocab_size", VOCAB_SIZES[:2])
 @pytest.mark.parametrize("name", list(VARIANTS)[1:])
 def test_sampled_choices_are_the_twins(vocab_size: int, name: str) -> None:
-    """The twin adds the device's noise and masses, so that not one node may differ."""
+    """The twin uses the device's noise and masses, so that every node must agree."""
     for dtype in (torch.bfloat16, torch.float32):
         for rows, nodes in NODES:
-            logits, law = logits_of(rows, nodes, vocab_size, dtype), gpu_law(rows)
+            logits, sampling = logits_of(rows, nodes, vocab_size, dtype), gpu_sampling(rows)
             context, at = context_of(rows, nodes, vocab_size), positions_of(rows, nodes)
-            got, expected = (f(logits, at, law, VARIANTS[name], context) for f in (choose, choose_torch))
+            got, expected = (f(logits, at, sampling, VARIANTS[name], context) for f in (choose, choose_torch))
             assert torch.equal(got, expected)
 
 
@@ -129,13 +129,13 @@ def test_sampled_choices_are_the_twins(vocab_size: int, name: str) -> None:
 def test_kept_sets_are_the_twins(dtype: torch.dtype) -> None:
     """By histogram and by digits; greedy rows and rows without a filter keep everything."""
     for rows, nodes in NODES:
-        logits, law = logits_of(rows, nodes, 128_256, dtype), gpu_law(rows)
+        logits, sampling = logits_of(rows, nodes, 128_256, dtype), gpu_sampling(rows)
         for kind in (logits, logits.round()):
-            scores = kind.float() / divisors(law)
-            got, expected = lowest_kept(kind, law)[:, :, None], lowest_kept_torch(scores, law)
-            sampled = law.temperature > 0
+            scores = kind.float() / divisors(sampling)
+            got, expected = lowest_kept(kind, sampling)[:, :, None], lowest_kept_torch(scores, sampling)
+            sampled = sampling.temperature > 0
             assert torch.equal((scores >= got)[sampled], (scores >= expected)[sampled])
-            by_digits = lowest_kept(kind.float(), law)[:, :, None]
+            by_digits = lowest_kept(kind.float(), sampling)[:, :, None]
             assert torch.equal(scores >= by_digits, scores >= got)
 
 
@@ -143,10 +143,10 @@ def test_kept_sets_are_the_twins(dtype: torch.dtype) -> None:
 def test_adjusted_scores_are_the_twins(dtype: torch.dtype) -> None:
     features = VARIANTS["everything"]
     for rows, nodes in NODES:
-        logits, law = logits_of(rows, nodes, 128_256, dtype), gpu_law(rows)
+        logits, sampling = logits_of(rows, nodes, 128_256, dtype), gpu_sampling(rows)
         context, at = context_of(rows, nodes, 128_256), positions_of(rows, nodes)
-        found = choose_triton.adjust(logits, at, law, features, context)
-        expected = adjust(logits, at, law, features, context)
+        found = choose_triton.adjust(logits, at, sampling, features, context)
+        expected = adjust(logits, at, sampling, features, context)
         adjusted = found.rows != 0
         assert torch.equal(found.scores.view_as(expected)[adjusted], expected[adjusted])
         assert torch.equal(logits.float()[~adjusted], expected[~adjusted])
@@ -164,7 +164,7 @@ def test_logprobs_are_the_twins(dtype: torch.dtype) -> None:
                 torch.testing.assert_close(got[0][row], expected[0][row], atol=2e-6, rtol=0)
                 assert torch.equal(got[1][row, :, :count], expected[1][row, :, :count])
                 torch.testing.assert_close(got[2][row, :, :count], expected[2][row, :, :count], atol=2e-6, rtol=0)
-        for row in range(0, rows, 5):  # a row's bits are its own
+        for row in range(0, rows, 5):  # a row alone gives the same bits
             alone = logprobs(logits[row : row + 1], tokens[row : row + 1], None, asked[row : row + 1], 64)
             assert torch.equal(alone[0][0], got[0][row])
             assert torch.equal(alone[2][0, :, :5], got[2][row, :, :5])
@@ -172,45 +172,45 @@ def test_logprobs_are_the_twins(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_row_is_chosen_alike_in_any_company(name: str, dtype: torch.dtype) -> None:
+def test_a_row_gets_the_same_tokens_in_any_batch(name: str, dtype: torch.dtype) -> None:
     rows, nodes, vocab_size, features = 32, 4, 128_256, VARIANTS[name]
     logits, at = logits_of(rows, nodes, vocab_size, dtype), positions_of(rows, nodes)
     params, context = params_of(rows), context_of(rows, nodes, vocab_size)
-    together = choose(logits, at, gpu_law(rows), features, context)
+    together = choose(logits, at, gpu_sampling(rows), features, context)
     for row in range(0, rows, 3):
-        law: SamplingTensors = on_gpu(law_of([params[row]]))
+        sampling: SamplingTensors = on_gpu(sampling_of([params[row]]))
         one = slice(row, row + 1)
         beside = replace(context, **{f.name: getattr(context, f.name)[one] for f in fields(context)})
-        assert torch.equal(choose(logits[one], at[one], law, features, beside), together[one])
+        assert torch.equal(choose(logits[one], at[one], sampling, features, beside), together[one])
         root = replace(beside, window_tokens=beside.window_tokens[:, :1], ancestors=beside.ancestors[:, :1])
-        alone = choose(logits[one, :1], at[one, :1], law, features, root)
+        alone = choose(logits[one, :1], at[one, :1], sampling, features, root)
         assert torch.equal(alone, together[one, :1])
 
 
 @pytest.mark.parametrize("dtype", [*HALF, torch.float32])
 @pytest.mark.parametrize("params", [Params(temperature=0.9), Params(temperature=0.9, top_p=0.9, min_p=0.01, top_k=900)])
-def test_a_part_that_others_use_changes_nothing(params: Params, dtype: torch.dtype) -> None:
-    """Rows that are sampled or filtered: penalised or biased neighbours add kernels, and change no token."""
-    law: SamplingTensors = on_gpu(law_of([replace(params, seed=seed) for seed in range(64)]))
+def test_features_of_other_rows_change_nothing(params: Params, dtype: torch.dtype) -> None:
+    """Penalised or biased rows add kernels to the batch, and change no token of sampled or filtered rows."""
+    sampling: SamplingTensors = on_gpu(sampling_of([replace(params, seed=seed) for seed in range(64)]))
     logits, at = logits_of(64, 4, 128_256, dtype), positions_of(64, 4)
     own = Features(sampled=True, filtered=params.top_p < 1)
-    expected = choose(logits, at, law, own, None)
+    expected = choose(logits, at, sampling, own, None)
     for features in VARIANTS.values():
         if features.covers(own):
-            got = choose(logits, at, law, features, context_of(64, 4, 128_256))
+            got = choose(logits, at, sampling, features, context_of(64, 4, 128_256))
             assert torch.equal(got, expected)
 
 
 @pytest.mark.parametrize("dtype", HALF)
 def test_a_histogram_and_digits_choose_the_same_tokens(dtype: torch.dtype) -> None:
-    """A bias of 0 sends a row through the adjusted scores, and changes none of them."""
+    """A bias of 0 makes a row use adjusted scores without changing any."""
     plain = [
         replace(params, bias={}, repetition=1.0, presence=0.0, frequency=0.0, min_len=0) for params in params_of(64)
     ]
     logits, at = logits_of(64, 4, 128_256, dtype), positions_of(64, 4)
     features = Features(sampled=True, filtered=True, biased=True)
-    laws = [on_gpu(law_of(rows)) for rows in (plain, [replace(params, bias={3: 0.0}) for params in plain])]
-    assert torch.equal(*(choose(logits, at, law, features, None) for law in laws))
+    samplings = [on_gpu(sampling_of(rows)) for rows in (plain, [replace(params, bias={3: 0.0}) for params in plain])]
+    assert torch.equal(*(choose(logits, at, sampling, features, None) for sampling in samplings))
 
 
 @pytest.mark.parametrize("sampled", [False, True])
@@ -219,12 +219,12 @@ def test_picks_are_the_twins(sampled: bool, named: bool) -> None:
     apart = 0
     for rows in (1, 3, 64):
         for vocab_size in (32_000, 128_256):
-            logits, law = logits_of(rows, 1, vocab_size, torch.bfloat16), gpu_law(rows)
+            logits, sampling = logits_of(rows, 1, vocab_size, torch.bfloat16), gpu_sampling(rows)
             drawn = torch.randperm(151_936, device="cuda", generator=generator(2))[:vocab_size]
             ids, features = drawn.sort().values if named else None, Features(sampled=sampled)
             got, expected = torch.empty(2, rows, 1, dtype=torch.int64, device="cuda")
-            pick(logits, positions_of(rows, 1), ids, law, features, got)
-            pick_torch(logits, positions_of(rows, 1), ids, law, features, expected)
+            pick(logits, positions_of(rows, 1), ids, sampling, features, got)
+            pick_torch(logits, positions_of(rows, 1), ids, sampling, features, expected)
             apart += int((got != expected).sum())
     assert apart == 0
 
@@ -234,9 +234,11 @@ def test_draws_follow_the_softmax() -> None:
     vocab_size, rows, nodes = 400, 2500, 64
     row = torch.randn(vocab_size, device="cuda", generator=generator(3)) * 1.5
     temperature = 0.8
-    law: SamplingTensors = on_gpu(law_of([Params(temperature=temperature, seed=seed) for seed in range(rows)]))
+    sampling: SamplingTensors = on_gpu(
+        sampling_of([Params(temperature=temperature, seed=seed) for seed in range(rows)])
+    )
     logits = row.expand(rows, nodes, -1)
-    tokens = choose(logits, positions_of(1, nodes).expand(rows, -1), law, Features(sampled=True), None)
+    tokens = choose(logits, positions_of(1, nodes).expand(rows, -1), sampling, Features(sampled=True), None)
     counts = torch.bincount(tokens.flatten(), minlength=vocab_size).double()
     expected = (row.double() / temperature).softmax(dim=0) * tokens.numel()
     common = expected >= 5
@@ -256,12 +258,12 @@ def window_of(rows: int, nodes: int, depth: int, seed: int) -> tuple[Tensor, Nod
     parents = torch.zeros(rows, nodes, dtype=torch.int64, device="cuda")
     depths, words = torch.zeros_like(parents), torch.ones_like(parents)
     for node in range(1, nodes):
-        wish = whole(node, rows, 1)
-        parent = torch.where(depths.gather(1, wish) < depth, wish, 0)
+        wanted = whole(node, rows, 1)
+        parent = torch.where(depths.gather(1, wanted) < depth, wanted, 0)
         parents[:, node : node + 1] = parent
         depths[:, node : node + 1] = depths.gather(1, parent) + 1
         words[:, node : node + 1] = words.gather(1, parent) | (1 << node if node < 63 else -(1 << 63))
-    tokens = torch.arange(nodes, device="cuda").expand(rows, -1) % 4  # siblings may agree: both kernels see it
+    tokens = torch.arange(nodes, device="cuda").expand(rows, -1) % 4  # siblings may have equal tokens
     past, choices = whole(400, rows), whole(4, rows, nodes) - (whole(20, rows, nodes) == 0).long() * 9
     ends = Ends(past, past + 2 + whole(8, rows), whole(30, rows, 32) - 10, whole(9, rows) == 0)
     history = whole(99, rows, 512).scatter_(1, past[:, None], tokens[:, :1])
@@ -328,15 +330,15 @@ def test_look_up_is_the_twins() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn])
-def test_paths_move_like_the_twins(dtype: torch.dtype) -> None:
-    """Twenty times: a race between a row's reads and writes would show."""
+def test_paths_are_moved_as_by_the_twins(dtype: torch.dtype) -> None:
+    """Twenty times, since a race between a row's reads and writes would show only sometimes."""
     rows, nodes, width, page_size = 16, 32, 7, 16
     size = (4, (rows * 4 + 1) * page_size, 8, 128)
     drawn = [torch.randint(0, 100, size, device="cuda", generator=generator(i)) for i in range(2)]
     table = 1 + torch.arange(rows * 4, device="cuda").view(rows, 4)
     for seed in range(20):
-        wish = torch.rand(rows, nodes - 1, device="cuda", generator=generator(seed))
-        path = wish.argsort(dim=1)[:, : width - 1].sort(dim=1).values + 1
+        wanted = torch.rand(rows, nodes - 1, device="cuda", generator=generator(seed))
+        path = wanted.argsort(dim=1)[:, : width - 1].sort(dim=1).values + 1
         verdicts = torch.zeros(rows, HEADER + 2 * width, dtype=torch.int64, device="cuda")
         verdicts[:, 0] = torch.randint(0, width + 1, (rows,), device="cuda", generator=generator(seed))
         verdicts[:, HEADER + width + 1 :] = path
@@ -350,10 +352,10 @@ def test_paths_move_like_the_twins(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize(("depth", "width", "nodes"), [(6, 4, 32), (3, 8, 64), (2, 2, 5)])
-def test_trees_grow_like_the_twins(depth: int, width: int, nodes: int, sampled: bool) -> None:
+def test_trees_are_the_twins(depth: int, width: int, nodes: int, sampled: bool) -> None:
     rows, vocab_size = 3, 32_000
     ids = torch.randperm(128_256, device="cuda", generator=generator(4))[:vocab_size].sort().values
-    trees = [Growth.begin(rows, depth, width, ids, gpu_law(rows), Features(sampled=sampled)) for _ in range(2)]
+    trees = [Growth.begin(rows, depth, width, ids, gpu_sampling(rows), Features(sampled=sampled)) for _ in range(2)]
     fronts: list[Frontier | None] = [None, None]
     for level in range(depth):
         count = width if level else 1
@@ -371,7 +373,7 @@ def test_trees_grow_like_the_twins(depth: int, width: int, nodes: int, sampled: 
 
 
 def captured(step: Callable[[], Any]) -> Callable[[], Any]:
-    """`step` as a graph; what comes back replays it and gives the same tensors each time."""
+    """Capture `step` as a graph; returns a function that replays it and returns the same tensors each time."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -392,11 +394,11 @@ def captured(step: Callable[[], Any]) -> Callable[[], Any]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_captured_choice_is_the_eager_one(name: str, dtype: torch.dtype) -> None:
     rows, nodes, vocab_size, features = 4, 4, 128_256, VARIANTS[name]
-    law, context, at = gpu_law(rows), context_of(rows, nodes, vocab_size), positions_of(rows, nodes)
+    sampling, context, at = gpu_sampling(rows), context_of(rows, nodes, vocab_size), positions_of(rows, nodes)
     logits = logits_of(rows, nodes, vocab_size, dtype)
 
     def step() -> tuple[Tensor, ...]:
-        tokens = choose(logits, at, law, features, context)
+        tokens = choose(logits, at, sampling, features, context)
         return tokens, *logprobs(logits, tokens, None, None, 5)
 
     replay = captured(step)
@@ -408,10 +410,10 @@ def test_a_captured_choice_is_the_eager_one(name: str, dtype: torch.dtype) -> No
 
 
 def test_a_captured_round_of_bookkeeping_is_the_eager_one() -> None:
-    """Window, commit, path, look-ahead, picks and keeping, on buffers that each replay moves on."""
+    """Window, commit, path, look-ahead, picks and kept drafts, on buffers that each replay advances."""
     rows, nodes, depth, vocab_size = 8, 4, 3, 32_000
     choices, drawn, ends, history = window_of(rows, nodes, depth, 5)
-    law, table = gpu_law(rows), torch.randint(0, 99, (rows, 32), device="cuda", generator=generator(1))
+    sampling, table = gpu_sampling(rows), torch.randint(0, 99, (rows, 32), device="cuda", generator=generator(1))
     logits, features = logits_of(rows, 1, vocab_size, torch.bfloat16), Features(sampled=True)
 
     def start() -> tuple[Nodes, Ends, Tensor]:
@@ -427,7 +429,7 @@ def test_a_captured_round_of_bookkeeping_is_the_eager_one() -> None:
             ahead = ahead_places(moved.past_lens, table, 16, 0, depth, 1, 500)
             drafts = torch.empty(depth, rows, dtype=torch.int64, device="cuda")
             for at in range(depth):
-                pick(logits, ahead.next_positions[at], None, law, features, drafts[at, :, None])
+                pick(logits, ahead.next_positions[at], None, sampling, features, drafts[at, :, None])
             keep_drafts(window.tokens, window.offered, drawn.offered, drafts.T, depth, [])
             return verdict.table, places.slots, path.live, ahead.slots, drafts
 
@@ -449,15 +451,15 @@ def test_nothing_waits_for_the_device() -> None:
     """The host queues every variant without a wait."""
     rows, nodes, vocab_size = 4, 4, 128_256
     logits, at = logits_of(rows, nodes, vocab_size, torch.bfloat16), positions_of(rows, nodes)
-    law, context = gpu_law(rows), context_of(rows, nodes, vocab_size)
+    sampling, context = gpu_sampling(rows), context_of(rows, nodes, vocab_size)
     for features in VARIANTS.values():
-        choose(logits, at, law, features, context)  # compiled now
+        choose(logits, at, sampling, features, context)  # compiled now
     torch.cuda.synchronize()
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
         for features in VARIANTS.values():
-            choose(logits, at, law, features, context)
+            choose(logits, at, sampling, features, context)
     finally:
         torch.cuda.set_sync_debug_mode(before)
-    assert law_of_choosing.triton_ready(logits)
+    assert reference.triton_ready(logits)

@@ -1,7 +1,7 @@
-"""Compile the Triton kernels of latent attention for an H200, on a machine without one. Run outside the interpreter.
+"""Compile the Triton kernels of MLA for an H200, on a machine without one. Run outside the interpreter.
 
 Prints a line of JSON for each: what it is, bytes of shared memory, and how often some instructions occur. The shapes
-are DeepSeek-V2-Lite's (16 heads) and V3's (128 heads), and one that fills no vector.
+are DeepSeek-V2-Lite's (16 heads) and V3's (128 heads), and one whose sizes are no multiple of a vector.
 """
 
 import json
@@ -21,7 +21,7 @@ UNFENCED = re.compile(r"cp\.async\.wait(?:(?!fence\.proxy\.async|cp\.async\.wait
 
 
 def compile_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    """As a launch would: pointers and strides that are multiples of 16 are known to be."""
+    """Compile as a launch would: pointers and strides that are multiples of 16 are specialised."""
     names = kernel.arg_names
     values = dict(zip(names, arguments, strict=False)) | {n: options.pop(n) for n in names if n in options}
     signature, constants, aligned = {}, {}, {}
@@ -59,7 +59,7 @@ def whole(*size: int) -> torch.Tensor:
 
 
 def compile_attention(heads: int, rank: int, rope: int, tile: int, everything: bool = False) -> None:
-    """A chain whose keys programs share; if asked for, also a tree, and a program that reads all keys."""
+    """Split-KV decoding of a chain; optionally of a tree, and by a program that reads all keys."""
     from peregrine.kernels.attention.mla_triton import mla_attention
     from peregrine.kernels.attention.plan import GpuPlan, Kernel, Launch
 
@@ -75,7 +75,7 @@ def compile_attention(heads: int, rank: int, rope: int, tile: int, everything: b
 
 
 def compile_parts(heads: int, nope: int, rank: int, rope: int) -> None:
-    """What stands around attention: the rotation with the store, and one linear per head on each side."""
+    """The kernels around attention: rotation with the KV write, and the per-head linears before and after."""
     from peregrine.kernels.attention import kv_write_triton as kv_write
     from peregrine.kernels.attention.mla import DeferredMLARope
     from peregrine.kernels.linear.per_head_triton import TritonPerHead

@@ -1,6 +1,6 @@
-"""The Triton kernels of MLA in the interpreter: bits that no way of sharing the work can change.
+"""The Triton kernels of MLA in the interpreter: bits independent of how the work is shared.
 
-Answers are held against float64 by the conformance kit; here is what it does not see from outside.
+The conformance kit compares outputs with float64; here are internals that it does not see.
 """
 
 from dataclasses import replace
@@ -62,7 +62,7 @@ def test_splits_are_whole_blocks_and_no_more_than_there_is_room_for() -> None:
         assert keys <= mla_max_keys(width)
         assert width == mla_split_width(mla_max_keys(width)) < mla_split_width(mla_max_keys(width) + 1)
     widths = [mla_split_width(keys) for keys in (0, 1, 16896, 16897, 25344, 25345, 82700)]
-    assert widths == [64, 128, 128, 192, 192, 256, 640]  # a query that sees nothing has a width of its own
+    assert widths == [64, 128, 128, 192, 192, 256, 640]  # the first is that of a query that sees nothing
 
 
 @pytest.mark.parametrize("programs", [1, 2, 3, 7])
@@ -80,7 +80,7 @@ def test_the_height_of_a_tile_changes_no_bit_here(tile: int) -> None:
 
 
 @pytest.mark.parametrize("num_heads", [1, 5, 20, 70])
-def test_heads_that_fill_no_tile_or_more_than_one(num_heads: int) -> None:
+def test_heads_may_fill_part_of_a_tile_or_several(num_heads: int) -> None:
     rows = [chain(past, 2, (num_heads, 1, 72, 48)) for past in (0, 140)]
     forward, _, _ = opened(rows)
     expected = torch.cat(forward.run(TorchBackend(), LAYER))
@@ -90,7 +90,7 @@ def test_heads_that_fill_no_tile_or_more_than_one(num_heads: int) -> None:
 
 
 @pytest.mark.parametrize("programs", [1, 4])
-def test_trees_are_shared_out_node_by_node(programs: int) -> None:
+def test_trees_give_the_same_bits_with_any_number_of_programs(programs: int) -> None:
     parents = [-1, 0, 0, 1, 1, 2, 3]
     rows = [tree(past, parents, HEADS) for past in (0, 126, 128, 250)]
     out = context(rows, 16)
@@ -111,8 +111,8 @@ def test_wide_splits_are_added_in_order() -> None:
     assert torch.allclose(out, forward.run(TorchBackend(), LAYER)[0], atol=2e-6)
 
 
-def test_a_window_on_both_sides_of_a_change_of_widths() -> None:
-    """Each query gets what it gets alone, though its neighbours' splits are wider."""
+def test_a_window_across_a_change_of_split_widths() -> None:
+    """Each query gives its output of a single query, though other queries' splits are wider."""
     row = chain(BORDER - 2, 4, HEADS)
     whole = decode([row, chain(7, 4, HEADS)], 5)[:4]
     assert torch.equal(whole, context([row]))
@@ -120,7 +120,7 @@ def test_a_window_on_both_sides_of_a_change_of_widths() -> None:
         assert torch.equal(decode([row.at(i)], 3), whole[i : i + 1])
 
 
-def test_a_tree_on_both_sides_of_a_change_of_widths() -> None:
+def test_a_tree_across_a_change_of_split_widths() -> None:
     parents = [-1, 0, 0, 1, 1, 2, 3]
     row = tree(BORDER - 2, parents, HEADS)
     whole = decode([row], 4)
@@ -138,8 +138,8 @@ def test_keys_that_end_at_any_border_are_all_read(past: int) -> None:
 
 
 @pytest.mark.parametrize("jump", [-300.0, 300.0])
-def test_scores_far_apart_bring_no_infinity(jump: float) -> None:
-    """Keys of the second split weigh nothing beside those of the first, or the reverse."""
+def test_very_different_scores_give_no_infinity(jump: float) -> None:
+    """Keys of one split have zero weight beside those of the other."""
     row = chain(255, 1, HEADS)
     row.q[:], row.k[:128], row.k[128:] = 1.0, 0.1, 0.1 + jump / 10
     forward, _, _ = opened([row])
@@ -156,7 +156,7 @@ def test_a_position_past_the_table_reads_the_table_and_no_further() -> None:
     assert torch.equal(out, mla_attention(forward.q, keys, far, split_kv(2), RANK, 0.2))
 
 
-def test_queries_may_lie_apart() -> None:
+def test_queries_may_be_strided() -> None:
     forward, keys, plan = opened([chain(140, 2, HEADS)])
     wide = torch.zeros(2, 4, HEADS[2] + 8)
     wide[..., : HEADS[2]] = forward.q

@@ -1,4 +1,4 @@
-"""The choosing law said again, one row and one token at a time, in float64: the kernels are held to it."""
+"""A plain implementation of sampling, one row and one token at a time, in float64: the oracle of the kernels."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ class Params:
     logprobs: int = -1
 
 
-def law_of(rows: Sequence[Params], width: int = 4) -> SamplingTensors:
+def sampling_of(rows: Sequence[Params], width: int = 4) -> SamplingTensors:
     """The rows' parameters as tensors; ids are padded to `width`."""
 
     def reals(name):
@@ -57,7 +57,7 @@ def law_of(rows: Sequence[Params], width: int = 4) -> SamplingTensors:
 
 
 def context_of(prompts, outputs, windows, ancestors, garbage=0) -> Context:
-    """Histories of prompts and outputs, padded with garbage; everything is a list per row."""
+    """A context of prompts and outputs, padded with garbage; every argument is a list per row."""
     width = max(len(p) + len(o) for p, o in zip(prompts, outputs, strict=True)) + 3
     history = [p + o + [garbage] * (width - len(p) - len(o)) for p, o in zip(prompts, outputs, strict=True)]
     return Context(
@@ -83,7 +83,7 @@ def penalised(logits, params, prompt, output):
 
 
 def kept_tokens(probabilities, params):
-    """Which tokens top-k, then top-p of what is left, then min-p leave over: [V] bool."""
+    """Tokens kept by top-k, then top-p of what is left, then min-p: [V] bool."""
     kept = np.ones(len(probabilities), dtype=bool)
     ranked = np.sort(probabilities)[::-1]
     if params.top_k:

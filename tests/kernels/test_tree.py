@@ -1,10 +1,10 @@
-"""A draft tree's growth: what a plain search finds, by the twin; and the kernel does as the twin."""
+"""Growing a draft tree: the twin against a plain search, and the kernel against the twin."""
 
 import numpy as np
 import pytest
 import torch
 
-from kernels.exact_law import Params, law_of
+from kernels.exact_sampling import Params, sampling_of
 from kernels.interpreted import needs_interpreter
 from peregrine.kernels.round.tree import STEP_COST, Frontier, Growth, grow_torch, select_torch
 from peregrine.kernels.sampling.params import Features
@@ -20,7 +20,7 @@ def logits_at(path):
 
 
 def search(depth, width, nodes):
-    """[(path, joint score)] of the window's nodes in the order they were seen, level by level."""
+    """[(path, joint score)] of the window's nodes, level by level in the order they were found."""
     seen, frontier = [], [((), 0.0)]
     for _ in range(depth):
         level = []
@@ -37,7 +37,7 @@ def search(depth, width, nodes):
 
 @pytest.mark.parametrize(("depth", "width", "nodes"), SHAPES)
 def test_the_window_is_that_of_a_plain_search(depth, width, nodes):
-    growth = Growth.begin(1, depth, width, None, law_of(ROWS[1:]), Features())
+    growth = Growth.begin(1, depth, width, None, sampling_of(ROWS[1:]), Features())
     frontier, paths = None, [()]
     for level in range(depth):
         if frontier is not None:
@@ -55,8 +55,8 @@ def test_the_window_is_that_of_a_plain_search(depth, width, nodes):
     assert made[1:] == [path for path, _ in search(depth, width, nodes)]
 
 
-def test_a_node_read_sees_its_own_ancestors():
-    growth = Growth.begin(1, 3, 2, None, law_of(ROWS[1:]), Features())
+def test_a_node_sees_its_own_ancestors():
+    growth = Growth.begin(1, 3, 2, None, sampling_of(ROWS[1:]), Features())
     frontier, lines = None, [()]
     for level in range(3):
         logits = torch.randn(1, len(lines), VOCAB, generator=torch.Generator().manual_seed(level))
@@ -76,7 +76,7 @@ def test_the_kernel_grows_the_twins_tree(depth, width, nodes, sampled, named, mo
     generator = torch.Generator().manual_seed(depth)
     ids = torch.randperm(90, generator=generator)[:VOCAB].sort().values if named else None
     twin, kernel = (
-        Growth.begin(len(ROWS), depth, width, ids, law_of(ROWS), Features(sampled=sampled)) for _ in range(2)
+        Growth.begin(len(ROWS), depth, width, ids, sampling_of(ROWS), Features(sampled=sampled)) for _ in range(2)
     )
     expected = got = None
     for level in range(depth):
@@ -96,10 +96,10 @@ def test_the_kernel_grows_the_twins_tree(depth, width, nodes, sampled, named, mo
 
 
 @needs_interpreter
-def test_what_is_not_a_number_is_no_child():
+def test_a_nan_score_is_never_a_child():
     from peregrine.kernels.round import triton as round_gpu
 
-    growth = Growth.begin(2, 2, 3, None, law_of(ROWS), Features())
+    growth = Growth.begin(2, 2, 3, None, sampling_of(ROWS), Features())
     logits = torch.randn(2, 1, VOCAB, generator=torch.Generator().manual_seed(0))
     logits[0, 0, ::2] = torch.nan
     tokens, *_ = round_gpu.grow(growth, logits, torch.zeros(2, 1).long(), None, 0, STEP_COST)

@@ -1,4 +1,4 @@
-"""The latent's norm, the rotation and the store in one launch, in the interpreter: what the twins do apart."""
+"""MLA's norm, rotation and KV write in one launch, in the interpreter, against the twins."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ def draw(*size: int, seed: int = 0) -> Tensor:
 
 
 def rope_of(q_rope: Tensor, rows: Tensor, tokens: int, rank: int) -> DeferredMLARope:
-    """Rows [R] ask, at the positions of their tokens."""
+    """The deferred rotation of live rows [R], at the positions of their tokens."""
     half = q_rope.shape[2] // 2
     angles = torch.arange(POSITIONS)[:, None] / 10 ** (torch.arange(half) / half)
     positions = (torch.arange(tokens) * 7 + 3) % POSITIONS
@@ -35,7 +35,7 @@ def rope_of(q_rope: Tensor, rows: Tensor, tokens: int, rank: int) -> DeferredMLA
 @pytest.mark.parametrize(("tokens", "live"), [(1, [0]), (5, range(5)), (7, [0, 4]), (3, [])])
 def test_one_launch_does_what_the_twins_do(heads: int, rank: int, rope: int, tokens: int, live: list[int]) -> None:
     rows = torch.tensor(list(live), dtype=torch.int64)
-    # As the projections leave them: a query's two parts side by side, keys beside what is no key.
+    # Strided as the projections leave them: parts of a query side by side, keys beside other values.
     projected, keys_and_more = draw(len(rows), heads, 8 + rope, seed=2), draw(tokens, 1, rank + rope + 8)
     k = keys_and_more[..., : rank + rope]
     deferred = rope_of(projected[..., 8:], rows, tokens, rank)

@@ -1,4 +1,4 @@
-"""The Triton choosing law against its twins, in the interpreter: the same tokens, spans and faults included."""
+"""Triton sampling against its twins, in the interpreter: equal tokens, with several spans and with faults."""
 
 from dataclasses import fields
 
@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.exact_law import Params, context_of, law_of
+from kernels.exact_sampling import Params, context_of, sampling_of
 from kernels.interpreted import needs_interpreter, send_to_triton
 from peregrine.kernels.sampling.noise import gumbel_torch
 from peregrine.kernels.sampling.params import Context, Features
@@ -31,7 +31,7 @@ VOCAB = 75  # with spans of 32: two whole ones and a part
 
 @pytest.fixture(autouse=True)
 def _short_spans(monkeypatch):
-    """Cut small vocabularies as large ones are."""
+    """Make spans short, so that small vocabularies have several."""
     from peregrine.kernels.sampling import triton as choose_gpu
 
     send_to_triton(monkeypatch)
@@ -48,10 +48,10 @@ def positions_of(logits):
     return torch.arange(7, 7 + logits.shape[1]).expand(logits.shape[0], -1)
 
 
-def assert_same(logits, law, features, context=None):
-    """Choices are the twin's, which adds the kernel's noise and masses."""
+def assert_same(logits, sampling, features, context=None):
+    """Choices are the twin's, with the kernel's noise and masses."""
     positions = positions_of(logits)
-    got, expected = (f(logits, positions, law, features, context) for f in (choose, choose_torch))
+    got, expected = (f(logits, positions, sampling, features, context) for f in (choose, choose_torch))
     assert got.dtype == expected.dtype
     assert torch.equal(got, expected)
 
@@ -60,42 +60,44 @@ def assert_same(logits, law, features, context=None):
 @pytest.mark.parametrize("features", [GREEDY, SAMPLED])
 @pytest.mark.parametrize("vocab_size", [1, 32, 64, VOCAB])
 def test_choices_are_the_twins(dtype, features, vocab_size):
-    assert_same(logits_of(dtype, vocab_size), law_of(ROWS), features)
+    assert_same(logits_of(dtype, vocab_size), sampling_of(ROWS), features)
 
 
 @given(values=st.lists(st.sampled_from([-1.5, -0.0, 0.0, 1.0, 2.5]), min_size=1, max_size=100))
 @settings(max_examples=25)
 def test_the_lowest_id_wins_among_equals(values):
     logits = torch.tensor(values)[None, None]
-    assert choose(logits, torch.zeros(1, 1).long(), law_of(ROWS[:1]), GREEDY, None).item() == values.index(max(values))
+    assert choose(logits, torch.zeros(1, 1).long(), sampling_of(ROWS[:1]), GREEDY, None).item() == values.index(
+        max(values)
+    )
 
 
 @pytest.mark.parametrize("features", [GREEDY, SAMPLED, Features(sampled=True, filtered=True)])
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
 def test_broken_nodes_choose_nothing_and_harm_nobody(features, poison):
-    logits, law = logits_of(torch.bfloat16), law_of(ROWS)
-    expected = choose(logits, positions_of(logits), law, features, None)
+    logits, sampling = logits_of(torch.bfloat16), sampling_of(ROWS)
+    expected = choose(logits, positions_of(logits), sampling, features, None)
     for place in (0, 40, VOCAB - 1):
         broken = logits.clone()
         broken[::2, 1, place] = poison
-        tokens = choose(broken, positions_of(logits), law, features, None)
+        tokens = choose(broken, positions_of(logits), sampling, features, None)
         assert (tokens[::2, 1] == -1).all()
         tokens[::2, 1] = expected[::2, 1]
         assert torch.equal(tokens, expected)
         picked = torch.empty_like(tokens)
-        pick(broken, positions_of(logits), None, law, features, picked)
+        pick(broken, positions_of(logits), None, sampling, features, picked)
         assert ((picked >= 0) & (picked < VOCAB)).all()
 
 
 @pytest.mark.parametrize("vocab_size", [64, VOCAB])
 @pytest.mark.parametrize("features", [GREEDY, SAMPLED])
-def test_a_row_is_chosen_alike_in_any_company(vocab_size, features):
+def test_a_row_gets_the_same_tokens_in_any_batch(vocab_size, features):
     logits = logits_of(torch.float32, vocab_size)
-    together = choose(logits, positions_of(logits), law_of(ROWS), features, None)
+    together = choose(logits, positions_of(logits), sampling_of(ROWS), features, None)
     for row, params in enumerate(ROWS):
         for node in range(2):
             alone = logits[row : row + 1, node : node + 1], positions_of(logits)[:1, node : node + 1]
-            assert choose(*alone, law_of([params]), features, None).item() == together[row, node]
+            assert choose(*alone, sampling_of([params]), features, None).item() == together[row, node]
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -103,20 +105,20 @@ def test_a_row_is_chosen_alike_in_any_company(vocab_size, features):
 @pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize("vocab_size", [40, VOCAB])
 def test_picks_are_target_ids(dtype, features, named, vocab_size):
-    logits, law = logits_of(dtype, vocab_size, nodes=1), law_of(ROWS)
+    logits, sampling = logits_of(dtype, vocab_size, nodes=1), sampling_of(ROWS)
     generator = torch.Generator().manual_seed(1)
     ids = torch.randperm(1000, generator=generator)[:vocab_size].sort().values if named else None
     got, expected = torch.empty(2, len(ROWS), 1, dtype=torch.int64)
-    pick(logits, positions_of(logits), ids, law, features, got)
-    pick_torch(logits, positions_of(logits), ids, law, features, expected)
+    pick(logits, positions_of(logits), ids, sampling, features, got)
+    pick_torch(logits, positions_of(logits), ids, sampling, features, expected)
     assert torch.equal(got, expected)
 
 
-def test_views_are_chosen_from_like_their_copies():
+def test_views_give_the_tokens_of_their_copies():
     wide = logits_of(torch.float32, 200, nodes=4)
-    view, law = wide[:, ::2, 17:99], law_of(ROWS)
-    got = choose(view, positions_of(view), law, SAMPLED, None)
-    assert torch.equal(got, choose(view.clone(), positions_of(view).clone(), law, SAMPLED, None))
+    view, sampling = wide[:, ::2, 17:99], sampling_of(ROWS)
+    got = choose(view, positions_of(view), sampling, SAMPLED, None)
+    assert torch.equal(got, choose(view.clone(), positions_of(view).clone(), sampling, SAMPLED, None))
 
 
 EVERYTHING = Features(sampled=True, filtered=True, penalised=True, biased=True, min_len=True)
@@ -144,7 +146,7 @@ def demanding(dtype, nodes=3):
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_every_part_of_sampling_at_once(dtype):
     logits, positions, context = demanding(dtype)
-    got, expected = (f(logits, positions, law_of(DEMANDING), EVERYTHING, context) for f in (choose, choose_torch))
+    got, expected = (f(logits, positions, sampling_of(DEMANDING), EVERYTHING, context) for f in (choose, choose_torch))
     assert torch.equal(got, expected)
 
 
@@ -153,17 +155,17 @@ def test_adjusted_scores_are_the_twins(dtype):
     from peregrine.kernels.sampling import triton as choose_gpu
 
     logits, positions, context = demanding(dtype)
-    found = choose_gpu.adjust(logits, positions, law_of(DEMANDING), EVERYTHING, context)
-    expected = adjust(logits, positions, law_of(DEMANDING), EVERYTHING, context)
+    found = choose_gpu.adjust(logits, positions, sampling_of(DEMANDING), EVERYTHING, context)
+    expected = adjust(logits, positions, sampling_of(DEMANDING), EVERYTHING, context)
     assert found.rows.tolist() == [1, 1, 1, 1, 1, 0, 0, 0, 0]
     assert torch.equal(found.scores.view_as(expected)[:5], expected[:5])
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_a_row_takes_its_token_whatever_others_ask_for(dtype):
-    """Alone a row runs through the parts that it uses; beside the others through all of them."""
+def test_a_rows_token_does_not_depend_on_other_rows_features(dtype):
+    """A row alone runs only the kernels it needs; beside the others it runs all of them."""
     logits, positions, context = demanding(dtype)
-    together = choose(logits, positions, law_of(DEMANDING), EVERYTHING, context)
+    together = choose(logits, positions, sampling_of(DEMANDING), EVERYTHING, context)
     for row, params in enumerate(DEMANDING):
         one = slice(row, row + 1)
         own = Features(
@@ -174,16 +176,16 @@ def test_a_row_takes_its_token_whatever_others_ask_for(dtype):
             min_len=params.min_len > 0,
         )
         before = Context(*(getattr(context, field.name)[one] for field in fields(context)))
-        alone = choose(logits[one], positions[one], law_of([params]), own, before)
+        alone = choose(logits[one], positions[one], sampling_of([params]), own, before)
         assert torch.equal(alone, together[one])
 
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
 def test_adjusted_rows_that_are_not_finite_choose_nothing(poison):
     logits, positions, context = demanding(torch.bfloat16)
-    expected = choose(logits, positions, law_of(DEMANDING), EVERYTHING, context)
+    expected = choose(logits, positions, sampling_of(DEMANDING), EVERYTHING, context)
     logits[::2, 1, 44] = poison
-    got = choose(logits, positions, law_of(DEMANDING), EVERYTHING, context)
+    got = choose(logits, positions, sampling_of(DEMANDING), EVERYTHING, context)
     assert (got[::2, 1] == -1).all()
     got[::2, 1] = expected[::2, 1]
     assert torch.equal(got, expected)
@@ -191,7 +193,7 @@ def test_adjusted_rows_that_are_not_finite_choose_nothing(poison):
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("on_path", [False, True])
-def test_logprobs_are_the_twins_in_rows_that_asked(dtype, on_path):
+def test_logprobs_are_the_twins_in_rows_that_request_them(dtype, on_path):
     logits, _, _ = demanding(dtype, nodes=3 if on_path else 2)
     count, asked = len(DEMANDING), torch.tensor([3, -1, 0, 7, -1, 7, 1, 2, -1])
     path = torch.tensor([[0, 2]]).expand(count, -1) if on_path else None
@@ -207,8 +209,8 @@ def test_logprobs_are_the_twins_in_rows_that_asked(dtype, on_path):
 
 
 def test_noise_is_the_twins():
-    """Where all logits are equal the sums are the noise: its largest is at the place of the torch twin's."""
-    law = law_of([Params(seed=seed) for seed in (0, 2**62, -5)])
+    """With equal logits the chosen token is the one with the largest noise: the twin's."""
+    sampling = sampling_of([Params(seed=seed) for seed in (0, 2**62, -5)])
     positions = torch.tensor([[0, 1, 2**40]]).expand(3, -1)
-    got = choose(torch.zeros(3, 3, VOCAB), positions, law, SAMPLED, None)
-    assert torch.equal(got, gumbel_torch(law.seeds, positions, torch.arange(VOCAB)).argmax(dim=2))
+    got = choose(torch.zeros(3, 3, VOCAB), positions, sampling, SAMPLED, None)
+    assert torch.equal(got, gumbel_torch(sampling.seeds, positions, torch.arange(VOCAB)).argmax(dim=2))

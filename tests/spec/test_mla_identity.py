@@ -1,4 +1,4 @@
-"""Speculation, company and paging change no token of a model with latent attention and experts."""
+"""Speculation, batching and paging change no token of a model with MLA and experts."""
 
 from functools import cache
 from pathlib import Path
@@ -8,20 +8,20 @@ import torch
 
 from peregrine.errors import ConfigError
 from peregrine.sampling import SamplingParams
-from spec.harness import Case, accept_length, build, cases, disturbed, latent_model, run, tokens
+from spec.harness import Case, accept_length, build, cases, disturbed, mla_model, run, tokens
 
 SOME = cases(8, max_tokens=40)
 
 
 @cache
-def noisy_latent() -> Path:
-    """The same with its weights disturbed: a draft model that is often right and often wrong."""
-    return disturbed(latent_model(), 0.05)
+def noisy_mla() -> Path:
+    """The MLA model with noise in its weights: a draft model that is often right and often wrong."""
+    return disturbed(mla_model(), 0.05)
 
 
 @cache
 def plain() -> list[list[int]]:
-    return tokens(run(build(latent_model()).engine, SOME))
+    return tokens(run(build(mla_model()).engine, SOME))
 
 
 def test_the_text_varies() -> None:
@@ -29,8 +29,8 @@ def test_the_text_varies() -> None:
     assert len({token for text in plain() for token in text}) > 60
 
 
-CHAIN = {"drafter": str(noisy_latent()), "num_drafts": 3}
-TREE = {"drafter": str(noisy_latent()), "tree": (3, 3, 13)}
+CHAIN = {"drafter": str(noisy_mla()), "num_drafts": 3}
+TREE = {"drafter": str(noisy_mla()), "tree": (3, 3, 13)}
 OPTIONS: dict[str, dict[str, object]] = {
     "ngram": {"drafter": "ngram", "num_drafts": 4},
     "chain": CHAIN,
@@ -42,15 +42,15 @@ OPTIONS: dict[str, dict[str, object]] = {
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_speculation_and_company_change_no_token(name: str) -> None:
-    outputs = run(build(latent_model(), **OPTIONS[name]).engine, SOME, [0, 0, 2, 5, 5, 9, 20, 21])
+def test_speculation_and_batches_change_no_token(name: str) -> None:
+    outputs = run(build(mla_model(), **OPTIONS[name]).engine, SOME, [0, 0, 2, 5, 5, 9, 20, 21])
     assert tokens(outputs) == plain()
     if "drafter" in OPTIONS[name] and name != "ngram":
         assert accept_length(outputs) > 1.2, "a drafter that is never right tests nothing"
 
 
 def test_preemption_changes_no_token() -> None:
-    outputs = run(build(latent_model(), page_size=8, num_pages=40, **TREE).engine, SOME)
+    outputs = run(build(mla_model(), page_size=8, num_pages=40, **TREE).engine, SOME)
     assert sum(output.stats.preemptions for output in outputs) > 0
     assert tokens(outputs) == plain()
 
@@ -58,11 +58,11 @@ def test_preemption_changes_no_token() -> None:
 def test_a_prefix_hit_changes_no_token() -> None:
     """Pages that prompts and rounds have written serve later requests."""
     prompt = tuple(range(1, 90))
-    wish = SamplingParams(temperature=0, max_tokens=30)
-    engine = build(latent_model(), **TREE).engine
-    first = Case(prompt, wish)
-    text = tokens(run(build(latent_model()).engine, [first]))[0]
-    second = Case((*prompt, *text[:20], 7), wish)
+    params = SamplingParams(temperature=0, max_tokens=30)
+    engine = build(mla_model(), **TREE).engine
+    first = Case(prompt, params)
+    text = tokens(run(build(mla_model()).engine, [first]))[0]
+    second = Case((*prompt, *text[:20], 7), params)
     found, made = [], []
     with torch.inference_mode():
         for case in (first, second):
@@ -71,24 +71,24 @@ def test_a_prefix_hit_changes_no_token() -> None:
                 outputs = [delta.output for delta in engine.step() if delta.output is not None]
                 made += [output.token_ids for output in outputs]
                 found += [output.stats.cached_tokens for output in outputs]
-    assert made == [text, tokens(run(build(latent_model()).engine, [second]))[0]]
+    assert made == [text, tokens(run(build(mla_model()).engine, [second]))[0]]
     assert found == [0, 96]
 
 
 def test_poisoned_pages_change_nothing() -> None:
-    """NaN in every slot that nobody has written, the scratch page and all table tails included."""
-    engine = build(latent_model(), row_sizes=(3, 8), **TREE).engine
+    """NaN in every unwritten slot, including the scratch page and all table tails."""
+    engine = build(mla_model(), row_sizes=(3, 8), **TREE).engine
     for store in (engine.runner.target.store, engine.runner.drafter.reader.model.store):
         store.keys.fill_(float("nan"))
     assert tokens(run(engine, SOME)) == plain()
 
 
 def test_a_page_holds_keys_alone() -> None:
-    engine = build(latent_model(), num_pages=10, page_size=16).engine
+    engine = build(mla_model(), num_pages=10, page_size=16).engine
     assert engine.runner.target.store.num_bytes == 10 * 16 * 3 * (32 + 8) * 4
 
 
 def test_latents_in_float8_are_refused_in_one_line() -> None:
     with pytest.raises(ConfigError, match=r"kv_dtype='float8': latents \(MLA\) are held .*; use auto") as raised:
-        build(latent_model(), drafter="ngram", kv_dtype="float8")
+        build(mla_model(), drafter="ngram", kv_dtype="float8")
     assert "backend" not in str(raised.value)

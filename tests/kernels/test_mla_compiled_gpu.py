@@ -19,7 +19,7 @@ KERNELS = {"mla_kernel", "mla_merge_kernel", "mla_rope_write_kernel", "mla_write
 def test_mla_kernels_compile() -> None:
     outside = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("compile_latent.py"))],
+        [sys.executable, str(Path(__file__).with_name("compile_mla.py"))],
         env={**outside, "PYTHONPATH": os.pathsep.join([str(SRC), str(Path(__file__).parents[1])])},
         capture_output=True,
         text=True,
@@ -34,7 +34,7 @@ def test_mla_kernels_compile() -> None:
         (48, 32),
     }
     for facts in attention:
-        assert facts["fused"] == 0, "a fused multiply-add in one kernel and not in the other parts their bits"
+        assert facts["fused"] == 0, "a fused multiply-add in one kernel and not in the other would change bits"
         assert facts["matrix"] > 0
         assert facts["ahead"] > 0, "loads are not pipelined"
         assert facts["unfenced"] == 0, "copied keys must be fenced before the matrix unit reads them"

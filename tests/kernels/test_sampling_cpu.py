@@ -1,10 +1,10 @@
-"""The compiled choosing law against its twins: the same noise bits, the same kept sets, the same choices."""
+"""Compiled sampling against its twins: equal noise bits, kept sets and choices."""
 
 import numpy as np
 import pytest
 import torch
 
-from kernels.exact_law import Params, law_of
+from kernels.exact_sampling import Params, sampling_of
 from peregrine.kernels.runtime.cpu import NUMBA_PRESENT
 from peregrine.kernels.sampling.filters import MASS, lowest_kept, lowest_kept_torch, masses, masses_torch
 from peregrine.kernels.sampling.noise import gumbel
@@ -44,10 +44,10 @@ def bound_of_hash(hashed):
     return noise_bound(hashed)
 
 
-def picked_of(logits, positions, ids, law, features):
-    """What `pick` writes."""
+def picked_of(logits, positions, ids, sampling, features):
+    """The tokens that `pick` writes."""
     out = torch.empty(positions.shape, dtype=torch.int64)
-    pick(logits, positions, ids, law, features, out)
+    pick(logits, positions, ids, sampling, features, out)
     return out
 
 
@@ -66,7 +66,7 @@ def rows_of(kind, num_rows, num_nodes, width, seed=0):
             return logits + 12 * (torch.rand(logits.shape, generator=generator) > 0.97)
         case "wide":
             return logits * torch.logspace(-20, 3, width)
-        case "far":  # so large that noise is below the distance of neighbouring floats
+        case "far":  # so large that the noise is lost in rounding
             return logits + 1e9
     return logits
 
@@ -78,12 +78,12 @@ def positions_of(num_rows, num_nodes):
     return torch.arange(7, 7 + num_nodes).expand(num_rows, -1)
 
 
-def assert_same_choices(logits, positions, law, features):
-    """The kernel's tokens are the twin's; where two sums are nearly equal the last place of a logarithm decides."""
-    got, expected = (function(logits, positions, law, features, None) for function in (choose, choose_torch))
+def assert_same_choices(logits, positions, sampling, features):
+    """The kernel's tokens are the twin's, except where two sums differ by rounding of the logarithm."""
+    got, expected = (function(logits, positions, sampling, features, None) for function in (choose, choose_torch))
     apart = got != expected
     if apart.any():
-        sums = pick_scores_torch(logits, positions, None, law).double()
+        sums = pick_scores_torch(logits, positions, None, sampling).double()
         gaps = sums.gather(2, expected[:, :, None]) - sums.gather(2, got[:, :, None])
         assert apart.double().mean() < 1e-3
         assert (gaps[:, :, 0].abs()[apart] < 1e-5).all()
@@ -92,10 +92,10 @@ def assert_same_choices(logits, positions, law, features):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_kept_sets_are_the_twins(kind, width):
-    """The twin adds up the kernel's masses, so that the two can be held to the very same sets."""
+    """The twin adds up the kernel's masses, so that the sets must be equal."""
     scores = rows_of(kind, len(FILTERS), 20, width)
-    law = law_of(FILTERS)
-    got, expected = (scores >= function(scores, law) for function in (lowest_kept, lowest_kept_torch))
+    sampling = sampling_of(FILTERS)
+    got, expected = (scores >= function(scores, sampling) for function in (lowest_kept, lowest_kept_torch))
     assert torch.equal(got, expected)
 
 
@@ -105,18 +105,18 @@ def test_filters_end_on_rows_that_are_not_numbers(poison):
     scores[:, :, ::7] = poison
     scores[:, 1] = poison
     scores.view(torch.int32)[:, 2, ::5] = -1  # NaN with the sign set, which orders below all numbers
-    lowest_kept(scores, law_of(FILTERS))
-    assert (choose(scores, positions_of(len(FILTERS), 4), law_of(FILTERS), FILTERED, None) == -1).all()
+    lowest_kept(scores, sampling_of(FILTERS))
+    assert (choose(scores, positions_of(len(FILTERS), 4), sampling_of(FILTERS), FILTERED, None) == -1).all()
 
 
 def test_kept_sets_of_rows_with_impossible_tokens_are_the_twins():
     scores = rows_of("normal", len(FILTERS), 20, 97)
     scores[:, :10, ::2] = -torch.inf
     scores[:, 10:, 3:] = -torch.inf
-    law = law_of(FILTERS)
-    got, expected = (scores >= function(scores, law) for function in (lowest_kept, lowest_kept_torch))
+    sampling = sampling_of(FILTERS)
+    got, expected = (scores >= function(scores, sampling) for function in (lowest_kept, lowest_kept_torch))
     assert torch.equal(got, expected)
-    tokens = choose_cpu.choose(scores, positions_of(len(FILTERS), 20), None, law, FILTERED, False)
+    tokens = choose_cpu.choose(scores, positions_of(len(FILTERS), 20), None, sampling, FILTERED, False)
     assert (scores.gather(2, tokens[:, :, None]) > -torch.inf).all()
 
 
@@ -134,37 +134,37 @@ def test_masses_are_the_twins_but_for_the_last_place():
 @pytest.mark.parametrize("features", [Features(), SAMPLED, FILTERED])
 def test_choices_are_the_twins(kind, width, features):
     logits = rows_of(kind, len(FILTERS), 30, width)
-    assert_same_choices(logits, positions_of(len(FILTERS), 30), law_of(FILTERS), features)
+    assert_same_choices(logits, positions_of(len(FILTERS), 30), sampling_of(FILTERS), features)
 
 
 @pytest.mark.parametrize("temperature", [1e-44, 0.2, 1.0, 30.0])
 def test_choices_at_any_temperature_are_the_twins(temperature):
     logits = rows_of("normal", 3, 40, 4099)
-    law = law_of([Params(temperature=temperature, seed=seed) for seed in (0, 2**62, -5)])
-    assert_same_choices(logits, positions_of(3, 40), law, SAMPLED)
+    sampling = sampling_of([Params(temperature=temperature, seed=seed) for seed in (0, 2**62, -5)])
+    assert_same_choices(logits, positions_of(3, 40), sampling, SAMPLED)
 
 
 @pytest.mark.parametrize("kind", ["normal", "ties", "flat", "far"])
-def test_passing_tokens_over_changes_no_choice(kind):
-    """Every noise computed and added, by the kernel itself: the largest sum, lowest id on ties, exactly."""
+def test_skipping_tokens_changes_no_choice(kind):
+    """The kernel with every noise value computed gives exactly the same: the largest sum, lowest id on ties."""
     logits = rows_of(kind, 4, 300, 517)
-    law = law_of([Params(temperature=t, seed=seed) for seed, t in enumerate([0.0, 0.5, 1.0, 4.0])])
+    sampling = sampling_of([Params(temperature=t, seed=seed) for seed, t in enumerate([0.0, 0.5, 1.0, 4.0])])
     positions = positions_of(4, 300)
-    sums = pick_scores(logits, positions, None, law, SAMPLED)
-    assert torch.equal(choose(logits, positions, law, SAMPLED, None), sums.max(dim=2).indices)
-    assert torch.equal(picked_of(logits, positions, None, law, SAMPLED), sums.max(dim=2).indices)
+    sums = pick_scores(logits, positions, None, sampling, SAMPLED)
+    assert torch.equal(choose(logits, positions, sampling, SAMPLED, None), sums.max(dim=2).indices)
+    assert torch.equal(picked_of(logits, positions, None, sampling, SAMPLED), sums.max(dim=2).indices)
 
 
 def test_noise_has_the_twins_bits_but_for_the_last_places():
     generator = torch.Generator().manual_seed(3)
     seeds = torch.randint(-(2**62), 2**62, (50,), generator=generator)
-    law = law_of([Params(seed=seed) for seed in seeds.tolist()])
+    sampling = sampling_of([Params(seed=seed) for seed in seeds.tolist()])
     positions = torch.randint(0, 2**40, (50, 4), generator=generator)
     ids = torch.randint(0, 2**31, (2003,), generator=generator)
-    got = pick_scores(torch.zeros(50, 4, 2003), positions, ids, law, SAMPLED)
+    got = pick_scores(torch.zeros(50, 4, 2003), positions, ids, sampling, SAMPLED)
     expected = gumbel(seeds, positions, ids)
     torch.testing.assert_close(got, expected, rtol=5e-7, atol=5e-7)
-    named = picked_of(torch.zeros(50, 4, 2003), positions, ids, law, SAMPLED)
+    named = picked_of(torch.zeros(50, 4, 2003), positions, ids, sampling, SAMPLED)
     assert torch.equal(named, ids[got.max(dim=2).indices])
 
 
@@ -190,62 +190,62 @@ def test_the_bound_is_above_the_noise_everywhere():
 @pytest.mark.parametrize("poison", [torch.nan, -torch.nan, torch.inf, -torch.inf])
 def test_broken_rows_choose_nothing_and_harm_nobody(features, width, poison):
     logits = rows_of("normal", len(FILTERS), 2, width)
-    positions, law = positions_of(len(FILTERS), 2), law_of(FILTERS)
-    expected = choose(logits, positions, law, features, None)
+    positions, sampling = positions_of(len(FILTERS), 2), sampling_of(FILTERS)
+    expected = choose(logits, positions, sampling, features, None)
     for place in {0, width // 2, width - 1}:
         broken = logits.clone()
         broken[::2, 1, place] = poison
-        tokens = choose(broken, positions, law, features, None)
+        tokens = choose(broken, positions, sampling, features, None)
         assert (tokens[::2, 1] == -1).all()
         tokens[::2, 1] = expected[::2, 1]
         assert torch.equal(tokens, expected)
-        picked = picked_of(broken, positions, None, law, features)
+        picked = picked_of(broken, positions, None, sampling, features)
         assert ((picked >= 0) & (picked < width)).all()
     whole = torch.full_like(logits, poison)
-    assert (choose(whole, positions, law, features, None) == -1).all()
-    assert (picked_of(whole, positions, None, law, features) == 0).all()
+    assert (choose(whole, positions, sampling, features, None) == -1).all()
+    assert (picked_of(whole, positions, None, sampling, features) == 0).all()
 
 
 @pytest.mark.parametrize("width", [65, 5000])  # below and above the work that more threads share
-def test_a_node_is_chosen_alike_in_any_company(width):
+def test_a_node_gets_the_same_token_in_any_batch(width):
     logits = rows_of("normal", len(FILTERS), 6, width)
-    positions, law = positions_of(len(FILTERS), 6), law_of(FILTERS)
-    tokens = choose(logits, positions, law, FILTERED, None)
-    sums = pick_scores(logits, positions, None, law, SAMPLED)
-    lowest = lowest_kept(logits, law)
+    positions, sampling = positions_of(len(FILTERS), 6), sampling_of(FILTERS)
+    tokens = choose(logits, positions, sampling, FILTERED, None)
+    sums = pick_scores(logits, positions, None, sampling, SAMPLED)
+    lowest = lowest_kept(logits, sampling)
     for row, params in enumerate(FILTERS):
         for node in range(6):
             alone = logits[row : row + 1, node : node + 1], positions[row : row + 1, node : node + 1]
-            assert choose(*alone, law_of([params]), FILTERED, None)[0, 0] == tokens[row, node]
-            assert torch.equal(pick_scores(*alone, None, law_of([params]), SAMPLED)[0, 0], sums[row, node])
-            assert torch.equal(lowest_kept(alone[0], law_of([params]))[0, 0], lowest[row, node])
+            assert choose(*alone, sampling_of([params]), FILTERED, None)[0, 0] == tokens[row, node]
+            assert torch.equal(pick_scores(*alone, None, sampling_of([params]), SAMPLED)[0, 0], sums[row, node])
+            assert torch.equal(lowest_kept(alone[0], sampling_of([params]))[0, 0], lowest[row, node])
 
 
 def test_threads_change_nothing():
     logits = rows_of("peaked", len(FILTERS), 7, 3001)
-    positions, law = positions_of(len(FILTERS), 7), law_of(FILTERS)
+    positions, sampling = positions_of(len(FILTERS), 7), sampling_of(FILTERS)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        alone = choose(logits, positions, law, FILTERED, None)
+        alone = choose(logits, positions, sampling, FILTERED, None)
         torch.set_num_threads(3)
-        assert torch.equal(choose(logits, positions, law, FILTERED, None), alone)
+        assert torch.equal(choose(logits, positions, sampling, FILTERED, None), alone)
     finally:
         torch.set_num_threads(before)
 
 
-def test_views_are_chosen_from_like_their_copies():
+def test_views_give_the_tokens_of_their_copies():
     wide = rows_of("normal", len(FILTERS), 4, 300)
-    positions, law = positions_of(len(FILTERS), 4), law_of(FILTERS)
+    positions, sampling = positions_of(len(FILTERS), 4), sampling_of(FILTERS)
     view = wide[:, ::2, 17:211]
-    got = choose(view, positions[:, ::2], law, FILTERED, None)
-    assert torch.equal(got, choose(view.clone(), positions[:, ::2].clone(), law, FILTERED, None))
+    got = choose(view, positions[:, ::2], sampling, FILTERED, None)
+    assert torch.equal(got, choose(view.clone(), positions[:, ::2].clone(), sampling, FILTERED, None))
 
 
 @pytest.mark.parametrize("features", [Features(), SAMPLED])
 def test_half_precision_takes_the_twin(features):
     logits = rows_of("normal", 2, 3, 40).bfloat16()
-    law, positions = law_of([Params(seed=1), Params(seed=2)]), positions_of(2, 3)
-    expected = choose_torch(logits, positions, law, features, None)
-    assert torch.equal(choose(logits, positions, law, features, None), expected)
-    assert torch.equal(picked_of(logits, positions, None, law, features), expected)
+    sampling, positions = sampling_of([Params(seed=1), Params(seed=2)]), positions_of(2, 3)
+    expected = choose_torch(logits, positions, sampling, features, None)
+    assert torch.equal(choose(logits, positions, sampling, features, None), expected)
+    assert torch.equal(picked_of(logits, positions, None, sampling, features), expected)
