@@ -77,7 +77,9 @@ def test_a_shape_has_no_folder_to_draft_from() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "drafter"), [(mtp_model, "mtp"), (tiny_model, str(eagle3_head())), (tiny_model, str(noisy_model()))]
+    ("model", "drafter"),
+    [(mtp_model, "mtp"), (tiny_model, str(eagle3_head())), (tiny_model, str(noisy_model()))],
+    ids=["mtp", "eagle3", "model"],
 )
 def test_a_folder_is_opened_once(model: Callable[[], Path], drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[Path] = []

@@ -75,8 +75,10 @@ def finish_outputs(  # type: ignore[no-untyped-def]
         tl.store(scaled + places, prepared.to(out.dtype.element_ty), mask=inside)
         coarse = tl.sum(counted_square(value), axis=COL_AXIS)
         tl.atomic_add(next_squares + 2 * rows, coarse, mask=rows < M, sem="relaxed")
-        fine = tl.sum(fine_square(value), axis=COL_AXIS)
-        tl.atomic_add(next_squares + 2 * rows + 1, fine, mask=(rows < M) & is_small(coarse, N), sem="relaxed")
+        is_fine = (rows < M) & is_small(coarse, N)
+        if tl.max(is_fine.to(tl.int32), axis=0) > 0:  # seldom: most tiles of most layers have no such row
+            fine = tl.sum(fine_square(value), axis=COL_AXIS)
+            tl.atomic_add(next_squares + 2 * rows + 1, fine, mask=is_fine, sem="relaxed")
         if tl.program_id(0) == 0:
             tl.store(stale_squares + 2 * rows, 0, mask=rows < M)
             tl.store(stale_squares + 2 * rows + 1, 0, mask=rows < M)

@@ -228,9 +228,10 @@ def combine_kernel(  # type: ignore[no-untyped-def]
     if NORM:
         value = result.to(tl.float32)
         tl.store(scaled + row * H + cols, weighted(value, norms).to(out.dtype.element_ty), mask=inside)
-        coarse, fine = tl.sum(counted_square(value)), tl.sum(fine_square(value))
+        coarse = tl.sum(counted_square(value))
         tl.atomic_add(next_squares + 2 * row, coarse, sem="relaxed")
-        tl.atomic_add(next_squares + 2 * row + 1, fine, mask=is_small(coarse, H), sem="relaxed")
+        if is_small(coarse, H):
+            tl.atomic_add(next_squares + 2 * row + 1, tl.sum(fine_square(value)), sem="relaxed")
         if tl.program_id(0) == 0:
             tl.store(stale_squares + 2 * row, tl.zeros((), tl.int64))
             tl.store(stale_squares + 2 * row + 1, tl.zeros((), tl.int64))
