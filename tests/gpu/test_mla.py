@@ -26,7 +26,7 @@ DECODE, CONTEXT = TritonBackend(only(Kernel.DECODE, SHAPES)), TritonBackend(only
 OWN = LayerAttention(192**-0.5, None, None)
 BRANCHED = (-1, 0, 0, 1, 1, 2, 3, 3, 7, 8, 0, 10)
 PROGRAMS = (1, 2, 3, 7, 16, 33, 100)
-# Rows of a tile, and whether it is the Hopper kernel's: those that `plan.py` chooses on a GPU. Only Triton serves trees.
+# Rows of a tile, and whether it is the Hopper kernel's, as `plan.py` chooses on a GPU. Only Triton serves trees.
 TRITON, TILES = ((64, False),), ((64, False), (16, True), (64, True))
 
 

@@ -242,7 +242,7 @@ def _mla_hopper_tile(pairs: int) -> int:
 def _mla_tile(pairs: int, problem: Problem, gpu: Gpu) -> int:
     """Rows of a tile of the Triton MLA kernel for rows of so many (query, head) pairs."""
     if gpu.is_cuda:
-        # 16 bit: tiles of 16 and 32 rows, compiled by Triton 3.6, gave other results from run to run and illegal accesses
-        # on an H200 at long contexts; in the interpreter they are right. float32: large products compile slowly.
+        # 16 bit: tiles of 16 and 32 rows, compiled by Triton 3.6, gave other results from run to run on an H200, and
+        # illegal accesses at long contexts; the interpreter has them right. float32: large products compile slowly.
         return min(MLA_WARPS) if problem.dtype == torch.float32 else max(MLA_WARPS)
     return next((tile for tile in MLA_WARPS if pairs <= tile), max(MLA_WARPS))
