@@ -64,9 +64,9 @@ class EngineConfig:
         "auto, none, ngram, eagle3, mtp (the checkpoint's own layer), or a folder with a draft head or a small model",
         "DRAFTER",
     )
-    num_drafts: int = option(3, "tokens guessed per round; 0: plain decoding, whatever the drafter", "K")
+    num_drafts: int = option(3, "tokens drafted per round; 0: plain decoding with any drafter", "K")
     tree: TreeShape | None = option(
-        None, "guess a tree instead of a chain: its depth, children per node, and nodes with the root", "D,W,N"
+        None, "draft a tree instead of a chain: its depth, children per node, and nodes with the root", "D,W,N"
     )
     device: str = option("auto", "auto, cpu, cuda or cuda:INDEX", "DEVICE")
     dtype: str = option("auto", "auto (CPU: float32, GPU: the checkpoint's own), float32, bfloat16 or float16", "DTYPE")

@@ -13,7 +13,7 @@ class AttentionMetadata:
 
     Key s of row r is in slot page_table[r, s // page_size] * page_size + s % page_size. A causal query at position p
     sees keys [0, p]. With `ancestors`, a query sees the keys before past_len and key past_len + j for each set bit j of
-    its word, in ascending order: a tree path counts as the chain it stands for.
+    its word, in ascending order, so a tree path equals the chain of its tokens.
     """
 
     window: Window  # the query tokens of this forward

@@ -123,7 +123,7 @@ def stage_times(llm: LLM, prompts: Sequence[str], plan: Plan) -> dict[str, float
 
 
 def load_peer(folder: str) -> object:
-    """The same checkpoint in transformers, in float32."""
+    """Load the checkpoint with transformers, in float32."""
     if version_of("transformers") is None:
         raise ConfigError("transformers is not installed; install peregrine[test] or pass --no-peer")
     from transformers import AutoModelForCausalLM

@@ -29,7 +29,7 @@ Lines that begin with / are commands; /help lists them. Ctrl-C stops an answer, 
 HELP = """  /reset            forget the conversation
   /seed N           the same seed gives the same answer; /seed none: a new one each time
   /temperature X    0: the likeliest token each time, 1: the model's own distribution
-  /drafts K         tokens guessed per round, 0: no speculation; changes speed, never the text
+  /drafts K         tokens drafted per round, 0: no speculation; changes speed, never the text
   /quit             end (Ctrl-D, too); Ctrl-C stops an answer"""
 
 

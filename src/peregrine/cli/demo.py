@@ -56,7 +56,7 @@ def complete_options(options: dict[str, Any], folder: str) -> dict[str, Any]:
 
         print("This build has no embedded model: a small one with random weights stands in; it writes nonsense.")
         model = str(make_random_checkpoint(folder, **STAND_IN))
-    # Without a draft head the guesses come from the text itself.
+    # Without a draft head the drafts come from look-up in the text.
     head = (find_model(model) / "eagle3" / "config.json").exists()
     return {"model": model, "drafter": "auto" if head else "ngram"} | options
 

@@ -250,5 +250,5 @@ def check_windows(config: ModelConfig, drafter: Drafter) -> None:
     shortest = min((w for w in config.windows if w is not None), default=None)
     if not drafter.shape.is_chain and shortest is not None and shortest <= drafter.shape.depth:
         raise ConfigError(
-            f"tree: depth {drafter.shape.depth} does not fit the model's window of {shortest}; guess a chain"
+            f"tree: depth {drafter.shape.depth} does not fit the model's window of {shortest}; draft a chain"
         )

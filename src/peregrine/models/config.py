@@ -17,7 +17,7 @@ class MLAConfig:
 
     q_rank: int | None  # rank of the query projection; None: a full one
     kv_rank: int
-    nope_dim: int  # of a query head: the part that meets the latent, not rotated
+    nope_dim: int  # of a query head: the part multiplied with the latent, not rotated
     rope_dim: int  # of a query head: the rotated part
     value_dim: int  # of a head's output
     interleaved: bool  # stored rotation pairs are neighbours, not half a head apart

@@ -1,1 +1,1 @@
-"""Speculative decoding: the round, its state, and every way to guess."""
+"""Speculative decoding: the round, its state, and the drafters."""

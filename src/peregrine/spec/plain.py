@@ -1,4 +1,4 @@
-"""No guesses: plain decoding is a round whose window is the newest token alone."""
+"""No drafts: plain decoding is a round whose window is the newest token alone."""
 
 from peregrine.spec.types import Chunk, Drafts, DraftShape, Seen
 

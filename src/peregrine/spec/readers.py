@@ -18,7 +18,7 @@ from peregrine.spec.types import Chunk, Seen
 
 
 class DraftReader(Protocol):
-    """A network that guesses the next token from what it has read."""
+    """A draft network: predicts the next token from the tokens it has read."""
 
     taps: tuple[int, ...]
     first_place: int  # where look-ahead entries begin, counted from new_past_lens
@@ -29,7 +29,7 @@ class DraftReader(Protocol):
         """Take in a prompt chunk: keys and values only."""
 
     def read(self, seen: Seen) -> Tensor:
-        """Take in the round's path; the hidden state that guesses each row's next token. [R, H]"""
+        """Read the round's path; returns the hidden state that predicts each row's next token. [R, H]"""
 
     def step(self, tokens: Tensor, hidden: Tensor, metadata: AttentionMetadata) -> Tensor:
         """Read guessed tokens after the hidden states that guessed them. [n], [n, H] -> [n, H]"""

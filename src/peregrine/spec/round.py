@@ -4,7 +4,7 @@ verify    the target scores the window [newest token, drafts] in one forward ove
 judge     the target's token after every node is chosen
 commit    the path of drafts that equal the choices is accepted, and the choice at its end is the bonus; lengths,
           history and done flags are updated on the device; rejected KV lies past the end and is overwritten
-propose   the drafter reads the accepted path, then guesses past its newest token
+propose   the drafter reads the accepted path, then drafts past its newest token
 
 Plain decoding is a round with no drafts. A CPU calls this function; a GPU captures this very call as one CUDA
 graph: it never waits for the device, never branches on device data, and its shapes depend on `rows` alone.

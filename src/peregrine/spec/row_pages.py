@@ -35,7 +35,7 @@ class RowPages:
         return path_places(past_lens, new_past_lens, history, *where)
 
     def ahead(self, new_past_lens: Tensor, first_place: int, depth: int, width: int) -> AheadPlaces:
-        """Where a drafter reads its own guesses, `width` a step, from `first_place` past the newest cached token."""
+        """Where a drafter reads its own drafts, `width` a step, from `first_place` past the newest cached token."""
         where = self.table, self.page_size, first_place, depth, width, self.max_len
         return ahead_places(new_past_lens, *where)
 

@@ -13,7 +13,7 @@ from peregrine.spec.row_pages import RowPages
 
 @dataclass(frozen=True, slots=True)
 class DraftShape:
-    """How deep and how wide a drafter guesses; fixed for the life of an engine."""
+    """Depth and width of a drafter's trees; fixed for the life of an engine."""
 
     depth: int  # K: drafts on the longest path; 0 is plain decoding
     width: int  # children a node may have; 1 is a chain
@@ -67,7 +67,7 @@ class Drafts:
     """Tokens guessed ahead. `links` is None for a chain."""
 
     tokens: Tensor  # [R, T - 1] i64, node 1 first
-    depths: Tensor | int  # [R] i64, or one for all rows: guesses deeper than this are void
+    depths: Tensor | int  # [R] i64, or one for all rows: drafts deeper than this are void
     links: Links | None
 
 
@@ -106,4 +106,4 @@ class Drafter(Protocol):
         """Take in a prompt chunk without guessing."""
 
     def propose(self, seen: Seen) -> Drafts:
-        """Take in the round's path and guess past the newest token."""
+        """Read the round's path and draft past the newest token."""

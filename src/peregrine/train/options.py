@@ -72,7 +72,7 @@ class HeadOrder:
     options: HeadOptions = field(default_factory=HeadOptions)
     shares: tuple[float, ...] | None = None
     draft_vocab: str = option(
-        AUTO, "tokens the head can guess: a number, full, or auto: the fewest that cover the samples", "N"
+        AUTO, "tokens the head can draft: a number, full, or auto: the fewest that cover the samples", "N"
     )
     taps: tuple[int, ...] | None = None
     device: str = option("auto", "auto, cpu, cuda or cuda:INDEX", "DEVICE")

@@ -1,6 +1,6 @@
 """Compiled attention over paged keys and values: float32 on the CPU, dense and MLA, one kernel for every window.
 
-The law is that of `reference.py`: a query reads its keys in order, by index. All heads of a KV head and all queries of
+As in `reference.py`, a query reads its keys in order, by index. All heads of a KV head and all queries of
 a row share what they read. Scores of all keys come first, then the softmax, then values: nothing is rescaled, and each
 result is a chain of operations that depends on the query and its keys alone. Only keys that some query of a piece sees
 are scored, and only values that a query sees are added to it.

@@ -1,4 +1,4 @@
-"""Attention over paged keys and values in plain torch: the law, the oracle, and the path for any device.
+"""Attention over paged keys and values in plain torch: the definition, the oracle, and the path for any device.
 
 A query reads the keys it sees in order: its row's keys by index, then (in a tree) its own ancestors by ascending bit.
 The n-th key it reads has index n, so a tree path and the chain it stands for give the same bits. Matrix libraries round

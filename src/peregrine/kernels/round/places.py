@@ -2,7 +2,7 @@
 
 The place of a token is its index within its request. Its slot is where its keys and values lie: page
 table[r, place // page_size], at offset place % page_size. Its position is the one that the model encodes;
-guesses past the context's end are void and only need some valid position, so positions are clamped below `max_len`.
+drafts past the context's end are void and only need some valid position, so positions are clamped below `max_len`.
 """
 
 from dataclasses import dataclass
@@ -39,9 +39,9 @@ class PathPlaces:
 
 @dataclass(frozen=True, slots=True)
 class AheadPlaces:
-    """Where a drafter reads its own guesses: S = K - 1 steps of w nodes on every row."""
+    """Where a drafter reads its own drafts: S = K - 1 steps of w nodes on every row."""
 
-    base_lens: Tensor  # [R] i64 where the guesses' entries begin
+    base_lens: Tensor  # [R] i64 where the drafts' entries begin
     positions: Tensor  # [S, R, w] i64
     slots: Tensor  # [S, R * w] i64
     next_positions: Tensor  # [K, R, w] i64 of the tokens to be guessed; not cut at max_len

@@ -26,7 +26,7 @@ from peregrine.kernels.sampling.triton import (
 def logprobs(
     logits: Tensor, tokens: Tensor, path: Tensor | None, asked: Tensor | None, count: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `reference.logprobs`; rows that did not ask are left unwritten."""
+    """`reference.logprobs` on a GPU; rows that request no log-probabilities are left unwritten."""
     logits, tokens = dense_vocab(logits), tokens.contiguous()
     num_rows, width = tokens.shape
     vocab_size, device = logits.shape[2], logits.device

@@ -158,10 +158,10 @@ def count_tokens(context: Context, vocab_size: int) -> tuple[Tensor, Tensor]:
 def pick_scores(
     draft_logits: Tensor, positions: Tensor, target_ids: Tensor | None, sampling: SamplingTensors, features: Features
 ) -> Tensor:
-    """What a drafter should maximise to guess the target's choice: [R, n, Vd], [R, n] -> [R, n, Vd] f32.
+    """Scores whose maximum predicts the target's choice: [R, n, Vd], [R, n] -> [R, n, Vd] f32.
 
     Logits over temperature, plus the noise that the target will add, keyed by target ids [Vd] (None: draft ids are
-    target ids). A drafter knows neither penalties nor filters; a wrong guess costs time, not tokens.
+    target ids). Penalties and filters are not applied; a wrong draft costs time, not tokens.
     """
     if not features.sampled:
         return draft_logits.float()

@@ -1,4 +1,4 @@
-"""Draft heads: small networks that guess on from a target's hidden states. One file per kind: EAGLE-3, EAGLE, MTP.
+"""Draft heads: small networks that draft from a target's hidden states. One file per kind: EAGLE-3, EAGLE, MTP.
 
 The entry of a head at position p is (hidden state of p, token at p + 1). The first hidden states come from the target,
 fused from its taps; the next ones are the head's own. A head borrows the target's embedding and output head unless it

@@ -26,7 +26,7 @@ class Lender:
 
 
 class DraftHead(nn.Module, ABC):
-    """A network that guesses the next token from (hidden state, next token) pairs.
+    """A network that predicts the next token from (hidden state, next token) pairs.
 
     Embedding and output head are its own or borrowed from the target.
     """
