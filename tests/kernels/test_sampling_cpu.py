@@ -188,7 +188,7 @@ def test_the_bound_is_above_the_noise_everywhere():
 @pytest.mark.parametrize("features", [Features(), SAMPLED, FILTERED])
 @pytest.mark.parametrize("width", [1, 64, 131])
 @pytest.mark.parametrize("poison", [torch.nan, -torch.nan, torch.inf, -torch.inf])
-def test_broken_rows_choose_nothing_and_harm_nobody(features, width, poison):
+def test_broken_rows_choose_nothing_and_harm_no_other(features, width, poison):
     logits = rows_of("normal", len(FILTERS), 2, width)
     positions, sampling = positions_of(len(FILTERS), 2), sampling_of(FILTERS)
     expected = choose(logits, positions, sampling, features, None)

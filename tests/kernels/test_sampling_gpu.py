@@ -74,7 +74,7 @@ def test_the_lowest_id_wins_among_equals(values):
 
 @pytest.mark.parametrize("features", [GREEDY, SAMPLED, Features(sampled=True, filtered=True)])
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
-def test_broken_nodes_choose_nothing_and_harm_nobody(features, poison):
+def test_broken_nodes_choose_nothing_and_harm_no_other(features, poison):
     logits, sampling = logits_of(torch.bfloat16), sampling_of(ROWS)
     expected = choose(logits, positions_of(logits), sampling, features, None)
     for place in (0, 40, VOCAB - 1):

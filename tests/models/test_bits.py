@@ -104,7 +104,7 @@ def read(
 def read_live(
     decoder: Decoder, backend: AttentionBackend, store: KVStore, tokens: Tensor, metadata: AttentionMetadata
 ) -> Tensor:
-    """The same window with only each row's last token alive in the last layer. [R, H]"""
+    """Hidden states of a window where only each row's last token is live in the last layer. [R, H]"""
     live = metadata.q_starts[1:] - 1
     rows, last = metadata.window.num_rows, decoder.config.num_layers - 1
     ends = metadata.positions[live]

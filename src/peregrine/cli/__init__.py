@@ -1,1 +1,1 @@
-"""Floor 9: the command line. Commands import torch only once they run, so that help is instant."""
+"""The command line. Commands import torch only once they run, so that help is instant."""

@@ -70,7 +70,7 @@ class Output:
     stop_reason: str | int | None = None  # the stop string or token id that ended it
     error: str | None = None
     seed: int = 0
-    drafted: list[bool] = field(default_factory=list)  # per token: guessed by the drafter and correct
+    drafted: list[bool] = field(default_factory=list)  # per token: drafted and correct
     logprobs: list[TokenLogprob] | None = None
     stats: Stats = field(default_factory=Stats)
     timing: Timing = Timing()

@@ -1,4 +1,4 @@
-"""Guess one token after another: a chain of K drafts."""
+"""Draft one token after another: a chain of K drafts."""
 
 from peregrine.kernels.sampling import pick
 from peregrine.spec.readers import DraftReader

@@ -1,4 +1,4 @@
-"""Guess by looking back: find the last few tokens earlier in the same request and repeat what followed them."""
+"""Draft by look-up: find the last few tokens earlier in the same request and repeat what followed them."""
 
 from peregrine.kernels.round import find_repeats
 from peregrine.spec.types import Chunk, Drafts, DraftShape, Seen

@@ -1,7 +1,7 @@
 """Draft networks: a draft head reads the target's hidden states, a draft model reads tokens alone.
 
 A reader absorbs what the target has read, returns the hidden state of each row's newest entry, and then steps over
-guessed tokens. Place 0 of its look-ahead is `first_place` past the newest cached token.
+drafted tokens. Place 0 of its look-ahead is `first_place` past the newest cached token.
 """
 
 from collections.abc import Sequence
@@ -26,13 +26,13 @@ class DraftReader(Protocol):
     target_ids: Tensor | None  # [Vd] target id of each draft id; None: the same vocabulary
 
     def absorb(self, chunk: Chunk) -> None:
-        """Take in a prompt chunk: keys and values only."""
+        """Read a prompt chunk: keys and values only."""
 
     def read(self, seen: Seen) -> Tensor:
         """Read the round's path; returns the hidden state that predicts each row's next token. [R, H]"""
 
     def step(self, tokens: Tensor, hidden: Tensor, metadata: AttentionMetadata) -> Tensor:
-        """Read guessed tokens after the hidden states that guessed them. [n], [n, H] -> [n, H]"""
+        """Read drafted tokens, each with the hidden state that predicted it. [n], [n, H] -> [n, H]"""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of the next token. [n, H] -> [n, Vd]"""

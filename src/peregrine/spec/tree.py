@@ -1,4 +1,4 @@
-"""Guess a tree: expand the most probable nodes level by level, keep the best T - 1 of all that were seen."""
+"""Draft a tree: expand the most probable nodes level by level, keep the best T - 1 of all that were seen."""
 
 from peregrine.kernels.round import Frontier, Growth, grow, select
 from peregrine.spec.readers import DraftReader

@@ -64,7 +64,7 @@ class Links:
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """Tokens guessed ahead. `links` is None for a chain."""
+    """Drafted tokens. `links` is None for a chain."""
 
     tokens: Tensor  # [R, T - 1] i64, node 1 first
     depths: Tensor | int  # [R] i64, or one for all rows: drafts deeper than this are void
@@ -96,14 +96,14 @@ class Chunk:
 
 
 class Drafter(Protocol):
-    """Guesses tokens. It can only change speed: the target decides every token."""
+    """Drafts tokens. It can only change speed: the target decides every token."""
 
     shape: DraftShape
     taps: tuple[int, ...]  # the target's hidden states that it reads
     reads_next_token: bool  # its cache at a position depends on the token after it (draft heads)
 
     def absorb(self, chunk: Chunk) -> None:
-        """Take in a prompt chunk without guessing."""
+        """Read a prompt chunk without drafting."""
 
     def propose(self, seen: Seen) -> Drafts:
         """Read the round's path and draft past the newest token."""

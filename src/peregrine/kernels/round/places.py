@@ -44,7 +44,7 @@ class AheadPlaces:
     base_lens: Tensor  # [R] i64 where the drafts' entries begin
     positions: Tensor  # [S, R, w] i64
     slots: Tensor  # [S, R * w] i64
-    next_positions: Tensor  # [K, R, w] i64 of the tokens to be guessed; not cut at max_len
+    next_positions: Tensor  # [K, R, w] i64 of the tokens to be drafted; not cut at max_len
 
 
 def slots_of(places: Tensor, table: Tensor, page_size: int) -> Tensor:
@@ -115,7 +115,7 @@ def path_places_torch(
 def ahead_places(
     new_past_lens: Tensor, table: Tensor, page_size: int, first_place: int, depth: int, width: int, max_len: int
 ) -> AheadPlaces:
-    """Where `depth` tokens past new_past_lens [R] are guessed, `width` nodes a step, entries from `first_place` on."""
+    """Where `depth` tokens past new_past_lens [R] are drafted, `width` nodes a step, entries from `first_place` on."""
     arguments = (new_past_lens, table, page_size, first_place, depth, width, max_len)
     if triton_ready(table):
         return AheadPlaces(*_triton.ahead_places(*arguments))

@@ -65,7 +65,7 @@ class Frontier:
 def grow(growth: Growth, logits: Tensor, positions: Tensor, before: Frontier | None, level: int) -> Frontier:
     """Record the w likeliest children of the nodes read last, and choose the next frontier.
 
-    logits [R, n, Vd] are those of the frontier `before`, positions [R, n] those of the tokens to be guessed. At level
+    logits [R, n, Vd] are those of the frontier `before`, positions [R, n] those of the tokens to be drafted. At level
     0 `before` is None and n is 1.
     """
     if triton_ready(logits):
