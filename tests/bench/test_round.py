@@ -211,9 +211,9 @@ def test_experts_are_read_as_often_as_random_choices_hit_them() -> None:
 
 def test_operations_count_every_weight_and_key_for_every_token() -> None:
     engine = build(drafter=str(eagle3_head()), num_drafts=3).engine
-    each = layer(2 * HIDDEN, split=True) + linear(200, HIDDEN)  # float32: four bytes a weight
-    fuse = linear(HIDDEN, 3 * HIDDEN)
-    operations = 2 * (2 * 4 * MODEL + 2 * 4 * fuse + 3 * 2 * each) / 4
+    each = layer(2 * HIDDEN, split=True) // 4 + 200 * HIDDEN  # float32: four bytes a weight; padding is no work
+    fuse, model = HIDDEN * 3 * HIDDEN, (MODEL - OUTPUT) // 4 + VOCAB * HIDDEN
+    operations = 2 * (2 * 4 * model + 2 * 4 * fuse + 3 * 2 * each)
     keys = 2 * 2 * Q * 50  # of one query in one layer: scores and sums over 50 places
     operations += (2 * 4 * LAYERS + 3 * 2) * keys
     assert round_work(engine, 2, 50).operations == pytest.approx(operations)
