@@ -143,7 +143,7 @@ def paged_attention_cpu(
     if num_tokens != plan.num_tokens:
         raise ValueError(f"q has {num_tokens} tokens, but the window was planned for {plan.num_tokens}")
     group = num_heads // kv.num_heads
-    out = torch.empty((num_tokens, num_heads, kv.value_dim))
+    out = torch.empty((num_tokens, num_heads, kv.value_dim), dtype=torch.float32)
     rows, jobs = plan.max_q_len * group, plan.num_rows * kv.num_heads
     chunks = -(-rows // MAX_PIECE_ROWS)
     if rows * jobs * plan.width * head_dim > SERIAL_WORK:

@@ -433,7 +433,7 @@ def choose(
     filtered = features.sampled and features.filtered
     if filtered:
         pieces = min(pieces, torch.get_num_threads())  # each has working space of several rows
-    room = torch.empty(pieces, -(-width // BLOCK) + BLOCK)  # the maxima of blocks, the hashes of one
+    room = torch.empty(pieces, -(-width // BLOCK) + BLOCK, dtype=torch.float32)  # maxima of blocks, hashes of one
     of_rows = sampling.temperature.contiguous(), sampling.seeds.contiguous()
     limits = (*limits_of(sampling), scratch_for(pieces, width)) if filtered else (room,) * 4
     ids = None if ids is None else ids.contiguous()
