@@ -42,10 +42,14 @@ def is_small(coarse, H: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def root_mean_square(coarse, fine, eps, H: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Second half of a norm: what rows of H values are divided by, from their sums of squares."""
-    mean = coarse.to(tl.float32) / (H * SQUARE_UNIT)
-    mean = tl.where(is_small(coarse, H), fine.to(tl.float32) / (H * FINE_UNIT), mean)
-    return tl.sqrt_rn(mean + eps)
+    """Second half of a norm: what rows of H values are divided by, from their sums of squares.
+
+    mean + eps is one fused multiply-add by name. Left to the compiler, whether it fuses depends on the code around it,
+    and a row's bits would depend on the kernel that reads it (for an H that is no power of two).
+    """
+    mean = tl.fma(coarse.to(tl.float32), 1.0 / (H * SQUARE_UNIT), eps)
+    fine_mean = tl.fma(fine.to(tl.float32), 1.0 / (H * FINE_UNIT), eps)
+    return tl.sqrt_rn(tl.where(is_small(coarse, H), fine_mean, mean))
 
 
 @triton.jit
