@@ -13,7 +13,7 @@ import pytest
 
 SRC = Path(__file__).parents[1] / "src" / "peregrine"
 LAYERS = (
-    {"errors", "log", "hardware", "config", "sampling", "assets"},
+    {"errors", "files", "log", "hardware", "config", "sampling", "assets"},
     {"kernels", "text"},
     {"cache"},
     {"attention"},

@@ -9,7 +9,8 @@ from peregrine.config import option
 from peregrine.errors import RequestError
 
 MAX_STOPS = 64  # strings, each looked for at every character
-MAX_STOP_IDS = 32
+MAX_STOP_IDS = 32  # a request's own and the model's end-of-text ids
+MAX_EOS_IDS = MAX_STOP_IDS // 2
 MAX_BIAS = 512
 MAX_LOGPROBS = 64
 SEED_BITS = 63
@@ -102,8 +103,9 @@ class SamplingParams:
         ids = self.stop_token_ids
         if not isinstance(ids, list | tuple) or not all(_is(int, i) for i in ids):
             raise RequestError("stop_token_ids", ids, "is not a list of token ids", "pass integers")
-        if len(ids) > MAX_STOP_IDS // 2:
-            raise RequestError("stop_token_ids", ids, f"holds {len(ids)} ids", f"pass at most {MAX_STOP_IDS // 2}")
+        if len(ids) > MAX_STOP_IDS - MAX_EOS_IDS:
+            most = f"pass at most {MAX_STOP_IDS - MAX_EOS_IDS}"
+            raise RequestError("stop_token_ids", ids, f"holds {len(ids)} ids", most)
 
     def _check_bias(self) -> None:
         if not isinstance(self.logit_bias, Mapping):

@@ -37,6 +37,7 @@ from peregrine.spec.types import Drafter
 from peregrine.synthetic.judge import simulated_judge
 from peregrine.text.tokenizer import Tokenizer
 
+MAX_DEFAULT_LEN = 2**20  # tables of positions take memory before the first request comes
 Value = TypeVar("Value")
 
 
@@ -76,11 +77,12 @@ def _build(asked: EngineConfig, device: torch.device) -> Built:
     decisions.take("model", source.describe(asked.model))
     decisions.take("device", (device, "asked for" if asked.device != "auto" else "the fastest there is"))
     dtype = decisions.take("dtype", pick_dtype(asked, device, source))
-    max_len = pick_max_len(asked, source.config)  # refused before anything large is loaded
+    # What cannot be served is refused before anything large is loaded.
+    max_len = decisions.take("max_len", pick_max_len(asked, source.config))
     tokenizer = source.tokenizer()
+    check_tokenizer(tokenizer, source.config)
     with explain_memory(device, "the model's weights", "choose a smaller model or another device"):
-        target = source.target(device, dtype)
-    check_tokenizer(tokenizer, target.config)
+        target = source.target(device, dtype, max_len)
     name = decisions.take("drafter", pick_drafter(asked, source))
     with explain_memory(device, "the drafter's weights", "choose a smaller drafter, ngram or none"):
         draft = source.drafter(name, target)
@@ -191,11 +193,15 @@ def pick_drafter(asked: EngineConfig, source: ModelSource) -> tuple[str, str]:
     return (asked.drafter, "asked for") if asked.drafter != "auto" else source.automatic_drafter()
 
 
-def pick_max_len(asked: EngineConfig, config: ModelConfig) -> int:
-    """Most tokens of a request, prompt included."""
+def pick_max_len(asked: EngineConfig, config: ModelConfig) -> tuple[int, str]:
+    """Most tokens of a request, prompt included, and why."""
     if asked.max_len is not None and asked.max_len > config.max_positions:
         raise ConfigError(f"max_len={asked.max_len}: the model's context is {config.max_positions}; lower it")
-    return asked.max_len or config.max_positions
+    if asked.max_len is not None:
+        return asked.max_len, "asked for"
+    if config.max_positions > MAX_DEFAULT_LEN:
+        return MAX_DEFAULT_LEN, f"the model's context is {config.max_positions}; ask for more with max_len"
+    return config.max_positions, "the model's context"
 
 
 def pick_graphs(asked: EngineConfig, device: torch.device) -> tuple[bool, str]:

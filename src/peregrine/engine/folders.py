@@ -1,5 +1,6 @@
 """Finds a model's folder by path, by the name of an embedded model, or by Hugging Face hub id."""
 
+import contextlib
 from pathlib import Path
 
 from peregrine.errors import CheckpointError
@@ -17,13 +18,15 @@ def find_model(name: str) -> Path:
     """The folder of a model; CheckpointError says where it was looked for."""
     if name in embedded_models():
         return ASSETS / name
-    if Path(name).exists():
-        return Path(name)
+    with contextlib.suppress(OSError, ValueError):  # a name that no path can have
+        if Path(name).exists():
+            return Path(name)
     if name.count("/") == 1 and not name.startswith((".", "/", "~")):
         return from_hub(name)
     embedded = ", ".join(embedded_models()) or "none"
+    shown = name if len(name) <= 80 else f"{name[:77]}..."
     raise CheckpointError(
-        f"model={name!r}: no such folder, and not an embedded model (embedded: {embedded}); "
+        f"model={shown!r}: no such folder, and not an embedded model (embedded: {embedded}); "
         "pass a folder in Hugging Face format"
     )
 

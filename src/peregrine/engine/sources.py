@@ -44,8 +44,9 @@ class FolderSource:
     def tokenizer(self) -> Tokenizer:
         return Tokenizer.read(self.folder)
 
-    def target(self, device: torch.device, dtype: torch.dtype) -> Decoder:
-        return load_decoder(self.weights, device, dtype)
+    def target(self, device: torch.device, dtype: torch.dtype, num_positions: int | None = None) -> Decoder:
+        """The decoder, for so many positions (None: the model's context)."""
+        return load_decoder(self.weights, device, dtype, num_positions=num_positions)
 
     def automatic_drafter(self) -> tuple[str, str]:
         """The drafter that "auto" names, and why."""

@@ -87,6 +87,9 @@ def read_rope(config: Fields, max_positions: int) -> Rope:
             "choose a checkpoint with one of those",
         )
     theta = fields.number("rope_theta", config.number("rope_theta", 10000.0))
+    if theta <= 1:
+        place = fields if "rope_theta" in fields else config
+        raise place.refusal("rope_theta", "not above 1: frequencies must fall", "correct the config")
     for place in (config, fields):
         if place.number("partial_rotary_factor", 1.0) != 1.0:
             raise place.refusal(

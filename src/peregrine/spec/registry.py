@@ -12,6 +12,7 @@ from peregrine.models.checkpoint.weights import Weights
 from peregrine.models.decoder import Decoder
 from peregrine.models.draft_heads import DraftHead, has_prediction_layer, is_head, load_head
 from peregrine.models.loading import load_decoder
+from peregrine.models.rope_table import SPARE_POSITIONS
 from peregrine.spec.bound import BoundModel
 from peregrine.spec.chain import ChainDrafter
 from peregrine.spec.ngram import NgramDrafter
@@ -68,7 +69,9 @@ def find_drafter(name: str, model: Weights, target: Decoder) -> DraftSource:
     device, dtype = target.embedding.device, target.embedding.dtype
     if name == "mtp" or is_head(weights):
         return DraftSource(name, load_head(weights, target, device, dtype))
-    network = load_decoder(weights, device, dtype)
+    # Its table covers the target's positions, whatever its own config says.
+    num_positions = len(target.rope_table) - SPARE_POSITIONS
+    network = load_decoder(weights, device, dtype, num_positions=num_positions)
     if network.config.vocab_size != target.config.vocab_size:
         raise ConfigError(
             f"drafter={name!r}: its vocabulary has {network.config.vocab_size} tokens, the target's "

@@ -123,9 +123,11 @@ def shape_config(name: str) -> ModelConfig:
     return parse_config(Fields(name, fields))
 
 
-def draw_decoder(config: ModelConfig, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Decoder:
+def draw_decoder(
+    config: ModelConfig, device: torch.device, dtype: torch.dtype, seed: int = 0, num_positions: int | None = None
+) -> Decoder:
     """A decoder with random weights, drawn and packed on the device."""
-    decoder = Decoder(config, device, dtype)
+    decoder = Decoder(config, device, dtype, num_positions)
     draw_here(decoder, seed)
     return decoder.pack()
 

@@ -38,9 +38,9 @@ class ShapeSource:
     def tokenizer(self) -> Tokenizer:
         return Tokenizer.read(self.tokenizer_folder)
 
-    def target(self, device: torch.device, dtype: torch.dtype) -> Decoder:
+    def target(self, device: torch.device, dtype: torch.dtype, num_positions: int | None = None) -> Decoder:
         check_room(device, f"the weights of {self.name}", num_weights(self.config) * dtype.itemsize)
-        return draw_decoder(self.config, device, dtype)
+        return draw_decoder(self.config, device, dtype, num_positions=num_positions)
 
     def automatic_drafter(self) -> tuple[str, str]:
         if self._drafters[0] == "mtp":

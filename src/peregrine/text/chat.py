@@ -139,3 +139,5 @@ def _compile(source: str) -> jinja2.Template:
             f"the chat template does not parse, line {error.lineno}: {error.message}; "
             "correct it in chat_template.jinja or tokenizer_config.json"
         ) from error
+    except RecursionError:
+        raise CheckpointError("the chat template nests too deeply to be compiled; simplify it") from None

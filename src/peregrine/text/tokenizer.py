@@ -7,7 +7,6 @@ Encoding and decoding agree with transformers on the same folder, with three del
 - decoded text is never "cleaned up", which would change what the model wrote.
 """
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,8 +15,10 @@ from pathlib import Path
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from peregrine.errors import CheckpointError, RequestError
+from peregrine.errors import CheckpointError, PeregrineError, RequestError
+from peregrine.files import MAX_TOKENIZER_BYTES, REMEDY, parse_object, read_object, read_text
 
+_TOKEN_ID = re.compile(r"[0-9]{1,9}")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 # Decoders whose text for an id depends at most on the id before it, which incremental detokenisation needs.
 _LOCAL_DECODERS = frozenset({"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace", "WordPiece", "BPEDecoder"})
@@ -94,7 +95,11 @@ class Tokenizer:
         except UnicodeEncodeError as error:
             problem = f"is not valid Unicode (lone surrogate at character {error.start})"
             raise RequestError("text", text, problem, "send text that can be written as UTF-8") from error
-        ids = self.backend.encode(text, add_special_tokens=add_special).ids
+        try:
+            ids = self.backend.encode(text, add_special_tokens=add_special).ids
+        except BaseException as error:
+            refusal = RequestError("text", text, f"the model's tokenizer fails on it: {error}", "send other text")
+            raise _unless_ended(error, refusal) from error
         return [self.bos_id, *ids] if add_special and self.prepends_bos and self.bos_id is not None else ids
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
@@ -115,13 +120,14 @@ class Tokenizer:
 def _read_backend(folder: Path) -> tuple[Backend, set[str]]:
     """tokenizer.json as a `tokenizers.Tokenizer`, and the types of decoder it chains."""
     path = folder / "tokenizer.json"
-    if not path.is_file():
+    if not path.exists():
         raise CheckpointError(_missing(folder))
-    spec = _read_json(path)
+    text = read_text(path, MAX_TOKENIZER_BYTES)
+    spec = parse_object(path, text)
     try:
-        backend = Backend.from_file(str(path))
-    except Exception as error:  # the library raises bare Exceptions
-        raise CheckpointError(f"{path} is JSON but not a tokenizer: {error}") from error
+        backend = Backend.from_str(text)
+    except BaseException as error:
+        raise _unless_ended(error, CheckpointError(f"{path} is JSON but not a tokenizer: {error}; {REMEDY}")) from error
     # Settings for training batches; prompts are never truncated or padded.
     backend.no_truncation()
     backend.no_padding()
@@ -133,6 +139,11 @@ def _read_backend(folder: Path) -> tuple[Backend, set[str]]:
             f"supported are chains of {sorted(_LOCAL_DECODERS)}, or ByteLevel"
         )
     return backend, decoders
+
+
+def _unless_ended(error: BaseException, refusal: PeregrineError) -> BaseException:
+    """What to raise for an error of the library: it raises bare Exceptions, and panics, which are not Exceptions."""
+    return error if isinstance(error, KeyboardInterrupt | SystemExit) else refusal
 
 
 def _missing(folder: Path) -> str:
@@ -158,20 +169,10 @@ def _decoder_kinds(spec: object) -> set[str]:
 def _read_config(folder: Path) -> dict[str, object]:
     """tokenizer_config.json, with special_tokens_map.json over it where the config lists no added tokens."""
     config, special = folder / "tokenizer_config.json", folder / "special_tokens_map.json"
-    values = _read_json(config) if config.is_file() else {}
-    if special.is_file() and "added_tokens_decoder" not in values:
-        values |= _read_json(special)
+    values = read_object(config) if config.exists() else {}
+    if special.exists() and "added_tokens_decoder" not in values:
+        values |= read_object(special)
     return values
-
-
-def _read_json(path: Path) -> dict[str, object]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # includes UnicodeDecodeError
-        raise CheckpointError(f"{path} is not valid JSON ({error}); download it again") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds a {type(value).__name__}, not an object; download it again")
-    return value
 
 
 def _content(token: object) -> str | None:
@@ -195,11 +196,7 @@ def _special_tokens(config: Mapping[str, object]) -> tuple[dict[str, str], list[
 
 def _register(backend: Backend, config: Mapping[str, object], special_tokens: list[str]) -> None:
     """Add the config's tokens to the backend, and mark its special tokens as special."""
-    listed = config.get("added_tokens_decoder")
-    tokens = {
-        int(id): AddedToken(**{name: value for name, value in flags.items() if name in _TOKEN_FLAGS})
-        for id, flags in (listed.items() if isinstance(listed, dict) else ())
-    }
+    tokens = _added_tokens(config.get("added_tokens_decoder"))
     backend.add_tokens([tokens[id] for id in sorted(tokens)])  # an existing token takes these flags
     for id, token in tokens.items():
         if backend.token_to_id(token.content) != id:
@@ -211,6 +208,22 @@ def _register(backend: Backend, config: Mapping[str, object], special_tokens: li
     # A token without an id is left out: a new id would be past the model's rows.
     missing = [text for text in special_tokens if text not in added and backend.token_to_id(text) is not None]
     backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in missing])
+
+
+def _added_tokens(listed: object) -> dict[int, AddedToken]:
+    """The entries of `added_tokens_decoder` by id, e.g. {"7": {"content": "<tool>", "special": true}}."""
+    tokens = {}
+    for id, flags in listed.items() if isinstance(listed, dict) else ():
+        taken = {name: flags[name] for name in _TOKEN_FLAGS & flags.keys()} if isinstance(flags, dict) else {}
+        content = taken.pop("content", None)
+        sound = isinstance(content, str) and all(isinstance(flag, bool) for flag in taken.values())
+        if not sound or not _TOKEN_ID.fullmatch(id):
+            entry = f"{id!r}: {flags!r}"[:80]
+            raise CheckpointError(
+                f"tokenizer_config.json: added_tokens_decoder holds {{{entry}}}, not an id and its token; {REMEDY}"
+            )
+        tokens[int(id)] = AddedToken(content, **taken)
+    return tokens
 
 
 def _named_id(folder: Path, backend: Backend, named_tokens: Mapping[str, str], name: str) -> int | None:
@@ -229,10 +242,10 @@ def _named_id(folder: Path, backend: Backend, named_tokens: Mapping[str, str], n
 def _chat_templates(folder: Path, config: Mapping[str, object]) -> dict[str, str]:
     """Chat templates by name; files take precedence over tokenizer_config.json."""
     files = sorted((folder / "chat_templates").glob("*.jinja"))
-    templates = {path.stem: path.read_text(encoding="utf-8") for path in files}
+    templates = {path.stem: read_text(path) for path in files}
     single = folder / "chat_template.jinja"
-    if single.is_file():
-        templates["default"] = single.read_text(encoding="utf-8")
+    if single.exists():
+        templates["default"] = read_text(single)
     if templates:
         return templates
     written = config.get("chat_template")

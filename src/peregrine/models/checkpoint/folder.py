@@ -4,12 +4,15 @@ A caller names the type it expects; a value that does not fit is refused with th
 remedy.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from peregrine.errors import CheckpointError
+from peregrine.files import read_object
+
+MAX_WHOLE = 2**31 - 1  # more than any size of a model
+SMALLEST, LARGEST = 1e-30, 1e30  # of a positive number that float32 can compute with
 
 
 def open_folder(folder: str | Path) -> Path:
@@ -30,21 +33,6 @@ def open_folder(folder: str | Path) -> Path:
     return path
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; refused if the file is missing, unreadable, or holds anything else."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"no {path.name} in {str(path.parent)!r}; give a folder in Hugging Face format") from None
-    except OSError as error:
-        raise CheckpointError(f"cannot read {str(path)!r} ({error.strerror}); check its permissions") from error
-    except ValueError as error:
-        raise CheckpointError(f"{str(path)!r} is not valid JSON ({error}); download the checkpoint again") from error
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{str(path)!r} holds a JSON {type(values).__name__}, not an object; it is no config")
-    return values
-
-
 @dataclass(frozen=True, slots=True)
 class Fields:
     """A JSON object, and the file it came from for messages."""
@@ -55,7 +43,7 @@ class Fields:
     @classmethod
     def read(cls, path: Path) -> "Fields":
         """The fields of a JSON file."""
-        return cls(str(path), read_json(path))
+        return cls(str(path), read_object(path))
 
     def __contains__(self, name: str) -> bool:
         return self.values.get(name) is not None
@@ -66,24 +54,26 @@ class Fields:
         shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
         return CheckpointError(f"{self.source}: {name}={shown}: {problem}; {remedy}")
 
-    def whole(self, name: str, default: int | None = None, minimum: int = 1) -> int:
-        """A whole number of at least `minimum`; refused when absent without a default."""
+    def whole(self, name: str, default: int | None = None, minimum: int = 1, maximum: int = MAX_WHOLE) -> int:
+        """A whole number from `minimum` to `maximum`; refused when absent without a default."""
         value = self.values.get(name)
         value = default if value is None else value
         if value is None:
             raise self.refusal(name, "the field is missing", "the config must give it as a whole number")
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             raise self.refusal(name, f"not a whole number of at least {minimum}", "correct the config")
+        if value > maximum:
+            raise self.refusal(name, f"is above {maximum}, the most that is supported", "correct the config")
         return value
 
-    def number(self, name: str, default: float | None = None, minimum: float = 0.0) -> float:
-        """A number above `minimum`; refused when absent without a default."""
+    def number(self, name: str, default: float | None = None) -> float:
+        """A positive number that float32 can compute with; refused when absent without a default."""
         value = self.values.get(name)
         value = default if value is None else value
         if value is None:
             raise self.refusal(name, "the field is missing", "the config must give it as a number")
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > minimum:
-            raise self.refusal(name, f"not a number above {minimum:g}", "correct the config")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not SMALLEST <= value <= LARGEST:
+            raise self.refusal(name, "not a number above 0 that float32 can hold", "correct the config")
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
@@ -115,7 +105,9 @@ class Fields:
         value = self.values.get(name)
         value = [] if value is None else value
         value = value if isinstance(value, list) else [value]
-        if not all(isinstance(entry, int) and not isinstance(entry, bool) and entry >= minimum for entry in value):
+        if not all(
+            isinstance(entry, int) and not isinstance(entry, bool) and minimum <= entry <= MAX_WHOLE for entry in value
+        ):
             raise self.refusal(name, "not a whole number or a list of them", "correct the config")
         return tuple(value)
 

@@ -49,7 +49,8 @@ def scale_shape(shape: tuple[int, ...], blocks: Blocks) -> tuple[int, ...]:
 def multiply_out(weight: Tensor, scales: Tensor, blocks: Blocks) -> Tensor:
     """Dequantise a float8 weight [O, I] by its block scales. -> [O, I] float32"""
     out = weight.to(torch.float32)
-    wide = scales.float().repeat_interleave(blocks[1], 1)[:, : weight.shape[1]]  # [blocks of rows, I]
+    width = weight.shape[1]
+    wide = scales.float().repeat_interleave(min(blocks[1], width), 1)[:, :width]  # [blocks of rows, I]
     for rows, scale in zip(torch.split(out, blocks[0]), wide, strict=True):
         rows.mul_(scale)
     return out

@@ -15,8 +15,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from peregrine.errors import CheckpointError
+from peregrine.files import check_regular, read_object
 from peregrine.models.checkpoint import fp8
-from peregrine.models.checkpoint.folder import open_folder, read_json
+from peregrine.models.checkpoint.folder import open_folder
 from peregrine.models.checkpoint.plan import Plan
 from peregrine.models.layers import Linear, Packable, cache_attributes
 
@@ -179,7 +180,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _indexed_files(folder: Path) -> list[Path]:
-    index = read_json(folder / INDEX)
+    index = read_object(folder / INDEX)
     table = index.get("weight_map")
     if not isinstance(table, dict) or not all(isinstance(name, str) for name in table.values()):
         raise CheckpointError(f"{str(folder / INDEX)!r} has no weight_map of file names; download it again")
@@ -198,6 +199,7 @@ def _indexed_files(folder: Path) -> list[Path]:
 
 
 def _open(path: Path) -> Any:
+    check_regular(path)
     try:
         return safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:

@@ -18,11 +18,15 @@ from peregrine.models.families.qwen2 import Qwen2
 from peregrine.models.families.qwen3 import Qwen3
 from peregrine.models.families.qwen3_moe import Qwen3MoE
 from peregrine.models.rope_table import read_rope, usable_positions
+from peregrine.sampling import MAX_EOS_IDS
 
 FAMILIES: tuple[Family, ...] = (
     *(Llama(), Mistral(), Qwen2(), Qwen3(), Qwen3MoE(), Mixtral(), DeepseekV2(), DeepseekV3()),
 )
 ARCHITECTURES = {architecture: family for family in FAMILIES for architecture in family.architectures}
+MAX_LAYERS = 1024
+MAX_POSITIONS = 2**24  # float32 counts exactly up to here
+MAX_VOCABULARY = 2**23  # a row's probabilities sum to 64 bits
 ACTIVATIONS = ("silu", "swish")
 _QUANTIZED = ("compression_config", "quantize_config")
 
@@ -38,7 +42,7 @@ def parse_config(fields: Fields, generation: Fields | None = None) -> ModelConfi
     """The config that the fields of a config.json describe; `generation` wins for the special token ids."""
     family = _find_family(fields)
     _refuse_unsupported(fields)
-    num_layers = fields.whole("num_hidden_layers")
+    num_layers = fields.whole("num_hidden_layers", maximum=MAX_LAYERS)
     num_heads = fields.whole("num_attention_heads")
     num_kv_heads = fields.whole("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
@@ -46,14 +50,17 @@ def parse_config(fields: Fields, generation: Fields | None = None) -> ModelConfi
             "num_key_value_heads", f"does not divide num_attention_heads={num_heads}", "correct the config"
         )
     hidden_size = fields.whole("hidden_size")
-    declared = fields.whole("max_position_embeddings", 2048)
+    declared = fields.whole("max_position_embeddings", 2048, maximum=MAX_POSITIONS)
     rope = read_rope(fields, declared)
+    positions, vocab_size = usable_positions(rope, declared), fields.whole("vocab_size", maximum=MAX_VOCABULARY)
+    if positions > MAX_POSITIONS:
+        raise fields.refusal("rope_scaling", f"stretches the context to {positions} positions", "correct the config")
     mla, biases = family.mla(fields, rope), family.biases(fields)
     specials = generation if generation is not None else Fields(fields.source, {})
     bos_ids = (specials if "bos_token_id" in specials else fields).wholes("bos_token_id")
     return ModelConfig(
         family=family.model_type,
-        vocab_size=fields.whole("vocab_size"),
+        vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=fields.whole("intermediate_size"),
         num_layers=num_layers,
@@ -62,7 +69,7 @@ def parse_config(fields: Fields, generation: Fields | None = None) -> ModelConfi
         head_dim=family.head_dim(fields, hidden_size, num_heads) if mla is None else mla.q_dim,
         norm_eps=fields.number("rms_norm_eps", 1e-6),
         rope=rope,
-        max_positions=usable_positions(rope, declared),
+        max_positions=positions,
         windows=family.windows(fields, num_layers),
         tied=fields.flag("tie_word_embeddings", False),
         qkv_bias=biases.qkv,
@@ -71,10 +78,20 @@ def parse_config(fields: Fields, generation: Fields | None = None) -> ModelConfi
         qk_norm=family.qk_norm,
         mla=mla,
         experts=family.experts(fields, num_layers),
-        num_extra_layers=fields.whole("num_nextn_predict_layers", 0, minimum=0),
+        num_extra_layers=fields.whole("num_nextn_predict_layers", 0, minimum=0, maximum=MAX_LAYERS),
         bos_id=bos_ids[0] if bos_ids else None,
-        eos_ids=(specials if "eos_token_id" in specials else fields).wholes("eos_token_id"),
+        eos_ids=read_eos_ids(specials if "eos_token_id" in specials else fields, vocab_size),
     )
+
+
+def read_eos_ids(fields: Fields, vocab_size: int) -> tuple[int, ...]:
+    """The `eos_token_id` field: tokens of the vocabulary, as many as a request has room for beside its own."""
+    ids = tuple(dict.fromkeys(fields.wholes("eos_token_id")))
+    if max(ids, default=0) >= vocab_size:
+        raise fields.refusal("eos_token_id", f"ids run from 0 to {vocab_size - 1}", "name tokens of the vocabulary")
+    if len(ids) > MAX_EOS_IDS:
+        raise fields.refusal("eos_token_id", f"{len(ids)} ids are more than {MAX_EOS_IDS}", "name fewer")
+    return ids
 
 
 def family_of(config: ModelConfig) -> Family:

@@ -155,7 +155,10 @@ def expert_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
 
 def in_halves(heads: int, kept: int, rotated: int) -> Take:
     """Reorders each head's last `rotated` rows from neighbouring pairs to pairs half the part apart."""
-    pairs = torch.arange(rotated).view(-1, 2).t().flatten()
-    order = torch.cat((torch.arange(kept), kept + pairs))  # of one head
-    rows = (torch.arange(heads)[:, None] * (kept + rotated) + order).flatten()
-    return lambda stored: stored.index_select(0, rows)
+
+    def reorder(stored: Tensor) -> Tensor:
+        pairs = torch.arange(rotated).view(-1, 2).t().flatten()
+        order = torch.cat((torch.arange(kept), kept + pairs))  # of one head
+        return stored.index_select(0, (torch.arange(heads)[:, None] * (kept + rotated) + order).flatten())
+
+    return reorder

@@ -10,6 +10,8 @@ from peregrine.models.checkpoint.plan import Piece, Plan, linear_plan, take
 from peregrine.models.config import ExpertsConfig, MLAConfig, ModelConfig
 from peregrine.models.rope_table import Rope
 
+MAX_EXPERTS = 2**16  # in all layers together
+
 
 @dataclass(frozen=True, slots=True)
 class Biases:
@@ -193,6 +195,9 @@ def require(fields: Fields, name: str, default: str, supported: tuple[str, ...])
 def checked_experts(fields: Fields, experts: ExpertsConfig) -> ExpertsConfig:
     """The experts, if a token can choose as many as the config says."""
     remedy, count, groups = "correct the config", experts.num_experts, experts.num_groups
+    if (count + experts.num_shared) * sum(experts.layers) > MAX_EXPERTS:
+        problem = f"{count} experts in {sum(experts.layers)} layers are more than the {MAX_EXPERTS} supported"
+        raise fields.refusal("num_hidden_layers", problem, remedy)
     if experts.top_k > count:
         raise fields.refusal("num_experts_per_tok", f"more than there are experts ({count})", remedy)
     if count % groups:
