@@ -1,5 +1,7 @@
 """Every error Peregrine raises on purpose, with messages a user can act on."""
 
+import importlib.util
+
 
 class PeregrineError(Exception):
     """Base class; the message is written for the user."""
@@ -29,3 +31,13 @@ class RequestError(PeregrineError, ValueError):
         shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
         super().__init__(f"{field}={shown}: {problem}; {remedy}")
         self.field, self.value, self.problem, self.remedy = field, value, problem, remedy
+
+
+def need_packages(*names: str, instead: str = "") -> None:
+    """Refuse in one line where optional packages are not installed; `instead` is what also helps.
+
+    The line names the packages themselves, which is right in a clone and beside a wheel alike.
+    """
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"{', '.join(missing)} not installed; run: pip install {' '.join(missing)}{instead}")

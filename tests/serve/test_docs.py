@@ -61,7 +61,9 @@ def test_without_the_extra_the_command_says_what_to_install(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     code, _, err = peregrine(*argv)
     assert code == 2
-    assert "fastapi, uvicorn, prometheus_client not installed; run: pip install 'peregrine[serve]'" in err
+    assert (
+        "fastapi, uvicorn, prometheus_client not installed; run: pip install fastapi uvicorn prometheus_client" in err
+    )
 
 
 def test_keys_come_from_a_file(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ class NumbaBackend:
 
     def missing(self) -> list[str]:
         """numba, if it is not installed."""
-        return [] if NUMBA_PRESENT else ["needs numba; pip install 'peregrine[cpu]'"]
+        return [] if NUMBA_PRESENT else ["needs numba; run: pip install numba"]
 
     def with_costs(self, costs: KernelCosts) -> "NumbaBackend":
         """Itself: it has one kernel."""

@@ -19,8 +19,7 @@ import torch
 
 from peregrine.bench.clock import timed_rounds
 from peregrine.bench.generation import PROMPTS, decided, first_prompts, generate
-from peregrine.errors import ConfigError
-from peregrine.hardware import version_of
+from peregrine.errors import ConfigError, need_packages
 from peregrine.llm import LLM
 from peregrine.log import style
 from peregrine.models.loading import num_weights
@@ -124,8 +123,7 @@ def stage_times(llm: LLM, prompts: Sequence[str], plan: Plan) -> dict[str, float
 
 def load_peer(folder: str) -> object:
     """Load the checkpoint with transformers, in float32."""
-    if version_of("transformers") is None:
-        raise ConfigError("transformers is not installed; install peregrine[test] or pass --no-peer")
+    need_packages("transformers", instead=", or pass --no-peer")
     from transformers import AutoModelForCausalLM
 
     model: object = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

@@ -5,8 +5,9 @@ import sys
 from pathlib import Path
 
 from peregrine.cli.flags import Commands, add_engine_flags, add_parser, engine_options, open_llm
-from peregrine.cli.serve import need_serve_extra
+from peregrine.cli.serve import SERVE_PACKAGES
 from peregrine.config import EngineConfig
+from peregrine.errors import need_packages
 
 EPILOG = """examples:
   peregrine batch in.jsonl out.jsonl
@@ -30,7 +31,7 @@ def add_command(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Answer what has no answer yet; 1 if some requests were refused."""
-    need_serve_extra()
+    need_packages(*SERVE_PACKAGES)
     from peregrine.serve.batch import Batch, check_source
     from peregrine.serve.batch_output import BatchOutput
 

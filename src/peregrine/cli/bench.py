@@ -2,10 +2,11 @@
 
 import argparse
 
-from peregrine.cli.bench_result import add_number, add_result_flags, finish, need_bench_extra, plan_from
+from peregrine.cli.bench_result import add_number, add_result_flags, finish, plan_from
 from peregrine.cli.bench_serve import add_report, add_serve, add_sweep
 from peregrine.cli.flags import Commands, add_engine_flags, add_parser, engine_flags, engine_options
-from peregrine.cli.serve import need_serve_extra
+from peregrine.cli.serve import SERVE_PACKAGES
+from peregrine.errors import need_packages
 
 OFFLINE_EPILOG = """examples:
   peregrine bench offline
@@ -75,8 +76,7 @@ def add_http(kinds: Commands) -> None:
 
 
 def run_http(args: argparse.Namespace) -> int:
-    need_serve_extra()
-    need_bench_extra("aiohttp")
+    need_packages(*SERVE_PACKAGES, "aiohttp")
     from peregrine.bench import http
 
     finish(http.run(plan_from(http.Plan, args), engine_options(args), engine_flags(args)), http.show, args)

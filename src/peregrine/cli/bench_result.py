@@ -1,7 +1,6 @@
 """What all benchmarks' commands share: their flags, and where a result goes."""
 
 import argparse
-import importlib.util
 import inspect
 import json
 import shlex
@@ -10,8 +9,6 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
-
-from peregrine.errors import ConfigError
 
 T = TypeVar("T")
 
@@ -37,13 +34,6 @@ def add_result_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that say where the result goes."""
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--out", type=Path, metavar="FILE", help="also write the JSON here")
-
-
-def need_bench_extra(*packages: str) -> None:
-    """Refuse in one line where packages of the extra `bench` are not installed."""
-    missing = [name for name in packages if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ConfigError(f"{', '.join(missing)} not installed; run: pip install 'peregrine[bench]'")
 
 
 def plan_from(plan: Callable[..., T], args: argparse.Namespace, **more: object) -> T:

@@ -3,8 +3,9 @@
 import argparse
 from pathlib import Path
 
-from peregrine.cli.bench_result import add_number, add_result_flags, finish, need_bench_extra, plan_from
+from peregrine.cli.bench_result import add_number, add_result_flags, finish, plan_from
 from peregrine.cli.flags import Commands, add_engine_flags, add_parser, engine_options, tree_shape
+from peregrine.errors import need_packages
 
 SERVE_EPILOG = """examples:
   peregrine bench serve --url http://127.0.0.1:8000
@@ -48,7 +49,7 @@ def add_serve(kinds: Commands) -> None:
 
 def run_serve(args: argparse.Namespace) -> int:
     """Measure and print; 1 if a request failed."""
-    need_bench_extra("aiohttp")
+    need_packages("aiohttp")
     from peregrine.bench import serve
     from peregrine.bench.prompts import load_prompts
     from peregrine.bench.serve_client import Client
@@ -115,7 +116,7 @@ def add_report(kinds: Commands) -> None:
 
 def run_report(args: argparse.Namespace) -> int:
     """Write the page and print its path."""
-    need_bench_extra("matplotlib")
+    need_packages("matplotlib")
     from peregrine.bench.report import read_results, render
 
     page = render(read_results(args.results), args.title)

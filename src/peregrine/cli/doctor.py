@@ -153,7 +153,7 @@ def model_report(options: Report) -> Report:
 
 def hardware_lines(hardware: "Hardware") -> list[str]:
     """The machine: versions, CPU, memory and GPUs, a line each."""
-    hint = "not installed (pip install 'peregrine[cpu]' for compiled CPU kernels)"
+    hint = "not installed; for compiled CPU kernels run: pip install numba"
     cpu, total, available = hardware.cpu, hardware.memory_total_bytes, hardware.memory_available_bytes
     facts = [
         ("python", f"{hardware.python} on {hardware.system}"),

@@ -1,7 +1,6 @@
 """`peregrine serve`: OpenAI's API over HTTP."""
 
 import argparse
-import importlib.util
 from pathlib import Path
 
 from peregrine.cli.flags import (
@@ -15,11 +14,11 @@ from peregrine.cli.flags import (
     open_llm,
 )
 from peregrine.config import EngineConfig
-from peregrine.errors import ConfigError
+from peregrine.errors import ConfigError, need_packages
 from peregrine.log import start_logging
 from peregrine.serve.settings import ServeConfig
 
-NEEDED = ("fastapi", "uvicorn", "prometheus_client")
+SERVE_PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 SERVER_FLAGS = flags_of(ServeConfig)
 EPILOG = """examples:
   peregrine serve
@@ -40,7 +39,7 @@ def add_command(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal comes, and return 0."""
-    need_serve_extra()
+    need_packages(*SERVE_PACKAGES)
     from peregrine.serve.run import serve
 
     start_logging("info")
@@ -49,13 +48,6 @@ def run(args: argparse.Namespace) -> int:
     options = engine_options(args)
     serve(str(options.get("model", EngineConfig().model)), lambda: open_llm(options), ServeConfig(**asked))
     return 0
-
-
-def need_serve_extra() -> None:
-    """Refuse in one line where the packages of the extra are not installed."""
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ConfigError(f"{', '.join(missing)} not installed; run: pip install 'peregrine[serve]'")
 
 
 def read_keys(file: Path | None) -> list[str]:

@@ -114,7 +114,7 @@ def write_report(folder: Path, run: Path, facts: Facts) -> None:
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError:
-        logger.warning("no pictures were drawn: matplotlib is missing; install peregrine[train]")
+        logger.warning("no pictures were drawn: matplotlib is not installed; run: pip install matplotlib")
         return
     plot_losses(log, folder / LOSSES)
     if "acceptance" in facts:
