@@ -1,6 +1,9 @@
 """Every error Peregrine raises on purpose, with messages a user can act on."""
 
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 
 class PeregrineError(Exception):
@@ -41,3 +44,23 @@ def need_packages(*names: str, instead: str = "") -> None:
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(f"{', '.join(missing)} not installed; run: pip install {' '.join(missing)}{instead}")
+
+
+@contextmanager
+def reading_utf8(what: str) -> Iterator[None]:
+    """Refuse text in another encoding that is read inside the block."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        byte = f"byte 0x{error.object[error.start]:02x} at {error.start}"
+        remedy = "convert it, such as with iconv -f LATIN1 -t UTF-8"
+        raise ConfigError(f"{what}: is not UTF-8 ({byte}); {remedy}") from error
+
+
+def read_user_text(field: str, path: Path) -> str:
+    """The text of a file that the user named, without a byte order mark; ConfigError says what is wrong with it."""
+    with reading_utf8(f"{field}={str(path)!r}"):
+        try:
+            return path.read_text(encoding="utf-8-sig")
+        except OSError as error:
+            raise ConfigError(f"{field}={str(path)!r}: cannot be read ({error.strerror}); check the path") from error

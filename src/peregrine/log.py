@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import sys
 from typing import TextIO
 
@@ -10,6 +11,7 @@ from peregrine.errors import ConfigError
 LEVELS = ("debug", "info", "warning", "error")
 STYLES = {"bold": 1, "dim": 2, "underline": 4, "red": 31, "green": 32, "yellow": 33, "cyan": 36}
 COLOURS = {name for name, code in STYLES.items() if code >= 30}  # NO_COLOR turns these off, and no other style
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # C0 without tab and line feed, delete, C1
 LEVEL_STYLES = {"DEBUG": "dim", "INFO": "cyan", "WARNING": "yellow", "ERROR": "red"}
 
 logger = logging.getLogger("peregrine")
@@ -23,6 +25,21 @@ def style(text: str, *names: str, stream: TextIO | None = None) -> str:
     if not text or not codes or not is_terminal(stream):
         return text
     return f"\033[{codes}m{text}\033[0m"
+
+
+def visible(text: str, stream: TextIO | None = None) -> str:
+    """Foreign text for `stream` (stdout unless given): on a terminal, control characters are shown and not obeyed.
+
+    A model can write escape sequences, which move the cursor, rename the window or answer in the user's name. A pipe or
+    a file gets the text as it is: what reads it is a program that wants the exact text.
+    """
+    return CONTROL.sub(control_picture, text) if (sys.stdout if stream is None else stream).isatty() else text
+
+
+def control_picture(found: re.Match[str]) -> str:
+    """The printable stand-in of a control character."""
+    code = ord(found[0])
+    return chr(0x2400 + code) if code < 0x20 else "\N{SYMBOL FOR DELETE}" if code == 0x7F else f"\\x{code:02x}"
 
 
 def is_terminal(stream: TextIO) -> bool:
@@ -52,4 +69,4 @@ class LineFormatter(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:
         colour = LEVEL_STYLES.get(record.levelname, "red")
         level = style(record.levelname.lower(), colour, stream=sys.stderr)
-        return f"{record.asctime} {level}: {record.message}"
+        return f"{record.asctime} {level}: {visible(record.message, sys.stderr)}"

@@ -62,10 +62,8 @@ class SamplingParams:
     stop: str | Sequence[str] = option((), "end before this text; repeatable", "TEXT")
     stop_token_ids: Sequence[int] = option((), "end at this token; repeatable", "ID", flag="stop_token_id")
     ignore_eos: bool = option(False, "do not end at the model's end-of-text token")
-    logprobs: int | None = option(
-        None, "report log-probabilities: the token's own and the N largest (with --json)", "N"
-    )
-    prompt_logprobs: int | None = option(None, "report log-probabilities of the prompt's tokens (with --json)", "N")
+    logprobs: int | None = option(None, "report log-probabilities: the token's own and the N largest", "N")
+    prompt_logprobs: int | None = option(None, "report log-probabilities of the prompt's tokens", "N")
     num_drafts: int | None = None  # cap on drafts for this request; 0: no speculation; None: the engine's
     skip_special_tokens: bool = option(True, "leave special tokens out of the text")
     detokenize: bool = True  # False: token ids alone, no text and no stop strings

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 
 from peregrine.config import Decision
-from peregrine.engine.request import Delta, Output, Stats, Timing
+from peregrine.engine.request import Delta, Output, Stats, Timing, TokenLogprob
 from peregrine.errors import CheckpointError, ConfigError
 from peregrine.sampling import SamplingParams
 
@@ -37,7 +37,15 @@ class Letters:
         return b"".join(TOKENS[i] for i in ids).decode(errors="replace")
 
 
-def make_output(tokens: list[int], drafted: list[bool], reason: str, prompt: object, seed: int) -> Output:
+def make_logprobs(tokens: list[int], top: int | None) -> list[TokenLogprob] | None:
+    """Token i has -(i + 1) / 4, and the likeliest ones are 0, 1, ..."""
+    if top is None:
+        return None
+    likeliest = tuple((i, -(i + 1) / 4) for i in range(top))
+    return [TokenLogprob(token, -(token + 1) / 4, likeliest) for token in tokens]
+
+
+def make_output(tokens: list[int], drafted: list[bool], reason: str, prompt: object, params: SamplingParams) -> Output:
     stats = Stats()
     stats.count(drafted=3, correct=sum(drafted), accepted=len(tokens))
     return Output(
@@ -48,9 +56,10 @@ def make_output(tokens: list[int], drafted: list[bool], reason: str, prompt: obj
         finish_reason=reason,
         stop_reason=None,
         error="the weather" if reason == "error" else None,
-        seed=seed,
+        seed=params.seed or 12,
         drafted=drafted,
-        logprobs=None,
+        logprobs=make_logprobs(tokens, params.logprobs),
+        prompt_logprobs=make_logprobs([0], params.prompt_logprobs),
         stats=stats,
         timing=Timing(queue_s=0.0, first_token_s=0.125, total_s=0.5, per_token_s=0.1),
         simulated=False,
@@ -108,7 +117,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
             plain = record.options[-1].get("drafter", "none") == "none"
             tokens = [0, 1, 2, 3, 4] if plain else record.tokens_with_drafter
             drafted = [not plain and 0 < i < 3 for i in range(len(tokens))]
-            output = make_output(tokens, drafted, record.reason, prompt, params.seed or 12)
+            output = make_output(tokens, drafted, record.reason, prompt, params)
             for i, token in enumerate(tokens):
                 last = i == len(tokens) - 1
                 yield Delta(

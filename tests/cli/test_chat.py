@@ -114,18 +114,55 @@ def test_commands_change_what_comes_after_them(speaker: Speaker, monkeypatch: py
         ("/seed -3", "seed=-3"),
         ("/temperature hot", "temperature='hot': is not a number"),
         ("/temperature -1", "temperature=-1.0"),
-        ("/bogus", "/bogus: no such command; /help lists them"),
-        ("/help", "/temperature X"),
+        ("/bogus", "command='/bogus': there is no such command; /help lists all\n"),
+        ("/sytem x", "/help lists all; did you mean /system?"),
+        ("/system", "system='': is empty; write /system TEXT"),
         ("too long", "error: prompt='9 tokens': leave no room; shorten it"),
     ],
 )
 def test_errors_are_printed_and_the_chat_goes_on(
     speaker: Speaker, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: str, said: str
 ) -> None:
-    assert talk(monkeypatch, line, "Hello") == 0
+    assert talk(monkeypatch, line, "Hello") == 1  # who pipes lines in learns that one of them failed
     assert said in capsys.readouterr().err
     assert speaker.chats == [[{"role": "user", "content": "Hello"}]]  # a refused turn leaves no trace
     assert speaker.params == [SamplingParams(max_tokens=None)]
+
+
+def test_help_is_no_error(
+    speaker: Speaker, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert talk(monkeypatch, "/help") == 0
+    assert "/temperature X" in capsys.readouterr().err
+
+
+def test_an_answer_that_fails_is_an_error(speaker: Speaker, monkeypatch: pytest.MonkeyPatch) -> None:
+    failed: Any = SimpleNamespace(finish_reason="error", error="NaN", seed=1, text="")
+    monkeypatch.setattr(speaker, "stream", lambda *_: iter([Delta(0, "", [], [], "error", failed)]))
+    assert talk(monkeypatch, "Hello") == 1
+
+
+def test_at_a_terminal_a_mistake_is_not_the_exit_code(speaker: Speaker, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = iter(["/bogus", "/quit"])
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    monkeypatch.setattr("builtins.input", lambda _: next(lines))
+    assert main(["chat"]) == 0
+
+
+def test_the_system_message_can_be_changed_in_a_chat(speaker: Speaker, monkeypatch: pytest.MonkeyPatch) -> None:
+    talk(monkeypatch, "a", "/system Be brief.", "b", "/reset", "c", "/system none", "d", flags=("--system", "Sing."))
+    told = [[message["content"] for message in chat if message["role"] == "system"] for chat in speaker.chats]
+    assert told == [["Sing."], ["Be brief."], ["Be brief."], []]
+    assert [len(chat) for chat in speaker.chats] == [2, 4, 2, 3]  # only /reset forgets the conversation
+
+
+def test_lines_in_another_encoding_are_refused(
+    speaker: Speaker, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    piped = io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), encoding="utf-8")
+    monkeypatch.setattr(sys, "stdin", piped)
+    assert main(["chat"]) == 2
+    assert "standard input: is not UTF-8 (byte 0xe9 at 3)" in capsys.readouterr().err
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_chat(

@@ -52,6 +52,37 @@ def test_prompt_from_standard_input(calls: Any, peregrine: Run, monkeypatch: pyt
     assert calls.prompts == ["one\ntwo"]
 
 
+def test_a_prompt_in_another_encoding_is_refused(
+    calls: Any, peregrine: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_bytes("café olé".encode("latin-1"))
+    said = "is not UTF-8 (byte 0xe9 at 3); convert it, such as with iconv -f LATIN1 -t UTF-8\n"
+    assert peregrine("generate", "--file", str(file)) == (2, "", f"error: file={str(file)!r}: {said}")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(file.open("rb"), encoding="utf-8"))
+    assert peregrine("generate") == (2, "", f"error: standard input: {said}")
+    file.write_bytes(b"\xef\xbb\xbfhi\n")
+    peregrine("generate", "--file", str(file))
+    assert calls.prompts == ["hi"]  # without the byte order mark
+
+
+def test_logprobs_are_shown_without_json(calls: Any, peregrine: Run) -> None:
+    code, out, err = peregrine("generate", "hi", "--logprobs", "2", "--prompt-logprobs", "1")
+    assert (code, out) == (0, "A bird fell é\n")
+    lines = err.splitlines()
+    assert lines[0].split() == ["prompt", "logprob", "likeliest"]
+    assert lines[1].split() == ["'A'", "-0.250", "'A'", "-0.250"]
+    assert lines[2].split() == ["token", "logprob", "likeliest"]
+    assert lines[4].split() == ["'", "bird'", "-0.500", "'A'", "-0.250,", "'", "bird'", "-0.500"]
+
+
+@pytest.mark.parametrize("command", ["chat", "demo"])
+def test_commands_that_show_no_logprobs_do_not_take_them(peregrine: Run, command: str) -> None:
+    code, _, err = peregrine(command, "--logprobs", "2")
+    assert code == 2
+    assert f"--logprobs: peregrine {command} has no such option" in err
+
+
 def test_a_prompt_is_not_read_from_a_terminal(calls: Any, peregrine: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", Terminal("typed"))
     code, _, err = peregrine("generate")

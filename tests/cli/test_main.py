@@ -71,6 +71,36 @@ def test_refusal_is_one_line_and_code_2(calls: object, peregrine: Run) -> None:
     assert err == "error: device='toaster': is unknown; choose cpu\n"
 
 
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["generate", "hi", "--temprature", "1"], "--temprature: peregrine generate has no such option"),
+        (["generate", "hi", "--temprature=0.5"], "did you mean --temperature?"),
+        (["generate", "hi", "--temp", "0.5"], "no such option; did you mean --temperature?"),
+        (["generate", "hi", "--pres", "1"], "did you mean --presence-penalty?"),
+        (["generate", "hi", "--max", "5"], "did you mean --max-tokens or --max-rows or --max-len?"),
+        (
+            ["bench", "offline", "--drafer", "ngram"],
+            "peregrine bench offline has no such option; did you mean --drafter",
+        ),
+        (["bench", "offlin"], "'offlin': no such command; did you mean offline?"),
+        (["genrate", "hi"], "'genrate': no such command; did you mean generate?"),
+        (["xyz"], "'xyz': no such command; choose from demo, chat, generate"),
+        (
+            ["generate", "Once", "upon", "a", "time"],
+            "'upon': peregrine generate expects no such argument; write a text",
+        ),
+        (["generate", "--top-k", "few"], "--top-k: invalid int value: 'few'; peregrine generate --help lists all"),
+        (["batch", "in.jsonl"], "the following arguments are required: OUT"),
+        (["--versoin"], "--versoin: peregrine has no such option; did you mean --version?"),
+    ],
+)
+def test_a_mistake_is_one_line_with_what_was_meant(peregrine: Run, argv: list[str], said: str) -> None:
+    code, out, err = peregrine(*argv)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert said in err
+
+
 def test_wrong_log_level_is_refused(monkeypatch: pytest.MonkeyPatch, peregrine: Run) -> None:
     monkeypatch.setenv("PEREGRINE_LOG", "chatty")
     code, _, err = peregrine("doctor")

@@ -1,14 +1,23 @@
 """Drafted tokens are marked in the streamed text, which is printed unchanged."""
 
+import json
+import re
+import sys
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peregrine.cli.printing import DraftMarks, print_stream
+from cli.conftest import Terminal
+from peregrine.cli.main import main
+from peregrine.cli.printing import DraftMarks, print_json, print_note, print_stream
 from peregrine.engine.folders import find_model
 from peregrine.engine.request import Delta
 from peregrine.errors import EngineFault
 from peregrine.llm import LLM
+from peregrine.log import logger
 from peregrine.sampling import SamplingParams
 from peregrine.text.stream import Detokenizer, TextStream
 from peregrine.text.tokenizer import Tokenizer
@@ -63,6 +72,41 @@ def test_a_stop_string_is_not_printed(capsys: pytest.CaptureFixture[str]) -> Non
         output = print_stream(llm.stream(prompt, params), DraftMarks(Detokenizer(llm.tokenizer, prompt)))
     assert output.stop_reason == " it"
     assert capsys.readouterr().out == output.text + "\n"
+
+
+FOUL = "\033]0;owned\007\033[2J\x9b31m\r\x7f\ttab\n"  # a title, a cleared screen, a C1 introducer; then text
+SHOWN = "␛]0;owned␇␛[2J\\x9b31m␍␡\ttab\n"
+
+
+def deltas(text: str) -> list[Delta]:
+    ended: Any = SimpleNamespace(text=text)
+    return [Delta(0, text[:1]), Delta(0, text[1:], output=ended)]  # a sequence may be cut anywhere
+
+
+def test_a_model_cannot_steer_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], calls: Any
+) -> None:
+    print_stream(deltas(FOUL))
+    assert capsys.readouterr().out == FOUL  # a pipe carries the text itself
+    for kind in ("xterm", "dumb"):
+        monkeypatch.setenv("TERM", kind)
+        terminals = Terminal(), Terminal()
+        for name, terminal in zip(("stdout", "stderr"), terminals, strict=True):
+            monkeypatch.setattr(sys, name, terminal)
+        print_stream(deltas(FOUL))
+        print_note(FOUL)
+        main(["generate", "hi", "--file", FOUL])  # its error quotes it
+        logger.warning("a header held %s", FOUL)
+        assert terminals[0].getvalue() == SHOWN
+        assert SHOWN in terminals[1].getvalue()
+        assert not re.search("\033(?!\\[[0-9;]*m)|[\007\r\x7f\x9b]", terminals[1].getvalue())
+
+
+def test_json_escapes_every_control_character(capsys: pytest.CaptureFixture[str]) -> None:
+    print_json({"text": FOUL + "é"})
+    printed = capsys.readouterr().out
+    assert json.loads(printed) == {"text": FOUL + "é"}
+    assert r"\u001b]0;owned\u0007\u001b[2J\u009b31m\r\u007f\ttab\né" in printed
 
 
 def test_a_stream_without_an_output_is_a_fault() -> None:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from peregrine.log import style
+from peregrine.log import style, visible
 
 COLUMNS = (("TTFT", "ttft_ms"), ("TPOT", "tpot_ms"), ("ITL", "itl_ms"), ("E2E", "e2e_ms"))
 HEAD = f"{'':>6}{'mean':>10}{'p50':>10}{'p90':>10}{'p99':>10}   ms"
@@ -28,7 +28,7 @@ def show_case(case: dict[str, Any], limits: dict[str, float]) -> list[str]:
     lines = [style(title_of(case), "bold")]
     if case["failed"]:
         lines.append(style(f"  {case['failed']} requests failed:", "red"))
-        lines += [f"    {count} x {error}" for error, count in case["errors"].items()]
+        lines += [f"    {count} x {visible(error)}" for error, count in case["errors"].items()]
     lines.append(
         f"  {case['completed']} requests in {case['seconds']:.2f} s: "
         f"{case['output_tokens_per_s']:.1f} tokens/s, {case['requests_per_s']:.2f} requests/s"

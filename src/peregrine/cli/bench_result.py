@@ -58,8 +58,8 @@ def command_line(argv: list[str]) -> str:
     """The command as it may be shown to others: without the API key."""
     words = ["peregrine", *argv[1:]]
     for index, word in enumerate(words):
-        if word.startswith("--api"):  # argparse takes beginnings of flags, too
-            flag, joined, _ = word.partition("=")
+        flag, joined, _ = word.partition("=")
+        if flag == "--api-key":
             place = index if joined else index + 1
             words[place : place + 1] = [f"{flag}=..." if joined else "..."]
     return shlex.join(words)

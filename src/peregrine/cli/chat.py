@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from peregrine.cli.flags import Commands, add_generation_flags, add_parser, engine_options, open_llm, sampling_options
+from peregrine.cli.parser import meant
 from peregrine.cli.printing import DraftMarks, acceptance, print_note, print_stream
-from peregrine.errors import RequestError
+from peregrine.errors import RequestError, reading_utf8
 from peregrine.log import style
 from peregrine.sampling import SamplingParams, sampling_params
 
@@ -27,6 +28,7 @@ EPILOG = """examples:
 Lines that begin with / are commands; /help lists them. Ctrl-C stops an answer, Ctrl-D ends.
 """
 HELP = """  /reset            forget the conversation
+  /system TEXT      what the model is told before the conversation, from now on; /system none: nothing
   /seed N           the same seed gives the same answer; /seed none: a new one each time
   /temperature X    0: the likeliest token each time, 1: the model's own distribution
   /drafts K         tokens drafted per round, 0: no speculation; changes speed, never the text
@@ -42,7 +44,7 @@ def add_command(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Talk until the input ends, and return 0; lines may come from a pipe."""
+    """Talk until the input ends; lines may come from a pipe, and then 1 is returned if one of them failed."""
     params = sampling_params(**sampling_options(args))
     interactive = sys.stdin.isatty()
     if interactive:
@@ -54,14 +56,15 @@ def run(args: argparse.Namespace) -> int:
             chat.greet()
         while (line := read_line(interactive)) is not None and chat.take(line):
             pass
-    return 0
+    return 1 if chat.failed and not interactive else 0
 
 
 def read_line(interactive: bool) -> str | None:
     """The next line; None at the end of the input."""
     while True:
         try:
-            return input("> " if interactive else "")
+            with reading_utf8("standard input"):
+                return input("> " if interactive else "")
         except EOFError:
             if interactive:
                 print()  # the shell's prompt goes on a line of its own
@@ -82,10 +85,12 @@ class Chat:
         self._commands: dict[str, Callable[[str], None]] = {
             "/help": lambda _: print_note(HELP),
             "/reset": self._reset,
+            "/system": self._set_system,
             "/seed": self._set_seed,
             "/temperature": self._set_temperature,
             "/drafts": self._set_drafts,
         }
+        self.failed = False  # whether a line was refused or an answer failed
         self._reset("")
 
     def greet(self) -> None:
@@ -105,13 +110,20 @@ class Chat:
             elif word in self._commands:
                 self._commands[word](rest.strip())
             else:
-                print_note(f"{word}: no such command; /help lists them")
+                remedy = f"/help lists all{meant(word, self._commands)}"
+                raise RequestError("command", word, "there is no such command", remedy)
         except RequestError as error:
+            self.failed = True
             print_note(f"error: {error}")
         return True
 
     def _reset(self, _: str) -> None:
-        self.messages = [{"role": "system", "content": self.system}] if self.system else []
+        self.messages: list[dict[str, str]] = []
+
+    def _set_system(self, text: str) -> None:
+        if not text:
+            raise RequestError("system", text, "is empty", "write /system TEXT, or /system none for nothing")
+        self.system = None if text == "none" else text
 
     def _set_seed(self, text: str) -> None:
         self.params = replace(self.params, seed=None if text == "none" else whole("seed", text))
@@ -135,8 +147,9 @@ class Chat:
 
         if not text:
             return
+        told = [{"role": "system", "content": self.system}] if self.system else []
         asked = [*self.messages, {"role": "user", "content": text}]
-        prompt = self.llm.encode_chat(asked)
+        prompt = self.llm.encode_chat([*told, *asked])
         marks = DraftMarks(Detokenizer(self.llm.tokenizer, prompt, self.params.skip_special_tokens))
         turn, begun = Turn(), time.perf_counter()
         try:
@@ -145,6 +158,7 @@ class Chat:
             print()
             turn.ending = "stopped"
         self.messages = [*asked, {"role": "assistant", "content": turn.text}]
+        self.failed |= turn.ending.startswith("failed")
         print_note(turn.line(time.perf_counter() - begun))
 
 

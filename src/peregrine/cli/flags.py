@@ -90,6 +90,7 @@ WITHOUT_ENGINE_FLAG = {"lag", "row_sizes", "simulate_accept"}
 ENGINE_FLAGS = flags_of(EngineConfig, WITHOUT_ENGINE_FLAG)
 # num_drafts caps one request of many; on the command line --num-drafts sets the engine's own. The rest is for programs.
 WITHOUT_SAMPLING_FLAG = {"num_drafts", "detokenize", "report_drafts"}
+LOGPROBS = {"logprobs", "prompt_logprobs"}  # for commands that show them
 SAMPLING_FLAGS = flags_of(SamplingParams, WITHOUT_SAMPLING_FLAG)
 
 
@@ -102,9 +103,8 @@ def add_parser(
     epilog: str | None = None,
 ) -> argparse.ArgumentParser:
     """The parser of a new command, which calls `run`; the epilog is printed as it is written."""
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = commands.add_parser(name, help=help, description=description, epilog=epilog, formatter_class=formatter)
-    parser.set_defaults(run=run)
+    parser = commands.add_parser(name, help=help, description=description, epilog=epilog)
+    parser.set_defaults(run=run, parser=parser)
     return parser
 
 
@@ -133,9 +133,10 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, "engine", ENGINE_FLAGS)
 
 
-def add_generation_flags(parser: argparse.ArgumentParser, **defaults: object) -> None:
+def add_generation_flags(parser: argparse.ArgumentParser, shows_logprobs: bool = False, **defaults: object) -> None:
     """Flags for the sampling parameters and the engine; `defaults` of sampling parameters are this command's own."""
-    add_flags(parser, "sampling", SAMPLING_FLAGS, **defaults)
+    shown = [flag for flag in SAMPLING_FLAGS if shows_logprobs or flag.field not in LOGPROBS]
+    add_flags(parser, "sampling", shown, **defaults)
     add_engine_flags(parser)
 
 

@@ -1,14 +1,13 @@
 """`peregrine generate`: one prompt in, its text out, streamed to the terminal or as JSON."""
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from peregrine.cli.flags import Commands, add_generation_flags, add_parser, engine_options, open_llm, sampling_options
-from peregrine.cli.printing import acceptance, check_output, print_note, print_stream
-from peregrine.errors import ConfigError
+from peregrine.cli.printing import acceptance, check_output, print_json, print_logprobs, print_note, print_stream
+from peregrine.errors import ConfigError, read_user_text, reading_utf8
 from peregrine.sampling import sampling_params
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ def add_command(commands: Commands) -> None:
     parser.add_argument("--file", metavar="PATH", help="read the prompt from a file (its last line break is dropped)")
     parser.add_argument("--chat", action="store_true", help="send the prompt as a user's message in the chat format")
     parser.add_argument("--json", action="store_true", help="print the whole result as JSON when it is complete")
-    add_generation_flags(parser)
+    add_generation_flags(parser, shows_logprobs=True)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -42,9 +41,12 @@ def run(args: argparse.Namespace) -> int:
         asked = llm.encode_chat([{"role": "user", "content": prompt}]) if args.chat else prompt
         if args.json:
             output = llm.generate([asked], params, progress=False)[0]
-            print(json.dumps(output.to_json(), ensure_ascii=False, indent=2))
+            print_json(output.to_json())
         else:
             output = print_stream(llm.stream(asked, params))
+            for title, logprobs in (("prompt", output.prompt_logprobs), ("token", output.logprobs)):
+                if logprobs is not None:
+                    print_logprobs(title, logprobs, llm.tokenizer)
             print_note(stats_line(output))
     check_output(output)
     return 0
@@ -57,13 +59,11 @@ def read_prompt(argument: str | None, file: str | None) -> str:
     if argument is not None:
         return argument
     if file is not None:
-        try:
-            return Path(file).read_text(encoding="utf-8").removesuffix("\n")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"file={file!r}: cannot be read as text ({error}); check the path") from error
+        return read_user_text("file", Path(file)).removesuffix("\n")
     if sys.stdin.isatty():
         raise ConfigError("prompt: none was given; pass it as an argument, with --file, or on standard input")
-    return sys.stdin.read().removesuffix("\n")
+    with reading_utf8("standard input"):
+        return sys.stdin.read().removesuffix("\n")
 
 
 def stats_line(output: "Output") -> str:

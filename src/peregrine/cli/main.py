@@ -1,14 +1,14 @@
 """The `peregrine` command: finds the subcommand, runs it, and turns refusals into one line."""
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
 
 from peregrine import __version__
 from peregrine.cli import batch, bench, chat, conformance, demo, doctor, generate, serve, train
+from peregrine.cli.parser import Parser
 from peregrine.errors import PeregrineError
-from peregrine.log import start_logging, style
+from peregrine.log import start_logging, style, visible
 
 COMMANDS = (demo, chat, generate, serve, batch, bench, train, conformance, doctor)
 EPILOG = """examples:
@@ -27,13 +27,10 @@ PEREGRINE_LOG=debug|info|warning|error sets how much is logged; NO_COLOR=1 turns
 EXIT_REFUSED, EXIT_INTERRUPTED, EXIT_PIPE_CLOSED = 2, 130, 141
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """The parser of every command; `run` in its result is the command's function."""
-    parser = argparse.ArgumentParser(
-        prog="peregrine",
-        description="An LLM inference engine built around speculative decoding.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = Parser(
+        prog="peregrine", description="An LLM inference engine built around speculative decoding.", epilog=EPILOG
     )
     parser.add_argument("--version", action="version", version=f"peregrine {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
@@ -45,11 +42,11 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code; what Peregrine refuses is one line and code 2."""
     parser = build_parser()
-    args = parser.parse_args(argv)
-    if "run" not in args:
-        parser.print_help()
-        return 0
     try:
+        args = parser.parse(argv)
+        if "run" not in args:
+            parser.print_help()
+            return 0
         start_logging()
         code: int = args.run(args)
         sys.stdout.flush()
@@ -68,4 +65,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 def print_error(message: str) -> None:
     """One red line on stderr."""
     line = "; ".join(message.splitlines())
-    print(style(f"error: {line}", "red", stream=sys.stderr), file=sys.stderr)
+    print(style(f"error: {visible(line, sys.stderr)}", "red", stream=sys.stderr), file=sys.stderr)

@@ -1,16 +1,19 @@
 """What commands print while text is generated: the text with drafted tokens marked, and how speculation went."""
 
+import json
+import re
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from peregrine.errors import EngineFault
-from peregrine.log import style
+from peregrine.log import style, visible
 
 if TYPE_CHECKING:
-    from peregrine.engine.request import Delta, Output, Stats
+    from peregrine.engine.request import Delta, Output, Stats, TokenLogprob
     from peregrine.text.stream import Detokenizer
+    from peregrine.text.tokenizer import Tokenizer
 
 
 class DraftMarks:
@@ -43,7 +46,8 @@ def print_stream(deltas: "Iterable[Delta]", marks: DraftMarks | None = None) -> 
     """Print text as it comes, with `marks` drafted tokens green and underlined; returns the output."""
     for delta in deltas:
         for text, drafted in [(delta.text, False)] if marks is None else marks.cut(delta):
-            print(style(text, "green", "underline") if drafted else text, end="", flush=True)
+            shown = visible(text)
+            print(style(shown, "green", "underline") if drafted else shown, end="", flush=True)
         if delta.output is not None:
             print("" if delta.output.text.endswith("\n") else "\n", end="", flush=True)
             return delta.output
@@ -65,4 +69,23 @@ def acceptance(stats: "Stats") -> list[str]:
 def print_note(text: str) -> None:
     """A line on stderr, so that a pipe carries the generated text alone."""
     sys.stdout.flush()
-    print(style(text, "dim", stream=sys.stderr), file=sys.stderr, flush=True)
+    print(style(visible(text, sys.stderr), "dim", stream=sys.stderr), file=sys.stderr, flush=True)
+
+
+def print_json(value: object) -> None:
+    """Print JSON; control characters that JSON need not escape are escaped, too, since a terminal may obey them."""
+    written = json.dumps(value, ensure_ascii=False, indent=2)
+    print(re.sub(r"[\x7f-\x9f]", lambda found: f"\\u{ord(found[0]):04x}", written))
+
+
+def print_logprobs(title: str, logprobs: "Sequence[TokenLogprob]", tokenizer: "Tokenizer") -> None:
+    """Log-probabilities as a table on stderr: each token, and the likeliest ones in its place."""
+
+    def text(token: int) -> str:
+        return repr(tokenizer.decode([token]))
+
+    rows = [(text(line.token_id), line.logprob, [f"{text(i)} {p:.3f}" for i, p in line.top]) for line in logprobs]
+    width = max(len(title), *(len(shown) for shown, _, _ in rows)) if rows else len(title)
+    print_note(f"{title:<{width}}    logprob   likeliest")
+    for shown, logprob, top in rows:
+        print_note(f"{shown:<{width}} {logprob:10.3f}   {', '.join(top)}".rstrip())

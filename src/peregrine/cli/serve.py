@@ -14,7 +14,7 @@ from peregrine.cli.flags import (
     open_llm,
 )
 from peregrine.config import EngineConfig
-from peregrine.errors import ConfigError, need_packages
+from peregrine.errors import ConfigError, need_packages, read_user_text
 from peregrine.log import start_logging
 from peregrine.serve.settings import ServeConfig
 
@@ -54,10 +54,7 @@ def read_keys(file: Path | None) -> list[str]:
     """The keys in a file, blank lines left out; a file that names none is refused."""
     if file is None:
         return []
-    try:
-        keys = [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"api_key_file={str(file)!r}: cannot be read ({error}); check the path") from error
+    keys = [line.strip() for line in read_user_text("api_key_file", file).splitlines() if line.strip()]
     if not keys:
         raise ConfigError(f"api_key_file={str(file)!r}: holds no key; write one in a line")
     return keys

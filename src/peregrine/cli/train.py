@@ -32,12 +32,7 @@ ORDER_FLAGS = flags_of(
 
 def add_command(commands: Commands) -> None:
     """Add the command and its two kinds."""
-    parser = commands.add_parser(
-        "train",
-        help="train a draft head for a model, or merlin itself",
-        epilog=HEAD_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = commands.add_parser("train", help="train a draft head for a model, or merlin itself", epilog=HEAD_EPILOG)
     kinds = parser.add_subparsers(title="what to train", metavar="WHAT", required=True)
     add_head(kinds)
     add_merlin(kinds)

@@ -13,7 +13,7 @@ from hashlib import blake2b
 from itertools import chain
 from pathlib import Path
 
-from peregrine.errors import ConfigError
+from peregrine.errors import ConfigError, read_user_text, reading_utf8
 
 END_OF_TEXT, USER, ASSISTANT = "<|endoftext|>", "<|user|>", "<|assistant|>"
 SUFFIXES = (".txt", ".txt.xz")
@@ -92,7 +92,7 @@ def read_source(source: Source) -> Iterator[Document]:
     """The documents of a source in file order, rewritten if the source says so."""
     for path in source.paths:
         if path.suffix == ".jsonl":
-            for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+            for number, line in enumerate(read_user_text("data", path).split("\n"), start=1):
                 if line.strip():
                     yield _parse(line, f"{path}, line {number}")
             continue
@@ -106,7 +106,7 @@ def read_texts(path: Path) -> Iterator[str]:
     """The texts of one shard in file order, without the end-of-text line and the newline before it."""
     lines: list[str] = []
     opener = lzma.open if path.suffix == ".xz" else open
-    with opener(path, "rt", encoding="utf-8") as stream:
+    with reading_utf8(f"data={str(path)!r}"), opener(path, "rt", encoding="utf-8") as stream:
         for line in chain(stream, [END_OF_TEXT]):
             if line.rstrip("\n") != END_OF_TEXT:
                 lines.append(line)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from itertools import cycle, islice
 from pathlib import Path
 
-from peregrine.errors import ConfigError
+from peregrine.errors import ConfigError, read_user_text
 
 Prompt = str | list[dict[str, str]]  # text, or the messages of a chat
 
@@ -30,10 +30,7 @@ def load_prompts(file: Path | None, name: str) -> list[Prompt]:
 
 def read_prompts(file: Path) -> list[Prompt]:
     """Every prompt of a JSONL file; ConfigError names a line that holds none."""
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"prompts={str(file)!r}: cannot be read ({error}); check the path") from error
+    lines = read_user_text("prompts", file).split("\n")  # splitlines would also split at U+2028, inside a text
     prompts = [read_line(f"{file}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()]
     if not prompts:
         raise ConfigError(f"prompts={str(file)!r}: is empty; {SHAPE}")
