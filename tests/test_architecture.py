@@ -15,7 +15,7 @@ SRC = Path(__file__).parents[1] / "src" / "peregrine"
 LAYERS = (
     {"errors", "files", "log", "hardware", "config", "sampling", "assets"},
     {"kernels", "text"},
-    {"cache"},
+    {"cache", "grammar"},
     {"attention"},
     {"models"},
     {"spec"},

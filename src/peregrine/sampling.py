@@ -1,5 +1,6 @@
 """Sampling parameters of a request; wrong values are refused here, before anything runs."""
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -14,6 +15,9 @@ MAX_EOS_IDS = MAX_STOP_IDS // 2
 MAX_BIAS = 512
 MAX_LOGPROBS = 64
 SEED_BITS = 63
+MAX_GRAMMAR_BYTES = 1 << 18  # of a schema, regex, grammar or all choices together
+MAX_GRAMMAR_DEPTH = 64  # of nested objects and lists in a schema
+CONSTRAINTS = ("json_schema", "json_object", "regex", "grammar", "choice")
 
 # Field: lowest and highest value, whether the lowest itself is refused, what to pass instead.
 NUMBERS = {
@@ -36,14 +40,26 @@ INTEGERS = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """The language that a request's text must be a member of."""
+
+    kind: str  # one of CONSTRAINTS
+    text: str  # the schema or the choices as JSON, the regex, or the grammar in Lark's syntax
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How the tokens of one request are chosen and when they end.
 
-    Applied in this order: logit_bias, penalties, min_tokens, temperature, top_k, top_p, min_p, then noise from the
-    seed. Temperature 0 takes the largest logit. `logprobs=n` returns log-probabilities of the chosen token and the n
-    likeliest ones in the model's own distribution, before all of the above. `prompt_logprobs=n` returns them for the
-    prompt's tokens; such a prompt is always read in full, without the prefix cache.
+    Applied in this order: logit_bias, penalties, min_tokens, grammar, temperature, top_k, top_p, min_p, then noise
+    from the seed. Temperature 0 takes the largest logit. `logprobs=n` returns log-probabilities of the chosen token
+    and the n likeliest ones in the model's own distribution, before all of the above. `prompt_logprobs=n` returns them
+    for the prompt's tokens; such a prompt is always read in full, without the prefix cache.
+
+    At most one of json_schema, json_object, regex, grammar and choice constrains the text: tokens that cannot be part
+    of it are never chosen, and the text ends when it is complete, or where it may end and the model ends it. JSON is
+    written without white space. `min_tokens` gives way where the text is complete.
     """
 
     temperature: float = option(1.0, "0 takes the likeliest token, 1 samples the model's own distribution", "T")
@@ -64,6 +80,14 @@ class SamplingParams:
     ignore_eos: bool = option(False, "do not end at the model's end-of-text token")
     logprobs: int | None = option(None, "report log-probabilities: the token's own and the N largest", "N")
     prompt_logprobs: int | None = option(None, "report log-probabilities of the prompt's tokens", "N")
+    json_schema: Mapping[str, object] | str | None = option(
+        None, "the text is JSON that this schema (a file) allows", "FILE"
+    )
+    json_object: bool = option(False, "the text is a JSON object")
+    regex: str | None = option(None, "the whole text matches this regular expression", "RE")
+    grammar: str | None = option(None, "the text is a sentence of this grammar in Lark's syntax (a file)", "FILE")
+    choice: Sequence[str] = option((), "the text is one of these; repeatable", "TEXT")
+    grammar_after: int | None = None  # the constraint holds after the first token with this id, and not before
     num_drafts: int | None = None  # cap on drafts for this request; 0: no speculation; None: the engine's
     skip_special_tokens: bool = option(True, "leave special tokens out of the text")
     detokenize: bool = True  # False: token ids alone, no text and no stop strings
@@ -75,18 +99,61 @@ class SamplingParams:
         for name, (low, high, remedy) in INTEGERS.items():
             if getattr(self, name) is not None or name in ("top_k", "min_tokens"):
                 _check_integer(name, getattr(self, name), low, high, remedy)
-        for name in ("ignore_eos", "skip_special_tokens", "detokenize", "report_drafts"):
+        for name in ("ignore_eos", "skip_special_tokens", "detokenize", "report_drafts", "json_object"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(name, getattr(self, name), "is not true or false", "pass a bool")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError("min_tokens", self.min_tokens, f"exceeds max_tokens={self.max_tokens}", "lower it")
         self._check_stops()
         self._check_bias()
+        self._check_constraint()
 
     @property
     def stops(self) -> tuple[str, ...]:
         """Stop strings, always as a tuple."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """What the text must be, if anything is asked of it."""
+        if self.json_schema is not None:
+            schema = self.json_schema
+            return Constraint("json_schema", schema if isinstance(schema, str) else json.dumps(schema))
+        if self.json_object:
+            return Constraint("json_object", "")
+        if self.choice:
+            return Constraint("choice", json.dumps(list(self.choice)))
+        for kind, text in (("regex", self.regex), ("grammar", self.grammar)):
+            if text is not None:
+                return Constraint(kind, text)
+        return None
+
+    def _check_constraint(self) -> None:
+        given = [name for name in CONSTRAINTS if getattr(self, name) not in (None, False, ())]
+        if len(given) > 1:
+            raise RequestError(given[1], getattr(self, given[1]), f"{given[0]} was given, too", "keep one of them")
+        if not given:
+            return
+        field = given[0]
+        if field == "json_schema":
+            check_schema(field, self.json_schema)
+        if field == "choice" and (
+            not isinstance(self.choice, list | tuple)
+            or not self.choice
+            or not all(isinstance(text, str) and text for text in self.choice)
+        ):
+            raise RequestError(field, self.choice, "is not a list of non-empty texts", "pass one text or more")
+        if field in ("regex", "grammar") and not (isinstance(getattr(self, field), str) and getattr(self, field)):
+            raise RequestError(field, getattr(self, field), "is not a non-empty text", "leave it out for free text")
+        constraint = self.constraint
+        assert constraint is not None
+        size = len(constraint.text.encode(errors="replace"))
+        if size > MAX_GRAMMAR_BYTES:
+            raise RequestError(field, f"{size} bytes", "is too large", f"pass at most {MAX_GRAMMAR_BYTES} bytes")
+        if self.ignore_eos:
+            raise RequestError("ignore_eos", True, f"a text with {field} ends by an end token", "keep one of them")
+        if self.grammar_after is not None:
+            _check_integer("grammar_after", self.grammar_after, 0, None, "use a token id")
 
     def _check_stops(self) -> None:
         if not isinstance(self.stop, str | list | tuple):
@@ -115,6 +182,34 @@ class SamplingParams:
                 raise RequestError("logit_bias", token, "has a key that is not a token id", "use integer keys")
             if not _is(int | float, bias) or not -100 <= bias <= 100:
                 raise RequestError("logit_bias", {token: bias}, "is outside [-100, 100]", "use a value in that range")
+
+
+def check_schema(field: str, schema: object) -> None:
+    """Refuse what is no JSON schema in form, or is nested too deeply to be looked at."""
+    if isinstance(schema, str):
+        if len(schema) > MAX_GRAMMAR_BYTES:
+            raise RequestError(field, f"{len(schema)} bytes", "is too large", f"pass at most {MAX_GRAMMAR_BYTES} bytes")
+        try:
+            schema = json.loads(schema)
+        except RecursionError:
+            remedy = f"nest at most {MAX_GRAMMAR_DEPTH} deep"
+            raise RequestError(field, "a schema", "is nested too deeply", remedy) from None
+        except ValueError as error:
+            raise RequestError(field, schema, f"is not valid JSON ({error})", "pass a schema as JSON") from None
+    if not isinstance(schema, Mapping):
+        raise RequestError(field, schema, "is not a JSON object", 'pass a schema such as {"type": "object"}')
+    level: list[object] = [schema]
+    for _ in range(MAX_GRAMMAR_DEPTH + 1):
+        below = (list(x.values()) if isinstance(x, Mapping) else x for x in level if isinstance(x, Mapping | list))
+        level = [item for items in below for item in items]
+        if not level:
+            break
+    else:
+        raise RequestError(field, "a schema", "is nested too deeply", f"nest at most {MAX_GRAMMAR_DEPTH} deep")
+    try:
+        json.dumps(schema)
+    except (TypeError, ValueError) as error:
+        raise RequestError(field, schema, f"is not JSON ({error})", "use what JSON can hold") from None
 
 
 def _is(kind: type | UnionType, value: object) -> bool:

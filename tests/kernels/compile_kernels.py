@@ -4,6 +4,7 @@ Run as a script, outside the interpreter: `launch` compiles instead of launching
 Prints the name of each kernel that came out as machine code.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ def compile_rounds() -> None:
     from peregrine.kernels.sampling import filters_triton as filters_gpu
     from peregrine.kernels.sampling import logprobs_triton as logprobs_gpu
     from peregrine.kernels.sampling import triton as choose_gpu
-    from peregrine.kernels.sampling.params import Context, Features
+    from peregrine.kernels.sampling.params import Context, Features, Masks
     from peregrine.synthetic import accept_triton as simulated_gpu
 
     def whole(*size: int) -> torch.Tensor:
@@ -70,7 +71,9 @@ def compile_rounds() -> None:
         window = Nodes(*(whole(rows, nodes) for _ in range(4)), whole(rows))
         history, table = whole(rows, places), whole(rows, places // page_size)
         context = Context(history, whole(rows), whole(rows), window.tokens, window.ancestors)
-        everything = Features(True, True, True, True, True)
+        everything = Features(True, True, True, True, True, masked=True)
+        words = torch.zeros(rows, nodes, -(-vocab_size // 32), dtype=torch.int32)
+        sampling = replace(sampling, masks=Masks(torch.zeros(rows, dtype=torch.int32), words))
         adjusted = choose_gpu.adjust(logits, at, sampling, everything, context)
         lowest = filters_gpu.lowest_kept(logits, sampling, adjusted)
         filters_gpu.lowest_kept(logits, sampling)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from peregrine.kernels.sampling.params import Context, SamplingTensors
+from peregrine.kernels.sampling.params import Context, Masks, SamplingTensors
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,19 @@ def sampling_of(rows: Sequence[Params], width: int = 4) -> SamplingTensors:
         min_lens=wholes("min_len"),
         logprobs=wholes("logprobs"),
     )
+
+
+def masks_of(rows: Sequence[int], nodes: int, vocab_size: int) -> Masks:
+    """Random masks for the rows whose flag is 1; every node has a legal token."""
+    generator = torch.Generator().manual_seed(vocab_size)
+    words = torch.randint(1, 1 << 32, (len(rows), nodes, -(-vocab_size // 32)), generator=generator)
+    return Masks(torch.tensor(rows, dtype=torch.int32), words.int())
+
+
+def legal_at(masks: Masks, row: int, node: int, vocab_size: int) -> list[bool]:
+    """Whether each token is legal at a node, by Python's integers."""
+    words = masks.words[row, node].tolist()
+    return [masks.rows[row].item() == 0 or bool((words[v // 32] >> v % 32) & 1) for v in range(vocab_size)]
 
 
 def context_of(prompts, outputs, windows, ancestors, garbage=0) -> Context:

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.exact_sampling import Params, assert_drawn_from, context_of, distribution, sampling_of
+from kernels.exact_sampling import Params, assert_drawn_from, context_of, distribution, legal_at, masks_of, sampling_of
 from peregrine.errors import EngineFault
-from peregrine.kernels.sampling.reference import Context, Features, choose, logprobs, pick_scores, process
+from peregrine.kernels.sampling.reference import Context, Features, choose, choose_torch, logprobs, pick_scores, process
 
 ALL = Features(sampled=True, filtered=True, penalised=True, biased=True, min_len=True)
 LOGITS = np.array([1.0, 2.5, -0.5, 0.3, 2.0, 1.5, -2.0, 0.9, 1.1])
@@ -113,6 +113,26 @@ def test_a_row_that_is_not_finite_chooses_nothing_and_harms_no_other(features, p
         assert tokens[1, 2] == -1
         tokens[1, 2] = expected[1, 2]
         assert torch.equal(tokens, expected)
+
+
+@pytest.mark.parametrize("by_torch", [False, True], ids=["kernel", "twin"])
+def test_masks_drop_illegal_tokens_before_filters_and_leave_other_rows_alone(by_torch):
+    """Greedy: the best legal token. Sampled with filters: as if the others' logits were far below."""
+    logits, positions, context = window(4, 3, 101)
+    chooses = choose_torch if by_torch else choose
+    rows = [Params(temperature=0.0), Params(temperature=0.0), Params(seed=4, top_k=3, top_p=0.9), Params(seed=5)]
+    masks = masks_of([1, 0, 1, 0], 3, 101)
+    sampling = sampling_of(rows)
+    masked = replace(ALL, masked=True)
+    tokens = chooses(logits, positions, replace(sampling, masks=masks), masked, context)
+    legal = torch.tensor([[legal_at(masks, row, node, 101) for node in range(3)] for row in range(4)])
+    far = torch.where(legal, logits, torch.tensor(-1e30))
+    assert torch.equal(tokens, chooses(far, positions, sampling, ALL, context))
+    assert tokens[0].tolist() == far[0].argmax(dim=1).tolist()
+    assert torch.equal(tokens[[1, 3]], chooses(logits, positions, sampling, ALL, context)[[1, 3]])
+    assert not legal.all()
+    logits[2, 1, 7] = torch.nan  # faults are judged on raw logits, legal or not
+    assert chooses(logits, positions, replace(sampling, masks=masks), masked, context)[2, 1] == -1
 
 
 def test_finite_extremes_are_not_a_fault():

@@ -1,16 +1,16 @@
 """Triton sampling against its twins, in the interpreter: equal tokens, with several spans and with faults."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.exact_sampling import Params, context_of, sampling_of
+from kernels.exact_sampling import Params, context_of, masks_of, sampling_of
 from kernels.interpreted import needs_interpreter, send_to_triton
 from peregrine.kernels.sampling.noise import gumbel_torch
-from peregrine.kernels.sampling.params import Context, Features
+from peregrine.kernels.sampling.params import Context, Features, Masks
 from peregrine.kernels.sampling.reference import (
     adjust,
     choose,
@@ -121,7 +121,8 @@ def test_views_give_the_tokens_of_their_copies():
     assert torch.equal(got, choose(view.clone(), positions_of(view).clone(), sampling, SAMPLED, None))
 
 
-EVERYTHING = Features(sampled=True, filtered=True, penalised=True, biased=True, min_len=True)
+EVERYTHING = Features(sampled=True, filtered=True, penalised=True, biased=True, min_len=True, masked=True)
+MASKED_ROWS = [1, 0, 0, 1, 0, 0, 1, 0, 1]
 DEMANDING = [
     Params(temperature=0.7, top_k=9, top_p=0.9, min_p=0.01, repetition=1.2, seed=1),
     Params(temperature=1.0, presence=0.5, frequency=0.2, bias={3: 4.0, 70: -2.0}, seed=2),
@@ -135,6 +136,11 @@ DEMANDING = [
 ]
 
 
+def demanded(nodes=3):
+    """The rows' parameters, some with masks."""
+    return replace(sampling_of(DEMANDING), masks=masks_of(MASKED_ROWS, nodes, VOCAB))
+
+
 def demanding(dtype, nodes=3):
     """Logits, positions and context for the rows above; a prompt, an output and a tree in every row."""
     count = len(DEMANDING)
@@ -146,7 +152,7 @@ def demanding(dtype, nodes=3):
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_every_part_of_sampling_at_once(dtype):
     logits, positions, context = demanding(dtype)
-    got, expected = (f(logits, positions, sampling_of(DEMANDING), EVERYTHING, context) for f in (choose, choose_torch))
+    got, expected = (f(logits, positions, demanded(), EVERYTHING, context) for f in (choose, choose_torch))
     assert torch.equal(got, expected)
 
 
@@ -155,17 +161,19 @@ def test_adjusted_scores_are_the_twins(dtype):
     from peregrine.kernels.sampling import triton as choose_gpu
 
     logits, positions, context = demanding(dtype)
-    found = choose_gpu.adjust(logits, positions, sampling_of(DEMANDING), EVERYTHING, context)
-    expected = adjust(logits, positions, sampling_of(DEMANDING), EVERYTHING, context)
-    assert found.rows.tolist() == [1, 1, 1, 1, 1, 0, 0, 0, 0]
-    assert torch.equal(found.scores.view_as(expected)[:5], expected[:5])
+    found = choose_gpu.adjust(logits, positions, demanded(), EVERYTHING, context)
+    expected = adjust(logits, positions, demanded(), EVERYTHING, context)
+    assert found.rows.tolist() == [1, 1, 1, 1, 1, 0, 1, 0, 1]
+    adjusted = found.rows.bool()
+    assert torch.equal(found.scores.view_as(expected)[adjusted], expected[adjusted])
+    assert (expected == -torch.inf).any(dim=2)[MASKED_ROWS.index(1)].all()
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_a_rows_token_does_not_depend_on_other_rows_features(dtype):
     """A row alone runs only the kernels it needs; beside the others it runs all of them."""
     logits, positions, context = demanding(dtype)
-    together = choose(logits, positions, sampling_of(DEMANDING), EVERYTHING, context)
+    together = choose(logits, positions, demanded(), EVERYTHING, context)
     for row, params in enumerate(DEMANDING):
         one = slice(row, row + 1)
         own = Features(
@@ -174,18 +182,21 @@ def test_a_rows_token_does_not_depend_on_other_rows_features(dtype):
             penalised=bool(params.repetition != 1 or params.presence or params.frequency),
             biased=bool(params.bias),
             min_len=params.min_len > 0,
+            masked=bool(MASKED_ROWS[row]),
         )
+        masks = masks_of(MASKED_ROWS, 3, VOCAB)
+        params_alone = replace(sampling_of([params]), masks=Masks(masks.rows[one], masks.words[one]))
         before = Context(*(getattr(context, field.name)[one] for field in fields(context)))
-        alone = choose(logits[one], positions[one], sampling_of([params]), own, before)
+        alone = choose(logits[one], positions[one], params_alone, own, before)
         assert torch.equal(alone, together[one])
 
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
 def test_adjusted_rows_that_are_not_finite_choose_nothing(poison):
     logits, positions, context = demanding(torch.bfloat16)
-    expected = choose(logits, positions, sampling_of(DEMANDING), EVERYTHING, context)
+    expected = choose(logits, positions, demanded(), EVERYTHING, context)
     logits[::2, 1, 44] = poison
-    got = choose(logits, positions, sampling_of(DEMANDING), EVERYTHING, context)
+    got = choose(logits, positions, demanded(), EVERYTHING, context)
     assert (got[::2, 1] == -1).all()
     got[::2, 1] = expected[::2, 1]
     assert torch.equal(got, expected)

@@ -5,8 +5,8 @@ and for bfloat16. Widths are odd, and tensors have more than 32,768 elements whe
 threads.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import astuple, dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import astuple, dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -24,7 +24,17 @@ from peregrine.kernels.norm import add_rms_norm, norm_pair, rms_norm
 from peregrine.kernels.residual import Residual, add_to_residual, embed_residual
 from peregrine.kernels.rope import DeferredRope, rope, rotate_heads
 from peregrine.kernels.round import Ends, Growth, Nodes, commit, find_repeats, grow, select
-from peregrine.kernels.sampling import Context, Features, SamplingTensors, choose, logprobs, pick, pick_scores, process
+from peregrine.kernels.sampling import (
+    Context,
+    Features,
+    Masks,
+    SamplingTensors,
+    choose,
+    logprobs,
+    pick,
+    pick_scores,
+    process,
+)
 from peregrine.models.layers import RMSNorm
 
 EPS = 1e-6
@@ -176,14 +186,16 @@ FEATURES = {
     "penalised": Features(penalised=True),
     "biased": Features(biased=True),
     "min_len": Features(min_len=True),
-    "everything": Features(sampled=True, filtered=True, penalised=True, biased=True, min_len=True),
+    "masked": Features(masked=True),
+    "everything": Features(sampled=True, filtered=True, penalised=True, biased=True, min_len=True, masked=True),
 }
 
 
 def _choices(draw: _Draw) -> Iterator[Operation]:
     rows, nodes, width = 23, 3, 3
     logits, positions = draw.floats(rows, nodes, VOCAB, scale=4), draw.wholes(40, rows, nodes)
-    sampling = astuple(_sampling(draw, rows))
+    sampling = astuple(_sampling(draw, rows))[:-1]
+    masks = (draw.wholes(2, rows).int(), draw.wholes(1 << 32, rows, nodes, -(-VOCAB // 32)).int())
     history, lens = draw.wholes(VOCAB, rows, 32), draw.wholes(12, rows)
     words = torch.tensor([[1, 3, 5]]).expand(rows, -1)
     before = (history, lens, lens + 15, draw.wholes(VOCAB, rows, nodes), words)
@@ -191,18 +203,19 @@ def _choices(draw: _Draw) -> Iterator[Operation]:
         for function in (choose, process):
 
             def run(logits: Tensor, positions: Tensor, *rest: Tensor, function=function, features=features) -> Result:  # type: ignore[no-untyped-def]
-                return function(logits, positions, SamplingTensors(*rest[:13]), features, Context(*rest[13:]))  # type: ignore[no-any-return]
+                asked = replace(sampling_of(rest), masks=Masks(*rest[18:]))
+                return function(logits, positions, asked, features, Context(*rest[13:18]))  # type: ignore[no-any-return]
 
-            yield Operation(f"{function.__name__}, {name}", (logits, positions, *sampling, *before), run)
+            yield Operation(f"{function.__name__}, {name}", (logits, positions, *sampling, *before, *masks), run)
     ids, sampled = draw.wholes(4 * VOCAB, VOCAB), FEATURES["sampled"]
 
     def best(logits: Tensor, positions: Tensor, *rest: Tensor) -> Result:
         out = torch.empty_like(positions)
-        pick(logits, positions, ids, SamplingTensors(*rest), sampled, out)
-        return out, pick_scores(logits, positions, ids, SamplingTensors(*rest), sampled)
+        pick(logits, positions, ids, sampling_of(rest), sampled, out)
+        return out, pick_scores(logits, positions, ids, sampling_of(rest), sampled)
 
     def grown(logits: Tensor, positions: Tensor, *rest: Tensor) -> Result:
-        growth = Growth.begin(len(logits), 2, width, ids, SamplingTensors(*rest), sampled)
+        growth = Growth.begin(len(logits), 2, width, ids, sampling_of(rest), sampled)
         frontier = grow(growth, logits[:, :1], positions[:, :1], None, 0)
         frontier = grow(growth, logits, positions, frontier, 1)
         return growth.scores, growth.tokens, growth.parents, frontier.scores, *select(growth, 7, 2)
@@ -210,6 +223,12 @@ def _choices(draw: _Draw) -> Iterator[Operation]:
     yield Operation("pick", (logits, positions, *sampling), best)
     yield Operation("tree growth", (logits, positions, *sampling), grown)
     yield Operation("logprobs", (logits, positions), lambda logits, chosen: logprobs(logits, chosen, None, None, 5))
+
+
+def sampling_of(tensors: Sequence[Tensor]) -> SamplingTensors:
+    """Sampling parameters from the first of these tensors, in the order of their fields; no masks."""
+    names = [entry.name for entry in fields(SamplingTensors) if entry.name != "masks"]
+    return SamplingTensors(**dict(zip(names, tensors, strict=False)))  # type: ignore[arg-type]
 
 
 def _sampling(draw: _Draw, rows: int) -> SamplingTensors:

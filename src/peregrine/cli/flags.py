@@ -7,10 +7,12 @@ that was not given is not passed on, so that defaults stand in the dataclasses a
 import argparse
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, TypeAlias, get_args, get_origin, get_type_hints
 
 from peregrine.config import EngineConfig, TreeShape
+from peregrine.errors import read_user_text
 from peregrine.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -53,6 +55,11 @@ def bias_entry(text: str) -> tuple[int, float]:
         raise argparse.ArgumentTypeError(f"{text!r} is not ID=BIAS, such as 42=-5") from None
 
 
+def text_of(path: str) -> str:
+    """The text of a file."""
+    return read_user_text("file", Path(path))
+
+
 # How a value is read from the command line, by its type.
 PARSERS: dict[Any, Callable[[str], object]] = {
     int: int,
@@ -77,6 +84,8 @@ def flag_of(entry: "Field[Any]", hint: Any) -> Flag:
         how: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
     else:
         parse = PARSERS[kind] if kind in PARSERS else PARSERS[get_args(kind)[0]]
+        if entry.metadata["metavar"] == "FILE":
+            parse = text_of
         if NoneType in kinds and entry.default is not None:
             parse = whole_or_none  # None differs from the default, so there is a word for it
         repeated = get_origin(kind) in (Sequence, tuple, Mapping)
@@ -89,7 +98,7 @@ def flag_of(entry: "Field[Any]", hint: Any) -> Flag:
 WITHOUT_ENGINE_FLAG = {"lag", "row_sizes", "simulate_accept"}
 ENGINE_FLAGS = flags_of(EngineConfig, WITHOUT_ENGINE_FLAG)
 # num_drafts caps one request of many; on the command line --num-drafts sets the engine's own. The rest is for programs.
-WITHOUT_SAMPLING_FLAG = {"num_drafts", "detokenize", "report_drafts"}
+WITHOUT_SAMPLING_FLAG = {"num_drafts", "detokenize", "report_drafts", "grammar_after"}
 LOGPROBS = {"logprobs", "prompt_logprobs"}  # for commands that show them
 SAMPLING_FLAGS = flags_of(SamplingParams, WITHOUT_SAMPLING_FLAG)
 

@@ -19,6 +19,8 @@ EPILOG = """examples:
   echo "Once upon a time" | peregrine generate --temperature 0 --stop "The end"
   peregrine generate --chat "Why is the sky blue?" --model /models/llama --drafter ngram --num-drafts 5
   peregrine generate "Once upon a time" --json | jq .stats
+  peregrine generate "A bird as JSON:" --json-schema bird.json        # the text is JSON that the schema allows
+  peregrine generate "Is it blue?" --choice yes --choice no
 """
 
 

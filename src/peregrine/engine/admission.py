@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from peregrine.engine.request import Request
 from peregrine.errors import RequestError
+from peregrine.grammar import MatcherLimits
 from peregrine.kernels.sampling import Features
 from peregrine.sampling import SEED_BITS, SamplingParams
 from peregrine.spec.state import SeatEntry
@@ -64,7 +65,8 @@ def seat_entry(request: Request, limits: Limits) -> SeatEntry:
         limit=request.limit,
         draft_cap=limits.num_drafts if params.num_drafts is None else params.num_drafts,
         stop_ids=stop_ids,
-        min_len=len(request.prompt) + params.min_tokens if params.min_tokens else 0,
+        # A grammar's masks hold stop tokens back themselves: only they know where a text is complete.
+        min_len=len(request.prompt) + params.min_tokens if params.min_tokens and request.matcher is None else 0,
         seed=request.seed,
         temperature=params.temperature,
         top_k=params.top_k,
@@ -78,6 +80,15 @@ def seat_entry(request: Request, limits: Limits) -> SeatEntry:
     )
 
 
+def matcher_limits(params: SamplingParams, limits: Limits, special_ids: frozenset[int]) -> MatcherLimits:
+    """What ends a request with a grammar: the model's end tokens, and special tokens that it names itself."""
+    if params.grammar_after is not None:
+        limits.check_ids("grammar_after", [params.grammar_after])
+    asked = frozenset(params.stop_token_ids)
+    eos_ids = frozenset(limits.eos_ids)
+    return MatcherLimits(eos_ids | (asked & special_ids), eos_ids | asked, params.min_tokens, params.grammar_after)
+
+
 def features_of(requests: list[Request]) -> Features:
     """The union of what the requests use; a row that does not use a feature gets the same bits with it on."""
     params = [request.params for request in requests]
@@ -89,5 +100,6 @@ def features_of(requests: list[Request]) -> Features:
         penalised=any(p.repetition_penalty != 1 or p.presence_penalty or p.frequency_penalty for p in params),
         biased=any(p.logit_bias for p in params),
         min_len=any(p.min_tokens for p in params),
+        masked=any(request.matcher is not None for request in requests),
         logprobs=max(asked) if asked else None,
     )

@@ -23,6 +23,7 @@ from peregrine.engine.page_ledger import PageLedger
 from peregrine.engine.runner import VARIANTS, Runner
 from peregrine.engine.sources import ModelSource, open_source
 from peregrine.errors import ConfigError
+from peregrine.grammar import GRAMMARS_PRESENT, GrammarCompiler
 from peregrine.hardware import current_device, resolve_device, resolve_dtype, resolve_kv_dtype
 from peregrine.kernels.linear import workspace_bytes
 from peregrine.kernels.runtime.cpu import COMPILED, load_kernels
@@ -140,6 +141,7 @@ def assemble(
         tokenizer=tokenizer,
         policy=policy,
         simulated=asked.simulate_accept is not None,
+        grammars=GrammarCompiler(tokenizer, config.vocab_size, config.eos_ids),
     )
 
 
@@ -236,7 +238,11 @@ def record_graphs(engine: Engine, device: torch.device) -> Decision:
     sizes = engine.policy.row_sizes
     assert sizes is not None
     engine.runner.graphs = Graphs(device)
-    bar = tqdm(total=len(sizes) * len(VARIANTS), desc="recording rounds", unit="graph", delay=1, leave=False)
+    variants = len(VARIANTS)
+    if GRAMMARS_PRESENT:
+        engine.runner.seats.hold_masks(engine.limits.vocab_size)
+        variants += 2  # the two parts of a round with a grammar
+    bar = tqdm(total=len(sizes) * variants, desc="recording rounds", unit="graph", delay=1, leave=False)
     with bar, explain_memory(device, "the graphs of rounds", "lower max_rows or num_pages"):
         for num_bytes in engine.runner.record(sizes):
             taken += num_bytes
@@ -246,8 +252,7 @@ def record_graphs(engine: Engine, device: torch.device) -> Decision:
     return Decision(
         "recorded",
         len(engine.runner.graphs),
-        f"rounds of {', '.join(map(str, sizes))} rows in {len(VARIANTS)} variants; "
-        f"{taken / 2**20:.0f} MiB, {seconds:.1f} s",
+        f"rounds of {', '.join(map(str, sizes))} rows in {variants} variants; {taken / 2**20:.0f} MiB, {seconds:.1f} s",
     )
 
 

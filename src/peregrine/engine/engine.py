@@ -4,11 +4,13 @@ import itertools
 from collections import deque
 from dataclasses import dataclass, replace
 
-from peregrine.engine.admission import Limits, admit, features_of, seat_entry
+from peregrine.engine.admission import Limits, admit, features_of, matcher_limits, seat_entry
 from peregrine.engine.page_ledger import PageLedger
 from peregrine.engine.prefill import next_chunks, read_chunks
-from peregrine.engine.request import Delta, Output, Request, TokenLogprob
+from peregrine.engine.request import Delta, Request, TokenLogprob
 from peregrine.engine.runner import RowResult, Runner
+from peregrine.errors import RequestError
+from peregrine.grammar import GrammarCompiler, Matcher
 from peregrine.hardware import current_device
 from peregrine.kernels.round import FINISH_FAULT, FINISH_LENGTH, FINISH_NONE, FINISH_STOP
 from peregrine.kernels.sampling import Features
@@ -17,7 +19,6 @@ from peregrine.text.stream import TextStream
 from peregrine.text.tokenizer import Tokenizer
 
 FINISH_REASONS = {FINISH_NONE: None, FINISH_STOP: "stop", FINISH_LENGTH: "length", FINISH_FAULT: "error"}
-FAULT = "the model's logits held NaN or inf after {count} tokens; check the checkpoint and the dtype"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +42,10 @@ class Engine:
         tokenizer: Tokenizer | None,
         policy: BatchPolicy,
         simulated: bool,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self.runner, self.ledger, self.limits, self.tokenizer = runner, ledger, limits, tokenizer
+        self.grammars = grammars
         self.policy, self.simulated = policy, simulated
         self.waiting: deque[Request] = deque()
         self.reading: list[Request] = []  # in prefill, in order of admission
@@ -52,6 +55,7 @@ class Engine:
         self._most_accepted, self._span = shape.depth + 1, shape.span  # of one round
         self._blocked: tuple[int, int] | None = None  # (request that found too few pages, ledger's version then)
         self._ended: list[Delta] = []  # last deltas of requests that ended outside a round
+        self._results: list[RowResult] = []  # read while a round was being queued, not taken yet
         self._features: Features | None = None  # of the running requests; None: to be computed again
 
     @property
@@ -66,6 +70,7 @@ class Engine:
     def prepare(self, prompt: list[int], params: SamplingParams) -> Request:
         """A checked request, not yet in the queue; RequestError if it cannot be served as asked."""
         request = admit(next(self._ids), prompt, params, self.limits)
+        request.matcher = self._matcher(params)
         if self.tokenizer is not None and params.detokenize:
             request.stream = TextStream(
                 self.tokenizer,
@@ -75,6 +80,16 @@ class Engine:
                 min_tokens=params.min_tokens,
             )
         return request
+
+    def _matcher(self, params: SamplingParams) -> Matcher | None:
+        """The beginning of the request's grammar, if it has one; compiled here, in the caller's thread."""
+        constraint = params.constraint
+        if constraint is None:
+            return None
+        if self.grammars is None or self.tokenizer is None or self.simulated:
+            problem = "this engine's tokens are made up for a benchmark, or it has no tokenizer"
+            raise RequestError(constraint.kind, constraint.text, problem, "leave it out")
+        return self.grammars.matcher(constraint, matcher_limits(params, self.limits, self.tokenizer.special_ids))
 
     def enqueue(self, request: Request) -> None:
         """Put a prepared request at the end of the queue."""
@@ -97,6 +112,7 @@ class Engine:
             self._prefill()
             deltas += self._make_room()
             launched = self._launch()
+            deltas += self._take_results()
             while len(self.runner.in_flight) > (self.policy.lag if launched else 0):
                 deltas += self._collect()
             return deltas
@@ -199,12 +215,23 @@ class Engine:
         rows = self.runner.rows(count, lambda: max(map(self._reach, self.running)) + 2)
         if self._features is None:
             self._features = features_of(self.running)
-        self.runner.launch(self.running, rows, self._features)
+        self.runner.launch(self.running, rows, self._features, self._catch_up)
         return True
 
+    def _catch_up(self) -> None:
+        """Read every round in flight. What it ends keeps its seat until the round being queued no longer needs it."""
+        while self.runner.in_flight:
+            self._results += self.runner.read()
+
     def _collect(self) -> list[Delta]:
-        """Read the oldest round. Results of requests that already finished are dropped."""
-        taken = [self._take(result) for result in self.runner.read() if result.request.seat is not None]
+        """Read the oldest round."""
+        self._results += self.runner.read()
+        return self._take_results()
+
+    def _take_results(self) -> list[Delta]:
+        """Take what was read. Results of requests that already finished are dropped."""
+        results, self._results = self._results, []
+        taken = [self._take(result) for result in results if result.request.seat is not None]
         return [delta for delta in taken if delta is not None]
 
     def _take(self, result: RowResult) -> Delta | None:
@@ -259,20 +286,4 @@ class Engine:
         else:
             self.waiting.remove(request)
         self.ledger.release(request)
-        output = Output(
-            request_id=request.id,
-            prompt_token_ids=request.prompt,
-            text=request.text,
-            token_ids=request.generated,
-            finish_reason=reason,
-            stop_reason=stop,
-            error=FAULT.format(count=request.num_generated) if reason == "error" else None,
-            seed=request.seed,
-            drafted=list(request.drafted),
-            logprobs=list(request.logprobs) if request.params.logprobs is not None else None,
-            stats=request.stats,
-            timing=request.timing(),
-            simulated=self.simulated,
-            prompt_logprobs=request.prompt_logprobs(),
-        )
-        return replace(last, finish_reason=reason, output=output)
+        return replace(last, finish_reason=reason, output=request.output(reason, stop, self.simulated))

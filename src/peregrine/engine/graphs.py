@@ -40,6 +40,10 @@ class Graphs(Generic[Result]):
         self._recorded[key] = graph, result
         return max(0, before - torch.cuda.mem_get_info(self.device)[0])
 
+    def result(self, key: Hashable) -> Result:
+        """What the captured call returned, for a graph that reads it."""
+        return self._recorded[key][1]
+
     def replay(self, key: Hashable) -> Result:
         """Queue the captured launches; the result is valid until the next replay of this key."""
         graph, result = self._recorded[key]

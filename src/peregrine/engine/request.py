@@ -7,8 +7,11 @@ from torch import Tensor
 
 from peregrine.cache.prefix import Match
 from peregrine.engine.host_copy import HostCopy
+from peregrine.grammar import Matcher
 from peregrine.sampling import SamplingParams
 from peregrine.text.stream import TextStream
+
+FAULT = "the model's logits held NaN or inf after {count} tokens; check the checkpoint and the dtype"
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +128,8 @@ class Request:
     def __init__(self, request_id: int, prompt: list[int], params: SamplingParams, seed: int, limit: int) -> None:
         self.id, self.prompt, self.params, self.seed, self.limit = request_id, prompt, params, seed, limit
         self.stream: TextStream | None = None  # None: no text was asked for
+        self.matcher: Matcher | None = None  # None: its text is free
+        self.failure: str | None = None  # why it ends with an error
         self.tokens = list(prompt)  # the prompt, then what was generated
         self.drafted: list[bool] = []  # of each generated token
         self.logprobs: list[TokenLogprob] = []
@@ -199,6 +204,25 @@ class Request:
             TokenLogprob(token, chosen, tuple(zip(ids, top, strict=True)))
             for token, (chosen, ids, top) in zip(self.prompt[1:], lines, strict=False)
         ]
+
+    def output(self, reason: str, stop: str | int | None, simulated: bool) -> Output:
+        """Everything there is to say at the end."""
+        return Output(
+            request_id=self.id,
+            prompt_token_ids=self.prompt,
+            text=self.text,
+            token_ids=self.generated,
+            finish_reason=reason,
+            stop_reason=stop,
+            error=self.failure or FAULT.format(count=self.num_generated) if reason == "error" else None,
+            seed=self.seed,
+            drafted=list(self.drafted),
+            logprobs=list(self.logprobs) if self.params.logprobs is not None else None,
+            stats=self.stats,
+            timing=self.timing(),
+            simulated=simulated,
+            prompt_logprobs=self.prompt_logprobs(),
+        )
 
     def timing(self) -> Timing:
         """Where the time went until now."""

@@ -2,21 +2,24 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from peregrine.engine.graphs import Graphs
 from peregrine.engine.host_copy import Ring
+from peregrine.engine.masks import MaskWriter
 from peregrine.engine.request import Request, RoundDrafts
-from peregrine.kernels.round import HEADER, Verdict
+from peregrine.grammar import Matcher, Window
+from peregrine.kernels.round import FINISH_FAULT, HEADER, Verdict
 from peregrine.kernels.sampling import Features
 from peregrine.sampling import MAX_LOGPROBS
 from peregrine.spec.bound import BoundModel
 from peregrine.spec.judge import Judge
-from peregrine.spec.round import Logprobs, Mark, no_mark, run_round
+from peregrine.spec.round import Logprobs, Mark, Verified, no_mark, run_round, settle, verify
 from peregrine.spec.state import Rows, SeatState
 from peregrine.spec.types import Drafter
 
@@ -27,6 +30,9 @@ VARIANTS = (
     Features(sampled=True, filtered=True),
     Features(sampled=True, filtered=True, penalised=True, biased=True, min_len=True, logprobs=MAX_LOGPROBS),
 )
+# The round of a batch with a grammar, in two parts: the host computes masks while the first one runs.
+MASKED = replace(VARIANTS[-1], masked=True)
+VERIFY = "verify"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +63,11 @@ class Runner:
     """Launches `run_round` on compact seats and keeps the rounds that have not been read."""
 
     def __init__(
-        self,
-        target: BoundModel,
-        drafter: Drafter,
-        judge: Judge,
-        seats: SeatState,
-        graphs: Graphs[tuple[Verdict, Logprobs | None]] | None = None,
+        self, target: BoundModel, drafter: Drafter, judge: Judge, seats: SeatState, graphs: Graphs[Any] | None = None
     ) -> None:
         self.target, self.drafter, self.judge, self.seats = target, drafter, judge, seats
         self.graphs = graphs
+        self._masks: MaskWriter | None = None  # made for the first batch with a grammar
         self.device = seats.device
         self.eager = False  # True: recorded graphs are not used; for benchmarks whose host must see a round's values
         # Besides run_round's stages: "launch", "copy" (results to the host), "launched", "wait", "read".
@@ -80,9 +82,13 @@ class Runner:
         """
         assert self.graphs is not None
         for count in sorted(row_sizes, reverse=True):  # smaller graphs reuse the memory of larger ones
+            rows = Rows(count, self.seats.max_places)
             for variant in VARIANTS:
-                rows = Rows(count, self.seats.max_places)
                 yield self.graphs.record((rows, variant), partial(self._round, rows, variant))
+            if self.seats.masks is not None:
+                yield self.graphs.record((rows, VERIFY), partial(self._verify, rows))
+                verified = self.graphs.result((rows, VERIFY))
+                yield self.graphs.record((rows, MASKED), partial(self._settle, verified, rows, MASKED))
 
     def rows(self, count: int, places: Callable[[], int]) -> Rows:
         """The first `count` seats, touching no place at or past `places()`; recorded rounds may touch every place."""
@@ -90,11 +96,22 @@ class Runner:
             return Rows(count, self.seats.max_places)
         return self.seats.rows(count, places())
 
-    def launch(self, requests: list[Request], rows: Rows, features: Features) -> None:
-        """Queue one round for the requests in seats 0 .. len(requests) - 1; rows past them are pads."""
+    def launch(
+        self, requests: list[Request], rows: Rows, features: Features, catch_up: Callable[[], None] = lambda: None
+    ) -> None:
+        """Queue one round for the requests in seats 0 .. len(requests) - 1; rows past them are pads.
+
+        Masks follow from every token before them. So if a request has a grammar, `catch_up` is called when the windows
+        are being verified; after it no round is in flight and the matchers know all tokens.
+        """
         self.mark("launch")
-        windows = self._windows(rows) if any(r.params.report_drafts for r in requests) else None
-        if self.graphs is None or self.eager:
+        windows = None
+        if features.masked or any(r.params.report_drafts for r in requests):
+            windows = self._to_host(self._windows(rows))
+        if features.masked and windows is not None:
+            matchers = [request.matcher for request in requests]
+            verdict, logprobs = self._masked_round(matchers, windows, rows, features, catch_up)
+        elif self.graphs is None or self.eager:
             verdict, logprobs = self._round(rows, features)
         else:
             verdict, logprobs = self._replay(rows, features)
@@ -103,11 +120,7 @@ class Runner:
         values = None
         if logprobs is not None and features.logprobs is not None:  # a recorded round may do more than was asked
             values = self._to_host(logprobs.chosen), self._to_host(logprobs.top_ids), self._to_host(logprobs.top)
-        windows = None if windows is None else self._to_host(windows)
-        ready = None
-        if verdict.table.is_cuda:
-            ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            ready.record()
+        ready = event_after(verdict.table)
         for request in requests:
             request.rounds_in_flight += 1
         self.in_flight.append(RoundInFlight(list(requests), packed, values, windows, ready))
@@ -116,10 +129,44 @@ class Runner:
     def _round(self, rows: Rows, features: Features) -> tuple[Verdict, Logprobs | None]:
         return run_round(self.target, self.drafter, self.judge, self.seats, rows, features, self.mark)
 
+    def _masked_round(
+        self,
+        matchers: list[Matcher | None],
+        windows: Tensor,
+        rows: Rows,
+        features: Features,
+        catch_up: Callable[[], None],
+    ) -> tuple[Verdict, Logprobs | None]:
+        """A round in two parts: masks are computed while the first one runs."""
+        copied = event_after(self.seats.view(rows).past_lens)
+        recorded = None if self.eager else self.graphs
+        verified = self._verify(rows) if recorded is None else recorded.replay((rows, VERIFY))
+        catch_up()
+        if copied is not None:
+            copied.synchronize()
+        if self._masks is None:
+            self._masks = MaskWriter(self.seats, self.target.decoder.config.vocab_size)
+        of_pads = [None] * (rows.count - len(matchers))
+        self._masks.write([*matchers, *of_pads], [Window(*window) for window in windows.tolist()])
+        if recorded is None:
+            return self._settle(verified, rows, features)
+        result: tuple[Verdict, Logprobs | None] = recorded.replay((rows, MASKED))
+        return result
+
+    def _verify(self, rows: Rows) -> Verified:
+        self.mark("verify")
+        return verify(self.target, self.drafter, self.seats, rows)
+
+    def _settle(self, verified: Verified, rows: Rows, features: Features) -> tuple[Verdict, Logprobs | None]:
+        return settle(verified, self.target, self.drafter, self.judge, self.seats, rows, features, self.mark)
+
     def _replay(self, rows: Rows, features: Features) -> tuple[Verdict, Logprobs | None]:
         """Replay the cheapest recorded variant that covers the features."""
         assert self.graphs is not None
-        return self.graphs.replay((rows, next(v for v in VARIANTS if v.covers(features))))
+        result: tuple[Verdict, Logprobs | None] = self.graphs.replay(
+            (rows, next(v for v in VARIANTS if v.covers(features)))
+        )
+        return result
 
     def _to_host(self, value: Tensor) -> Tensor:
         """Queue a copy into a pinned buffer of a ring; a value on the host is returned as it is."""
@@ -131,7 +178,7 @@ class Runner:
         return self._rings[key].copy(value)
 
     def read(self) -> list[RowResult]:
-        """Wait for the oldest round in flight; returns what it did for each request."""
+        """Wait for the oldest round in flight; returns what it did for each request, and grammars take its tokens."""
         flight = self.in_flight.popleft()
         self.mark("wait")
         if flight.ready is not None:
@@ -149,7 +196,7 @@ class Runner:
             if flight.logprobs is not None and request.params.logprobs is not None:
                 logprobs = logprobs_on_host(flight.logprobs, row, accept)
             tokens = line[HEADER : HEADER + accept]
-            results.append(RowResult(request, tokens, correct, drafted, finish, logprobs, drafts))
+            results.append(checked_result(RowResult(request, tokens, correct, drafted, finish, logprobs, drafts)))
         return results
 
     def _windows(self, rows: Rows) -> Tensor:
@@ -157,6 +204,29 @@ class Runner:
         nodes = self.seats.view(rows).nodes()
         offered = (nodes.depths > 0) & (nodes.depths <= nodes.offered[:, None])  # [R, T]
         return torch.stack([nodes.tokens, nodes.parents.expand_as(nodes.tokens), offered.long()], dim=1)
+
+
+def checked_result(result: RowResult) -> RowResult:
+    """The result, its tokens taken by the request's grammar; if that refuses one, the request ends before it."""
+    request, tokens = result.request, result.tokens
+    if request.matcher is None or request.seat is None:
+        return result
+    legal = request.matcher.advance(tokens)
+    if legal == len(tokens):
+        return result
+    request.failure = f"the grammar ended after {request.num_generated + legal} tokens: {request.matcher.error}"
+    logprobs = None if result.logprobs is None else result.logprobs[:legal]
+    correct = min(result.correct, legal)
+    return replace(result, tokens=tokens[:legal], correct=correct, finish=FINISH_FAULT, logprobs=logprobs)
+
+
+def event_after(value: Tensor) -> torch.cuda.Event | None:
+    """Passed once the work queued so far on the value's device is done; None on the host, which has done it."""
+    if not value.is_cuda:
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return event
 
 
 def logprobs_on_host(

@@ -1,5 +1,7 @@
 """Draft one token after another: a chain of K drafts."""
 
+import torch
+
 from peregrine.kernels.sampling import pick
 from peregrine.spec.readers import DraftReader
 from peregrine.spec.types import Chunk, Drafts, DraftShape, Seen
@@ -31,4 +33,6 @@ class ChainDrafter:
             logits = self.reader.logits(hidden)[:, None]  # [R, 1, Vd]
             place = ahead.next_positions[step]  # [R, 1]
             pick(logits, place, self.reader.target_ids, seen.sampling, seen.features, out=tokens[step, :, None])
+            if seen.forced is not None:  # what a grammar leaves no choice about is taken as given
+                tokens[step].copy_(torch.where(seen.forced[:, step] >= 0, seen.forced[:, step], tokens[step]))
         return Drafts(tokens.T, depth, None)

@@ -8,6 +8,9 @@ propose   the drafter reads the accepted path, then drafts past its newest token
 
 Plain decoding is a round with no drafts. A CPU calls this function; a GPU captures this very call as one CUDA
 graph: it never waits for the device, never branches on device data, and its shapes depend on `rows` alone.
+
+A batch with a grammar in it runs the round in two parts, `verify` and `settle`: while the device verifies, the host
+computes which tokens are legal at each node.
 """
 
 from collections.abc import Callable
@@ -15,7 +18,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from peregrine.kernels.round import Verdict, move_path
+from peregrine.kernels.round import Verdict, WindowPlaces, move_path
 from peregrine.kernels.sampling import Features, logprobs
 from peregrine.spec.bound import BoundModel
 from peregrine.spec.judge import Judge
@@ -38,6 +41,15 @@ class Logprobs:
     top: Tensor  # [R, K + 1, n]
 
 
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """What the target computed from the windows."""
+
+    places: WindowPlaces
+    logits: Tensor  # [R, T, V]
+    taps: Tensor | None  # [R * T, taps * H]
+
+
 def run_round(
     target: BoundModel,
     drafter: Drafter,
@@ -48,15 +60,36 @@ def run_round(
     mark: Mark = no_mark,
 ) -> tuple[Verdict, Logprobs | None]:
     """Advance every row by 1 to K + 1 tokens; `seats` is read and written in place."""
+    mark("verify")
+    verified = verify(target, drafter, seats, rows)
+    return settle(verified, target, drafter, judge, seats, rows, features, mark)
+
+
+def verify(target: BoundModel, drafter: Drafter, seats: SeatState, rows: Rows) -> Verified:
+    """Score every node of the windows."""
     state, shape = seats.view(rows), seats.shape
     num_rows, num_nodes = state.window_tokens.shape
-
-    mark("verify")
     places = state.pages.window(state.past_lens, state.links.depths)
     ancestors = None if shape.is_chain else state.links.ancestors
     metadata = state.pages.uniform(places.positions, places.past_lens, places.slots, ancestors)
     hidden, taps = target.read(state.window_tokens.flatten(), metadata, drafter.taps)  # [R * T, H]
-    logits = target.decoder.logits(hidden).view(num_rows, num_nodes, -1)  # [R, T, V]
+    return Verified(places, target.decoder.logits(hidden).view(num_rows, num_nodes, -1), taps)
+
+
+def settle(
+    verified: Verified,
+    target: BoundModel,
+    drafter: Drafter,
+    judge: Judge,
+    seats: SeatState,
+    rows: Rows,
+    features: Features,
+    mark: Mark = no_mark,
+) -> tuple[Verdict, Logprobs | None]:
+    """Judge, commit and propose."""
+    state, shape = seats.view(rows), seats.shape
+    places, logits, taps = verified.places, verified.logits, verified.taps
+    num_rows, num_nodes = state.window_tokens.shape
 
     mark("judge")
     choices = judge(logits, places, state, features)  # [R, T]
@@ -69,6 +102,7 @@ def run_round(
     mark("propose")
     if taps is not None:
         taps = on_path(taps.view(num_rows, num_nodes, -1), verdict, shape)
+    forced = state.forced_drafts(verdict) if features.masked else None
     seen = Seen(
         next_tokens=verdict.tokens,
         taps=taps,
@@ -78,8 +112,11 @@ def run_round(
         pages=state.pages,
         sampling=state.sampling,
         features=features,
+        forced=forced,
     )
     state.keep(drafter.propose(seen))
+    if forced is not None:
+        state.offer_forced(forced)
     return verdict, logprobs_of_path(logits, verdict, state, features)
 
 

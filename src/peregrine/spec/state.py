@@ -16,7 +16,7 @@ from torch import Tensor
 
 from peregrine.hardware import upload
 from peregrine.kernels.round import Ends, Nodes, Verdict, commit, keep_drafts
-from peregrine.kernels.sampling import Context, SamplingTensors
+from peregrine.kernels.sampling import Context, Masks, SamplingTensors
 from peregrine.sampling import MAX_BIAS, MAX_STOP_IDS
 from peregrine.spec.row_pages import RowPages, even_starts
 from peregrine.spec.types import Drafts, DraftShape, Links
@@ -24,6 +24,7 @@ from peregrine.spec.types import Drafts, DraftShape, Links
 PLACES_STEP = 64  # widths of history and page table grow in these steps
 MAX_VIEWS = 256  # batch shapes whose slices are kept
 LINKS = ("parents", "depths", "ancestors")
+SAMPLING_LINES = [field.name for field in fields(SamplingTensors) if field.name != "masks"]
 TYPES = {bool: torch.bool, int: torch.int64, float: torch.float32}
 
 
@@ -71,8 +72,10 @@ class RowState:
     limits: Tensor  # [R] i64
     done: Tensor  # [R] bool
     links: Links
+    chain: Links  # the links of a chain of as many nodes, one row
     sampling: SamplingTensors
     pages: RowPages
+    forced: Tensor | None  # [R, T, K + 1] i64: tokens that a grammar leaves no choice about after each node, then -1
 
     def context(self, past_lens: Tensor) -> Context:
         """What penalties count at each node of the window."""
@@ -87,6 +90,27 @@ class RowState:
         """Judge the windows by the target's choices [R, T] and append what each row accepted."""
         ends = Ends(self.past_lens, self.limits, self.sampling.stop_ids, self.done)
         return commit(choices, self.nodes(), ends, self.history, self.shape.depth)
+
+    def forced_drafts(self, verdict: Verdict) -> Tensor | None:
+        """What a grammar forces after each row's newest token: [R, K], -1 where it leaves a choice."""
+        if self.forced is None or self.shape.depth == 0:
+            return None
+        last = (verdict.accept_lens - 1).clamp(min=0)[:, None]  # the path's end, where the newest token was chosen
+        node = verdict.path.gather(1, last)[:, :, None].expand(-1, -1, self.forced.shape[2])
+        run = self.forced.gather(1, node)[:, 0]  # [R, K + 1], the newest token first
+        return torch.where(run[:, :1] == self.window_tokens[:, :1], run[:, 1:], -1)
+
+    def offer_forced(self, forced: Tensor) -> None:
+        """Put forced tokens [R, K] in place of drafts; a tree gives way to them only if they fill its depth."""
+        known, depth = forced >= 0, self.shape.depth
+        if not self.shape.is_chain:
+            known = known & known.all(dim=1, keepdim=True)
+            for links, line in zip(self.links.fields(), self.chain.fields(), strict=True):
+                links.copy_(torch.where(known[:, :1], line, links))
+        drafts = self.window_tokens[:, 1 : depth + 1]
+        drafts.copy_(torch.where(known, forced, drafts))
+        deepest = torch.minimum(known.sum(dim=1), self.draft_caps)
+        torch.maximum(self.offered, deepest, out=self.offered)
 
     def keep(self, drafts: Drafts) -> None:
         """Carry the drafts to the next round."""
@@ -110,6 +134,8 @@ class SeatState:
         self._pads = pads  # the line of an unused seat
         self._buffers = {name: pad.expand(seats, *pad.shape).clone() for name, pad in pads.items()}
         self._views: dict[Rows, RowState] = {}
+        self.masks: Masks | None = None  # of rows with a grammar, written for each of their rounds
+        self.forced: Tensor | None = None
 
     def _fields(self) -> dict[str, tuple[float, tuple[int, ...]]]:
         """Every buffer but a tree's links: the value of a pad, whose type is the buffer's, and the size of a line."""
@@ -138,6 +164,16 @@ class SeatState:
             "logprobs": (-1, ()),
         }
 
+    def hold_masks(self, vocab_size: int) -> None:
+        """Make room for the masks of grammars, and for the tokens they force."""
+        seats, nodes, words = len(self._buffers["done"]), self.shape.nodes, -(-vocab_size // 32)
+        self.masks = Masks(
+            rows=torch.zeros(seats, dtype=torch.int32, device=self.device),
+            words=torch.zeros(seats, nodes, words, dtype=torch.int32, device=self.device),
+        )
+        self.forced = torch.full((seats, nodes, self.shape.depth + 1), -1, device=self.device)
+        self._views.clear()
+
     def rows(self, count: int, places: int) -> Rows:
         """A batch of the first `count` seats that touches no place at or past `places`."""
         return Rows(count, min(self.max_places, -(-places // PLACES_STEP) * PLACES_STEP))
@@ -154,11 +190,16 @@ class SeatState:
         lines = {name: buffer[: rows.count] for name, buffer in self._buffers.items()}
         links = self._chain if self.shape.is_chain else Links(*(lines.pop(name) for name in LINKS))
         table = lines.pop("page_table")[:, : -(-rows.places // self.page_size)]
+        masks = self.masks
+        if masks is not None:
+            masks = Masks(masks.rows[: rows.count], masks.words[: rows.count])
         return RowState(
             shape=self.shape,
             history=lines.pop("history")[:, : rows.places],
             links=links.rows(rows.count),
-            sampling=SamplingTensors(**{field.name: lines.pop(field.name) for field in fields(SamplingTensors)}),
+            chain=self._chain,
+            sampling=SamplingTensors(**{name: lines.pop(name) for name in SAMPLING_LINES}, masks=masks),
+            forced=None if self.forced is None else self.forced[: rows.count],
             pages=RowPages(table, self.page_size, self.max_len, self._starts[:, : rows.count + 1]),
             **lines,
         )

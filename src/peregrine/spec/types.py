@@ -83,6 +83,7 @@ class Seen:
     pages: RowPages
     sampling: SamplingTensors
     features: Features
+    forced: Tensor | None = None  # [R, K]  tokens that a grammar forces after the newest; -1: it leaves a choice
 
 
 @dataclass(frozen=True, slots=True)

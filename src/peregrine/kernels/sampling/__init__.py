@@ -1,12 +1,13 @@
 """Which token a request takes at a position: penalties, filters, noise."""
 
 from peregrine.kernels.sampling.noise import random_bits
-from peregrine.kernels.sampling.params import Context, Features, SamplingTensors
+from peregrine.kernels.sampling.params import Context, Features, Masks, SamplingTensors
 from peregrine.kernels.sampling.reference import choose, logprobs, pick, pick_scores, process
 
 __all__ = [
     "Context",
     "Features",
+    "Masks",
     "SamplingTensors",
     "choose",
     "logprobs",

@@ -28,6 +28,7 @@ from peregrine.kernels.runtime.cpu_jit import (
     LN2_HIGH,
     LN2_LOW,
     broadcast_lane,
+    bytes_at,
     claim,
     counted_loop,
     cpu_kernel,
@@ -40,7 +41,7 @@ from peregrine.kernels.runtime.cpu_jit import (
     words_of,
 )
 from peregrine.kernels.sampling import noise
-from peregrine.kernels.sampling.params import COLDEST, MASS, Features, SamplingTensors
+from peregrine.kernels.sampling.params import COLDEST, MASS, Features, Masks, SamplingTensors
 
 LANES = 16
 BLOCK = 64  # tokens that are passed over together
@@ -222,6 +223,17 @@ def masses(scores: Tensor, best: Tensor) -> Tensor:
     pieces = pieces_for(best.numel(), scores.numel(), SERIAL_WORK)
     _masses(pieces, scores.data_ptr(), best.data_ptr(), found.data_ptr(), best.numel(), width)
     return found
+
+
+def mask(scores: Tensor, masks: Masks) -> Tensor:
+    """Scores [R, T, V] f32 on the CPU with illegal tokens at -inf, in rows that have masks."""
+    scores, rows, words = scores.contiguous(), masks.rows.contiguous(), masks.words.contiguous()
+    num_rows, num_nodes, width = scores.shape
+    masked = torch.empty_like(scores)
+    pieces = pieces_for(num_rows * num_nodes, scores.numel(), SERIAL_WORK)
+    pointers = (tensor.data_ptr() for tensor in (scores, rows, words, masked))
+    _mask_nodes(pieces, *pointers, num_rows * num_nodes, num_nodes, width)
+    return masked
 
 
 def limits_of(sampling: SamplingTensors) -> tuple[Tensor, Tensor, Tensor]:
@@ -407,6 +419,27 @@ def _masses(block):  # type: ignore[no-untyped-def]
     while piece < pieces:
         for row in range(piece * rows // pieces, (piece + 1) * rows // pieces):
             _weigh(scores + row * width * 4, best[row], found + row * width * 8, width)
+        piece = claim(words)
+
+
+@cpu_kernel("qqqqqqq")
+def _mask_nodes(block):  # type: ignore[no-untyped-def]
+    words = words_of(block)
+    pieces, scores, rows, masks, masked = words[1], words[2], words[3], words[4], words[5]
+    places, nodes, width = words[6], words[7], words[8]
+    mask_bytes = (width + 31) // 32 * 4
+    piece = claim(words)
+    while piece < pieces:
+        for place in range(piece * places // pieces, (piece + 1) * places // pieces):
+            source = floats_at(scores + place * width * 4, width)
+            target = floats_at(masked + place * width * 4, width)
+            bits = bytes_at(masks + place * mask_bytes, mask_bytes)
+            if bytes_at(rows + place // nodes * 4, 4)[0] == 0:
+                target[:] = source
+            else:
+                for token in range(width):
+                    legal = (bits[token >> 3] >> (token & 7)) & 1
+                    target[token] = source[token] if legal else LEAST
         piece = claim(words)
 
 

@@ -21,23 +21,32 @@ class Features:
     biased: bool = False  # some row has a logit bias
     min_len: bool = False  # some row has a least number of tokens (min_tokens)
     logprobs: int | None = None  # None: no log-probabilities; n: the chosen token's and the n largest
+    masked: bool = False  # some row has a grammar, whose masks say which tokens are legal
 
     def covers(self, other: "Features") -> bool:
         """Whether this does all that the other asks for; what it does beyond that changes no bit."""
-        mine = (self.sampled, self.filtered, self.penalised, self.biased, self.min_len)
-        theirs = (other.sampled, other.filtered, other.penalised, other.biased, other.min_len)
+        mine = (self.sampled, self.filtered, self.penalised, self.biased, self.min_len, self.masked)
+        theirs = (other.sampled, other.filtered, other.penalised, other.biased, other.min_len, other.masked)
         counts = [-1 if features.logprobs is None else features.logprobs for features in (self, other)]
         return all(a or not b for a, b in zip(mine, theirs, strict=True)) and counts[0] >= counts[1]
 
     @property
     def adjusted(self) -> bool:
         """Whether any row's scores are more than its logits before temperature."""
-        return self.penalised or self.biased or self.min_len
+        return self.penalised or self.biased or self.min_len or self.masked
 
     @property
     def plain(self) -> bool:
         """Whether the largest raw logit is the choice of every row."""
         return not (self.sampled or self.filtered or self.adjusted)
+
+
+@dataclass(frozen=True, slots=True)
+class Masks:
+    """Which tokens are legal at each node of the rows that have a grammar."""
+
+    rows: Tensor  # [R] i32: 1 if the row has masks; the others' are not read
+    words: Tensor  # [R, T, ceil(V / 32)] i32: token v is legal if bit v % 32 of word v // 32 is set
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +66,7 @@ class SamplingTensors:
     stop_ids: Tensor  # [R, S] i64; -1: empty
     min_lens: Tensor  # [R] i64; no stop id is chosen for a token whose position is below this
     logprobs: Tensor  # [R] i64 how many of the likeliest tokens are reported with the chosen one; -1: none at all
+    masks: Masks | None = None  # None: no row has a grammar
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ processed logit and Gumbel noise, lowest id on ties. The maximum of logits plus 
 their softmax, and since the noise is a hash and not a stream, all nodes of a draft tree are chosen at once
 and as if each came alone. Temperature 0 has no noise.
 
-Order: bias, penalties, min_tokens, temperature, top-k, top-p, min-p, noise.
+Order: bias, penalties, min_tokens, grammar, temperature, top-k, top-p, min-p, noise.
 
 A row's bits depend on that row alone: every step is elementwise, a maximum, or a sum of whole numbers.
 Nothing waits for the device.
@@ -20,7 +20,7 @@ from peregrine.kernels.runtime.dispatch import DeviceFile
 from peregrine.kernels.runtime.gpu import triton_ready
 from peregrine.kernels.sampling.filters import divisors, filter_scores, masses
 from peregrine.kernels.sampling.noise import gumbel
-from peregrine.kernels.sampling.params import MASS, Context, Features, SamplingTensors
+from peregrine.kernels.sampling.params import MASS, Context, Features, Masks, SamplingTensors
 
 _cpu = DeviceFile("peregrine.kernels.sampling.cpu")
 _triton = DeviceFile("peregrine.kernels.sampling.triton")
@@ -54,7 +54,7 @@ def choose(
 def _choose_triton(
     logits: Tensor, positions: Tensor, sampling: SamplingTensors, features: Features, context: Context | None
 ) -> Tensor:
-    """`choose` on a GPU. Rows without bias, penalties and min_tokens are chosen from their raw logits."""
+    """`choose` on a GPU. Rows without bias, penalties, min_tokens and grammar keep their raw logits."""
     tokens = torch.empty(positions.shape, dtype=torch.int64, device=logits.device)
     adjusted = _triton.adjust(logits, positions, sampling, features, context) if features.adjusted else None
     lowest = None
@@ -98,7 +98,7 @@ def process(
 def adjust(
     logits: Tensor, positions: Tensor, sampling: SamplingTensors, features: Features, context: Context | None
 ) -> Tensor:
-    """Logits after bias, penalties and min_tokens: [R, T, V] f32; the very tensor if none is in use."""
+    """Logits after bias, penalties, min_tokens and grammar: [R, T, V] f32; the very tensor if none is in use."""
     scores = logits.float()
     if features.biased:
         # x + -0.0 is x, bit for bit, even if x is -0.0.
@@ -112,7 +112,25 @@ def adjust(
         early = positions < sampling.min_lens[:, None]  # [R, T]
         limits = torch.where(early[:, :, None] & (sampling.stop_ids >= 0)[:, None], -torch.inf, torch.inf)  # [R, T, S]
         scores = scores.scatter_reduce(2, _at_nodes(sampling.stop_ids, scores), limits, "amin")
+    if features.masked and sampling.masks is not None:
+        scores = mask(scores, sampling.masks)
     return scores
+
+
+def mask(scores: Tensor, masks: Masks) -> Tensor:
+    """Scores [R, T, V] f32 with illegal tokens at -inf, in rows that have masks."""
+    if numba_ready(scores):
+        masked: Tensor = _cpu.mask(scores, masks)
+        return masked
+    return mask_torch(scores, masks)
+
+
+def mask_torch(scores: Tensor, masks: Masks) -> Tensor:
+    """The torch twin of `mask`."""
+    places = torch.arange(32, dtype=torch.int32, device=scores.device)
+    bits = (masks.words[..., None] >> places) & 1  # [R, T, words, 32]
+    illegal = (bits.flatten(2)[:, :, : scores.shape[2]] == 0) & (masks.rows != 0)[:, None, None]
+    return scores.masked_fill(illegal, -torch.inf)
 
 
 def penalise(logits: Tensor, sampling: SamplingTensors, context: Context) -> Tensor:

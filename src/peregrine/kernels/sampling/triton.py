@@ -144,7 +144,7 @@ def span_of(vocab_size: int, sampled: bool) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Adjusted:
-    """Scores after bias, penalties and min_tokens, for the rows that have any of them."""
+    """Scores after bias, penalties, min_tokens and grammar, for the rows that have any of them."""
 
     rows: Tensor  # [R] i32: 1 if the row has adjusted scores
     scores: Tensor  # [R * T, V] f32, written in those rows alone; NaN where a logit is not finite
@@ -301,7 +301,7 @@ def _best_of_node(keys, ids, out, num_spans, PADDED: tl.constexpr, NAMED: tl.con
 def adjust(
     logits: Tensor, positions: Tensor, sampling: SamplingTensors, features: Features, context: Context | None
 ) -> Adjusted:
-    """Scores after bias, penalties and min_tokens, of the rows that have any of them.
+    """Scores after bias, penalties, min_tokens and grammar, of the rows that have any of them.
 
     A first launch counts the tokens of penalised rows, a second computes scores.
     """
@@ -316,11 +316,14 @@ def adjust(
         history, prompt_lens, lens = context.history, context.prompt_lens, context.lens
         window_tokens, ancestors = context.window_tokens, context.ancestors
     parts = {"PENALISED": features.penalised, "BIASED": features.biased, "MIN_LEN": features.min_len}
+    masks = sampling.masks if features.masked else None
+    mask_rows, words = (rows, counts) if masks is None else (masks.rows, masks.words)
+    parts["MASKED"] = masks is not None
     penalties = (sampling.repetition, sampling.presence, sampling.frequency)
     launch(
         _count_tokens,
         (num_rows, triton.cdiv(history.shape[1], COUNT_SPAN) if features.penalised else 1),
-        *(history, prompt_lens, lens, *penalties, sampling.bias_ids, sampling.min_lens, rows, counts),
+        *(history, prompt_lens, lens, *penalties, sampling.bias_ids, sampling.min_lens, mask_rows, rows, counts),
         *(history.stride(0), sampling.bias_ids.stride(0), vocab_size),
         SPAN=COUNT_SPAN,
         **parts,
@@ -329,9 +332,9 @@ def adjust(
         _adjust,
         (num_rows * num_nodes, triton.cdiv(vocab_size, COUNT_SPAN)),
         *(logits, positions, rows, counts, window_tokens, ancestors, *penalties),
-        *(sampling.bias_ids, sampling.bias_values, sampling.stop_ids, sampling.min_lens, scores),
+        *(sampling.bias_ids, sampling.bias_values, sampling.stop_ids, sampling.min_lens, mask_rows, words, scores),
         *(*logits.stride()[:2], *positions.stride(), window_tokens.stride(0), *ancestors.stride()),
-        *(sampling.bias_ids.stride(0), sampling.stop_ids.stride(0)),
+        *(sampling.bias_ids.stride(0), sampling.stop_ids.stride(0), triton.cdiv(vocab_size, 32)),
         *(sampling.bias_ids.shape[1], sampling.stop_ids.shape[1], num_nodes, vocab_size),
         SPAN=COUNT_SPAN,
         **parts,
@@ -352,6 +355,7 @@ def _count_tokens(  # type: ignore[no-untyped-def]
     frequencies,
     bias_ids,
     min_lens,
+    mask_rows,
     rows,
     counts,
     history_stride,
@@ -361,6 +365,7 @@ def _count_tokens(  # type: ignore[no-untyped-def]
     PENALISED: tl.constexpr,
     BIASED: tl.constexpr,
     MIN_LEN: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
     """Whether a row is adjusted at all; and for penalised rows how often each token came before the window."""
     enter()
@@ -374,6 +379,8 @@ def _count_tokens(  # type: ignore[no-untyped-def]
         adjusted = adjusted | (tl.load(bias_ids + row * bias_stride) >= 0)
     if MIN_LEN:
         adjusted = adjusted | (tl.load(min_lens + row) > 0)
+    if MASKED:
+        adjusted = adjusted | (tl.load(mask_rows + row) != 0)
     if span == 0:
         tl.store(rows + row, adjusted.to(tl.int32))
     if PENALISED:
@@ -403,6 +410,8 @@ def _adjust(  # type: ignore[no-untyped-def]
     bias_values,
     stop_ids,
     min_lens,
+    mask_rows,
+    words,
     scores,
     row_stride,
     node_stride,
@@ -413,6 +422,7 @@ def _adjust(  # type: ignore[no-untyped-def]
     ancestor_stride,
     bias_stride,
     stop_stride,
+    num_words,
     num_biases,
     num_stops,
     num_nodes,
@@ -421,6 +431,7 @@ def _adjust(  # type: ignore[no-untyped-def]
     PENALISED: tl.constexpr,
     BIASED: tl.constexpr,
     MIN_LEN: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
     """The adjusted scores of one span of an adjusted node."""
     enter()
@@ -458,6 +469,10 @@ def _adjust(  # type: ignore[no-untyped-def]
                 for number in range(0, num_stops):
                     stop = tl.load(stop_ids + row * stop_stride + number)
                     score = tl.where(offsets == stop, float("-inf"), score)
+        if MASKED:
+            masked = inside & (tl.load(mask_rows + row) != 0)
+            word = tl.load(words + node * num_words + offsets // 32, mask=masked, other=-1)
+            score = tl.where(((word >> (offsets % 32)) & 1) != 0, score, float("-inf"))
         score = tl.where(tl.abs(logit) < INFINITY, score, float("nan"))
         tl.store(scores + node * vocab_size + offsets, score, mask=inside)
 

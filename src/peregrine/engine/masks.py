@@ -1,0 +1,88 @@
+"""Masks of the windows to be judged: computed on the host, uploaded to where rounds read them.
+
+Rows are walked side by side: each step puts every row's matcher at its next legal node, and the library's threads
+compute all their masks at once, without Python's lock.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from peregrine.grammar import Matcher, Window
+from peregrine.kernels.sampling import Masks
+from peregrine.spec.state import SeatState
+
+WORD_BYTES = 4
+
+
+class MaskWriter:
+    """Writes masks and forced tokens for the first rows of the seats.
+
+    One host buffer is enough: a round's verdict is read before the next round's masks are written, and by then the
+    copy of the masks before it is done.
+    """
+
+    def __init__(self, seats: SeatState, vocab_size: int) -> None:
+        from llguidance import LLExecutor
+
+        if seats.masks is None:
+            seats.hold_masks(vocab_size)
+        assert seats.masks is not None
+        assert seats.forced is not None
+        self._device = seats.masks, seats.forced
+        self._is_cuda = seats.device.type == "cuda"
+        self._host = self._device
+        if self._is_cuda:
+            rows, words, forced = (pinned(x) for x in (seats.masks.rows, seats.masks.words, seats.forced))
+            self._host = Masks(rows, words), forced
+            self._stream = torch.cuda.Stream(seats.device)  # type: ignore[no-untyped-call]
+        self._executor: Any = LLExecutor()
+
+    def write(self, matchers: Sequence[Matcher | None], windows: Sequence[Window]) -> None:
+        """Masks and forced tokens of the rows that have a matcher; the round queued next reads them."""
+        masks, forced = self._host
+        count = len(windows)
+        masks.rows[:count] = torch.tensor([matcher is not None for matcher in matchers])
+        forced[:count] = -1
+        self._walk(matchers, windows)
+        if self._is_cuda:
+            self._upload(count)
+
+    def _walk(self, matchers: Sequence[Matcher | None], windows: Sequence[Window]) -> None:
+        masks, forced = self._host
+        seats, nodes, num_words = masks.words.shape
+        most = forced.shape[2] if forced.shape[2] > 1 else 0
+        words = masks.words.numpy().view(np.uint32)
+        walks = {
+            row: (matcher, matcher.walk(window, words[row]))
+            for row, (matcher, window) in enumerate(zip(matchers, windows, strict=True))
+            if matcher is not None
+        }
+        address, size = masks.words.data_ptr(), num_words * WORD_BYTES
+        while walks:
+            at = {row: next(walk, None) for row, (_, walk) in walks.items()}
+            walks = {row: walks[row] for row, node in at.items() if node is not None}
+            asked = [(walks[row][0].state, row * nodes + node) for row, node in at.items() if node is not None]
+            if asked:
+                self._executor.unsafe_compute_mask_ptr(asked, address, size, seats * nodes)
+            for row, (matcher, _) in walks.items():
+                if most and (run := matcher.forced(most)):
+                    forced[row, at[row], : len(run)] = torch.tensor(run)
+
+    def _upload(self, count: int) -> None:
+        (masks, forced), (on_device, forced_on_device) = self._host, self._device
+        with torch.cuda.stream(self._stream):
+            for source, target in (
+                (masks.rows, on_device.rows),
+                (masks.words, on_device.words),
+                (forced, forced_on_device),
+            ):
+                target[:count].copy_(source[:count], non_blocking=True)
+        torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
+
+def pinned(like: torch.Tensor) -> torch.Tensor:
+    """A buffer of the same shape in pinned host memory."""
+    return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)

@@ -1,0 +1,117 @@
+"""From a constraint to a matcher: compiled once, kept, and copied for each request that asks for the same.
+
+llguidance bounds its work by counts of steps, so what a hostile grammar can take is bounded and the same each time.
+It says which keyword of a schema it cannot honour, and such a schema is refused.
+"""
+
+import importlib.util
+import json
+import threading
+from collections import OrderedDict
+from typing import Any
+
+from peregrine.errors import RequestError
+from peregrine.grammar.matcher import Matcher, MatcherLimits
+from peregrine.sampling import Constraint
+from peregrine.text.tokenizer import Tokenizer
+
+GRAMMARS_PRESENT = importlib.util.find_spec("llguidance") is not None
+INSTALL = "run: pip install llguidance"
+MAX_KEPT = 128  # compiled grammars
+# Compact JSON: a model that may write white space may write it for ever. A schema's own options do not count.
+JSON_OPTIONS = {"whitespace_flexible": False, "lenient": False, "coerce_one_of": False}
+MAX_PROBLEM = 300  # characters of the library's own explanation
+
+
+class GrammarCompiler:
+    """Makes matchers for one vocabulary; may be called from any thread, and should not be from the engine's."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: tuple[int, ...]) -> None:
+        self._tokenizer, self._vocab_size, self._eos_ids = tokenizer, vocab_size, eos_ids
+        self._library_tokenizer: Any = None  # made at the first use: it takes a second for a large vocabulary
+        self._kept: OrderedDict[Constraint, Any] = OrderedDict()  # the least recently used first
+        self._lock = threading.Lock()
+
+    def matcher(self, constraint: Constraint, limits: MatcherLimits) -> Matcher:
+        """A matcher at its beginning; RequestError if the constraint cannot be honoured."""
+        if not GRAMMARS_PRESENT:
+            raise RequestError(constraint.kind, constraint.text, "needs llguidance, which is not installed", INSTALL)
+        if not limits.end_ids:
+            problem = "the model has no end token, so a complete text could not end"
+            raise RequestError(constraint.kind, constraint.text, problem, "pass a special token in stop_token_ids")
+        return Matcher(self._template(constraint), self._vocab_size, frozenset(self._eos_ids), limits)
+
+    def _template(self, constraint: Constraint) -> Any:
+        with self._lock:
+            if self._library_tokenizer is None:
+                self._library_tokenizer = self._make_tokenizer()
+            if constraint in self._kept:
+                self._kept.move_to_end(constraint)
+                return self._kept[constraint]
+        template = compile_constraint(constraint, self._library_tokenizer)  # others need not wait for this one
+        with self._lock:
+            self._kept[constraint] = template
+            while len(self._kept) > MAX_KEPT:
+                self._kept.popitem(last=False)
+        return template
+
+    def _make_tokenizer(self) -> Any:
+        from llguidance import LLTokenizer
+
+        # The library must name some end token; a model without one has its matchers refused above unless the request
+        # brings its own, and those are added to the masks by the matcher.
+        ends = list(self._eos_ids) or [self._vocab_size - 1]
+        return LLTokenizer(self._tokenizer.backend.to_str(), n_vocab=self._vocab_size, eos_token=ends)
+
+
+def compile_constraint(constraint: Constraint, tokenizer: Any) -> Any:
+    """The constraint as a matcher at its beginning; RequestError says what cannot be honoured."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    try:
+        grammar = library_grammar(constraint)
+    except ValueError as error:
+        raise RequestError(constraint.kind, constraint.text, str(error), "correct it") from None
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
+    first = matcher.deep_copy()
+    if not matcher.is_error():
+        # Some contradictions, and texts that can never end, show only at the first steps.
+        matcher.compute_bitmask()
+        first = matcher.deep_copy()
+        first.consume_tokens(first.compute_ff_tokens())
+    for tried in (matcher, first):
+        if tried.is_error():
+            raise RequestError(constraint.kind, constraint.text, *explain(constraint, tried.get_error()))
+    return matcher
+
+
+def library_grammar(constraint: Constraint) -> str:
+    """The constraint in llguidance's own notation."""
+    from llguidance import LLMatcher, regex_to_lark
+
+    match constraint.kind:
+        case "json_schema":
+            return str(LLMatcher.grammar_from_json_schema(constraint.text, overrides=JSON_OPTIONS))
+        case "json_object":
+            return str(LLMatcher.grammar_from_json_schema('{"type":"object"}', overrides=JSON_OPTIONS))
+        case "regex":
+            # \d is 0 to 9, not every digit of Unicode, as in the patterns of JSON schemas.
+            return str(LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(constraint.text, 'd')}/"))
+        case "choice":
+            texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in json.loads(constraint.text))
+            return str(LLMatcher.grammar_from_lark(f"start: {texts}"))
+        case _:
+            return str(LLMatcher.grammar_from_lark(constraint.text))
+
+
+def explain(constraint: Constraint, error: str) -> tuple[str, str]:
+    """The problem and the remedy of a grammar that the library refused."""
+    problem = " ".join(error.replace("<non-verbose/>", "").split())[:MAX_PROBLEM]
+    if "NoExtension" in problem:
+        return "no text can satisfy it", "correct it"
+    if "Too many items" in problem or "too large" in problem or "max is" in problem:
+        return f"is too complex ({problem})", "simplify it; a reference must be able to end"
+    if constraint.kind in ("json_schema", "json_object"):
+        remedy = "leave the keyword out, or state it another way (anyOf, enum, const, pattern)"
+        return f"cannot be honoured: {problem}", remedy
+    return f"cannot be read: {problem}", "correct it"

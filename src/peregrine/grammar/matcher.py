@@ -1,0 +1,154 @@
+"""Where one request stands in its grammar, and which tokens are legal at each node of its window.
+
+Masks are bits by token id. The library's mask says which tokens continue the text, and has the model's end tokens
+where the text may end. Three rules are added here:
+
+- end tokens that the request brings itself are legal where the model's are;
+- before `min_tokens` tokens no stop token is legal, unless nothing else is: a complete text must end;
+- while the grammar has not begun (`begins_after`), every token but a stop token is legal.
+
+A mask is a function of the grammar and of the tokens before it alone. So a token does not depend on how windows fell.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Words = NDArray[np.uint32]  # [T, words]: masks of a window's nodes, token v at bit v % 32 of word v // 32
+WORD = 32
+
+
+@dataclass(frozen=True, slots=True)
+class MatcherLimits:
+    """What a request asks beside its grammar."""
+
+    end_ids: frozenset[int]  # special tokens that end it
+    stop_ids: frozenset[int]  # every token that ends it
+    min_tokens: int
+    begins_after: int | None  # the grammar holds after the first token with this id; None: at once
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The drafts of one request: node 0 is its newest token, parents come before children."""
+
+    tokens: Sequence[int]  # [T]
+    parents: Sequence[int]  # [T]
+    offered: Sequence[int]  # [T]: 1 if the node may be accepted
+
+    def children(self) -> list[list[int]]:
+        """The offered children of each node."""
+        of: list[list[int]] = [[] for _ in self.tokens]
+        for node in range(1, len(self.tokens)):
+            if self.offered[node]:
+                of[self.parents[node]].append(node)
+        return of
+
+
+class Matcher:
+    """A grammar's state after the tokens of one request."""
+
+    def __init__(self, template: Any, vocab_size: int, eos_ids: frozenset[int], limits: MatcherLimits) -> None:
+        self.error: str | None = None  # why no token is legal any more
+        self._template, self._state = template, template.deep_copy()
+        self._limits, self._more_ends = limits, limits.end_ids - eos_ids
+        self._everything = all_ones(vocab_size)
+        self._tokens: list[int] = []  # taken so far, those before the grammar's beginning included
+        self._begun = limits.begins_after is None
+        self._run: tuple[int, list[int]] = 0, []  # a forced run and where it begins: a long one is computed once
+
+    @property
+    def state(self) -> Any:
+        """The library's matcher at the node where a walk stands."""
+        return self._state
+
+    def advance(self, tokens: Sequence[int]) -> int:
+        """Take the tokens of a round; returns how many of them are legal. If not all are, `error` says why."""
+        for count, token in enumerate(tokens):
+            if token in self._limits.end_ids and self._begun and self._state.is_accepting():
+                return count + 1  # it ends the request: whatever follows is dropped
+            if not self._take(token):
+                self.error = self.error or "no token can continue the text within the limits of its grammar"
+                return count
+        return len(tokens)
+
+    def walk(self, window: Window, words: Words) -> Iterator[int]:
+        """Stand at each legal node in turn and yield it, for its mask to be computed into `words`.
+
+        Nodes that no legal text reaches are passed over: the target never chooses their tokens, whatever their masks.
+        """
+        children = window.children()
+        yield from self._visit(0, children, window.tokens, words)
+
+    def _visit(self, node: int, children: list[list[int]], tokens: Sequence[int], words: Words) -> Iterator[int]:
+        if self._begun:
+            yield node
+            if self._state.is_error():
+                words[node] = 0
+                self.error = self._state.get_error()
+                self._restore()
+                return
+            if self._more_ends and self._state.is_accepting():
+                set_bits(words[node], self._more_ends, True)
+        else:
+            words[node] = self._everything
+        if not self._begun or len(self._tokens) < self._limits.min_tokens:
+            kept = words[node].copy()
+            set_bits(words[node], self._limits.stop_ids, False)
+            if not words[node].any():
+                words[node] = kept
+        for child in children[node]:
+            begun = self._begun
+            if tokens[child] in self._limits.end_ids or not self._take(tokens[child]):
+                continue
+            yield from self._visit(child, children, tokens, words)
+            self._tokens.pop()
+            if begun:
+                self._state.rollback(1)
+            self._begun = begun
+
+    def forced(self, most: int) -> list[int]:
+        """The next tokens, as far as the grammar leaves no choice and no further than `most`."""
+        if not self._begun:
+            return []
+        begin, run = self._run
+        if not (run and begin <= (here := len(self._tokens)) < begin + len(run)) or (
+            self._tokens[begin:here] != run[: here - begin]
+        ):
+            begin, run = self._run = len(self._tokens), list(self._state.compute_ff_tokens())
+        return run[len(self._tokens) - begin :][:most]
+
+    def _take(self, token: int) -> bool:
+        """Add a token if it is legal."""
+        if not self._begun:
+            self._begun = token == self._limits.begins_after
+        elif self._state.try_consume_tokens([token]) != 1:
+            return False
+        self._tokens.append(token)
+        return True
+
+    def _restore(self) -> None:
+        """A matcher that ran into a limit is of no more use: begin again and take the same tokens."""
+        tokens, after = self._tokens, self._limits.begins_after
+        if after is not None:
+            tokens = tokens[tokens.index(after) + 1 :]
+        self._state = self._template.deep_copy()
+        self._state.consume_tokens(tokens)
+
+
+def all_ones(vocab_size: int) -> Words:
+    """The mask that allows every token."""
+    words = np.full(-(-vocab_size // WORD), 0xFFFFFFFF, dtype=np.uint32)
+    if vocab_size % WORD:
+        words[-1] = (1 << vocab_size % WORD) - 1
+    return words
+
+
+def set_bits(mask: Words, ids: frozenset[int], legal: bool) -> None:
+    """Make tokens legal or illegal in one mask."""
+    for token in ids:
+        bit = np.uint32(1 << token % WORD)
+        mask[token // WORD] = mask[token // WORD] | bit if legal else mask[token // WORD] & ~bit
