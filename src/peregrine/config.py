@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from peregrine.errors import ConfigError
+from peregrine.errors import ConfigError, shown
 
 MAX_NODES = 64  # a tree node's ancestors are one 64-bit word
 MAX_DRAFTS = 16
@@ -13,9 +13,9 @@ LIMITS = {
     "num_drafts": (0, MAX_DRAFTS),
     "page_size": (1, 1024),
     "max_rows": (1, 4096),
-    "max_len": (2, None),
-    "num_pages": (2, None),
-    "prefill_chunk": (1, None),
+    "max_len": (2, 2**31 - 1),
+    "num_pages": (2, 2**31 - 1),
+    "prefill_chunk": (1, 2**20),
     "lag": (0, MAX_LAG),
 }
 
@@ -81,7 +81,7 @@ class EngineConfig:
     )
     max_rows: int = option(8, "requests that run together in one batch", "ROWS")
     max_len: int | None = option(None, "tokens per request, prompt included; by default the model's context", "TOKENS")
-    prefill_chunk: int = option(256, "prompt tokens read in one forward pass; chunks end at its multiples", "TOKENS")
+    prefill_chunk: int = option(256, "prompt tokens read in one forward, shared by the prompts that wait", "TOKENS")
     prefix_cache: bool = option(True, "keep the KV of prompts and reuse it for prompts that begin the same way")
     lag: int | None = None  # rounds queued before the oldest is read; None: 0 on CPU, 1 elsewhere
     row_sizes: tuple[int, ...] | None = None  # batches are padded to one of these; None: powers of two for graphs
@@ -113,4 +113,4 @@ def check_integer(name: str, value: int | None, low: int, high: int | None) -> N
         raise ConfigError(f"{name}={value!r}: is not an integer")
     if value < low or (high is not None and value > high):
         limits = f"at least {low}" if high is None else f"between {low} and {high}"
-        raise ConfigError(f"{name}={value}: must be {limits}")
+        raise ConfigError(f"{name}={shown(value)}: must be {limits}")

@@ -6,6 +6,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 
+def shown(value: object) -> str:
+    """The value as a message shows it: one short line."""
+    try:
+        text = repr(value)
+    except Exception:  # a number of many thousand digits, or an object of the caller's
+        text = f"<{type(value).__name__}>"
+    text = text.replace("\n", " ")
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
 class PeregrineError(Exception):
     """Base class; the message is written for the user."""
 
@@ -30,9 +40,7 @@ class RequestError(PeregrineError, ValueError):
     """A request refused at admission: which field, what it held, and what to do instead."""
 
     def __init__(self, field: str, value: object, problem: str, remedy: str) -> None:
-        shown = repr(value)
-        shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
-        super().__init__(f"{field}={shown}: {problem}; {remedy}")
+        super().__init__(f"{field}={shown(value)}: {problem}; {remedy}")
         self.field, self.value, self.problem, self.remedy = field, value, problem, remedy
 
 

@@ -2,14 +2,17 @@
 
 import json
 import math
+import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from types import UnionType
+from dataclasses import dataclass, field, fields, replace
+from numbers import Integral, Real
 
 from peregrine.config import option
 from peregrine.errors import RequestError
 
 MAX_STOPS = 64  # strings, each looked for at every character
+MAX_STOP_CHARACTERS = 1024  # of one of them
+MAX_CHOICES = 128
 MAX_STOP_IDS = 32  # a request's own and the model's end-of-text ids
 MAX_EOS_IDS = MAX_STOP_IDS // 2
 MAX_BIAS = 512
@@ -18,26 +21,28 @@ SEED_BITS = 63
 MAX_GRAMMAR_BYTES = 1 << 18  # of a schema, regex, grammar or all choices together
 MAX_GRAMMAR_DEPTH = 64  # of nested objects and lists in a schema
 CONSTRAINTS = ("json_schema", "json_object", "regex", "grammar", "choice")
+LARGEST = 2**31 - 1  # of counts of tokens; no context holds as many
 
-# Field: lowest and highest value, whether the lowest itself is refused, what to pass instead.
+# Field: lowest and highest value, what to pass instead. Beyond these limits logits overflow float32.
 NUMBERS = {
-    "temperature": (0.0, 100.0, False, "use 0 for greedy, 1 for the model's own distribution"),
-    "top_p": (0.0, 1.0, True, "use a share of the mass in (0, 1]"),
-    "min_p": (0.0, 1.0, False, "use a share of the largest probability in [0, 1]"),
-    "repetition_penalty": (0.0, 100.0, True, "use 1 for none"),
-    "presence_penalty": (-2.0, 2.0, False, "use a value in [-2, 2]"),
-    "frequency_penalty": (-2.0, 2.0, False, "use a value in [-2, 2]"),
+    "temperature": (0.0, 100.0, "use 0 for greedy, 1 for the model's own distribution"),
+    "top_p": (0.0, 1.0, "use a share of the mass in (0, 1]"),
+    "min_p": (0.0, 1.0, "use a share of the largest probability in [0, 1]"),
+    "repetition_penalty": (0.01, 100.0, "use 1 for none, such as 1.1 for a little"),
+    "presence_penalty": (-2.0, 2.0, "use a value in [-2, 2]"),
+    "frequency_penalty": (-2.0, 2.0, "use a value in [-2, 2]"),
 }
-# Field: lowest and highest value, what to pass instead. All but top_k and min_tokens may be None.
 INTEGERS = {
-    "top_k": (0, None, "use 0 for no limit"),
+    "n": (1, MAX_CHOICES, f"use 1 to {MAX_CHOICES}"),
+    "top_k": (-1, LARGEST, "use 0 (or -1, or None) for no limit"),
     "seed": (0, 2**SEED_BITS - 1, "use a non-negative 63-bit integer"),
-    "max_tokens": (1, None, "use at least 1, or None for the rest of the context"),
-    "min_tokens": (0, None, "use 0 or more"),
+    "max_tokens": (1, LARGEST, "use at least 1, or None for the rest of the context"),
+    "min_tokens": (0, LARGEST, "use 0 or more, and at most max_tokens"),
     "logprobs": (0, MAX_LOGPROBS, f"use 0 to {MAX_LOGPROBS}, or None"),
     "prompt_logprobs": (0, MAX_LOGPROBS, f"use 0 to {MAX_LOGPROBS}, or None"),
-    "num_drafts": (0, None, "use 0 for no speculation"),
+    "num_drafts": (0, LARGEST, "use 0 for no speculation"),
 }
+FLAGS = ("ignore_eos", "skip_special_tokens", "detokenize", "report_drafts", "json_object")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +65,12 @@ class SamplingParams:
     At most one of json_schema, json_object, regex, grammar and choice constrains the text: tokens that cannot be part
     of it are never chosen, and the text ends when it is complete, or where it may end and the model ends it. JSON is
     written without white space. `min_tokens` gives way where the text is complete.
+
+    None means the default, except for max_tokens, where it means the rest of the context. Numbers of numpy are taken as
+    Python's. A value that cannot be honoured raises RequestError with the field, the value and what to pass instead.
     """
 
+    n: int = option(1, "generations per prompt; generation i has the seed `seed + i`", "N")
     temperature: float = option(1.0, "0 takes the likeliest token, 1 samples the model's own distribution", "T")
     top_k: int = option(0, "sample among the k likeliest tokens; 0: all", "K")
     top_p: float = option(1.0, "sample among the likeliest tokens that together hold this probability", "P")
@@ -94,24 +103,40 @@ class SamplingParams:
     report_drafts: bool = False  # deltas carry the drafts of their round, rejected ones too
 
     def __post_init__(self) -> None:
+        for entry in fields(self):
+            if getattr(self, entry.name) is None and entry.name != "max_tokens":
+                self._set(entry.name, {} if entry.name == "logit_bias" else entry.default)
         for name, limits in NUMBERS.items():
-            _check_number(name, getattr(self, name), *limits)
+            self._set(name, checked_number(name, getattr(self, name), *limits))
         for name, (low, high, remedy) in INTEGERS.items():
-            if getattr(self, name) is not None or name in ("top_k", "min_tokens"):
-                _check_integer(name, getattr(self, name), low, high, remedy)
-        for name in ("ignore_eos", "skip_special_tokens", "detokenize", "report_drafts", "json_object"):
+            if getattr(self, name) is not None:
+                self._set(name, checked_integer(name, getattr(self, name), low, high, remedy))
+        for name in FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(name, getattr(self, name), "is not true or false", "pass a bool")
+        if self.top_p == 0:
+            raise RequestError("top_p", self.top_p, "keeps no token", NUMBERS["top_p"][2])
+        self._set("top_k", max(0, self.top_k))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError("min_tokens", self.min_tokens, f"exceeds max_tokens={self.max_tokens}", "lower it")
         self._check_stops()
         self._check_bias()
         self._check_constraint()
 
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
     @property
     def stops(self) -> tuple[str, ...]:
         """Stop strings, always as a tuple."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    def generations(self) -> "list[SamplingParams]":
+        """The parameters of each of the n generations: equal but for the seeds, which follow each other."""
+        if self.n == 1:
+            return [self]
+        seed = secrets.randbits(SEED_BITS) if self.seed is None else self.seed
+        return [replace(self, n=1, seed=(seed + i) % 2**SEED_BITS) for i in range(self.n)]
 
     @property
     def constraint(self) -> Constraint | None:
@@ -153,35 +178,36 @@ class SamplingParams:
         if self.ignore_eos:
             raise RequestError("ignore_eos", True, f"a text with {field} ends by an end token", "keep one of them")
         if self.grammar_after is not None:
-            _check_integer("grammar_after", self.grammar_after, 0, None, "use a token id")
+            checked_integer("grammar_after", self.grammar_after, 0, LARGEST, "use a token id")
 
     def _check_stops(self) -> None:
         if not isinstance(self.stop, str | list | tuple):
             raise RequestError("stop", self.stop, "is not a string or a list of strings", "pass strings")
-        for text in self.stops:
-            if not isinstance(text, str) or not text:
-                raise RequestError("stop", text, "is not a non-empty string", "pass strings of one or more characters")
         if len(self.stops) > MAX_STOPS:
             raise RequestError("stop", f"{len(self.stops)} strings", "are too many", f"pass at most {MAX_STOPS}")
+        for text in self.stops:
+            if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_CHARACTERS:
+                remedy = f"pass strings of 1 to {MAX_STOP_CHARACTERS} characters"
+                raise RequestError("stop", text, "is empty, too long, or not a string", remedy)
         if self.stops and not self.detokenize:
             raise RequestError("detokenize", False, "stop strings are found in text", "leave stop out, or set it")
-        ids = self.stop_token_ids
-        if not isinstance(ids, list | tuple) or not all(_is(int, i) for i in ids):
+        ids, most = self.stop_token_ids, MAX_STOP_IDS - MAX_EOS_IDS
+        if not isinstance(ids, list | tuple):
             raise RequestError("stop_token_ids", ids, "is not a list of token ids", "pass integers")
-        if len(ids) > MAX_STOP_IDS - MAX_EOS_IDS:
-            most = f"pass at most {MAX_STOP_IDS - MAX_EOS_IDS}"
-            raise RequestError("stop_token_ids", ids, f"holds {len(ids)} ids", most)
+        if len(ids) > most:
+            raise RequestError("stop_token_ids", ids, f"holds {len(ids)} ids", f"pass at most {most}")
+        limits = (0, LARGEST, "pass token ids")
+        self._set("stop_token_ids", tuple(checked_integer("stop_token_ids", i, *limits) for i in ids))
 
     def _check_bias(self) -> None:
-        if not isinstance(self.logit_bias, Mapping):
-            raise RequestError("logit_bias", self.logit_bias, "is not a mapping", "pass {token id: bias}")
-        if len(self.logit_bias) > MAX_BIAS:
-            raise RequestError("logit_bias", len(self.logit_bias), "holds too many entries", f"pass at most {MAX_BIAS}")
-        for token, bias in self.logit_bias.items():
-            if not _is(int, token):
-                raise RequestError("logit_bias", token, "has a key that is not a token id", "use integer keys")
-            if not _is(int | float, bias) or not -100 <= bias <= 100:
-                raise RequestError("logit_bias", {token: bias}, "is outside [-100, 100]", "use a value in that range")
+        bias = self.logit_bias
+        if not isinstance(bias, Mapping):
+            raise RequestError("logit_bias", bias, "is not a mapping", "pass {token id: bias}")
+        if len(bias) > MAX_BIAS:
+            raise RequestError("logit_bias", len(bias), "holds too many entries", f"pass at most {MAX_BIAS}")
+        ids = [checked_integer("logit_bias", i, 0, LARGEST, "use token ids as keys") for i in bias]
+        values = [checked_number("logit_bias", x, -100.0, 100.0, "use values in [-100, 100]") for x in bias.values()]
+        self._set("logit_bias", dict(zip(ids, values, strict=True)))
 
 
 def check_schema(field: str, schema: object) -> None:
@@ -212,23 +238,27 @@ def check_schema(field: str, schema: object) -> None:
         raise RequestError(field, schema, f"is not JSON ({error})", "use what JSON can hold") from None
 
 
-def _is(kind: type | UnionType, value: object) -> bool:
-    """Whether the value is of this kind of number; True and False are not numbers."""
-    return isinstance(value, kind) and not isinstance(value, bool)
-
-
-def _check_number(name: str, value: float, low: float, high: float, open_low: bool, remedy: str) -> None:
-    if not _is(int | float, value):
+def checked_number(name: str, value: object, low: float, high: float, remedy: str) -> float:
+    """The value as a float; RequestError if it is no number, or outside its limits. True and False are not numbers."""
+    if not isinstance(value, Real) or isinstance(value, bool):
         raise RequestError(name, value, "is not a number", remedy)
-    if not math.isfinite(value) or not low <= value <= high or (open_low and value == low):
-        raise RequestError(name, value, f"is outside {'(' if open_low else '['}{low:g}, {high:g}]", remedy)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not low <= number <= high:  # NaN is not
+        raise RequestError(name, value, f"is outside [{low:g}, {high:g}]", remedy)
+    return number
 
 
-def _check_integer(name: str, value: int, low: int, high: int | None, remedy: str) -> None:
-    if not _is(int, value):
+def checked_integer(name: str, value: object, low: int, high: int, remedy: str) -> int:
+    """The value as an int; RequestError if it is no integer, or outside its limits."""
+    if not isinstance(value, Integral) or isinstance(value, bool):
         raise RequestError(name, value, "is not an integer", remedy)
-    if value < low or (high is not None and value > high):
-        raise RequestError(name, value, f"is below {low}" if value < low else f"is above {high}", remedy)
+    number = int(value)
+    if not low <= number <= high:
+        raise RequestError(name, value, f"is below {low}" if number < low else f"is above {high}", remedy)
+    return number
 
 
 def sampling_params(**values: object) -> SamplingParams:

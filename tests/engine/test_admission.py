@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 
 from peregrine.config import EngineConfig, TreeShape
@@ -31,6 +32,8 @@ def engine():
         ([1], SamplingParams(logit_bias={300: 1.0}), "logit_bias", "ids run from 0 to 299"),
         ([1], SamplingParams(stop_token_ids=[999]), "stop_token_ids", "is not a token id"),
         ([1], SamplingParams(num_drafts=1), "num_drafts", "the engine drafts 0 deep"),
+        ([1] * 700, SamplingParams(max_tokens=None, min_tokens=69), "min_tokens", "use at most 68"),
+        ([1], SamplingParams(n=2), "n", "use LLM.generate"),
     ],
 )
 def test_refused_with_field_and_remedy(engine, prompt, params, field, says):
@@ -51,26 +54,41 @@ def test_refused_with_field_and_remedy(engine, prompt, params, field, says):
         ("top_p", 1.1),
         ("top_p", math.inf),
         ("min_p", -1),
-        ("top_k", -1),
+        ("top_k", -2),
         ("top_k", 1.5),
+        ("top_k", 2**63),
         ("repetition_penalty", 0),
+        ("repetition_penalty", 1e-45),
+        ("repetition_penalty", 1e9),
+        ("temperature", 10**400),
         ("presence_penalty", 3),
         ("frequency_penalty", math.nan),
         ("seed", -1),
         ("seed", 2**63),
         ("max_tokens", 0),
         ("max_tokens", 2.0),
+        ("max_tokens", 2**63),
         ("min_tokens", -1),
+        ("min_tokens", 2**63),
+        ("n", 0),
+        ("n", 2**63),
         ("logprobs", 65),
         ("stop", ""),
         ("stop", [1]),
         ("stop", 7),
+        ("stop", "x" * 1025),
+        ("stop", b"x"),
         ("stop_token_ids", "7"),
+        ("stop_token_ids", [2**63]),
+        ("stop_token_ids", [1.0]),
         ("logit_bias", [1]),
         ("logit_bias", {"a": 1.0}),
         ("logit_bias", {1: math.nan}),
         ("logit_bias", {1: 101}),
+        ("logit_bias", {2**63: 1.0}),
+        ("logit_bias", {1: 10**400}),
         ("num_drafts", -1),
+        ("num_drafts", 2**63),
         ("ignore_eos", 1),
     ],
 )
@@ -78,6 +96,46 @@ def test_bad_sampling_values_are_named(name, value):
     with pytest.raises(RequestError) as caught:
         SamplingParams(**{name: value})
     assert caught.value.field == name
+
+
+def test_a_number_too_long_to_write_is_still_refused_in_a_line():
+    with pytest.raises(RequestError, match="top_k=<int>: is above"):
+        SamplingParams(top_k=10**5000)
+
+
+@pytest.mark.parametrize(
+    ("given", "taken"),
+    [
+        ({"top_k": None}, {"top_k": 0}),
+        ({"top_k": -1}, {"top_k": 0}),
+        ({"top_k": np.int64(5)}, {"top_k": 5}),
+        ({"temperature": np.float32(0.5)}, {"temperature": 0.5}),
+        ({"temperature": 0}, {"temperature": 0.0}),
+        ({"temperature": None, "top_p": None, "n": None}, {"temperature": 1.0, "top_p": 1.0, "n": 1}),
+        ({"stop": None}, {"stops": ()}),
+        ({"stop_token_ids": None}, {"stop_token_ids": ()}),
+        ({"stop_token_ids": [np.int32(4)]}, {"stop_token_ids": (4,)}),
+        ({"logit_bias": None}, {"logit_bias": {}}),
+        ({"logit_bias": {np.int64(3): np.float64(1)}}, {"logit_bias": {3: 1.0}}),
+        ({"max_tokens": None, "min_tokens": None, "seed": None}, {"max_tokens": None, "min_tokens": 0, "seed": None}),
+        ({"seed": np.uint32(7)}, {"seed": 7}),
+    ],
+)
+def test_none_is_the_default_and_numbers_of_numpy_are_numbers(given, taken):
+    params = SamplingParams(**given)
+    for name, value in taken.items():
+        assert getattr(params, name) == value
+        assert type(getattr(params, name)) is type(value)
+
+
+def test_generations_differ_by_their_seeds_alone():
+    last = 2**63 - 1
+    made = SamplingParams(n=3, seed=last, top_k=4).generations()
+    assert [p.seed for p in made] == [last, 0, 1]
+    assert {p.n for p in made} == {1}
+    assert {p.top_k for p in made} == {4}
+    drawn = [p.seed for p in SamplingParams(n=3).generations()]
+    assert [(s - drawn[0]) % 2**63 for s in drawn] == [0, 1, 2]
 
 
 def test_unknown_parameter_is_named():
@@ -98,7 +156,7 @@ def test_min_tokens_above_max_tokens():
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"num_pages": 0}, "num_pages=0: must be at least 2"),
+        ({"num_pages": 0}, "num_pages=0: must be between 2 and"),
         ({"page_size": 24}, "power of two"),
         ({"max_rows": 0}, "max_rows=0"),
         ({"num_drafts": -1}, "num_drafts=-1: must be between 0 and 16"),

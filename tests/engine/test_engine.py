@@ -76,6 +76,28 @@ def test_logits_that_are_not_finite_end_one_request_alone(options: dict[str, obj
     assert tokens([outputs[0], outputs[2]]) == tokens(run(build().engine, good))
 
 
+@pytest.mark.parametrize("part", ["join", "set_pages"])
+def test_a_fault_while_a_request_is_seated_ends_it_alone(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    some = cases(6, max_tokens=20)
+    engine = build(max_rows=3, **TREE).engine
+    method, calls = getattr(engine.runner.seats, part), 0
+
+    def fail_once(*arguments: object) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise OverflowError("int too large to convert")
+        method(*arguments)
+
+    monkeypatch.setattr(engine.runner.seats, part, fail_once)
+    outputs = run(engine, some)  # which checks that every page is given back
+    failed = [i for i, output in enumerate(outputs) if output.finish_reason == "error"]
+    assert len(failed) == 1
+    assert "ended it alone" in str(outputs[failed[0]].error)
+    others = [i for i in range(6) if i not in failed]
+    assert tokens([outputs[i] for i in others]) == tokens(run(build().engine, [some[i] for i in others]))
+
+
 @pytest.mark.parametrize(
     "sampling",
     [

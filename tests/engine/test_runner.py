@@ -15,7 +15,7 @@ from peregrine.engine.request import RoundDrafts
 from peregrine.engine.runner import VARIANTS, Runner, offered_drafts
 from peregrine.kernels.sampling.reference import Features
 from peregrine.sampling import MAX_LOGPROBS
-from peregrine.spec.state import Rows
+from peregrine.spec.state import MAX_VIEWS, Rows
 from spec.harness import build
 
 PARTS = ("sampled", "filtered", "penalised", "biased", "min_len")
@@ -110,3 +110,12 @@ def test_offered_drafts_are_the_first_nodes_after_the_root(count: int, tokens: l
     offered = [0] + [1] * count + [0] * (3 - count)
     window = torch.tensor([[10, 11, 12, 13], [0, 0, 1, 2], offered])
     assert offered_drafts(window, [1]) == RoundDrafts(tokens, [0, 1][:count], [1])
+
+
+def test_the_views_of_batch_shapes_are_bounded() -> None:
+    seats = build().engine.runner.seats
+    first = seats.view(Rows(1, 64))
+    assert seats.view(Rows(1, 64)) is first  # kept while there is room
+    for places in range(64, 64 * (MAX_VIEWS + 40), 64):
+        seats.view(Rows(1, places))
+    assert len(seats._views) <= MAX_VIEWS

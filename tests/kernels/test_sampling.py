@@ -135,6 +135,36 @@ def test_masks_drop_illegal_tokens_before_filters_and_leave_other_rows_alone(by_
     assert chooses(logits, positions, replace(sampling, masks=masks), masked, context)[2, 1] == -1
 
 
+@pytest.mark.parametrize("function", [choose, choose_torch])
+@pytest.mark.parametrize("poison", [0x7FC00000, -0x400000, 0x7F800000, -0x800000], ids=["nan", "-nan", "inf", "-inf"])
+def test_rows_that_are_partly_not_finite_end_under_every_parameter(function, poison):
+    """NaN with its sign set orders below all numbers, and once kept the search for top-p going for ever."""
+    rows = mixed_rows()
+    logits, positions, context = window(len(rows), 4, 300)
+    sampling = sampling_of(rows)
+    expected = function(logits, positions, sampling, ALL, context)
+    broken = logits.clone()
+    bits = broken.view(torch.int32)
+    bits[:, 1, ::3] = poison
+    bits[:, 2, context.history[0, :20]] = poison
+    bits[:, 3, 299] = poison
+    tokens = function(broken, positions, sampling, ALL, context)
+    assert (tokens[:, 1:] == -1).all()
+    assert torch.equal(tokens[:, 0], expected[:, 0])
+
+
+@pytest.mark.parametrize("function", [choose, choose_torch])
+@pytest.mark.parametrize("filters", [{"top_p": 0.9}, {"top_k": 3}, {"top_k": 9, "top_p": 0.5, "min_p": 0.1}, {}])
+def test_scores_that_overflow_end_with_a_token(function, filters):
+    """A logit over a tiny penalty is inf, and a stop id is kept from being chosen all the same."""
+    logits, positions, context = window(1, 4, 300)
+    stops = tuple(context.history[0, :4].tolist())
+    sampling = sampling_of([Params(repetition=1e-45, stops=stops, min_len=10**6, **filters)])
+    tokens = function(logits, positions, sampling, ALL, context)
+    assert ((tokens >= 0) & (tokens < 300)).all()
+    assert not set(tokens.flatten().tolist()) & set(stops)
+
+
 def test_finite_extremes_are_not_a_fault():
     logits = torch.tensor([[[3.4e38, -3.4e38, 0.0]]])
     positions = torch.zeros(1, 1, dtype=torch.int64)

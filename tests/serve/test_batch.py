@@ -15,6 +15,7 @@ from peregrine import SamplingParams
 from peregrine.errors import ConfigError
 from peregrine.serve.batch import Batch
 from peregrine.serve.batch_output import BatchOutput
+from peregrine.spec.state import SeatEntry
 from serve.conftest import Served
 from spec.harness import tiny_model
 
@@ -82,6 +83,26 @@ def test_answers_equal_offline_ones_and_errors_stay_with_their_line(server: Serv
         "text": 400,
     }
     assert lines["unknown"]["response"]["body"]["error"]["param"] == "colour"
+
+
+def test_a_line_that_overflows_or_cannot_be_seated_ends_alone(
+    server: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seats = server.llm.engine.runner.seats
+    join = seats.join
+
+    def fail_for_seed_13(seat: int, entry: SeatEntry) -> None:
+        if entry.seed == 13:
+            raise OverflowError("number too large")
+        join(seat, entry)
+
+    monkeypatch.setattr(seats, "join", fail_for_seed_13)
+    bad = [request(name, prompt="x", **{name: 2**63}) for name in ("top_k", "min_tokens", "max_tokens", "seed")]
+    fault, good = request("fault", prompt="Once", seed=13), request("good", prompt="Once", max_tokens=2, seed=1)
+    batch = run(server, write(tmp_path / "in.jsonl", [*bad, fault, good]), tmp_path / "out.jsonl")
+    statuses = {name: line["response"]["status_code"] for name, line in read(tmp_path / "out.jsonl").items()}
+    assert statuses == {"top_k": 400, "min_tokens": 400, "max_tokens": 400, "seed": 400, "fault": 500, "good": 200}
+    assert batch.num_refused == 5
 
 
 def test_a_second_run_does_nothing(server: Served, tmp_path: Path) -> None:

@@ -43,7 +43,12 @@ def admit(request_id: int, prompt: list[int], params: SamplingParams, limits: Li
     if params.num_drafts is not None and params.num_drafts > limits.num_drafts:
         remedy = f"use 0 to {limits.num_drafts}, or start the engine with more"
         raise RequestError("num_drafts", params.num_drafts, f"the engine drafts {limits.num_drafts} deep", remedy)
+    if params.n != 1:
+        raise RequestError("n", params.n, "a stream or a request is one generation", "use LLM.generate, or n=1")
     room = limits.max_len - len(prompt)
+    if params.min_tokens > room:
+        problem = f"the prompt's {len(prompt)} tokens leave room for {room} in the context of {limits.max_len}"
+        raise RequestError("min_tokens", params.min_tokens, problem, f"use at most {room}")
     if params.max_tokens is not None and params.max_tokens > room:
         problem = f"the prompt's {len(prompt)} tokens and max_tokens exceed the context of {limits.max_len}"
         raise RequestError("max_tokens", params.max_tokens, problem, f"use at most {room}")

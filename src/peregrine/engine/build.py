@@ -15,11 +15,12 @@ from peregrine.cache.pages import PagePool
 from peregrine.cache.prefix import PrefixTree
 from peregrine.config import Decision, EngineConfig
 from peregrine.engine.admission import Limits
-from peregrine.engine.engine import BatchPolicy, Engine
+from peregrine.engine.engine import Engine
 from peregrine.engine.graphs import Graphs
 from peregrine.engine.kernel_costs import choose_kernels, window_shapes
 from peregrine.engine.memory import explain_memory, make_stores, pick_num_pages, scratch_bytes, store_shape_of
 from peregrine.engine.page_ledger import PageLedger
+from peregrine.engine.policy import BatchPolicy
 from peregrine.engine.runner import VARIANTS, Runner
 from peregrine.engine.sources import ModelSource, open_source
 from peregrine.errors import ConfigError

@@ -2,10 +2,11 @@
 
 import itertools
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from peregrine.engine.admission import Limits, admit, features_of, matcher_limits, seat_entry
 from peregrine.engine.page_ledger import PageLedger
+from peregrine.engine.policy import BatchPolicy, next_admitted
 from peregrine.engine.prefill import next_chunks, read_chunks
 from peregrine.engine.request import Delta, Request, TokenLogprob
 from peregrine.engine.runner import RowResult, Runner
@@ -14,21 +15,13 @@ from peregrine.grammar import GrammarCompiler, Matcher
 from peregrine.hardware import current_device
 from peregrine.kernels.round import FINISH_FAULT, FINISH_LENGTH, FINISH_NONE, FINISH_STOP
 from peregrine.kernels.sampling import Features
+from peregrine.log import logger
 from peregrine.sampling import SamplingParams
 from peregrine.text.stream import TextStream
 from peregrine.text.tokenizer import Tokenizer
 
 FINISH_REASONS = {FINISH_NONE: None, FINISH_STOP: "stop", FINISH_LENGTH: "length", FINISH_FAULT: "error"}
-
-
-@dataclass(frozen=True, slots=True)
-class BatchPolicy:
-    """How requests are batched."""
-
-    max_rows: int
-    prefill_chunk: int  # chunks end at its multiples; also the most tokens prefilled in one step
-    lag: int  # rounds queued before the oldest is read
-    row_sizes: tuple[int, ...] | None  # batches are padded to one of these
+UNSEATED = "the engine could not take the request's parameters, and ended it alone; its log says why"
 
 
 class Engine:
@@ -120,36 +113,45 @@ class Engine:
     # Prompts.
 
     def _admit_waiting(self) -> None:
-        """Move requests from the queue into prefill, in order, while there are rows and pages for them."""
-        while self.waiting and len(self.running) + len(self.reading) < self.policy.max_rows:
-            request = self.waiting[0]
+        """Move requests from the queue into prefill while there are rows and pages for them."""
+        while (request := next_admitted(self.waiting, self.reading, len(self.running), self.policy)) is not None:
             if self._blocked == (request.id, self.ledger.version):
                 return
             if not self.ledger.admit(request, self._reach(request)):
                 self._blocked = request.id, self.ledger.version
                 return
-            self.waiting.popleft()
+            self.waiting.remove(request)
             request.begin(next(self._admissions))
             self.reading.append(request)
 
     def _prefill(self) -> None:
         """Read the next chunk of prompts, and seat the requests whose prompts are read."""
-        unread = [request for request in self.reading if request.read_len < request.num_tokens - 1]
+        unread = [request for request in self.reading if request.num_unread]
         if unread:
             chunks = next_chunks(unread, self.policy.prefill_chunk)
             read_chunks(self.runner.target, self.runner.drafter, chunks, self.ledger.page_size)
-        for request in [r for r in self.reading if r.read_len == r.num_tokens - 1]:
-            self.reading.remove(request)
-            self.ledger.share(request)
-            self._take_seat(request)
+        self._seat_read(share=True)
 
     def seat_unread(self) -> None:
         """Benchmark hook: admit and seat waiting requests without prefill."""
         self._admit_waiting()
         for request in self.reading:
             request.read_len = request.num_tokens - 1
-            self._take_seat(request)
-        self.reading.clear()
+        self._seat_read(share=False)
+
+    def _seat_read(self, share: bool) -> None:
+        """Seat requests whose prompts are read, oldest first, while there are seats; their pages may be shared."""
+        read = [request for request in self.reading if not request.num_unread]
+        for request in read[: self.policy.max_rows - len(self.running)]:
+            self.reading.remove(request)
+            if share:
+                self.ledger.share(request)
+            try:
+                self._take_seat(request)
+            except Exception:  # of this request's own values: the others go on
+                logger.exception("request %d could not be seated", request.id)
+                request.failure = UNSEATED
+                self._ended.append(self._finish(request, Delta(request.id), "error"))
 
     # Seats.
 

@@ -3,7 +3,7 @@
 import contextlib
 from pathlib import Path
 
-from peregrine.errors import CheckpointError
+from peregrine.errors import CheckpointError, shown
 
 ASSETS = Path(__file__).parents[1] / "assets"
 NEEDED = ["*.json", "*.safetensors", "*.jinja"]
@@ -24,9 +24,8 @@ def find_model(name: str) -> Path:
     if name.count("/") == 1 and not name.startswith((".", "/", "~")):
         return from_hub(name)
     embedded = ", ".join(embedded_models()) or "none"
-    shown = name if len(name) <= 80 else f"{name[:77]}..."
     raise CheckpointError(
-        f"model={shown!r}: no such folder, and not an embedded model (embedded: {embedded}); "
+        f"model={shown(name)}: no such folder, and not an embedded model (embedded: {embedded}); "
         "pass a folder in Hugging Face format"
     )
 

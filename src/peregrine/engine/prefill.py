@@ -1,4 +1,4 @@
-"""Prefill: prompts are read in ragged chunks between rounds, cut at multiples of the chunk size.
+"""Prefill: prompts are read in ragged chunks between rounds; the prompts that wait share a chunk.
 
 A prompt is read up to, and not including, its last token. That token is the root of the request's first round, so
 tokens are chosen in one place only, and a prompt that is cached up to its last token needs no prefill at all.
@@ -31,18 +31,20 @@ class PromptChunk:
 
 
 def next_chunks(requests: list[Request], chunk_size: int) -> list[PromptChunk]:
-    """What to read in one step: first come first served, up to `chunk_size` tokens in all."""
-    chunks: list[PromptChunk] = []
-    room = chunk_size
-    for request in requests:
-        start = request.read_len
-        border = (start // chunk_size + 1) * chunk_size
-        end = min(border, request.num_tokens - 1)
-        if chunks and end - start > room:
-            break
-        chunks.append(PromptChunk(request, start, end))
-        room -= end - start
-    return chunks
+    """What to read in one step of the requests with unread tokens, oldest first: `chunk_size` tokens in all.
+
+    Half of it is the oldest prompt's. The rest goes to the prompts with the least left to read, so that a short one
+    does not wait for long ones; sizes are compared as powers of two, the older first among equals, so that long
+    prompts are read one after the other. How a prompt is cut changes no bit.
+    """
+    shares = dict.fromkeys((request.id for request in requests), 0)
+    oldest, room = requests[0], chunk_size
+    by_size = sorted(requests, key=lambda request: request.num_unread.bit_length())
+    for request, most in ((oldest, -(-chunk_size // 2)), *((request, chunk_size) for request in by_size)):
+        share = min(request.num_unread - shares[request.id], most, room)
+        shares[request.id] += share
+        room -= share
+    return [PromptChunk(r, r.read_len, r.read_len + shares[r.id]) for r in requests if shares[r.id]]
 
 
 def read_chunks(target: BoundModel, drafter: Drafter, chunks: list[PromptChunk], page_size: int) -> None:

@@ -161,6 +161,11 @@ class Request:
         return len(self.tokens) - len(self.prompt)
 
     @property
+    def num_unread(self) -> int:
+        """Tokens to be read before the first round; the newest token is its root and is not read."""
+        return len(self.tokens) - 1 - self.read_len
+
+    @property
     def wants_scores(self) -> bool:
         """Whether log-probabilities of the prompt were asked for and are not complete."""
         return self.params.prompt_logprobs is not None and self.num_scored < len(self.prompt) - 1

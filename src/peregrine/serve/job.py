@@ -1,18 +1,17 @@
 """From a request body to the engine's requests: prompts as token ids, and one set of sampling parameters per choice."""
 
-import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 
 from peregrine.errors import RequestError
 from peregrine.llm import LLM
-from peregrine.sampling import SEED_BITS, SamplingParams
+from peregrine.sampling import SamplingParams
 from peregrine.serve.protocol import ChatBody, CompletionBody, Generation, Message
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default
 # Fields of a body that SamplingParams has under the same name and with the same kind of value.
-SAME_NAME = {entry.name for entry in fields(SamplingParams)} & set(Generation.model_fields) - {"seed", "logit_bias"}
+SAME_NAME = {entry.name for entry in fields(SamplingParams)} & set(Generation.model_fields) - {"logit_bias"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,23 +103,13 @@ def plain_messages(messages: list[Message]) -> list[dict[str, str]]:
 
 
 def sampling_of(body: Generation, more: dict[str, int | None]) -> list[SamplingParams]:
-    """One set of parameters per choice: equal but for the seeds, which follow each other."""
+    """One set of parameters per choice."""
     asked = body.model_dump(include=SAME_NAME, exclude_none=True)
     if body.logit_bias is not None:
         asked["logit_bias"] = {token_id(key): bias for key, bias in body.logit_bias.items()}
     if body.speculation is not None:
         asked["num_drafts"] = body.speculation.num_drafts
-    seed = secrets.randbits(SEED_BITS) if body.seed is None else body.seed
-    return [
-        SamplingParams(
-            **asked,
-            **more,  # type: ignore[arg-type]
-            # Past the largest seed they begin at 0; a seed that is too large to begin with is refused.
-            seed=(seed + choice) % 2**SEED_BITS if seed < 2**SEED_BITS else seed,
-            report_drafts=body.return_speculation is True,
-        )
-        for choice in range(body.n or 1)
-    ]
+    return SamplingParams(**asked, **more, report_drafts=body.return_speculation is True).generations()  # type: ignore[arg-type]
 
 
 def token_id(key: str) -> int:

@@ -13,9 +13,8 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, FailFast, Field, Tag, model_validator
 
 from peregrine.errors import RequestError
-from peregrine.sampling import MAX_BIAS, SamplingParams
+from peregrine.sampling import MAX_BIAS, MAX_CHOICES, SamplingParams
 
-MAX_CHOICES = 128
 MAX_LABELS = 16
 
 UNCONSTRAINED = "constrained output is not supported; describe the format in the prompt"

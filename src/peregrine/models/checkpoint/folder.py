@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from peregrine.errors import CheckpointError
+from peregrine.errors import CheckpointError, shown
 from peregrine.files import read_object
 
 MAX_WHOLE = 2**31 - 1  # more than any size of a model
@@ -50,9 +50,7 @@ class Fields:
 
     def refusal(self, name: str, problem: str, remedy: str) -> CheckpointError:
         """The error that says why this field cannot be honoured."""
-        shown = repr(self.values.get(name))
-        shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
-        return CheckpointError(f"{self.source}: {name}={shown}: {problem}; {remedy}")
+        return CheckpointError(f"{self.source}: {name}={shown(self.values.get(name))}: {problem}; {remedy}")
 
     def whole(self, name: str, default: int | None = None, minimum: int = 1, maximum: int = MAX_WHOLE) -> int:
         """A whole number from `minimum` to `maximum`; refused when absent without a default."""
