@@ -71,7 +71,7 @@ def test_missing_unexpected_and_misshaped_tensors_are_named(target: Decoder, tmp
         ),
         ({"model_type": "mamba", "architectures": ["MambaEagle3"]}, ["model_type='mamba'", "llama, mistral"]),
         ({"hidden_act": "relu"}, ["hidden_act='relu'"]),
-        ({"speculators_model_type": "dflash"}, ["speculators_model_type='dflash'", "eagle3 and mtp"]),
+        ({"speculators_model_type": "peagle"}, ["speculators_model_type='peagle'", "eagle3, mtp, dflash, dspark"]),
         (
             {"speculators_model_type": "eagle3", "transformer_layer_config": SHAPE},
             ["norm_before_residual=None", "missing"],

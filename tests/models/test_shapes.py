@@ -9,8 +9,9 @@ from peregrine.errors import ConfigError
 from peregrine.models.experts import Experts
 from peregrine.models.loading import num_weights
 from peregrine.sampling import SamplingParams
-from peregrine.synthetic import shapes
-from peregrine.synthetic.shapes import DRAFT_VOCAB, SHAPES, draw_decoder, draw_head, draw_prediction_layer, shape_config
+from peregrine.synthetic import heads, shapes
+from peregrine.synthetic.heads import DRAFT_VOCAB, draw_head, draw_prediction_layer
+from peregrine.synthetic.shapes import SHAPES, draw_decoder, shape_config
 from spec.harness import Case, build, run, tokens
 
 # Billions of parameters, as the models' cards have them.
@@ -104,7 +105,7 @@ def test_a_head_fits_its_target(tiny: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert head.draft_to_target is not None
     assert len(head.draft_to_target) == min(DRAFT_VOCAB, 8192)
     assert not head.layer_config.qk_norm  # public heads are Llama layers for every target
-    monkeypatch.setattr(shapes, "DRAFT_VOCAB", 1000)
+    monkeypatch.setattr(heads, "DRAFT_VOCAB", 1000)
     ids = draw_head(target).draft_to_target
     assert ids is not None
     assert len(ids) == 1000
@@ -116,8 +117,10 @@ def test_an_engine_of_a_shape_runs_and_its_head_changes_no_token(tiny: str) -> N
     case = Case((5, 6, 7), SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True))
     options: dict[str, object] = {"num_pages": 40, "max_len": 100, "device": "cpu"}
     plain = build(tiny, drafter="none", **options)  # type: ignore[arg-type]
-    drafted = build(tiny, drafter="eagle3", **options)  # type: ignore[arg-type]
-    assert tokens(run(plain.engine, [case])) == tokens(run(drafted.engine, [case]))
+    expected = tokens(run(plain.engine, [case]))
+    for name in ("eagle3", "dflash", "dspark"):
+        drafted = build(tiny, drafter=name, **options)  # type: ignore[arg-type]
+        assert tokens(run(drafted.engine, [case])) == expected
     assert "for measuring only" in next(d.because for d in plain.decisions if d.field == "model")
 
 
@@ -136,7 +139,7 @@ def test_a_prediction_layer_is_made_like_the_last_layer(mla_shape: str) -> None:
     assert (head.embedding, head.head, head.taps) == (None, None, (6,))
 
 
-@pytest.mark.parametrize("drafter", ["auto", "eagle3"])
+@pytest.mark.parametrize("drafter", ["auto", "eagle3", "dspark"])
 def test_drafters_of_an_mla_shape_change_no_token(mla_shape: str, drafter: str) -> None:
     case = Case((5, 6, 7), SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True))
     options: dict[str, object] = {"num_pages": 40, "max_len": 100, "device": "cpu"}

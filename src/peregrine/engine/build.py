@@ -33,7 +33,7 @@ from peregrine.models.config import ModelConfig
 from peregrine.models.decoder import Decoder
 from peregrine.spec.bound import BoundModel
 from peregrine.spec.judge import judge
-from peregrine.spec.registry import StoreShape, make_drafter
+from peregrine.spec.registry import DraftSource, StoreShape, make_drafter
 from peregrine.spec.state import SeatState
 from peregrine.spec.types import Drafter
 from peregrine.synthetic.judge import simulated_judge
@@ -93,7 +93,7 @@ def _build(asked: EngineConfig, device: torch.device) -> Built:
 
     shapes = [store_shape_of(target)] + ([draft.store_shape] if draft.store_shape else [])
     kv_dtype = resolve_kv_dtype(asked.kv_dtype, dtype)
-    backend, why = pick_backend(asked, target, shapes, dtype, kv_dtype)
+    backend, why = pick_backend(asked, target, draft, shapes, dtype, kv_dtype)
     decisions.take("attention", (backend.name, why))
     graphs = decisions.take("graphs", pick_graphs(asked, device))
     scratch = scratch_bytes(asked, target.config, max_len, dtype) if device.type == "cuda" else 0
@@ -168,7 +168,12 @@ def pick_dtype(asked: EngineConfig, device: torch.device, source: ModelSource) -
 
 
 def pick_backend(
-    asked: EngineConfig, target: Decoder, shapes: Sequence[StoreShape], dtype: torch.dtype, kv_dtype: torch.dtype
+    asked: EngineConfig,
+    target: Decoder,
+    draft: DraftSource,
+    shapes: Sequence[StoreShape],
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
 ) -> tuple[AttentionBackend, str]:
     """The attention backend of the target and the drafter, and why."""
     shared_kv = any(shape.kv.shared for shape in shapes)
@@ -180,7 +185,7 @@ def pick_backend(
         kv_dtype=kv_dtype,
         page_size=asked.page_size,
         head_dim=target.config.kv_shape.key_dim,
-        tree_masks=asked.tree is not None,
+        tree_masks=asked.tree is not None or draft.sees_both_ways,
         windows=any(window is not None for window in target.config.windows),
         sinks=False,
         shared_kv=shared_kv,

@@ -12,7 +12,7 @@ from torch import Tensor
 from peregrine.attention import AttentionBackend, LayerAttention
 from peregrine.attention.metadata import AttentionMetadata
 from peregrine.cache.store import KVStore
-from peregrine.models.draft_heads import DraftHead
+from peregrine.models.draft_heads import StepHead
 from peregrine.spec.bound import BoundModel, last_layer
 from peregrine.spec.types import Chunk, Seen
 
@@ -44,7 +44,7 @@ class HeadReader:
     first_place = 0
     reads_next_token = True
 
-    def __init__(self, head: DraftHead, store: KVStore, backend: AttentionBackend) -> None:
+    def __init__(self, head: StepHead, store: KVStore, backend: AttentionBackend) -> None:
         self.head, self.store, self.backend = head, store, backend
         self.layers: Sequence[LayerAttention] = head.layer_attention()
         self.taps = head.taps

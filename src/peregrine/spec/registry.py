@@ -10,9 +10,10 @@ from peregrine.config import TreeShape
 from peregrine.errors import ConfigError
 from peregrine.models.checkpoint.weights import Weights
 from peregrine.models.decoder import Decoder
-from peregrine.models.draft_heads import DraftHead, has_prediction_layer, is_head, load_head
+from peregrine.models.draft_heads import BlockHead, DraftHead, StepHead, has_prediction_layer, is_head, load_head
 from peregrine.models.loading import load_decoder
 from peregrine.models.rope_table import SPARE_POSITIONS
+from peregrine.spec.block import BlockDrafter
 from peregrine.spec.bound import BoundModel
 from peregrine.spec.chain import ChainDrafter
 from peregrine.spec.ngram import NgramDrafter
@@ -48,6 +49,11 @@ class DraftSource:
             config = self.network.config
             return StoreShape(config.num_layers, config.kv_shape)
         return StoreShape(self.network.num_layers, self.network.kv_shape)
+
+    @property
+    def sees_both_ways(self) -> bool:
+        """Whether drafting needs attention with masks, as trees do."""
+        return isinstance(self.network, BlockHead) and not all(self.network.config.causal)
 
 
 def find_drafter(name: str, model: Weights, target: Decoder) -> DraftSource:
@@ -98,10 +104,15 @@ def make_drafter(
         if tree is not None:
             raise ConfigError(f"drafter={source.name!r}: guesses no trees; leave tree out or choose a draft head")
         return DRAFTERS[source.name](num_drafts)
+    if isinstance(source.network, BlockHead):
+        if tree is not None:
+            raise ConfigError(f"drafter={source.name!r}: a block head guesses no trees yet; leave tree out")
+        return BlockDrafter(source.network, store, backend, num_drafts)
     reader: DraftReader
     if isinstance(source.network, Decoder):
         reader = ModelReader(BoundModel(source.network, source.network.layer_attention(), store, backend))
     else:
+        assert isinstance(source.network, StepHead)
         reader = HeadReader(source.network, store, backend)
     if tree is None or tree.width == 1:
         return ChainDrafter(reader, num_drafts if tree is None else tree.depth)

@@ -4,8 +4,6 @@ The text is noise and never ends by itself; arithmetic and memory are those of t
 prediction layer where the shape has one, else an EAGLE-3 head.
 """
 
-from dataclasses import replace
-
 import torch
 from torch import nn
 
@@ -13,12 +11,9 @@ from peregrine.errors import ConfigError
 from peregrine.models.checkpoint.folder import Fields
 from peregrine.models.config import ModelConfig
 from peregrine.models.decoder import Decoder
-from peregrine.models.draft_heads import Eagle3Config, Eagle3Head, MTPHead, default_taps, prediction_layer
 from peregrine.models.families import parse_config
-from peregrine.models.layers import pack_linears
 
 PREFIX = "shape:"
-DRAFT_VOCAB = 32000
 _LLAMA_ROPE = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -130,42 +125,6 @@ def draw_decoder(
     decoder = Decoder(config, device, dtype, num_positions)
     draw_here(decoder, seed)
     return decoder.pack()
-
-
-def draw_head(target: Decoder, seed: int = 1) -> Eagle3Head:
-    """An EAGLE-3 head for the target, of the usual shape: one Llama layer, a draft vocabulary of 32k."""
-    config, weight = target.config, target.embedding
-    layer = replace(
-        config,
-        family="llama",
-        num_layers=1,
-        head_dim=config.head_dim if config.mla is None else config.mla.value_dim,
-        windows=(None,),
-        tied=False,
-        qkv_bias=False,
-        qk_norm=False,
-        mla=None,
-        experts=None,
-    )
-    size = min(DRAFT_VOCAB, config.vocab_size)
-    shape = Eagle3Config(
-        layer, default_taps(config.num_layers), config.hidden_size, size, own_embedding=False, own_head=True
-    )
-    spread = torch.arange(size, device=weight.device) * (config.vocab_size // size)
-    head = Eagle3Head(shape, target, weight.device, weight.dtype, spread)
-    draw_here(head, seed)
-    pack_linears(head)
-    return head
-
-
-def draw_prediction_layer(target: Decoder, seed: int = 1) -> MTPHead:
-    """A prediction layer of the kind of the target's last layer; embedding and output head are borrowed."""
-    config, weight = target.config, target.embedding
-    layer = prediction_layer(config, has_experts=config.has_experts(config.num_layers - 1))
-    head = MTPHead(layer, target, weight.device, weight.dtype, hidden_first=False)
-    draw_here(head, seed)
-    pack_linears(head)
-    return head
 
 
 @torch.no_grad()

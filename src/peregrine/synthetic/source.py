@@ -1,6 +1,5 @@
 """The networks of an engine with random weights in the shape of a public model, for benchmarks."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,14 +9,11 @@ from peregrine.errors import ConfigError
 from peregrine.hardware import check_room
 from peregrine.models.config import ModelConfig
 from peregrine.models.decoder import Decoder
-from peregrine.models.draft_heads import DraftHead
 from peregrine.models.loading import num_weights
 from peregrine.spec.registry import DRAFTERS, DraftSource
-from peregrine.synthetic.shapes import draw_decoder, draw_head, draw_prediction_layer, shape_config
+from peregrine.synthetic.heads import SHAPE_DRAFTERS
+from peregrine.synthetic.shapes import draw_decoder, shape_config
 from peregrine.text.tokenizer import Tokenizer
-
-# How to make each drafter that a shape can have.
-SHAPE_DRAFTERS: dict[str, Callable[[Decoder], DraftHead]] = {"eagle3": draw_head, "mtp": draw_prediction_layer}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +39,7 @@ class ShapeSource:
         return draw_decoder(self.config, device, dtype, num_positions=num_positions)
 
     def automatic_drafter(self) -> tuple[str, str]:
-        if self._drafters[0] == "mtp":
+        if "mtp" in self._drafters:
             return "mtp", "the shape has a prediction layer"
         return "eagle3", "a head of the usual shape"
 
@@ -59,5 +55,5 @@ class ShapeSource:
 
     @property
     def _drafters(self) -> list[str]:
-        """Drafters the shape can have; "auto" takes the first."""
-        return ["mtp", "eagle3"] if self.config.num_extra_layers else ["eagle3"]
+        """Drafters the shape can have."""
+        return [name for name in reversed(SHAPE_DRAFTERS) if name != "mtp" or self.config.num_extra_layers]

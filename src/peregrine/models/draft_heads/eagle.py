@@ -11,12 +11,12 @@ from peregrine.models.decoder import Decoder
 from peregrine.models.decoder_layer import Layer
 from peregrine.models.draft_heads.formats import plain_layer_config
 from peregrine.models.draft_heads.opened import Blueprint, OpenedHead, is_ignorable, require_same
-from peregrine.models.draft_heads.parts import DraftHead
+from peregrine.models.draft_heads.parts import StepHead
 from peregrine.models.families import family_of
 from peregrine.models.layers import Linear
 
 
-class EagleHead(DraftHead):
+class EagleHead(StepHead):
     """One linear over (embedding, normed target state), then plain layers.
 
     There is no norm before the first layer and none before the output head.

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 
 from peregrine.attention import Attend
-from peregrine.errors import CheckpointError
 from peregrine.kernels.norm import norm_pair
 from peregrine.kernels.residual import Residual
 from peregrine.kernels.runtime.cpu_graph import CpuGraphs
@@ -15,13 +14,12 @@ from peregrine.models.config import ModelConfig
 from peregrine.models.decoder import Decoder
 from peregrine.models.decoder_layer import Layer
 from peregrine.models.draft_heads.formats import plain_layer_config, read_taps, read_variant
-from peregrine.models.draft_heads.opened import Blueprint, OpenedHead, is_ignorable, require_same
-from peregrine.models.draft_heads.parts import DraftHead, input_norm
+from peregrine.models.draft_heads.opened import Blueprint, OpenedHead, is_ignorable, read_draft_to_target, require_same
+from peregrine.models.draft_heads.parts import StepHead, input_norm
 from peregrine.models.families import family_of
 from peregrine.models.layers import MLP, QKV, Attention, Linear, LiveRows, RMSNorm
 
 MAX_GRAPH_ROWS = 64  # larger windows are not run from recorded kernel calls
-_INTEGERS = ("I64", "I32")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +39,7 @@ class Eagle3Config:
     norm_output: bool = False  # the next step reads the normed hidden state
 
 
-class Eagle3Head(DraftHead):
+class Eagle3Head(StepHead):
     """Taps fused by one linear, a layer over (embedding, hidden), further plain layers, a norm and an output head.
 
     The returned hidden state has not passed the final norm, unless `norm_output` is set.
@@ -228,34 +226,9 @@ def eagle3_blueprint(source: OpenedHead, target: Decoder) -> Blueprint:
     )
     if config.own_embedding and not config.own_head and fields.layer.flag("tie_word_embeddings", False):
         raise fields.layer.refusal("tie_word_embeddings", "no lm_head.weight is stored", "store it untied")
-    draft_to_target = _draft_to_target(source, config)
+    draft_to_target = read_draft_to_target(source, draft_vocab_size, layer.vocab_size)
     return Blueprint(
         eagle3_plan(config),
         is_ignorable,
         lambda device, dtype: Eagle3Head(config, target, device, dtype, draft_to_target),
     )
-
-
-def _draft_to_target(source: OpenedHead, config: Eagle3Config) -> Tensor | None:
-    """The target id of each draft id; None where the vocabularies are the same. [Vd] i64"""
-    weights, size = source.weights, config.draft_vocab_size
-    place = f"d2t in {str(weights.folder)!r}"
-    if "d2t" not in source.stored:
-        if size != config.layer.vocab_size:
-            raise CheckpointError(
-                f"no {place}: the head guesses {size} of the target's {config.layer.vocab_size} tokens and "
-                "must say which; use the files the config belongs to"
-            )
-        return None
-    name = source.stored["d2t"]
-    if weights.shape(name) != (size,) or weights.stored_dtype(name) not in _INTEGERS:
-        found = f"{weights.stored_dtype(name)} {list(weights.shape(name))}"
-        raise CheckpointError(f"{place} is {found}, not whole numbers [{size}]; use the files the config belongs to")
-    own = torch.arange(size)
-    ids = weights.tensor(name).long() + own
-    if not torch.equal(ids.clamp(0, config.layer.vocab_size - 1), ids):
-        raise CheckpointError(
-            f"{place} maps outside the target's {config.layer.vocab_size} tokens; it must hold offsets, "
-            "target id minus draft id"
-        )
-    return None if size == config.layer.vocab_size and torch.equal(ids, own) else ids

@@ -44,6 +44,10 @@ class Kind(Enum):
     EAGLE3 = "EAGLE-3"
     EAGLE = "EAGLE"
     MTP = "MTP"
+    BLOCK = "DFlash or DSpark"
+
+
+_SPECULATORS = {"eagle3": Kind.EAGLE3, "mtp": Kind.MTP, "dflash": Kind.BLOCK, "dspark": Kind.BLOCK}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +64,15 @@ def head_kind(config: Fields, names: Set[str]) -> Kind | None:
     """The kind of head a config and its tensors make up; None if they are no head."""
     said = config.text("speculators_model_type", "")
     if said:
-        if said not in ("eagle3", "mtp"):
-            raise config.refusal("speculators_model_type", "supported are eagle3 and mtp", "choose another head")
-        return Kind.EAGLE3 if said == "eagle3" else Kind.MTP
+        if said not in _SPECULATORS:
+            supported = ", ".join(_SPECULATORS)
+            raise config.refusal("speculators_model_type", f"supported are {supported}", "choose another head")
+        return _SPECULATORS[said]
     words = " ".join([*config.texts("architectures"), config.text("method", "")]).lower()
+    if "dflash2" in words:
+        raise config.refusal("architectures", "DFlash 2 heads are not supported", "choose a DFlash or DSpark head")
+    if "dflash" in words or "dspark" in words:
+        return Kind.BLOCK
     stripped = {name.removeprefix("model.") for name in names}
     if "eagle3" in words or any(name.startswith(("midlayer.", "layers.0.hidden_norm.")) for name in stripped):
         return Kind.EAGLE3
@@ -86,6 +95,10 @@ def canonical_names(kind: Kind, names: Set[str]) -> dict[str, str]:
     if kind is Kind.MTP:
         return {name: name for name in names}
     stored = {name.removeprefix("model."): name for name in names}
+    if kind is Kind.BLOCK:
+        return {
+            n.replace("midlayer.", "layers.0.", 1) if n.startswith("midlayer.") else n: s for n, s in stored.items()
+        }
     if kind is Kind.EAGLE3:
         for old, new in _RENAMED:
             stored = {new + n.removeprefix(old) if n.startswith(old) else n: s for n, s in stored.items()}

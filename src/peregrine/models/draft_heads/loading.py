@@ -11,6 +11,7 @@ from peregrine.errors import CheckpointError
 from peregrine.models.checkpoint.folder import Fields
 from peregrine.models.checkpoint.weights import Weights
 from peregrine.models.decoder import Decoder
+from peregrine.models.draft_heads.block import block_blueprint
 from peregrine.models.draft_heads.eagle import eagle_blueprint
 from peregrine.models.draft_heads.eagle3 import eagle3_blueprint
 from peregrine.models.draft_heads.formats import Kind, canonical_names, head_kind, mtp_prefixes, open_fields
@@ -18,7 +19,12 @@ from peregrine.models.draft_heads.mtp import mtp_blueprint
 from peregrine.models.draft_heads.opened import OpenedHead
 from peregrine.models.draft_heads.parts import DraftHead
 
-_BLUEPRINTS = {Kind.EAGLE3: eagle3_blueprint, Kind.EAGLE: eagle_blueprint, Kind.MTP: mtp_blueprint}
+_BLUEPRINTS = {
+    Kind.EAGLE3: eagle3_blueprint,
+    Kind.EAGLE: eagle_blueprint,
+    Kind.MTP: mtp_blueprint,
+    Kind.BLOCK: block_blueprint,
+}
 
 
 def is_head(source: str | Path | Weights) -> bool:
@@ -44,7 +50,7 @@ def load_head(
     if kind is None:
         raise CheckpointError(
             f"{str(weights.folder)!r} holds no draft head: neither its architectures nor its tensors are those of "
-            "EAGLE-3 (midlayer.*), EAGLE (fc, layers.*) or MTP (mtp_layers.*, layers.N.eh_proj); "
+            "EAGLE-3 (midlayer.*), EAGLE (fc, layers.*), MTP (mtp_layers.*, layers.N.eh_proj), DFlash or DSpark; "
             "give a head's folder"
         )
     opened = OpenedHead(open_fields(config, kind), weights, canonical_names(kind, weights.names()))

@@ -19,7 +19,7 @@ from peregrine.models.draft_heads.formats import (
     prediction_layer,
 )
 from peregrine.models.draft_heads.opened import Blueprint, OpenedHead, is_ignorable, require_same
-from peregrine.models.draft_heads.parts import DraftHead, input_norm
+from peregrine.models.draft_heads.parts import StepHead, input_norm
 from peregrine.models.families import family_of
 from peregrine.models.layers import Linear, RMSNorm
 
@@ -37,7 +37,7 @@ _MTP_NAMES = {
 }
 
 
-class MTPHead(DraftHead):
+class MTPHead(StepHead):
     """Norms of embedding and hidden state, one linear over both, a decoder layer, a norm, an output head.
 
     The layer is of the target's kind, MLA and experts included. The next step reads the normed hidden state. MiMo puts

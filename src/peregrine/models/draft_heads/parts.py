@@ -26,7 +26,7 @@ class Lender:
 
 
 class DraftHead(nn.Module, ABC):
-    """A network that predicts the next token from (hidden state, next token) pairs.
+    """A network that drafts from the target's hidden states.
 
     Embedding and output head are its own or borrowed from the target.
     """
@@ -57,12 +57,6 @@ class DraftHead(nn.Module, ABC):
     @abstractmethod
     def fuse(self, tapped: Tensor) -> Tensor:
         """The target's taps as one hidden state each. [N, len(taps) * Ht] -> [N, H]"""
-
-    @abstractmethod
-    def forward(
-        self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, live: Tensor | None = None
-    ) -> Tensor:
-        """tokens [N], hidden [N, H], positions [N] -> the next hidden states, [N, H], or [R, H] of live rows."""
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
@@ -105,6 +99,16 @@ class DraftHead(nn.Module, ABC):
             next_norm = last_norm if last else input_norm(layers[i + 1])
             residual = layer.after_attention(attended, rows.residual if rows else residual, next_norm)
         return residual
+
+
+class StepHead(DraftHead):
+    """A head that drafts token by token: it predicts the next token from (hidden state, next token) pairs."""
+
+    @abstractmethod
+    def forward(
+        self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, live: Tensor | None = None
+    ) -> Tensor:
+        """tokens [N], hidden [N, H], positions [N] -> the next hidden states, [N, H], or [R, H] of live rows."""
 
 
 def input_norm(layer: nn.Module) -> RMSNorm | None:

@@ -1,0 +1,119 @@
+"""DFlash and DSpark heads in their public layouts: drafts equal a plain second implementation, tokens do not change."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from peregrine.errors import ConfigError, PeregrineError
+from peregrine.sampling import SamplingParams
+from spec.block_heads import BLOCK, BlockReference, block_head, calm_model
+from spec.harness import VOCAB, Case, accept_length, build, cases, prompts, run, tiny_model, tokens
+
+HEADS: dict[str, dict[str, Any]] = {
+    "dflash": {},
+    "dflash, speculators, part of the vocabulary": {"layout": "speculators", "draft_vocab": 200},
+    "dflash, causal": {"causal": True},
+    "dspark": {"layout": "deepspec", "markov": "vanilla", "confidence": True},
+    "dspark, gated": {"layout": "speculators", "markov": "gated"},
+    "dspark, rnn": {"layout": "deepspec", "markov": "rnn"},
+}
+BIGRAMS = {"layout": "deepspec", "markov": "vanilla", "knows_bigrams": True}
+
+
+@torch.inference_mode()
+def offered(options: dict[str, object], some: list[Case], model: Path) -> list[tuple[list[int], list[int]]]:
+    """(text before the round, drafts offered in it) of every round of the cases, all in one batch."""
+    engine = build(model, max_rows=3, page_size=8, prefill_chunk=16, **options).engine
+    requests = [engine.prepare(list(case.prompt), case.params) for case in some]
+    texts, rounds = {r.id: list(r.prompt) for r in requests}, []
+    for request in requests:
+        engine.enqueue(request)
+    while engine.has_work:
+        for delta in engine.step():
+            if delta.drafts is not None and delta.drafts.tokens:
+                rounds.append((list(texts[delta.request_id]), delta.drafts.tokens))
+            texts[delta.request_id] += delta.token_ids
+    return rounds
+
+
+def greedy(count: int, max_tokens: int) -> list[Case]:
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, report_drafts=True, ignore_eos=True)
+    return [Case(prompt, params) for prompt in prompts(count, seed=4)]
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_drafts_are_those_of_a_plain_implementation(name: str) -> None:
+    attention = "torch" if name in ("dflash", "dspark") else "auto"
+    head, given = HEADS[name], block_head(**HEADS[name])
+    reference = BlockReference.of(given, tiny_model(), head.get("markov"), head.get("causal", False))
+    options = {"drafter": str(given), "num_drafts": 5, "attention": attention}
+    rounds = offered(options, greedy(3, 10), tiny_model())
+    assert len(rounds) >= 3 * 8
+    for text, drafts in rounds:
+        assert drafts == reference.drafts(text, 5)[: len(drafts)]
+
+
+def test_drafts_after_accepted_drafts_are_those_of_a_plain_implementation() -> None:
+    """A head that knows what follows a token, on a model that mostly goes by it: windows are accepted in part."""
+    given = block_head(**BIGRAMS)
+    reference = BlockReference.of(given, calm_model(), "vanilla")
+    for pages in (600, 14):  # few: requests are preempted and read again
+        options = {"drafter": str(given), "num_drafts": BLOCK, "num_pages": pages}
+        some = greedy(4, 40)
+        rounds = offered(options, some, calm_model())
+        for text, drafts in rounds:
+            assert drafts == reference.drafts(text, BLOCK)[: len(drafts)]
+        assert len(rounds) < 4 * 39 / 2  # more than two tokens a round
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_no_token_changes(name: str) -> None:
+    some = cases(10, max_tokens=24, seed=77)
+    plain = tokens(run(build().engine, some))
+    options = {"drafter": str(block_head(**HEADS[name])), "num_drafts": 6}
+    assert tokens(run(build(max_rows=4, **options).engine, some)) == plain
+
+
+def test_accepted_blocks_change_no_token() -> None:
+    some = cases(10, max_tokens=48, seed=78)
+    plain = tokens(run(build(calm_model()).engine, some))
+    options = {"drafter": str(block_head(**BIGRAMS)), "num_drafts": BLOCK}
+    for size, pages in ((16, 600), (4, 60)):
+        outputs = run(build(calm_model(), page_size=size, num_pages=pages, **options).engine, some)
+        assert tokens(outputs) == plain
+        assert accept_length(outputs) > 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"mask_token_id": VOCAB}, "mask_token_id=300: the target has 300 tokens"),
+        ({"block_size": 1}, "block_size=1: not a whole number of at least 2"),
+        ({"target_layer_ids": [0, 3]}, "target_layer_ids=.*the target has 4 layers"),
+        ({"vocab_size": 299}, "vocab_size=299: the head's vocabulary is 299"),
+        ({"markov_rank": 8}, "markov_head.markov_w1.weight"),
+        ({"markov_rank": 8, "markov_head_type": "fir"}, "markov_head_type='fir': supported are vanilla, gated, rnn"),
+        ({"architectures": ["DFlash2DraftModel"]}, "DFlash 2 heads are not supported"),
+        ({"selector_rank": 16}, "selector_rank=16: such heads are not supported"),
+    ],
+)
+def test_a_head_for_another_target_is_refused_by_name(fields: dict[str, object], problem: str, tmp_path: Path) -> None:
+    source = block_head()
+    config = json.loads((source / "config.json").read_text())
+    inner = config["dflash_config"]
+    for name, value in fields.items():
+        (inner if name in inner else config)[name] = value
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").symlink_to(source / "model.safetensors")
+    with pytest.raises(PeregrineError, match=problem):
+        build(drafter=str(tmp_path))
+
+
+def test_more_drafts_than_a_block_holds_are_refused() -> None:
+    with pytest.raises(ConfigError, match="num_drafts=7: this head drafts blocks of 7, at most 6 drafts"):
+        build(drafter=str(block_head()), num_drafts=7)
+    with pytest.raises(ConfigError, match="guesses no trees yet"):
+        build(drafter=str(block_head()), tree=(2, 2, 5))
