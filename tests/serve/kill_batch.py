@@ -13,14 +13,16 @@ import signal
 import sys
 import time
 from pathlib import Path
+from threading import RLock
 
 import torch
+from tqdm import tqdm
 
 from peregrine.engine.build import build_engine
 from peregrine.kernels.runtime.cpu import load_kernels
 from peregrine.llm import LLM, engine_config
 from peregrine.sampling import SamplingParams
-from peregrine.serve.batch import Batch
+from peregrine.serve.batch import Batch, check_source
 from peregrine.serve.batch_output import BatchOutput
 
 KILLS = 20
@@ -35,7 +37,9 @@ def start_batch(model: str, source: Path, target: Path) -> int:
     code = 1
     try:
         with BatchOutput(target) as output, LLM(model, **OPTIONS) as llm:
-            Batch(source, output, llm, "tiny").run()
+            wanted = check_source(source, "tiny")
+            output.resume(wanted)
+            Batch(source, output, llm, "tiny", wanted).run()
         code = 0
     finally:
         os._exit(code)
@@ -58,6 +62,9 @@ def num_lines(target: Path) -> int:
 
 def main(model: str, source: Path, target: Path) -> None:
     """Kill, run again, and let the last run end by itself."""
+    # By default forks share a lock for progress bars, and a run that is killed with it would block all later ones.
+    tqdm.monitor_interval = 0
+    tqdm.set_lock(RLock())
     warm_up(model)
     draw = random.Random(7)
     sizes, killed = [0], 0

@@ -3,17 +3,20 @@
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from peregrine import SamplingParams
-from peregrine.errors import ConfigError
-from peregrine.serve.batch import Batch
+from peregrine.config import EngineConfig
+from peregrine.serve.batch import Batch, check_source
+from peregrine.serve.batch_identity import served_hash
 from peregrine.serve.batch_output import BatchOutput
 from peregrine.spec.state import SeatEntry
 from serve.conftest import Served
@@ -38,11 +41,12 @@ def read(path: Path) -> dict[str, dict[str, Any]]:
     return {line["custom_id"]: line for line in lines}
 
 
-def run(server: Served, source: Path, target: Path) -> Batch:
+def run(server: Served, source: Path, target: Path, served: str = "", redo: bool = False) -> BatchOutput:
+    wanted = check_source(source, served)
     with BatchOutput(target) as output:
-        batch = Batch(source, output, server.llm, "merlin")
-        batch.run()
-    return batch
+        output.resume(wanted, redo)
+        Batch(source, output, server.llm, "merlin", wanted).run()
+    return output
 
 
 def test_answers_equal_offline_ones_and_errors_stay_with_their_line(server: Served, tmp_path: Path) -> None:
@@ -61,9 +65,9 @@ def test_answers_equal_offline_ones_and_errors_stay_with_their_line(server: Serv
             {"custom_id": "text", "method": "POST", "url": "/v1/completions", "body": "x"},
         ],
     )
-    batch = run(server, source, tmp_path / "out.jsonl")
+    output = run(server, source, tmp_path / "out.jsonl")
     lines = read(tmp_path / "out.jsonl")
-    assert batch.num_refused == 7
+    assert output.num_refused == 7
     one = lines["one"]["response"]
     expected = server.llm.generate("Once upon a time", SamplingParams(seed=3, max_tokens=12))[0]
     assert (one["status_code"], one["body"]["choices"][0]["text"]) == (200, expected.text)
@@ -144,17 +148,124 @@ def test_a_file_that_is_not_a_batch_is_refused_before_anything_runs(
     assert not (tmp_path / "out.jsonl").exists()
 
 
-def test_outputs_of_something_else_are_not_continued(server: Served, tmp_path: Path) -> None:
-    source = write(tmp_path / "in.jsonl", [request("a", prompt="x", max_tokens=1)])
-    other = tmp_path / "other.jsonl"
-    other.write_text('{"custom_id": "b"}\n')
-    with pytest.raises(ConfigError, match="answers 'b', which"):
-        run(server, source, other)
-    other.write_text("hello\n")
-    with pytest.raises(ConfigError, match="line 1: is not a line of a batch's output"):
-        run(server, source, other)
-    with BatchOutput(tmp_path / "out.jsonl"), pytest.raises(ConfigError, match="another batch is writing"):
-        run(server, source, tmp_path / "out.jsonl")
+@pytest.fixture
+def batch(server: Served, peregrine: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
+    """The command on in.jsonl and out.jsonl, with the server's model."""
+    monkeypatch.setattr("peregrine.cli.batch.open_llm", lambda options: nullcontext(server.llm))
+    return lambda *more: peregrine("batch", str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"), *more)
+
+
+def test_answers_to_something_else_do_not_count(batch: Run, tmp_path: Path) -> None:
+    """The same custom_id with another body: the command stops, and --redo asks that one again."""
+    target = tmp_path / "out.jsonl"
+    asked = [request(name, prompt="Once", max_tokens=2, seed=1) for name in "abc"]
+    write(tmp_path / "in.jsonl", asked)
+    assert batch()[0] == 0
+    before = target.read_bytes()
+    write(tmp_path / "in.jsonl", [{**line, "body": dict(reversed(line["body"].items()))} for line in asked])
+    assert batch()[0] == 0  # the order of keys means nothing
+    asked[1]["body"]["prompt"] = "One day"
+    write(tmp_path / "in.jsonl", asked)
+    code, _, err = batch()
+    assert code == 2
+    assert "body, model or sampling defaults have changed since 'b' was answered, and 0 others" in err
+    assert "--redo" in err
+    assert target.read_bytes() == before
+    assert batch("--name", "other")[0] == 2
+    target.chmod(0o600)
+    assert batch("--redo")[0] == 0
+    old, new = {line["custom_id"]: line for line in map(json.loads, before.splitlines())}, read(target)
+    assert [new[name] == old[name] for name in "abc"] == [True, False, True]
+    assert target.stat().st_mode & 0o777 == 0o600
+    assert len(list(tmp_path.iterdir())) == 2  # nothing is left beside the two files
+    assert batch()[0] == 0
+
+
+def test_refusals_stand_until_they_are_redone(batch: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked = [request("good", prompt="x", max_tokens=1), request("bad", prompt="x", max_tokens=1, temperature=-1)]
+    write(tmp_path / "in.jsonl", asked)
+    code, _, err = batch()
+    assert (code, "2 requests answered, 1 of them refused; --redo asks those again" in err) == (1, True)
+    with monkeypatch.context() as patch:
+        patch.delattr("peregrine.cli.batch.open_llm")  # all is answered: no model is loaded
+        assert batch()[0] == 1
+    good = read(tmp_path / "out.jsonl")["good"]
+    assert batch("--redo")[0] == 1
+    asked[1]["body"]["temperature"] = 1
+    write(tmp_path / "in.jsonl", asked)
+    assert batch("--redo")[0] == 0
+    lines = read(tmp_path / "out.jsonl")
+    assert lines["good"] == good
+    assert lines["bad"]["response"]["status_code"] == 200
+
+
+@pytest.mark.parametrize("link", [Path.samefile, Path.symlink_to, Path.hardlink_to])
+def test_the_input_is_not_the_output(peregrine: Run, tmp_path: Path, link: Callable[..., object]) -> None:
+    source = write(tmp_path / "in.jsonl", [request("a", prompt="x")])
+    target = source if link == Path.samefile else tmp_path / "out.jsonl"
+    link(target, source)
+    before = source.read_bytes()
+    code, _, err = peregrine("batch", str(source), str(target))
+    assert (code, "is the input, too" in err) == (2, True)
+    assert source.read_bytes() == before
+
+
+ANSWER = {
+    "id": "batch_req_1",
+    "custom_id": "a",
+    "response": {"status_code": 200, "request_id": "r", "body": {}},
+    "error": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("hello\n", "line 1: is not a line of a batch's output"),
+        ("my thesis, without a line break at its end", "line 1: is not a line"),
+        ('{"custom_id": "a"}\n', "line 1: is not a line"),
+        (json.dumps({**ANSWER, "response": None}) + "\n", "line 1: is not a line"),
+        (json.dumps(request("a")) + "\n", "line 1: is not a line"),
+        (json.dumps(ANSWER) + "\nnotes", "line 2: is not a line"),
+        (2 * (json.dumps(ANSWER) + "\n"), "line 2: answers 'a' again"),
+        (json.dumps(ANSWER) + "\n", "have changed since 'a'"),  # of another program
+        (json.dumps({**ANSWER, "custom_id": "b"}) + '\n{"id": "batch_req_', "answers 'b', which is not asked"),
+    ],
+)
+def test_files_of_something_else_are_left_alone(batch: Run, tmp_path: Path, text: str, said: str) -> None:
+    write(tmp_path / "in.jsonl", [request("a", prompt="x", max_tokens=1)])
+    (tmp_path / "out.jsonl").write_text(text)
+    code, _, err = batch()
+    assert (code, said in err) == (2, True)
+    assert (tmp_path / "out.jsonl").read_text() == text
+
+
+def test_one_batch_at_a_time_and_regular_files_alone(batch: Run, peregrine: Run, tmp_path: Path) -> None:
+    source = str(write(tmp_path / "in.jsonl", [request("a", prompt="x", max_tokens=1)]))
+    with BatchOutput(tmp_path / "out.jsonl"):
+        assert "another batch is writing" in batch()[2]
+    for argv in ((source, "/dev/null"), (source, str(tmp_path)), ("/dev/null", str(tmp_path / "new"))):
+        code, _, err = peregrine("batch", *argv)
+        assert (code, "is not a regular file" in err) == (2, True)
+    assert not (tmp_path / "new").exists()
+
+
+def test_what_is_served_is_told_by_its_contents(tmp_path: Path) -> None:
+    """Weights, tokenizer, generation_config and dtype change answers; path, drafter and pages do not."""
+    folder, moved = tmp_path / "m", tmp_path / "moved"
+    shutil.copytree(tiny_model(), folder)
+    shutil.copytree(folder, moved)
+    first = served_hash("m", EngineConfig(model=str(folder)))
+    assert served_hash("m", EngineConfig(model=str(moved), drafter="none", num_drafts=0, max_rows=2)) == first
+    assert served_hash("n", EngineConfig(model=str(folder))) != first
+    assert served_hash("m", EngineConfig(model=str(folder), dtype="bfloat16")) != first
+    (moved / "generation_config.json").write_text('{"temperature": 0.6}')
+    second = served_hash("m", EngineConfig(model=str(moved)))
+    [weights] = moved.glob("*.safetensors")
+    stored = bytearray(weights.read_bytes())
+    stored[-1] ^= 1
+    weights.write_bytes(stored)
+    assert len({first, second, served_hash("m", EngineConfig(model=str(moved)))}) == 3
 
 
 def test_killed_twenty_times_it_ends_with_every_line_once(tmp_path: Path) -> None:

@@ -3,14 +3,15 @@
     in   {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {...}}
     out  {"id": "x", "custom_id": "a", "response": {"status_code": 200, "request_id": "y", "body": {}}, "error": null}
 
-Responses are written in the order they are finished. A request that is refused has its refusal as its response.
+Responses are written in the order they are finished. A request that is refused has its refusal as its response. An
+answer's id says which request it answers, and by which model (`batch_identity.py`).
 """
 
 import json
 import queue
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from peregrine.engine.loop import Sink
 from peregrine.engine.request import Delta
 from peregrine.errors import ConfigError, EngineFault, PeregrineError, RequestError
 from peregrine.llm import LLM
+from peregrine.serve.batch_identity import answer_id
 from peregrine.serve.batch_output import BatchOutput
 from peregrine.serve.choices import Json
 from peregrine.serve.errors import ApiError, api_error, body_error
@@ -48,14 +50,9 @@ class Entry:
 class Batch:
     """Feeds an engine from a file and writes what comes back."""
 
-    def __init__(self, source: Path, output: BatchOutput, llm: LLM, name: str) -> None:
-        self.source, self.output, self.llm, self.name = source, output, llm, name
-        self.ids = check_source(source)
-        strange = sorted(output.finished - self.ids)
-        if strange:
-            problem = f"answers {strange[0]!r}, which {source} does not ask"
-            raise ConfigError(f"{output.path}: {problem}; name another output file")
-        self.num_refused = 0
+    def __init__(self, source: Path, output: BatchOutput, llm: LLM, name: str, wanted: Mapping[str, str]) -> None:
+        """`wanted` has the id of an answer to each request (`check_source`)."""
+        self.source, self.output, self.llm, self.name, self.wanted = source, output, llm, name, wanted
         self._num_open = 0  # generations the engine has and has not ended
         self._num_tokens = 0
         self._queue: queue.SimpleQueue[tuple[Entry, int, Delta | EngineFault]] = queue.SimpleQueue()
@@ -64,9 +61,9 @@ class Batch:
         """Answer every request that has no line yet."""
         room = ROWS_AHEAD * self.llm.engine.policy.max_rows
         start = time.perf_counter()
-        with tqdm(total=len(self.ids), initial=len(self.output.finished), unit="request", disable=None) as bar:
+        with tqdm(total=len(self.wanted), initial=len(self.output.answers), unit="request", disable=None) as bar:
             for request in read_requests(self.source):
-                if request["custom_id"] not in self.output.finished:
+                if request["custom_id"] not in self.output.answers:
                     bar.update(self._submit(request))
                 while self._num_open >= room:
                     bar.update(self._collect())
@@ -115,14 +112,17 @@ class Batch:
 
     def _line(self, entry: Entry) -> Json:
         try:
-            return line_of(entry.custom_id, 200, entry.writer.whole(entry.deltas))
+            return self._response(entry.custom_id, 200, entry.writer.whole(entry.deltas))
         except EngineFault as error:  # this request's own, such as logits that hold NaN
             return self._refusal(entry.custom_id, error)
 
     def _refusal(self, custom_id: str, error: PeregrineError) -> Json:
-        self.num_refused += 1
         refusal = api_error(error)
-        return line_of(custom_id, refusal.status, refusal.body())
+        return self._response(custom_id, refusal.status, refusal.body())
+
+    def _response(self, custom_id: str, status: int, body: Json) -> Json:
+        response = {"status_code": status, "request_id": f"req_{secrets.token_hex(12)}", "body": body}
+        return {"id": self.wanted[custom_id], "custom_id": custom_id, "response": response, "error": None}
 
 
 def writer_of(request: Json, name: str, llm: LLM) -> ResponseWriter:
@@ -141,12 +141,6 @@ def writer_of(request: Json, name: str, llm: LLM) -> ResponseWriter:
         return ResponseWriter(ENDPOINTS[url], ENDPOINTS[url].body.model_validate(body), llm, name)
     except ValidationError as error:
         raise body_error(error.errors()) from error
-
-
-def line_of(custom_id: str, status: int, body: Json) -> Json:
-    """One line of the output."""
-    response = {"status_code": status, "request_id": f"req_{secrets.token_hex(12)}", "body": body}
-    return {"id": f"batch_req_{secrets.token_hex(12)}", "custom_id": custom_id, "response": response, "error": None}
 
 
 def read_requests(source: Path) -> Iterator[Json]:
@@ -173,11 +167,14 @@ def check_request(line: bytes, place: str) -> Json:
     return request
 
 
-def check_source(source: Path) -> set[str]:
-    """The ids of all requests; ConfigError if the file is not a batch or an id is there twice."""
-    ids: set[str] = set()
+def check_source(source: Path, served: str) -> dict[str, str]:
+    """By custom_id: the id of an answer by what is `served`; ConfigError if the file is not a batch."""
+    if source.exists() and not source.is_file():  # it is read twice
+        raise ConfigError(f"{source}: is not a regular file; write the requests to one")
+    wanted: dict[str, str] = {}
     for request in read_requests(source):
-        if request["custom_id"] in ids:
-            raise ConfigError(f"{source}: custom_id={request['custom_id']!r} is there twice; rename one")
-        ids.add(str(request["custom_id"]))
-    return ids
+        custom_id = str(request["custom_id"])
+        if custom_id in wanted:
+            raise ConfigError(f"{source}: custom_id={custom_id!r} is there twice; rename one")
+        wanted[custom_id] = answer_id(request, served)
+    return wanted
