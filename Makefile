@@ -18,7 +18,7 @@ JOBS ?= 2
 help:
 	@echo "Peregrine: an LLM inference engine built around speculative decoding."
 	@echo ""
-	@echo "  make demo      generate text plain and with speculation, side by side"
+	@echo "  make demo      generate text plain and with speculation, side by side; MODEL=smollm2: a real model's"
 	@echo "  make test      everything a change must pass: format, lint, types, tests"
 	@echo "  make lint      format check, lint and types only"
 	@echo "  make format    rewrite the code in the project's format"
@@ -32,7 +32,7 @@ help:
 	@echo "PYTHON=/path/to/python chooses the interpreter, JOBS=n the number of test workers."
 
 demo: $(STAMP)
-	@$(PY) -m peregrine.cli demo
+	@$(PY) -m peregrine.cli demo $(if $(MODEL),--model $(MODEL) --chat)
 
 doctor: $(STAMP)
 	@$(PY) -m peregrine.cli doctor

@@ -58,7 +58,9 @@ class TreeShape:
 class EngineConfig:
     """The options of an engine; None and "auto" leave the choice to it."""
 
-    model: str = option("merlin", "a folder in Hugging Face format, or the name of an embedded model", "MODEL")
+    model: str = option(
+        "merlin", "a folder in Hugging Face format, a GGUF file, merlin (embedded), or smollm2 (if installed)", "MODEL"
+    )
     drafter: str = option(
         "auto",
         "auto, none, ngram, eagle3, mtp (the checkpoint's own layer), or a folder with a draft head or a small model",

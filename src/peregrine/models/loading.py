@@ -26,11 +26,9 @@ def load_decoder(
     pack: bool = True,
     num_positions: int | None = None,
 ) -> Decoder:
-    """The decoder of a folder (or an opened one), cast to dtype; packed for inference, or plain to be trained on."""
-    config = read_config(source.folder if isinstance(source, Weights) else source)
+    """The decoder of a checkpoint, opened or not, cast to dtype; packed for inference, or plain to be trained on."""
     weights = Weights.of(source)
-    plan = decoder_plan(config)
-    weights.check(plan, ignorable=lambda name: _ignorable(name, config))
+    config, plan = check_decoder(weights)
     _tell_float8(weights.float8_size(plan), dtype)
     decoder = Decoder(config, device, dtype, num_positions)
     if pack:
@@ -38,6 +36,14 @@ def load_decoder(
     else:
         weights.fill(decoder, plan)
     return decoder
+
+
+def check_decoder(weights: Weights) -> tuple[ModelConfig, Plan]:
+    """The config and the plan of a checkpoint's decoder, if its tensors are those of its config; none is read."""
+    config = read_config(weights.folder)
+    plan = decoder_plan(config)
+    weights.check(plan, ignorable=lambda name: _ignorable(name, config))
+    return config, plan
 
 
 def _tell_float8(size: int, dtype: torch.dtype) -> None:

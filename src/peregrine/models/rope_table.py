@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from peregrine.errors import CheckpointError
 from peregrine.models.checkpoint.folder import Fields
 
 # Draft tokens may lie past the last position that can be committed; their table rows must exist.
@@ -46,15 +47,38 @@ class YarnScaling:
     mscale_all_dim: float = 0.0  # MLA: scales q . k by a magnitude; 0: off
 
 
-Scaling = LinearScaling | Llama3Scaling | YarnScaling
+@dataclass(frozen=True, slots=True)
+class LongScaling:
+    """Each frequency divided by a factor of its own; the table is scaled by attention_factor.
+
+    Models have two sets of factors, for contexts up to the original length and for longer ones. One of them is chosen
+    once, by the length of the table, so that keys in the cache fit queries of any length.
+    """
+
+    short_factors: tuple[float, ...]
+    long_factors: tuple[float, ...]
+    original_positions: int
+    attention_factor: float
+
+
+Scaling = LinearScaling | Llama3Scaling | YarnScaling | LongScaling
 
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Theta and scaling of a rotary embedding over whole heads."""
+    """Theta and scaling of a rotary embedding, and how much of a head it rotates.
+
+    What is not rotated is a pair with frequency zero, so tables cover whole heads in any case. Where a part of a head
+    is rotated, loading orders its rows so that pairs lie half a head apart (`families/family.py`).
+    """
 
     theta: float
     scaling: Scaling | None
+    share: float = 1.0  # of a head; 0: no positions (NoPE)
+
+    def rotated(self, head_dim: int) -> int:
+        """How many entries of a head are rotated."""
+        return int(head_dim * self.share)
 
 
 _KEYS = {
@@ -72,14 +96,17 @@ _KEYS = {
         "truncate",
         "finetuned",
     },
+    "longrope": {"short_factor", "long_factor", "factor", "original_max_position_embeddings", "attention_factor"},
 }
+_RENAMED = {"su": "longrope"}  # kinds that older configs call otherwise
 
 
-def read_rope(config: Fields, max_positions: int) -> Rope:
+def read_rope(config: Fields, max_positions: int, may_be_partial: bool = False) -> Rope:
     """The rope of a config, from `rope_parameters` or from `rope_scaling` and `rope_theta`."""
     name = "rope_scaling" if config.values.get("rope_scaling") else "rope_parameters"
     fields = config.inner(name)
     kind = fields.text("rope_type", fields.text("type", "default"))
+    kind = _RENAMED.get(kind, kind)
     if kind not in _KEYS:
         raise fields.refusal(
             "rope_type" if "rope_type" in fields else "type",
@@ -90,23 +117,24 @@ def read_rope(config: Fields, max_positions: int) -> Rope:
     if theta <= 1:
         place = fields if "rope_theta" in fields else config
         raise place.refusal("rope_theta", "not above 1: frequencies must fall", "correct the config")
-    for place in (config, fields):
-        if place.number("partial_rotary_factor", 1.0) != 1.0:
-            raise place.refusal(
-                "partial_rotary_factor", "only whole heads are rotated", "choose a checkpoint with factor 1"
-            )
+    stated = fields if "partial_rotary_factor" in fields else config
+    share = stated.number("partial_rotary_factor", 1.0)
+    if share > 1 or (share != 1 and not may_be_partial):
+        raise stated.refusal("partial_rotary_factor", "this family rotates whole heads", "choose one with factor 1")
     known = _KEYS[kind] | {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
     for key in fields.values:
         if key not in known:
             raise fields.refusal(
                 key, f"not a field of rope type {kind!r}", "remove it if the model was trained without it"
             )
-    return Rope(theta, _read_scaling(kind, fields, config, max_positions))
+    return Rope(theta, _read_scaling(kind, fields, config, max_positions), share)
 
 
 def _read_scaling(kind: str, fields: Fields, config: Fields, max_positions: int) -> Scaling | None:
     if kind == "default":
         return None
+    if kind == "longrope":
+        return _read_long(fields, config, max_positions)
     factor = fields.number("factor")
     if kind == "linear":
         return LinearScaling(factor)
@@ -126,6 +154,17 @@ def _read_scaling(kind: str, fields: Fields, config: Fields, max_positions: int)
         truncate=fields.flag("truncate", True),
         mscale_all_dim=fields.number("mscale_all_dim") if fields.values.get("mscale_all_dim") else 0.0,
     )
+
+
+def _read_long(fields: Fields, config: Fields, max_positions: int) -> LongScaling:
+    original = fields.whole("original_max_position_embeddings", max_positions)
+    original = config.whole("original_max_position_embeddings", original)
+    factor = fields.number("factor", max_positions / original)
+    grown = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    short, long = (fields.numbers(f"{name}_factor") for name in ("short", "long"))
+    if not short or len(short) != len(long):
+        raise fields.refusal("long_factor", f"not as many as short_factor's {len(short)}", "correct the config")
+    return LongScaling(short, long, original, fields.number("attention_factor", grown))
 
 
 def yarn_magnitude(factor: float, weight: float) -> float:
@@ -156,7 +195,11 @@ def rope_fields(rope: Rope) -> dict[str, Any]:
             scaling |= {"beta_fast": fast, "beta_slow": slow, "attention_factor": attention_factor}
             scaling |= {"mscale_all_dim": mscale_all_dim} if mscale_all_dim else {}
             fields["rope_scaling"] = scaling | {"truncate": truncate}
-    return fields
+        case LongScaling(short, long, original, attention_factor):
+            scaling = {"rope_type": "longrope", "short_factor": list(short), "long_factor": list(long)}
+            scaling |= {"original_max_position_embeddings": original, "attention_factor": attention_factor}
+            fields["rope_scaling"] = scaling
+    return fields | ({"partial_rotary_factor": rope.share} if rope.share != 1 else {})
 
 
 def usable_positions(rope: Rope, max_positions: int) -> int:
@@ -166,9 +209,10 @@ def usable_positions(rope: Rope, max_positions: int) -> int:
     return max_positions
 
 
-def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
-    """Radians per position of each pair of a head. [head_dim / 2] float32, on the CPU."""
-    plain = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
+def inverse_frequencies(rope: Rope, rotated: int, num_positions: int) -> Tensor:
+    """Radians per position of each rotated pair of a head. [rotated / 2] float32, on the CPU."""
+    powers = rope.theta ** (torch.arange(0, rotated, 2, dtype=torch.float32) / rotated)
+    plain = 1.0 / powers
     match rope.scaling:
         case None:
             return plain
@@ -178,6 +222,13 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
             return _llama3(plain, rope.scaling)
         case YarnScaling():
             return _yarn(plain, rope.scaling, rope.theta)
+        case LongScaling(short, long, original, _):
+            factors = torch.tensor(long if num_positions > original else short, dtype=torch.float32)
+            if len(factors) != len(powers):
+                raise CheckpointError(
+                    f"rope: {len(factors)} factors for {len(powers)} rotated pairs; correct the config"
+                )
+            return 1.0 / (factors * powers)
 
 
 def _llama3(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
@@ -210,8 +261,11 @@ def _yarn(plain: Tensor, scaling: YarnScaling, theta: float) -> Tensor:
 def rope_table(rope: Rope, head_dim: int, num_positions: int, device: torch.device | str) -> Tensor:
     """cos | sin of every position, attention factor folded in. [num_positions + spare, head_dim] float32."""
     positions = torch.arange(num_positions + SPARE_POSITIONS, dtype=torch.float32)
-    angles = positions[:, None] * inverse_frequencies(rope, head_dim)[None, :]  # [C, D/2]
-    table = torch.cat((angles.cos(), angles.sin()), dim=1)
-    if isinstance(rope.scaling, YarnScaling):
-        table = table * rope.scaling.attention_factor
-    return table.to(device)
+    rotated = rope.rotated(head_dim)
+    angles = positions[:, None] * inverse_frequencies(rope, rotated, num_positions)[None, :]  # [C, rotated / 2]
+    scale = rope.scaling.attention_factor if isinstance(rope.scaling, YarnScaling | LongScaling) else 1.0
+    table = torch.zeros(len(positions), 2, head_dim // 2)
+    table[:, 0, :] = 1.0  # of what is not rotated
+    table[:, 0, : rotated // 2] = angles.cos() * scale
+    table[:, 1, : rotated // 2] = angles.sin() * scale
+    return table.flatten(1).to(device)

@@ -58,18 +58,30 @@ class Tokenizer:
         folder = Path(folder)
         backend, decoders = _read_backend(folder)
         config = _read_config(folder)
+        return cls.of(f"{folder}/tokenizer_config.json", backend, decoders, config, _chat_templates(folder, config))
+
+    @classmethod
+    def of(
+        cls,
+        source: str,
+        backend: Backend,
+        decoders: set[str],
+        config: Mapping[str, object],
+        chat_templates: Mapping[str, str],
+    ) -> "Tokenizer":
+        """A tokenizer of its parts; config has the fields of tokenizer_config.json, and `source` names its file."""
         named_tokens, extra_tokens = _special_tokens(config)
         _register(backend, config, [*named_tokens.values(), *extra_tokens])
         vocabulary = backend.get_vocab(with_added_tokens=True)
         byte_ids = {
             id: int(found[1], 16) for token, id in vocabulary.items() if (found := _BYTE_TOKEN.fullmatch(token))
         }
-        bos_id = _named_id(folder, backend, named_tokens, "bos_token")
+        bos_id = _named_id(source, backend, named_tokens, "bos_token")
         return cls(
             backend=backend,
             vocab_size=max(vocabulary.values(), default=-1) + 1,
             bos_id=bos_id,
-            eos_id=_named_id(folder, backend, named_tokens, "eos_token"),
+            eos_id=_named_id(source, backend, named_tokens, "eos_token"),
             special_ids=frozenset(id for id, token in backend.get_added_tokens_decoder().items() if token.special),
             byte_ids=byte_ids if "ByteFallback" in decoders else {},
             byte_level="ByteLevel" in decoders,
@@ -77,7 +89,7 @@ class Tokenizer:
             and bos_id is not None
             and backend.encode("", add_special_tokens=True).ids[:1] != [bos_id],
             named_tokens=named_tokens,
-            chat_templates=_chat_templates(folder, config),
+            chat_templates=chat_templates,
         )
 
     @property
@@ -226,14 +238,14 @@ def _added_tokens(listed: object) -> dict[int, AddedToken]:
     return tokens
 
 
-def _named_id(folder: Path, backend: Backend, named_tokens: Mapping[str, str], name: str) -> int | None:
+def _named_id(source: str, backend: Backend, named_tokens: Mapping[str, str], name: str) -> int | None:
     text = named_tokens.get(name)
     if text is None:
         return None
     id = backend.token_to_id(text)
     if id is None:
         raise CheckpointError(
-            f"{folder}/tokenizer_config.json: {name} is {text!r}, which tokenizer.json does not hold; "
+            f"{source}: {name} is {text!r}, which the vocabulary does not hold; "
             "name a token of the vocabulary, or null for none"
         )
     return id

@@ -10,13 +10,14 @@ from typing import Any
 
 from peregrine.errors import CheckpointError, shown
 from peregrine.files import read_object
+from peregrine.models.checkpoint.gguf.header import is_gguf
 
 MAX_WHOLE = 2**31 - 1  # more than any size of a model
 SMALLEST, LARGEST = 1e-30, 1e30  # of a positive number that float32 can compute with
 
 
 def open_folder(folder: str | Path) -> Path:
-    """The folder as a path; refused if it is not there or is not a folder."""
+    """The folder or GGUF file as a path; refused if it is not there or is another kind of file."""
     path = Path(folder)
     try:
         found = path.exists()
@@ -26,9 +27,10 @@ def open_folder(folder: str | Path) -> Path:
         ) from error
     if not found:
         raise CheckpointError(f"model folder {str(path)!r} does not exist; check the path or download it first")
-    if not path.is_dir():
+    if not path.is_dir() and not is_gguf(path):
         raise CheckpointError(
-            f"model folder {str(path)!r} is a file; give the folder that holds config.json and the weights"
+            f"model folder {str(path)!r} is a file; give the folder that holds config.json and the weights, "
+            "or a GGUF file"
         )
     return path
 
@@ -108,6 +110,15 @@ class Fields:
         ):
             raise self.refusal(name, "not a whole number or a list of them", "correct the config")
         return tuple(value)
+
+    def numbers(self, name: str) -> tuple[float, ...]:
+        """A list of numbers above zero; empty when absent."""
+        value = self.values.get(name)
+        value = [] if value is None else value
+        kinds = isinstance(value, list) and all(type(entry) in (int, float) for entry in value)
+        if not kinds or not all(SMALLEST <= entry <= LARGEST for entry in value):
+            raise self.refusal(name, "not a list of numbers above 0 that float32 can hold", "correct the config")
+        return tuple(float(entry) for entry in value)
 
     def inner(self, name: str) -> "Fields":
         """The JSON object under a field; empty when absent."""

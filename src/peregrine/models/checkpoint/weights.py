@@ -1,4 +1,4 @@
-"""A checkpoint's safetensors files as one set of named tensors, memory-mapped and read one at a time.
+"""A checkpoint's safetensors files, or its GGUF file, as one set of named tensors, mapped and read one at a time.
 
 Pickles are never opened: they run code. Float8 tensors are multiplied by their block scales as they are read; the
 scales do not count as tensors. Names and shapes are compared with the plan before anything is allocated, and every
@@ -18,6 +18,8 @@ from peregrine.errors import CheckpointError
 from peregrine.files import check_regular, read_object
 from peregrine.models.checkpoint import fp8
 from peregrine.models.checkpoint.folder import open_folder
+from peregrine.models.checkpoint.gguf.file import GGUFFile
+from peregrine.models.checkpoint.gguf.header import is_gguf
 from peregrine.models.checkpoint.plan import Plan
 from peregrine.models.layers import Linear, Packable, cache_attributes
 
@@ -46,6 +48,11 @@ class Weights:
     def of(source: "str | Path | Weights") -> "Weights":
         """The tensors of a folder; an opened folder is used as it is."""
         return source if isinstance(source, Weights) else Weights(source)
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether weights are dequantised as they are read from a GGUF file."""
+        return any(isinstance(file, GGUFFile) and file.is_quantised for file in set(self._files.values()))
 
     def names(self) -> set[str]:
         """Names of the stored tensors; float8 scales belong to their tensor and are not listed."""
@@ -157,7 +164,9 @@ def listed(names: list[str]) -> str:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that hold the weights: those of the index, or the only one."""
+    """The files that hold the weights: a GGUF file itself, those of the index, or the only safetensors file."""
+    if folder.is_file():
+        return [folder]
     if (folder / INDEX).exists():
         return _indexed_files(folder)
     if (folder / "model.safetensors").exists():
@@ -200,6 +209,8 @@ def _indexed_files(folder: Path) -> list[Path]:
 
 def _open(path: Path) -> Any:
     check_regular(path)
+    if is_gguf(path):
+        return GGUFFile(path)
     try:
         return safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:

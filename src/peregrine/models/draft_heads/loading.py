@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from peregrine.errors import CheckpointError
-from peregrine.models.checkpoint.folder import Fields
+from peregrine.models.checkpoint.config_file import read_config_file
 from peregrine.models.checkpoint.weights import Weights
 from peregrine.models.decoder import Decoder
 from peregrine.models.draft_heads.block import block_blueprint
@@ -31,7 +31,7 @@ def is_head(source: str | Path | Weights) -> bool:
     """Whether the folder holds a draft head and nothing more."""
     weights = Weights.of(source)
     names = weights.names()
-    kind = head_kind(Fields.read(weights.folder / "config.json"), names)
+    kind = head_kind(read_config_file(weights.folder), names)
     return kind is not None and not (kind is Kind.MTP and "model.norm.weight" in names)
 
 
@@ -45,7 +45,7 @@ def load_head(
 ) -> DraftHead:
     """The folder's draft head, made for this target; packed for inference, or plain to be trained on."""
     weights = Weights.of(source)
-    config = Fields.read(weights.folder / "config.json")
+    config = read_config_file(weights.folder)
     kind = head_kind(config, weights.names())
     if kind is None:
         raise CheckpointError(

@@ -6,6 +6,7 @@ cannot do yet becomes a field of `ModelConfig` that the decoder reads; until the
 
 from pathlib import Path
 
+from peregrine.models.checkpoint.config_file import read_config_file
 from peregrine.models.checkpoint.folder import Fields, open_folder
 from peregrine.models.checkpoint.fp8 import read_blocks
 from peregrine.models.config import ModelConfig
@@ -32,9 +33,9 @@ _QUANTIZED = ("compression_config", "quantize_config")
 
 
 def read_config(folder: str | Path) -> ModelConfig:
-    """The config of a checkpoint folder; generation_config.json wins for the special token ids."""
+    """The config of a checkpoint folder or GGUF file; generation_config.json wins for the special token ids."""
     path = open_folder(folder)
-    fields, generation = Fields.read(path / "config.json"), path / "generation_config.json"
+    fields, generation = read_config_file(path), path / "generation_config.json"
     return parse_config(fields, Fields.read(generation) if generation.exists() else None)
 
 
@@ -51,7 +52,7 @@ def parse_config(fields: Fields, generation: Fields | None = None) -> ModelConfi
         )
     hidden_size = fields.whole("hidden_size")
     declared = fields.whole("max_position_embeddings", 2048, maximum=MAX_POSITIONS)
-    rope = read_rope(fields, declared)
+    rope = read_rope(fields, declared, family.rotates_part)
     positions, vocab_size = usable_positions(rope, declared), fields.whole("vocab_size", maximum=MAX_VOCABULARY)
     if positions > MAX_POSITIONS:
         raise fields.refusal("rope_scaling", f"stretches the context to {positions} positions", "correct the config")

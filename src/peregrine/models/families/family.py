@@ -39,6 +39,7 @@ class Family:
     architectures: tuple[str, ...]
     qk_norm = False  # queries and keys of every head are normed before the rotation
     expert_names = ExpertNames()
+    rotates_part = False  # configs may say that only the first part of a head is rotated
 
     def biases(self, fields: Fields) -> Biases:
         """Which linears have a bias."""
