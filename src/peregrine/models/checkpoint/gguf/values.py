@@ -24,7 +24,7 @@ def require_readable(header: Header) -> None:
     if quantised and not _library_present():
         raise CheckpointError(
             f"{str(header.path)!r} holds {', '.join(quantised)} weights, which the gguf package dequantises; "
-            "install it: pip install 'peregrine[gguf]'"
+            "run: pip install gguf"
         )
 
 
