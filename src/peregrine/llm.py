@@ -98,7 +98,10 @@ class LLM:
             with contextlib.suppress(RuntimeError):  # the event loop was closed
                 loop.call_soon_threadsafe(results.put_nowait, delta)
 
-        request = self.loop.submit(self.encode(prompt), params or SamplingParams(), sink)
+        params = params or SamplingParams()
+        if params.constraint is not None:  # compiled elsewhere: the event loop goes on
+            await asyncio.to_thread(self.engine.compile, params)
+        request = self.loop.submit(self.encode(prompt), params, sink)
         try:
             output = None
             while output is None:

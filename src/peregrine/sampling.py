@@ -50,7 +50,7 @@ class Constraint:
     """The language that a request's text must be a member of."""
 
     kind: str  # one of CONSTRAINTS
-    text: str  # the schema or the choices as JSON, the regex, or the grammar in Lark's syntax
+    text: str  # the schema or the choices as JSON, the regex, or the grammar in Lark's or GBNF's syntax
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

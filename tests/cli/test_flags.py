@@ -2,12 +2,13 @@
 
 import argparse
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 import pytest
 
 from peregrine.cli import flags
 from peregrine.config import EngineConfig, option
-from peregrine.sampling import SamplingParams
+from peregrine.sampling import Constraint, SamplingParams
 
 
 @pytest.fixture
@@ -53,6 +54,21 @@ def test_sampling_values_arrive_as_their_types(parser: argparse.ArgumentParser) 
         "seed": 7,
     }
     assert SamplingParams(**options).stops == ("a", "b")
+
+
+def test_schemas_and_grammars_are_read_from_files(
+    parser: argparse.ArgumentParser, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "schema.json"
+    file.write_text('{"type": "integer"}')
+    options = flags.sampling_options(parser.parse_args(["--json-schema", str(file)]))
+    assert SamplingParams(**options).constraint == Constraint("json_schema", '{"type": "integer"}')
+    options = flags.sampling_options(parser.parse_args(["--choice", "a", "--choice", "b"]))
+    assert SamplingParams(**options).constraint == Constraint("choice", '["a", "b"]')
+    assert flags.sampling_options(parser.parse_args(["--regex", "a+"])) == {"regex": "a+"}
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--grammar", str(tmp_path / "missing")])
+    assert "check the path" in capsys.readouterr().err
 
 
 def test_engine_values_arrive_as_their_types(parser: argparse.ArgumentParser) -> None:

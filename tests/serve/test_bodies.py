@@ -18,6 +18,7 @@ from peregrine.serve.protocol import (
     TokenizeBody,
     WithoutEffect,
 )
+from peregrine.serve.structured import StructuredFields
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 
@@ -109,9 +110,8 @@ def test_fields_without_effect_change_nothing() -> None:
 def test_every_field_is_used_or_accepted_without_effect() -> None:
     """A field that no code reads would be silently ignored."""
     read_elsewhere = {"model", "n", "seed", "logit_bias", "stream", "stream_options", "speculation"}
-    assert set(Generation.model_fields) == SAME_NAME | read_elsewhere | {"return_speculation"} | set(
-        WithoutEffect.model_fields
-    )
+    read_elsewhere |= {"return_speculation", *StructuredFields.model_fields}
+    assert set(Generation.model_fields) == SAME_NAME | read_elsewhere | set(WithoutEffect.model_fields)
     assert {entry.name for entry in fields(SamplingParams)} >= SAME_NAME
 
 

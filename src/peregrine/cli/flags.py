@@ -12,7 +12,7 @@ from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, TypeAlias, get_args, get_origin, get_type_hints
 
 from peregrine.config import EngineConfig, TreeShape
-from peregrine.errors import read_user_text
+from peregrine.errors import ConfigError, read_user_text
 from peregrine.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -57,7 +57,10 @@ def bias_entry(text: str) -> tuple[int, float]:
 
 def text_of(path: str) -> str:
     """The text of a file."""
-    return read_user_text("file", Path(path))
+    try:
+        return read_user_text("file", Path(path))
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 # How a value is read from the command line, by its type.

@@ -74,6 +74,10 @@ class Engine:
             )
         return request
 
+    def compile(self, params: SamplingParams) -> None:
+        """Compile the request's grammar, if it has one, ahead of `prepare`; RequestError if it cannot be honoured."""
+        self._matcher(params)
+
     def _matcher(self, params: SamplingParams) -> Matcher | None:
         """The beginning of the request's grammar, if it has one; compiled here, in the caller's thread."""
         constraint = params.constraint

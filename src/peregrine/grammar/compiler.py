@@ -87,7 +87,7 @@ def compile_constraint(constraint: Constraint, tokenizer: Any) -> Any:
 
 def library_grammar(constraint: Constraint) -> str:
     """The constraint in llguidance's own notation."""
-    from llguidance import LLMatcher, regex_to_lark
+    from llguidance import LLMatcher, grammar_from, regex_to_lark
 
     match constraint.kind:
         case "json_schema":
@@ -101,7 +101,7 @@ def library_grammar(constraint: Constraint) -> str:
             texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in json.loads(constraint.text))
             return str(LLMatcher.grammar_from_lark(f"start: {texts}"))
         case _:
-            return str(LLMatcher.grammar_from_lark(constraint.text))
+            return str(grammar_from("grammar", constraint.text))  # in Lark's or GBNF's syntax
 
 
 def explain(constraint: Constraint, error: str) -> tuple[str, str]:

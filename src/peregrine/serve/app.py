@@ -75,6 +75,7 @@ def generation_routes(service: Service) -> APIRouter:
         asked = (endpoint, body, gateway.llm, service.name)
         large = len(await request.body()) > LARGE_BODY
         writer = await asyncio.to_thread(ResponseWriter, *asked) if large else ResponseWriter(*asked)
+        await gateway.compile(writer.job)
         return JobResponse(gateway, writer)
 
     @router.post("/v1/completions")

@@ -9,6 +9,8 @@ import contextlib
 import math
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from peregrine.engine.loop import Sink
 from peregrine.engine.request import Delta, Output, Request
@@ -19,6 +21,7 @@ from peregrine.serve.job import Job, named_as_in
 from peregrine.serve.settings import ServeConfig
 
 LONGEST_WAIT_S = 60
+COMPILERS = 2  # grammars compiled at once
 
 
 class ClientGone(Exception):
@@ -78,6 +81,7 @@ class Gateway:
         self._event_loop = asyncio.get_running_loop()
         self._queue: deque[tuple[Reply, int, Delta | EngineFault]] = deque()  # from the engine's thread
         self._wakes = False  # a call of _deliver is scheduled
+        self._compilers = ThreadPoolExecutor(COMPILERS, "peregrine-grammar")
         self._seconds = 1.0  # a generation's running time, as a moving average
 
     @property
@@ -89,6 +93,13 @@ class Gateway:
         """End every generation now; their replies get an output with finish_reason "abort"."""
         for request in self._requests.values():
             self.llm.loop.abort(request)
+
+    async def compile(self, job: Job) -> None:
+        """Compile the job's grammar, if it has one, in a thread: neither the event loop nor the engine waits for it."""
+        if job.params[0].constraint is not None:
+            with named_as_in(job.body):
+                call = partial(self.llm.engine.compile, job.params[0])
+                await self._event_loop.run_in_executor(self._compilers, call)
 
     @contextlib.asynccontextmanager
     async def submit(self, job: Job, streamed: bool) -> AsyncIterator[Reply]:

@@ -8,10 +8,14 @@ from peregrine.errors import RequestError
 from peregrine.llm import LLM
 from peregrine.sampling import SamplingParams
 from peregrine.serve.protocol import ChatBody, CompletionBody, Generation, Message
+from peregrine.serve.structured import StructuredFields, asked_constraint
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default
 # Fields of a body that SamplingParams has under the same name and with the same kind of value.
-SAME_NAME = {entry.name for entry in fields(SamplingParams)} & set(Generation.model_fields) - {"logit_bias"}
+SAME_NAME = {entry.name for entry in fields(SamplingParams)} & set(Generation.model_fields) - {
+    "logit_bias",
+    *StructuredFields.model_fields,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,9 @@ def named_as_in(body: CompletionBody | ChatBody) -> Iterator[None]:
     if isinstance(body, ChatBody):
         used = "max_tokens" if body.max_tokens is not None else "max_completion_tokens"
         names |= {"max_tokens": used, "logprobs": "top_logprobs", "prompt": "messages", "text": "messages"}
+    constraint = asked_constraint(body)
+    if constraint is not None:
+        names[constraint.option] = constraint.field
     try:
         yield
     except RequestError as error:
@@ -109,6 +116,9 @@ def sampling_of(body: Generation, more: dict[str, int | None]) -> list[SamplingP
         asked["logit_bias"] = {token_id(key): bias for key, bias in body.logit_bias.items()}
     if body.speculation is not None:
         asked["num_drafts"] = body.speculation.num_drafts
+    constraint = asked_constraint(body)
+    if constraint is not None:
+        asked[constraint.option] = constraint.value
     return SamplingParams(**asked, **more, report_drafts=body.return_speculation is True).generations()  # type: ignore[arg-type]
 
 

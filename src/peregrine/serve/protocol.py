@@ -14,22 +14,20 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fail
 
 from peregrine.errors import RequestError
 from peregrine.sampling import MAX_BIAS, MAX_CHOICES, SamplingParams
+from peregrine.serve.structured import StructuredFields
 
 MAX_LABELS = 16
 
-UNCONSTRAINED = "constrained output is not supported; describe the format in the prompt"
 # field -> (values that ask for nothing, what to do instead)
 REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "audio": ((), "ask for text"),
     "best_of": ((1,), "use n and choose among the answers"),
     "function_call": (("none",), "write the functions into the messages"),
     "functions": (([],), "write the functions into the messages"),
-    "guided_choice": ((), UNCONSTRAINED),
-    "guided_json": ((), UNCONSTRAINED),
-    "guided_regex": ((), UNCONSTRAINED),
+    "guided_decoding_backend": ((), "there is one; leave it out"),
+    "guided_whitespace_pattern": ((), "JSON is written without white space; leave it out"),
     "modalities": ((["text"],), "only text is generated"),
     "reasoning_effort": (("none",), "the model has no such switch; ask in the messages"),
-    "response_format": (({"type": "text"},), UNCONSTRAINED),
     "suffix": (("",), "text is generated after a prompt only; put what matters before it"),
     "tool_choice": (("none",), "write the tools into the messages"),
     "tools": (([],), "write the tools into the messages"),
@@ -146,7 +144,7 @@ def sampling_field(name: str) -> Any:
     return Field(None, description=f"{entry.metadata['help']} (default: {entry.default})")
 
 
-class Generation(WithoutEffect):
+class Generation(WithoutEffect, StructuredFields):
     """Fields that completions and chat completions share. Defaults and limits are those of SamplingParams."""
 
     model: str | None = Field(None, description="The served model's name, as /v1/models lists it.")

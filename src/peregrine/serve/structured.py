@@ -1,0 +1,104 @@
+"""Structured output as clients ask for it: OpenAI's response_format, vLLM's and SGLang's fields, as one constraint."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, Field
+
+from peregrine.errors import RequestError
+
+FORMATS = "text, json_object or json_schema"
+# Fields of a body -> the sampling parameter they are.
+SAME = {
+    "guided_json": "json_schema",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "json_schema": "json_schema",
+    "regex": "regex",
+    "ebnf": "grammar",
+}
+# Fields of vLLM's structured_outputs -> the sampling parameter they are; None: they change nothing here.
+OUTPUTS = {
+    "json": "json_schema",
+    "regex": "regex",
+    "choice": "choice",
+    "grammar": "grammar",
+    "json_object": "json_object",
+    "disable_any_whitespace": None,
+    "disable_fallback": None,
+}
+
+
+class StructuredFields(BaseModel):
+    """Fields of which at most one constrains the text; JSON is written without white space."""
+
+    response_format: dict[str, Any] | None = Field(
+        None, description='OpenAI: {"type": "json_schema", "json_schema": {"schema": {...}}}, json_object or text.'
+    )
+    structured_outputs: dict[str, Any] | None = Field(
+        None, description="vLLM: an object with one of json, regex, choice, grammar, json_object."
+    )
+    guided_json: dict[str, Any] | str | None = Field(None, description="vLLM: a JSON schema.")
+    guided_regex: str | None = Field(None, description="vLLM: a regular expression for the whole text.")
+    guided_choice: list[str] | None = Field(None, description="vLLM: the texts to choose from.")
+    guided_grammar: str | None = Field(None, description="vLLM: a grammar in Lark's or GBNF's syntax.")
+    json_schema: dict[str, Any] | str | None = Field(None, description="SGLang: a JSON schema.")
+    regex: str | None = Field(None, description="SGLang: a regular expression for the whole text.")
+    ebnf: str | None = Field(None, description="SGLang: a grammar in GBNF's or Lark's syntax.")
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A constraint: the body's field it came from, and the sampling parameter that it is."""
+
+    field: str
+    option: str
+    value: object
+
+
+def asked_constraint(body: StructuredFields) -> Asked | None:
+    """What the body asks of the text; RequestError if that is contradictory."""
+    asked = [Asked(name, option, vars(body)[name]) for name, option in SAME.items() if vars(body)[name] is not None]
+    if body.response_format is not None:
+        asked += response_format(body.response_format)
+    if body.structured_outputs is not None:
+        asked += structured_outputs(body.structured_outputs)
+    if len(asked) > 1:
+        raise RequestError(asked[1].field, asked[1].value, f"{asked[0].field} was given, too", "keep one of them")
+    if asked and asked[0].option == "choice" and not asked[0].value:
+        raise RequestError(asked[0].field, asked[0].value, "is empty", "pass one text or more")
+    return asked[0] if asked else None
+
+
+def response_format(given: dict[str, Any]) -> list[Asked]:
+    """OpenAI's field; a schema is honoured whether or not it is called strict."""
+    kind = given.get("type")
+    if kind == "text":
+        return []
+    if kind == "json_object":
+        return [Asked("response_format", "json_object", True)]
+    if kind != "json_schema":
+        raise RequestError("response_format.type", kind, "is not supported", f"use {FORMATS}")
+    described = given.get("json_schema")
+    if not isinstance(described, dict) or not isinstance(described.get("schema"), dict | str):
+        remedy = 'send {"type": "json_schema", "json_schema": {"name": "...", "schema": {...}}}'
+        raise RequestError("response_format.json_schema", described, "has no schema", remedy)
+    return [Asked("response_format.json_schema.schema", "json_schema", described["schema"])]
+
+
+def structured_outputs(given: dict[str, Any]) -> list[Asked]:
+    """vLLM's field."""
+    asked = []
+    for name, value in given.items():
+        field = f"structured_outputs.{name}"
+        if value is None or value is False:
+            continue
+        if name not in OUTPUTS:
+            raise RequestError(field, value, "is not supported", f"use one of {', '.join(OUTPUTS)}")
+        option = OUTPUTS[name]
+        if option is not None:
+            asked.append(Asked(field, option, value))
+    if not asked:
+        raise RequestError("structured_outputs", given, "asks for nothing", "use json, regex, choice or grammar")
+    return asked
