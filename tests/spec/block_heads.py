@@ -116,14 +116,18 @@ class BlockReference:
         target = Reference(own, config, embedding, own["lm_head.weight"])
         return cls(head, target, markov, markov is not None, causal)
 
-    def drafts(self, text: list[int], count: int) -> list[int]:
-        """The greedy drafts after a text whose last token the target has not read."""
+    def hidden(self, text: list[int], count: int) -> Tensor:
+        """The hidden state of each draft after a text whose last token the target has not read. [count, H]"""
         fused, newest = self._fused(text[:-1]), text[-1]
         inputs = count if self.from_newest else count + 1
         x = self.head.embed(torch.tensor([newest] + [MASK] * (inputs - 1)))
         for i in range(2):
             x = self._layer(x, fused, f"layers.{i}")
-        hidden = self.head.norm(x, "norm")[inputs - count :]
+        return self.head.norm(x, "norm")[inputs - count :]
+
+    def drafts(self, text: list[int], count: int) -> list[int]:
+        """The greedy drafts after a text whose last token the target has not read."""
+        hidden, newest = self.hidden(text, count), text[-1]
         scores = hidden @ self.head.output.double().T
         ids = torch.arange(len(scores[0])) + self.head.tensors.get("d2t", torch.zeros(1, dtype=torch.int64))
         made, state = [newest], torch.zeros(RANK).double()

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from peregrine.cli.main import main
 from peregrine.llm import LLM
 from peregrine.sampling import SamplingParams
-from peregrine.train.head import HeadRun
+from peregrine.train.head_run import HeadRun
 from peregrine.train.merlin.pretrain import PretrainOptions
 from peregrine.train.merlin.recipe import MerlinOrder, Shape, make_merlin, make_target
 from peregrine.train.rows import Rows
@@ -96,6 +96,16 @@ def test_a_head_for_a_toy_is_accepted_far_more_often_than_an_untrained_one(
     pytest.importorskip("matplotlib")
     for picture in ("losses.png", "acceptance.png"):
         assert (tmp_path / "head" / picture).read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_block_head_for_a_toy_learns_and_its_report_says_how_well(train: Callable[..., int], tmp_path: Path) -> None:
+    flags = ("--kind", "dspark", "--unroll", "5", "--layers", "1", "--blocks", "16", "--markov-rank", "16")
+    assert train("--tokens", "4000", "--steps", "90", "--rate", "0.01", "--eval-prompts", "4", *flags) == 0
+    report = json.loads((tmp_path / "head" / "report.json").read_text())
+    assert report["kind"] == "dspark"
+    assert {entry["shape"] for entry in report["acceptance"]} == {"chain of 3", "chain of 5"}
+    assert accept_length(report["untrained"], "chain of 3", 0.0) < 1.5
+    assert accept_length(report["acceptance"], "chain of 5", 0.0) > 1.8
 
 
 def test_a_killed_run_ends_with_the_weights_of_an_uninterrupted_one(

@@ -9,6 +9,7 @@ from peregrine.train.options import HeadOptions, HeadOrder, SamplingPlan
 HEAD_EPILOG = """examples:
   peregrine train head --target /models/llama --data chats.jsonl --out /models/llama/eagle3
   peregrine train head --target merlin --data stories.txt chats.txt --shares 0.6 0.4 --out head --minutes 4
+  peregrine train head --target merlin --data texts.txt --out dspark --kind dspark --unroll 7
   peregrine train head --target merlin --data texts.txt --out toy --tokens 20000 --steps 200 --batch 8
 
 Data are .txt or .txt.xz files, documents separated by lines of <|endoftext|>, or .jsonl files with "prompt" or
@@ -40,7 +41,9 @@ def add_command(commands: Commands) -> None:
 
 def add_head(kinds: Commands) -> None:
     """The flags of `train head`."""
-    parser = add_parser(kinds, "head", run_head, "an EAGLE-3 head for any model the engine loads", epilog=HEAD_EPILOG)
+    parser = add_parser(
+        kinds, "head", run_head, "an EAGLE-3, DFlash or DSpark head for any model the engine loads", epilog=HEAD_EPILOG
+    )
     group = parser.add_argument_group("input and output")
     group.add_argument("--target", required=True, metavar="MODEL", help="the model's folder or name")
     group.add_argument("--data", required=True, nargs="+", type=Path, metavar="FILE", help="text to take prompts from")

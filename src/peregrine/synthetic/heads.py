@@ -1,11 +1,9 @@
 """Random draft heads in the usual shapes for a target, drawn and packed on its device; for benchmarks."""
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 
-from peregrine.models.config import ModelConfig
 from peregrine.models.decoder import Decoder
 from peregrine.models.draft_heads import (
     BlockConfig,
@@ -15,6 +13,7 @@ from peregrine.models.draft_heads import (
     Eagle3Head,
     MTPHead,
     default_taps,
+    dense_layers,
     prediction_layer,
 )
 from peregrine.models.layers import pack_linears
@@ -22,22 +21,6 @@ from peregrine.synthetic.shapes import draw_here
 
 DRAFT_VOCAB = 32000
 BLOCK_LAYERS, BLOCK_SIZE, MARKOV_RANK = 5, 16, 256
-
-
-def dense_layers(config: ModelConfig, family: str, num_layers: int) -> ModelConfig:
-    """The config of a head's layers, as wide as its target's."""
-    return replace(
-        config,
-        family=family,
-        num_layers=num_layers,
-        head_dim=config.head_dim if config.mla is None else config.mla.value_dim,
-        windows=(None,) * num_layers,
-        tied=False,
-        qkv_bias=False,
-        qk_norm=family == "qwen3",
-        mla=None,
-        experts=None,
-    )
 
 
 def draw_head(target: Decoder, seed: int = 1) -> Eagle3Head:

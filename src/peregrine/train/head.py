@@ -6,8 +6,7 @@ except that the tokens are the sample's, not drafts. The engine's own head modul
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -17,12 +16,11 @@ from torch.nn import functional as F
 
 from peregrine.errors import ConfigError
 from peregrine.models.decoder import Decoder
-from peregrine.models.draft_heads import Eagle3Config, Eagle3Head, default_taps, save_head
+from peregrine.models.draft_heads import DraftHead, Eagle3Config, Eagle3Head, default_taps, dense_layers
 from peregrine.models.layers import draw_weights
 from peregrine.train.attend import UnrolledAttend, packed_attend
-from peregrine.train.options import AUTO, FULL, HeadOptions
-from peregrine.train.rows import PAD, Rows, SampleRows
-from peregrine.train.run import Run
+from peregrine.train.options import AUTO, FULL
+from peregrine.train.rows import PAD, Rows
 from peregrine.train.samples import Samples
 
 COVERAGE = 0.998  # share of the sampled tokens that an automatic draft vocabulary must contain
@@ -46,42 +44,18 @@ class Outcome:
     agreement: Tensor  # [steps] how often the head's likeliest token is the target's
 
 
-class HeadRun(Run[Rows]):
-    """A run that trains a head; each save also writes the head in bfloat16 into `out`."""
-
-    options: HeadOptions
-
-    def __init__(
-        self, head: Eagle3Head, target: Decoder, options: HeadOptions, rows: SampleRows, folder: Path, out: Path
-    ) -> None:
-        super().__init__(head, options, folder, table="head.weight")
-        self.head, self.target, self.rows, self.out = head, target, rows, out
-
-    @property
-    def tokens_per_step(self) -> int:
-        return self.options.batch_rows * self.rows.row_len
-
-    def batches(self) -> Iterator[Rows]:
-        return self.rows.batches(self.options.batch_rows, self.options.seed, skip=self.step)
-
-    def loss(self, batch: Rows) -> tuple[Tensor, dict[str, Tensor]]:
-        rows = batch.to(self.device)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
-            labels = read_target(self.target, self.head, rows)
-            outcome = head_loss(self.head, rows, labels, self.options.unroll, self.options.step_decay)
-        return outcome.loss, {"losses": outcome.losses, "agreement": outcome.agreement}
-
-    def save(self) -> None:
-        super().save()
-        save_head(self.head, self.out, torch.bfloat16)
-
-
 def pick_taps(num_layers: int) -> tuple[int, ...]:
     """Layers to tap: EAGLE-3's choice if the target is deep enough, else an early, a middle and the last layer."""
     taps = default_taps(num_layers)
     if len(set(taps)) == len(taps) and min(taps) >= 0:
         return taps
     return tuple(sorted({min(1, num_layers // 3), num_layers // 2, num_layers - 1}))
+
+
+def check_taps(taps: tuple[int, ...], num_layers: int) -> None:
+    """Refuse taps that the target does not have."""
+    if not taps or min(taps) < 0 or max(taps) >= num_layers:
+        raise ConfigError(f"taps={taps}: each must be one of the target's layers, 0 to {num_layers - 1}")
 
 
 def draft_ids(samples: Samples, asked: str, vocab_size: int, always: tuple[int, ...]) -> NDArray[np.int64] | None:
@@ -120,22 +94,8 @@ def draft_ids(samples: Samples, asked: str, vocab_size: int, always: tuple[int, 
 def fresh_head(target: Decoder, taps: tuple[int, ...], ids: NDArray[np.int64] | None, seed: int) -> Eagle3Head:
     """A head with random weights, but the target's output head and final norm."""
     config = target.config
-    if not taps or min(taps) < 0 or max(taps) >= config.num_layers:
-        raise ConfigError(f"taps={taps}: each must be one of the target's layers, 0 to {config.num_layers - 1}")
-    layer = replace(
-        config,
-        family="llama",
-        num_layers=1,
-        windows=(None,),
-        tied=False,
-        qkv_bias=False,
-        out_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
-        mla=None,
-        experts=None,
-        num_extra_layers=0,
-    )
+    check_taps(taps, config.num_layers)
+    layer = dense_layers(config, "llama", 1)
     size = config.vocab_size if ids is None else len(ids)
     shape = Eagle3Config(layer, taps, config.hidden_size, size, own_embedding=False, own_head=True)
     chosen = None if ids is None else torch.from_numpy(ids)
@@ -152,7 +112,7 @@ def fresh_head(target: Decoder, taps: tuple[int, ...], ids: NDArray[np.int64] | 
 
 
 @torch.no_grad()
-def read_target(target: Decoder, head: Eagle3Head, rows: Rows) -> Labels:
+def read_target(target: Decoder, head: DraftHead, rows: Rows) -> Labels:
     """Taps and next-token probabilities of the frozen target at every place."""
     attend = packed_attend(target.layer_attention(), rows)
     hidden, tapped = target(rows.tokens.flatten(), rows.positions.flatten(), attend, head.taps)

@@ -8,7 +8,7 @@ from peregrine.errors import ConfigError
 from peregrine.hardware import read_gpu, read_memory
 from peregrine.models.config import ModelConfig
 from peregrine.models.loading import num_weights
-from peregrine.train.options import HeadOrder
+from peregrine.train.options import EAGLE3, HeadOrder
 from peregrine.train.samples import PAGE_SIZE
 
 SHARE = 0.9  # of the free memory or disk that a run may take
@@ -58,7 +58,14 @@ def estimate(order: HeadOrder, config: ModelConfig, dtype: torch.dtype) -> tuple
     scores = options.batch_rows * config.num_heads * plan.max_len**2 * 4
     per_step = places * (draft_vocab * 4 * SCORE_COPIES + hidden * 4 * ACTIVATIONS) + scores * SCORE_COPIES
     labels = places * (config.vocab_size * 4 * 2 + draft_vocab * 4)
-    training = target + head * STATE_BYTES + options.unroll * per_step + labels
+    if order.kind != EAGLE3:
+        tokens = options.batch_rows * options.blocks * (options.unroll + 1)  # of all blocks of an update
+        head = head * order.layers + 2 * order.markov_rank * config.vocab_size
+        seen = tokens * config.num_heads * (plan.max_len + options.blocks * (options.unroll + 1))
+        blocks = tokens * (draft_vocab * 4 * 2 * SCORE_COPIES + hidden * 4 * ACTIVATIONS * order.layers) + seen * 4
+        training = target + head * STATE_BYTES + blocks + labels
+    else:
+        training = target + head * STATE_BYTES + options.unroll * per_step + labels
     return plan.tokens * SAMPLE_BYTES * 2 + head * (STATE_BYTES + 2 + 12), target + cache + logits, training
 
 

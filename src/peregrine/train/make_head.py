@@ -8,21 +8,25 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from peregrine.engine.folders import find_model
 from peregrine.errors import ConfigError
 from peregrine.hardware import resolve_device, resolve_dtype
 from peregrine.models.config import ModelConfig
-from peregrine.models.draft_heads import DraftHead, Eagle3Head, load_head, save_head
+from peregrine.models.decoder import Decoder
+from peregrine.models.draft_heads import BlockHead, DraftHead, Eagle3Head, load_head, save_head
 from peregrine.models.families import read_config
 from peregrine.models.loading import load_decoder, stored_dtype
 from peregrine.text.tokenizer import Tokenizer
 from peregrine.train import report
+from peregrine.train.block import fresh_block_head, pick_block_taps
 from peregrine.train.documents import MERLIN_SHARES, open_sources
-from peregrine.train.head import HeadRun, draft_ids, fresh_head, pick_taps
+from peregrine.train.head import draft_ids, fresh_head, pick_taps
+from peregrine.train.head_run import HeadRun
 from peregrine.train.head_size import check_size
-from peregrine.train.options import FULL, Facts, HeadOrder, SamplingPlan
+from peregrine.train.options import EAGLE3, FULL, Facts, HeadOrder, SamplingPlan
 from peregrine.train.prompts import Prompt, PromptBook
 from peregrine.train.rows import SampleRows, fitting_row_len
 from peregrine.train.run import check_same
@@ -95,8 +99,7 @@ def train_head(order: HeadOrder, folder: Path, samples: Samples, device: torch.d
     target.requires_grad_(False)
     config = target.config
     ids = draft_ids(samples, order.draft_vocab, config.vocab_size, config.eos_ids)
-    taps = order.taps if order.taps is not None else pick_taps(config.num_layers)
-    head = fresh_head(target, taps, ids, order.options.seed)
+    head = new_head(order, target, samples, ids)
     if not (order.work / UNTRAINED).exists():
         save_head(head, order.work / UNTRAINED, torch.bfloat16)
     if order.start is not None:
@@ -116,17 +119,30 @@ def train_head(order: HeadOrder, folder: Path, samples: Samples, device: torch.d
         "row_len": rows.row_len,
         "steps": run.step,
         "options": asdict(order.options),
-        "taps": list(taps),
+        "kind": order.kind,
+        "taps": list(head.taps),
         "draft_vocab": FULL if ids is None else len(ids),
         "draft_vocab_coverage": 1.0 if ids is None else float(np.isin(written, ids).mean()),
         "parameters": sum(parameter.numel() for parameter in head.parameters()),
     }
 
 
-def copy_weights(head: Eagle3Head, start: DraftHead, folder: Path) -> None:
+def new_head(
+    order: HeadOrder, target: Decoder, samples: Samples, ids: NDArray[np.int64] | None
+) -> Eagle3Head | BlockHead:
+    """An untrained head of the kind that is asked for."""
+    num_layers = target.config.num_layers
+    if order.kind == EAGLE3:
+        return fresh_head(target, order.taps or pick_taps(num_layers), ids, order.options.seed)
+    # The mask token is the one that occurs least in what the target writes.
+    counts = np.bincount(samples.written(), minlength=target.config.vocab_size)
+    return fresh_block_head(target, order.taps or pick_block_taps(num_layers), ids, order, int(counts.argmin()))
+
+
+def copy_weights(head: Eagle3Head | BlockHead, start: DraftHead, folder: Path) -> None:
     """Give the head the weights of another head of the same shape."""
     shapes, wanted = ({n: p.shape for n, p in h.named_parameters()} for h in (start, head))
-    alike = isinstance(start, Eagle3Head) and start.taps == head.taps and shapes == wanted
+    alike = type(start) is type(head) and start.taps == head.taps and shapes == wanted
     if not alike or not torch.equal(draft_targets(start), draft_targets(head)):
         raise ConfigError(
             f"start={folder}: has other sizes, taps or draft tokens than the head to be trained; "
@@ -145,7 +161,7 @@ def evaluate(order: HeadOrder, folder: Path, held_out: Sequence[Prompt]) -> Fact
     rows = min(order.plan.rows, len(held_out))
     room = read_config(folder).max_positions - max(len(prompt.tokens) for prompt in held_out)
     evaluation = report.Evaluation(held_out, min(order.eval_tokens, room), rows, order.device, order.dtype)
-    shapes = list(report.SHAPES)
+    shapes = report.shapes_of(order.kind, order.options.unroll)
     trained = report.measure(folder, order.out, evaluation, shapes)
     untrained = report.measure(folder, order.work / UNTRAINED, evaluation, shapes[:1])
     print(f"{report.table(trained)}\nuntrained:\n{report.table(untrained)}")

@@ -9,6 +9,7 @@ from peregrine.errors import ConfigError
 from peregrine.train.documents import Source
 
 AUTO, FULL = "auto", "full"
+EAGLE3, DFLASH, DSPARK = KINDS = "eagle3", "dflash", "dspark"
 Facts = dict[str, Any]
 
 
@@ -58,7 +59,8 @@ class HeadOptions(RunOptions):
     """Options of a head's training run."""
 
     unroll: int = option(5, "drafts ahead to train for", "K")
-    step_decay: float = 0.9  # weight of an unrolled step relative to the step before
+    blocks: int = option(64, "blocks per row and update (dflash, dspark)", "N")
+    step_decay: float = 0.9  # weight of a draft relative to the draft before
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,9 @@ class HeadOrder:
         AUTO, "tokens the head can draft: a number, full, or auto: the fewest that cover the samples", "N"
     )
     taps: tuple[int, ...] | None = None
+    kind: str = option(EAGLE3, "eagle3 (token by token), dflash or dspark (a block at once)", "KIND")
+    layers: int = option(2, "of a dflash or dspark head", "N")
+    markov_rank: int = option(128, "of a dspark head's correction by the token before", "N")
     device: str = option("auto", "auto, cpu, cuda or cuda:INDEX", "DEVICE")
     dtype: str = option("auto", "of the target", "DTYPE")
     eval_prompts: int = option(64, "held-out prompts to evaluate on", "N")
@@ -89,6 +94,10 @@ class HeadOrder:
         """The folder for what is kept between stages."""
         return self.out / "work"
 
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ConfigError(f"kind={self.kind!r}: no such head; choose {', '.join(KINDS)}")
+
     def facts(self) -> Facts:
         """What a resumed run must agree on: everything that decides on the data and the head's shape."""
         plan = asdict(self.plan)
@@ -99,6 +108,8 @@ class HeadOrder:
             "draft_vocab": self.draft_vocab,
             "taps": None if self.taps is None else list(self.taps),
             "unroll": self.options.unroll,
+            "kind": self.kind,
+            **({} if self.kind == EAGLE3 else {"layers": self.layers, "markov_rank": self.markov_rank}),
             "eval_prompts": self.eval_prompts,
             "text_tokens": self.text_tokens,
         }

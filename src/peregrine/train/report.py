@@ -11,7 +11,7 @@ from peregrine.engine.request import Output
 from peregrine.llm import LLM
 from peregrine.log import logger
 from peregrine.sampling import SamplingParams
-from peregrine.train.options import Facts
+from peregrine.train.options import EAGLE3, Facts
 from peregrine.train.prompts import Prompt
 from peregrine.train.run import read_log
 
@@ -20,8 +20,11 @@ REPORT, LOSSES, ACCEPTANCE = "report.json", "losses.png", "acceptance.png"
 SHAPES: dict[str, dict[str, object]] = {
     "chain of 3": {"num_drafts": 3},
     "chain of 5": {"num_drafts": 5},
+    "chain of 7": {"num_drafts": 7},
     "tree 5, 4, 24": {"tree": (5, 4, 24)},
 }
+CHAINS = {name: int(str(shape["num_drafts"])) for name, shape in SHAPES.items() if "num_drafts" in shape}
+LONGEST = "chain of 7"
 TEMPERATURES = (0.0, 1.0)
 ALL = "all"
 
@@ -35,6 +38,14 @@ class Evaluation:
     rows: int
     device: str
     dtype: str
+
+
+def shapes_of(kind: str, most: int) -> list[str]:
+    """The shapes that a head of this kind can draft, which was trained for `most` drafts."""
+    if kind == EAGLE3:
+        return [name for name in SHAPES if name != LONGEST]
+    fitting = [name for name, depth in CHAINS.items() if depth <= most]
+    return fitting or list(CHAINS)[:1]
 
 
 def measure(target: Path, drafter: Path, evaluation: Evaluation, shapes: Sequence[str]) -> list[Facts]:

@@ -33,11 +33,11 @@ Batch = TypeVar("Batch")
 class Run(ABC, Generic[Batch]):
     """A model in training, and the folder with the run's state and log."""
 
-    def __init__(self, model: nn.Module, options: RunOptions, folder: Path, table: str) -> None:
-        """Resume the run in the folder, or start one there. `table` names the embedding or output head."""
+    def __init__(self, model: nn.Module, options: RunOptions, folder: Path, tables: frozenset[str]) -> None:
+        """Resume the run in the folder, or start one there. `tables` names matrices whose rows stand for tokens."""
         self.model, self.options, self.folder = model, options, folder
         self.device = next(model.parameters()).device
-        self.optimizers = build_optimizers(model, options.weight_decay, frozenset({table}))
+        self.optimizers = build_optimizers(model, options.weight_decay, tables)
         self.step, self.total_steps = 0, options.steps
         state = load_state(folder)
         if state is not None:

@@ -13,7 +13,7 @@ from peregrine.models.draft_heads.eagle3 import Eagle3Config, Eagle3Head, Eagle3
 from peregrine.models.draft_heads.formats import default_taps, prediction_layer
 from peregrine.models.draft_heads.loading import has_prediction_layer, is_head, load_head
 from peregrine.models.draft_heads.mtp import MTPHead
-from peregrine.models.draft_heads.parts import DraftHead, StepHead
+from peregrine.models.draft_heads.parts import DraftHead, StepHead, dense_layers
 from peregrine.models.draft_heads.saving import save_head
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "MTPHead",
     "StepHead",
     "default_taps",
+    "dense_layers",
     "has_prediction_layer",
     "is_head",
     "load_head",

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -115,3 +115,22 @@ def input_norm(layer: nn.Module) -> RMSNorm | None:
     """The norm at the input of a plain layer."""
     assert isinstance(layer, Layer)
     return layer.input_norm
+
+
+def dense_layers(config: ModelConfig, family: str, num_layers: int) -> ModelConfig:
+    """Layers for a new head, as wide as the target's: dense, without biases, with head norms as `family` has them."""
+    return replace(
+        config,
+        family=family,
+        num_layers=num_layers,
+        head_dim=config.head_dim if config.mla is None else config.mla.value_dim,
+        windows=(None,) * num_layers,
+        tied=False,
+        qkv_bias=False,
+        out_bias=False,
+        mlp_bias=False,
+        qk_norm=family == "qwen3",
+        mla=None,
+        experts=None,
+        num_extra_layers=0,
+    )

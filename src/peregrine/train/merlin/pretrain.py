@@ -52,7 +52,7 @@ class Pretraining(Run[Tensor]):
         held_out: Sequence[TokenShard],
     ) -> None:
         self.decoder = fresh_decoder(config, options.seed, device)
-        super().__init__(self.decoder, options, folder, table="embedding")
+        super().__init__(self.decoder, options, folder, frozenset({"embedding"}))
         self.rows = TokenRows(train, options.row_len + 1, options.seed, options.epoch_tokens)
         self.held_out = held_out
         decoder = self.decoder
