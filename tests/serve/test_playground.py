@@ -7,20 +7,21 @@ import subprocess
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
 
 from peregrine import LLM, SamplingParams
-from peregrine.serve.static_files import STATIC
+from peregrine.serve.static_files import LOOK, STATIC
 from serve.browser import CTRL, SHIFT, Page, browse, browser_path
 from serve.conftest import Served, start, wait_ready
 
 PROMPT = "One day, a little fox found a key in the snow."
 SVG = "http://www.w3.org/2000/svg"  # a name, not a place
 NO_BROWSER = "no Chromium or Chrome on the path; install one: apt-get install -y chromium"
-FILES = sorted(STATIC.iterdir())
+FILES = sorted([*STATIC.iterdir(), LOOK])
 ENDED = "/^(Done|Stopped|Failed)/.test(document.getElementById('status').textContent)"
 READY = "!document.getElementById('run').disabled"
 
@@ -53,7 +54,8 @@ def test_page_and_its_parts_are_served(http: httpx.Client, index: Addresses) -> 
     assert page.headers["content-type"].startswith("text/html")
     assert "default-src 'self'" in page.headers["content-security-policy"]
     parts = [address for address in index.found if not address.startswith("data:")]
-    assert {"/static/playground.css", "/static/playground.js", "/docs", "/metrics", "/server_info"} == set(parts)
+    own = {"/static/look.css", "/static/playground.css", "/static/playground.js"}
+    assert own | {"/docs", "/metrics", "/server_info"} == set(parts)
     for address in parts:
         answer = http.get(address)
         assert answer.status_code == 200, address
@@ -96,13 +98,15 @@ def browser() -> Iterator[Page]:
 
 
 def open_page(page: Page, served: Served) -> Page:
-    """The playground as on a first visit, on a desktop."""
+    """The playground as on a first visit, on a desktop, with the recorded run put away."""
     page.send("Storage.clearDataForOrigin", origin=served.url, storageTypes="all")
     page.complaints.clear()
     page.requests.clear()
     page.resize(1280, 900)
     page.prefer()
     page.open(served.url)
+    page.click("[value=chat]")
+    page.click("[value=text]")
     return page
 
 
@@ -138,7 +142,9 @@ def test_api_page_lists_every_endpoint(page: Page, server: Served) -> None:
     wanted = {f"{method.upper()} {path}" for path, methods in paths.items() for method in methods}
     assert set(page.value("[...document.querySelectorAll('.endpoint h2')].map(e => e.textContent)")) == wanted
     fields = page.value("[...document.querySelectorAll('.endpoint td:first-child')].map(e => e.textContent)")
-    assert {"prompt", "messages *", "temperature", "logit_bias", "return_speculation"} <= set(fields)
+    assert fields[:2] == ["model", "messages *"]  # what most readers look for
+    assert fields.index("temperature") < fields.index("user")  # what has no effect comes last
+    assert {"prompt", "logit_bias", "return_speculation"} <= set(fields)
 
 
 def test_tokens_come_with_their_provenance(page: Page, server: Served) -> None:
@@ -158,7 +164,7 @@ def test_tokens_come_with_their_provenance(page: Page, server: Served) -> None:
     assert page.value("document.querySelector('.strip').getAttribute('aria-label')") == said
     assert page.value("document.querySelectorAll('.lane .round').length") == stats.rounds
     assert page.value("document.querySelectorAll('.lane .cell.correct').length") == stats.correct
-    assert page.text("#status").startswith(f"Done: 60 tokens in {stats.rounds} rounds")
+    assert page.text("#status").startswith(f"Done: max tokens reached. 60 tokens in {stats.rounds} rounds, seed ")
 
 
 def test_provenance_reads_without_colour(page: Page) -> None:
@@ -264,7 +270,7 @@ def test_stop_ends_the_page_and_the_generation(page: Page, server: Served) -> No
     run(page)
     assert page.text("#status").startswith("Stopped")
     assert 0 < len(shown_tokens(page)) < 1500
-    assert page.value("document.getElementById('stop').disabled")
+    assert page.value("document.getElementById('stop').hidden")  # it would stop nothing
     server.wait_idle()
     assert aborted(server) == before + 1
 
@@ -332,12 +338,13 @@ def test_chat_remembers(page: Page, server: Served) -> None:
     both = [*first, {"role": "assistant", "content": answer}, {"role": "user", "content": "What was the name?"}]
     second = server.llm.generate([server.llm.encode_chat(both)], params)[0].text
     assert second != server.llm.generate([server.llm.encode_chat(both[-1:])], params)[0].text
-    assert page.text(".lane .text").removesuffix("■").strip() == second.strip()
+    assert page.text(".lane .text") == second.strip()
     assert page.value("[...document.getElementById('transcript').children].map(e => e.className)") == [
         *("question", "text", "question")
     ]
     page.click("#forget")
     assert page.value("document.querySelectorAll('.lane, #transcript > *').length") == 0
+    assert page.value("document.getElementById('forget').hidden")  # there is nothing left to forget
 
 
 def test_refusals_are_shown_in_words(page: Page) -> None:
@@ -346,6 +353,8 @@ def test_refusals_are_shown_in_words(page: Page) -> None:
     assert "max_tokens=100000: the prompt's" in page.text("#problem")
     assert "use at most" in page.text("#problem")
     assert page.text("#status").startswith("Failed")
+    assert page.value("document.querySelectorAll('.lane').length") == 0  # no figures
+    assert page.value("(b => b.top >= 0 && b.bottom <= innerHeight)(problem.getBoundingClientRect())")
     page.fill(max_tokens=5)
     run(page)
     assert page.value("document.getElementById('problem').hidden")
@@ -370,8 +379,7 @@ def test_half_characters_wait_for_the_rest(page: Page) -> None:
     ]
     rounds = [{"num_tokens": 1, "offered": 0, "drafts": []}, {"num_tokens": 2, "offered": 5, "drafts": drafts}]
     choice = {"text": "€<b>", "finish_reason": "length", "speculation": {"tokens": tokens, "rounds": rounds}}
-    body = f"data: {json.dumps({'choices': [choice]})}\n\ndata: [DONE]\n\n"
-    page.value(f"window.fetch = async () => new Response({json.dumps(body)})")
+    answer_with(page, {"choices": [choice]})
     run(page)
     assert [token["text"] for token in shown_tokens(page)] == ["", "€", "<b>"]
     assert page.value("[...document.querySelectorAll('.lane .round')].map(r => r.children.length)") == [0, 3]
@@ -380,6 +388,112 @@ def test_half_characters_wait_for_the_rest(page: Page) -> None:
     page.hover(".lane .text .token:nth-child(3)")
     assert "Drafted lost: rejected." in page.text("#card")
     assert "fell, too: deep." in page.text("#card")
+
+
+def answer_with(page: Page, *events: object) -> None:
+    """Let the page read these events instead of asking the server."""
+    body = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+    page.value(f"window.fetch = async () => new Response({json.dumps(body)})")
+
+
+def one_round(ids: list[int], **ending: object) -> dict[str, object]:
+    """A chunk of one round without drafts."""
+    tokens = [{"id": i, "text": f" {i}", "drafted": False} for i in ids]
+    speculation = {"tokens": tokens, "rounds": [{"num_tokens": len(ids), "offered": 0, "drafts": []}]}
+    return {"choices": [{"text": "", "finish_reason": None, "speculation": speculation, **ending}]}
+
+
+@pytest.mark.parametrize(
+    ("ending", "said", "shown"),
+    [
+        ({"finish_reason": "stop", "stop_reason": 2}, "the model ended the text", " 1"),
+        ({"finish_reason": "stop", "stop_reason": " 2"}, "the stop string “ 2” came", " 1 2"),
+        ({"finish_reason": "length", "stop_reason": None}, "the context is full", " 1 2"),
+        ({"finish_reason": "abort", "stop_reason": None}, "abort", " 1 2"),
+    ],
+)
+def test_done_says_why_and_an_end_token_is_no_text(
+    page: Page, ending: dict[str, object], said: str, shown: str
+) -> None:
+    page.fill(max_tokens=9, seed=3)
+    answer_with(page, one_round([1, 2], **ending))
+    run(page)
+    assert page.text("#status") == f"Done: {said}. 2 tokens in 1 round, seed 3."
+    assert page.text(".lane .text") == shown.strip()
+    assert page.text("[data-figure=count]") == "2"
+
+
+def test_what_fails_in_the_middle_has_text_but_no_figures(page: Page) -> None:
+    answer_with(page, one_round([1, 2]), {"error": {"message": "The engine is ill."}})
+    run(page)
+    assert page.text("#problem") == "The engine is ill."
+    assert page.text(".lane .text") == "1 2"
+    assert page.value("getComputedStyle(document.querySelector('.lane .figures')).display") == "none"
+
+
+@pytest.fixture(scope="module")
+def recorded() -> dict[str, Any]:
+    return dict(json.loads((STATIC / "example.json").read_text()))
+
+
+def test_the_recorded_run_is_merlins(server: Served, recorded: dict[str, Any]) -> None:
+    """Its tokens are the tokenizer's, and its rounds cover them."""
+    tokens, rounds = recorded["choice"]["speculation"]["tokens"], recorded["choice"]["speculation"]["rounds"]
+    ids = [token["id"] for token in tokens]
+    assert server.llm.tokenizer.decode(ids[:-1]) == recorded["choice"]["text"]
+    assert ids[-1] == recorded["choice"]["stop_reason"]
+    assert sum(each["num_tokens"] for each in rounds) == len(ids)
+    assert all(sum(draft["correct"] for draft in each["drafts"]) + 1 >= each["num_tokens"] for each in rounds)
+
+
+@pytest.mark.parametrize("motion", ["no-preference", "reduce"])
+def test_before_the_first_run_a_recorded_one_plays(
+    browser: Page, server: Served, recorded: dict[str, Any], motion: str
+) -> None:
+    browser.resize(1280, 900)
+    browser.prefer(prefers_reduced_motion=motion)
+    browser.open(server.url)
+    browser.wait("document.querySelector('.example .token') && " + READY)
+    if motion == "reduce":
+        count = len(recorded["choice"]["speculation"]["tokens"]) - 1  # the last one ends the text
+        assert len(shown_tokens(browser)) == count
+        assert browser.text(".example .text") == recorded["choice"]["text"].strip()
+    assert browser.value("document.querySelector('.example .text').dataset.prompt") == recorded["prompt"]
+    assert "Recorded with merlin" in browser.text("#status")
+    assert browser.value("getComputedStyle(document.querySelector('.example .timed')).display") == "none"
+    browser.fill(temperature=0, max_tokens=5)
+    run(browser)
+    assert len(shown_tokens(browser)) == 5  # the recorded run made way, and does not go on
+    browser.prefer()
+
+
+def test_a_phone_begins_with_the_text_box(page: Page) -> None:
+    page.resize(390, 844)
+    page.open(page.value("location.href"))
+    page.wait(READY)
+    tops = page.value(
+        "Object.fromEntries(['h1', '#prompt', '.modes', '.result', '.intro', 'nav']"
+        ".map(s => [s, document.querySelector(s).getBoundingClientRect().top]))"
+    )
+    assert sorted(tops, key=lambda name: tops[name]) == list(tops)
+    assert tops["#prompt"] < 100
+    assert tops[".result"] < 600
+
+
+def test_no_control_controls_nothing(browser: Page, server: Served, page: Page) -> None:
+    """Everything that can be operated is enabled; a server without a drafter offers neither slider nor race."""
+    active = "[...document.querySelectorAll('button, input, select')].filter(e => e.checkVisibility())"
+    assert page.value(f"{active}.filter(e => e.disabled).map(e => e.id)") == []
+    page.value(
+        "(whole => { window.fetch = async (path, options) => { const answer = await whole(path, options);"
+        " return path !== '/server_info' ? answer : Response.json({...await answer.json(),"
+        " draft_shape: {depth: 0, width: 1, nodes: 1}}); } })(window.fetch)"
+    )
+    page.value("document.getElementById('key-form').dispatchEvent(new Event('submit', {cancelable: true}))")
+    page.wait("document.getElementById('shape').textContent.startsWith('This server has no drafter')")
+    shown = page.value(f"{active}.map(e => e.id)")
+    assert "run" in shown
+    assert not {"drafts", "race", "stop", "forget"} & set(shown)
 
 
 def test_small_screens_dark_mode_and_no_motion(page: Page) -> None:
@@ -393,7 +507,7 @@ def test_small_screens_dark_mode_and_no_motion(page: Page) -> None:
     assert page.value("document.documentElement.scrollWidth") <= 360
     assert page.value("getComputedStyle(document.body).backgroundColor") != light
     assert page.value("getComputedStyle(document.querySelector('.lane .token')).animationName") == "none"
-    assert page.value("document.getElementById('stop').getBoundingClientRect().bottom <= innerHeight")
+    assert page.value("document.getElementById('run').getBoundingClientRect().bottom <= innerHeight")
 
 
 def test_introduction_is_for_the_first_visit(page: Page) -> None:
@@ -422,7 +536,6 @@ def test_key_is_asked_for_and_trees_are_shown(browser: Page, locked: Served) -> 
     page.click("#key-form button")
     page.wait(READY)
     assert page.value("document.getElementById('key-form').hidden")
-    assert page.value("document.getElementById('tree').checked && document.getElementById('tree').disabled")
     assert page.text("#shape").startswith("3 levels, 2 children per node, 8 nodes with the root.")
     page.fill(prompt=PROMPT, temperature=0, max_tokens=60)
     run(page, "#race")

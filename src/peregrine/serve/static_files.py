@@ -9,6 +9,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
 STATIC = Path(__file__).parent / "static"
+LOOK = Path(__file__).parents[1] / "assets" / "look.css"  # shared with the report of benchmarks
 # A browser asks again each time, so that page, style and script are of one version.
 REVALIDATE = {"Cache-Control": "no-cache"}
 # A browser loads nothing from other hosts for the page, whatever text a model writes into it; data: is the icon.
@@ -35,6 +36,10 @@ def static_routes() -> APIRouter:
     @router.get("/docs")
     async def docs() -> Response:
         return FileResponse(STATIC / "api.html", headers=REVALIDATE | OWN_HOST_ONLY)
+
+    @router.get("/static/look.css")
+    async def look() -> Response:
+        return FileResponse(LOOK, headers=REVALIDATE)
 
     router.routes.append(Mount("/static", RevalidatedFiles(directory=STATIC)))
     return router

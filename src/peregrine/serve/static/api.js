@@ -54,7 +54,15 @@ function fieldsOf(operation, all) {
   const body = resolve(operation.requestBody?.content?.["application/json"]?.schema, all);
   const required = new Set(body.required ?? []);
   const sent = Object.entries(body.properties ?? {}).map(([name, schema]) => ({ name, schema, required: required.has(name) }));
-  return [...asked, ...sent];
+  // The description begins with the fields that have no effect; here they come last.
+  const begin = Math.max(0, sent.findIndex(({ name }) => name === "model"));
+  const useful = [...sent.slice(begin), ...sent.slice(0, begin)];
+  return [...asked, ...useful.sort((one, other) => rank(one) - rank(other))];
+}
+
+/** The model comes first, then what is required or is the prompt; the rest stays in its order. */
+function rank({ name, required }) {
+  return name === "model" ? 0 : required || name === "prompt" ? 1 : 2;
 }
 
 function section(path, method, operation, all) {
@@ -72,7 +80,9 @@ try {
   const description = await (await fetch("/openapi.json")).json();
   const all = description.components?.schemas ?? {};
   main.replaceChildren();
-  for (const [path, methods] of Object.entries(description.paths)) {
+  const begins = (path) => Number(path !== "/v1/chat/completions"); // what most readers look for
+  const paths = Object.entries(description.paths).sort(([one], [other]) => begins(one) - begins(other));
+  for (const [path, methods] of paths) {
     for (const [method, operation] of Object.entries(methods)) main.append(section(path, method, operation, all));
   }
 } catch (error) {

@@ -5,8 +5,8 @@
 
 const find = (id) => document.getElementById(id);
 const plural = (count, word) => `${count} ${word}${count === 1 ? "" : "s"}`;
-const END_MARK = "■";
 const RETRY_MS = 1000;
+const EXAMPLE_ROUND_MS = 90; // at which the recorded run is played
 
 // ---- Talking to the server ------------------------------------------------------------------------------------------
 
@@ -91,7 +91,7 @@ class Lane {
     this.ids = [];
     this.pieces = []; // each token's own text
     this.rounds = this.drafted = this.correct = 0;
-    this.ended = false;
+    this.ended = null; // the choice that ended it
     this.decoder = new TextDecoder(); // half a character waits for the token that completes it
     this.times = null; // of the first and the latest chunk, and how many tokens the first one had
   }
@@ -100,7 +100,7 @@ class Lane {
   take(choice, seconds) {
     const { tokens, rounds } = choice.speculation;
     this.content += choice.text ?? choice.delta.content;
-    this.ended = choice.finish_reason !== null;
+    if (choice.finish_reason !== null) this.ended = choice;
     const stop = choice.finish_reason === "stop" ? choice.stop_reason : null;
     let begin = 0;
     for (const round of rounds) {
@@ -129,18 +129,18 @@ class Lane {
     this.ids.push(token.id);
     this.pieces.push(token.text);
     this.correct += token.drafted;
+    if (ends) return; // it is no text; the status line says that it came
     const decoded = this.decoder.decode(tokenBytes(token.text), { stream: true });
     // The space before a word is not underlined: at the end of a line the underline would stick out.
-    const [, space, shown] = /^( ?)(.*)$/s.exec(ends ? END_MARK : decoded);
+    const [, space, shown] = /^( ?)(.*)$/s.exec(decoded);
     const element = document.createElement("span");
     element.className = "token";
     element.classList.toggle("drafted", token.drafted);
     element.classList.toggle("rejected", !token.drafted && rejected.length > 0);
     element.classList.toggle("break", shown.includes("\n"));
-    element.classList.toggle("end", ends);
     element.textContent = shown;
     element.tabIndex = -1;
-    notes.set(element, { ...note, token, rejected, place: this.ids.length, ends });
+    notes.set(element, { ...note, token, rejected, place: this.ids.length });
     this.text.append(this.text.hasChildNodes() ? space : "", element);
   }
 
@@ -163,6 +163,14 @@ class Lane {
 
   get acceptance() {
     return this.ids.length / this.rounds;
+  }
+
+  /** Why the text ended, in words. */
+  get reason() {
+    const { finish_reason: why, stop_reason: stop } = this.ended ?? {};
+    if (why === "stop") return typeof stop === "string" ? `the stop string “${stop}” came` : "the model ended the text";
+    if (why === "length") return this.ids.length < this.budget ? "the context is full" : "max tokens reached";
+    return why ?? "the stream ended";
   }
 
   showFigures() {
@@ -275,7 +283,8 @@ function readRequest() {
 
 /** Run what the form asks for: once, or as a race. */
 async function run(racing) {
-  if (running || !find("ask").reportValidity()) return;
+  if (running || find(racing ? "race" : "run").disabled || !find("ask").reportValidity()) return;
+  example.abort();
   hideCard();
   const request = readRequest();
   const chosen = find("drafts").valueAsNumber;
@@ -296,21 +305,31 @@ async function run(racing) {
   const slowdown = Number(find("slowdown").value);
   const pace = { begun: performance.now(), signal, slowdown, onNews: () => race?.update() };
   showRunning("Running.");
-  let ending = "Done";
+  const lane = lanes.at(-1);
+  let failed = false;
   try {
     await Promise.all(requests.map((each, index) => generate(each, lanes[index], pace)));
   } catch (error) {
-    ending = signal.aborted ? "Stopped" : "Failed";
-    if (!signal.aborted) {
+    failed = !signal.aborted;
+    if (failed) {
       running.abort();
       complain(error);
     }
   }
   running = null;
-  const lane = lanes.at(-1);
   if (!lane.element.isConnected) return showRunning(""); // it was cleared away meanwhile
   if (turn) endTurn(turn, lane);
-  showRunning(`${ending}: ${plural(lane.ids.length, "token")} in ${plural(lane.rounds, "round")}, seed ${request.seed}.`);
+  if (failed) return showFailure(lanes);
+  const ending = signal.aborted ? "Stopped." : `Done: ${lane.reason}.`;
+  showRunning(`${ending} ${plural(lane.ids.length, "token")} in ${plural(lane.rounds, "round")}, seed ${request.seed}.`);
+}
+
+/** What failed has no figures, and without a token nothing to look at. */
+function showFailure(lanes) {
+  for (const lane of lanes) lane.element.classList.add("failed");
+  if (!lanes.some((lane) => lane.ids.length)) find("lanes").replaceChildren();
+  find("verdict").hidden = find("race-said").hidden = true;
+  showRunning("Failed; the reason is above.");
 }
 
 /** Scroll to the result if it begins far down, as on a phone. */
@@ -328,7 +347,7 @@ function stop() {
 function showRunning(status) {
   find("status").textContent = status;
   find("lanes").setAttribute("aria-busy", String(running !== null));
-  find("stop").disabled = running === null;
+  find("stop").hidden = running === null;
   for (const id of ["run", "race"]) find(id).setAttribute("aria-disabled", String(running !== null));
   if (running) find("problem").hidden = true;
 }
@@ -338,6 +357,7 @@ function complain(error) {
   if (!(error instanceof Refusal)) console.error(error);
   find("problem").textContent = error.message;
   find("problem").hidden = false;
+  find("problem").scrollIntoView({ block: "nearest" });
   if (error.status === 401) find("key-form").hidden = false;
 }
 
@@ -359,6 +379,7 @@ function beginTurn(question) {
 function endTurn({ question, element }, lane) {
   if (lane.content) {
     conversation.push({ role: "user", content: question }, { role: "assistant", content: lane.content });
+    find("forget").hidden = false;
   } else {
     element.remove();
     find("prompt").value = question;
@@ -368,11 +389,16 @@ function endTurn({ question, element }, lane) {
 /** Start over in the chosen mode. */
 function clearResult() {
   stop();
+  example.abort();
   hideCard();
   conversation.length = 0;
   for (const id of ["transcript", "lanes", "status"]) find(id).replaceChildren();
   find("verdict").hidden = find("race-said").hidden = true;
-  find("forget").hidden = !isChat();
+  find("forget").hidden = true;
+  showKeys();
+}
+
+function showKeys() {
   find("keys").textContent = isChat()
     ? "Enter sends, Shift-Enter breaks the line, Esc stops."
     : "Ctrl-Enter runs, Ctrl-Shift-Enter races, Esc stops.";
@@ -385,6 +411,30 @@ function changeMode() {
   written[other] = find("prompt").value;
   find("prompt").value = written[mode];
   clearResult();
+}
+
+// ---- Before the first run ------------------------------------------------------------------------------------------
+
+const example = new AbortController(); // ends the recorded run
+
+/** Play a recorded run, round by round, until something is asked for. */
+async function playExample() {
+  const { prompt, max_tokens, choice } = await (await ask("/static/example.json")).json();
+  if (example.signal.aborted) return;
+  const lane = new Lane("A recorded run", max_tokens);
+  lane.element.classList.add("example");
+  lane.text.dataset.prompt = prompt;
+  find("lanes").replaceChildren(lane.element);
+  find("status").textContent = "Recorded with merlin and its EAGLE-3 head, and slowed down. Run asks this server.";
+  const atOnce = window.matchMedia("(prefers-reduced-motion: reduce)").matches;
+  const { tokens, rounds } = choice.speculation;
+  let [begin, due] = [0, performance.now()];
+  for (const [index, round] of rounds.entries()) {
+    if (!atOnce) await until((due += EXAMPLE_ROUND_MS), example.signal);
+    if (example.signal.aborted) return;
+    const speculation = { tokens: tokens.slice(begin, (begin += round.num_tokens)), rounds: [round] };
+    lane.take({ ...choice, finish_reason: index + 1 < rounds.length ? null : choice.finish_reason, speculation }, 0);
+  }
 }
 
 // ---- The card of a token --------------------------------------------------------------------------------------------
@@ -404,8 +454,8 @@ function pieces(drafts, tag) {
 }
 
 /** Lines of the card: what was drafted here, and what the target chose. */
-function story({ token, rejected, others, offered, ends }) {
-  const chosen = [piece(token.text), ends ? ", which ends the text." : "."];
+function story({ token, rejected, others, offered }) {
+  const chosen = [piece(token.text), "."];
   if (token.drafted) {
     const lines = [["Drafted ", piece(token.text), ", and the target chose the same."]];
     if (rejected.length) lines.push(["Also drafted here: ", ...pieces(rejected, "s"), "."]);
@@ -478,7 +528,7 @@ function walk(event) {
 
 // ---- The server's side of the form ----------------------------------------------------------------------------------
 
-/** Set up the slider and the text about draft trees for this server. */
+/** What the slider can do on this server. */
 function describeShape({ depth, width, nodes }) {
   if (depth === 0) return "This server has no drafter; start it with --drafter to speculate.";
   const fixed = "The shape is fixed when the server starts";
@@ -489,7 +539,7 @@ function describeShape({ depth, width, nodes }) {
 
 function showDrafts() {
   const count = find("drafts").valueAsNumber;
-  const said = count ? `up to ${count} ${find("tree").checked ? "deep" : "per round"}` : "off";
+  const said = count ? `up to ${count} ${find("drafts").dataset.unit}` : "off";
   find("drafts-said").textContent = said;
   find("drafts").setAttribute("aria-valuetext", said);
 }
@@ -498,9 +548,10 @@ function showServer(info) {
   const { depth, width } = info.draft_shape;
   find("model").textContent = info.model;
   find("shape").textContent = describeShape(info.draft_shape);
-  find("tree").checked = width > 1;
+  find("drafts").dataset.unit = width > 1 ? "deep" : "per round";
   find("drafts").max = depth; // before the value, which may not exceed it
   find("drafts").value = depth;
+  for (const id of ["drafts", "drafts-said", "race"]) find(id).hidden = depth === 0;
   find("drafts").disabled = find("race").disabled = depth === 0;
   find("run").disabled = false;
   showDrafts();
@@ -569,5 +620,6 @@ find("intro").addEventListener("toggle", () => localStorage.setItem("intro", fin
 // On a phone the result should not lie below a screen of parameters.
 if (window.matchMedia("(max-width: 50rem)").matches) find("parameters").open = false;
 
-clearResult();
+showKeys();
 meetServer();
+playExample().catch(complain);
