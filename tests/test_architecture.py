@@ -13,7 +13,7 @@ import pytest
 
 SRC = Path(__file__).parents[1] / "src" / "peregrine"
 LAYERS = (
-    {"errors", "files", "log", "hardware", "config", "sampling", "assets"},
+    {"errors", "files", "log", "hardware", "threads", "config", "sampling", "assets"},
     {"kernels", "text"},
     {"cache", "grammar"},
     {"attention"},
@@ -44,7 +44,7 @@ HOMES = {
     "hasattr": set[str](),
     "getenv": {"log", "hardware"},
 }
-ENVIRONMENT_HOMES = {"log", "hardware"}
+ENVIRONMENT_HOMES = {"log", "hardware", "threads"}
 # The front door: loads LLM, which lies above everything it is made of, on first use.
 DOOR = SRC / "__init__.py"
 

@@ -90,7 +90,7 @@ def test_chat_goes_through_the_template(llm: LLM) -> None:
 
 
 def test_decisions_have_reasons(llm: LLM) -> None:
-    assert {"model", "device", "dtype", "max_len", "drafter", "attention", "graphs", "num_pages", "lag"} == {
+    assert {"model", "device", "dtype", "max_len", "drafter", "threads", "attention", "graphs", "num_pages", "lag"} == {
         d.field for d in llm.decisions
     }
     assert all(d.because for d in llm.decisions)

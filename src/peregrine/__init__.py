@@ -7,12 +7,16 @@ Both names are imported on first use, so that `import peregrine` and `peregrine 
 
 from typing import TYPE_CHECKING
 
+from peregrine.threads import limit_spinning
+
 if TYPE_CHECKING:
     from peregrine.llm import LLM
     from peregrine.sampling import SamplingParams
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "SamplingParams", "__version__"]
+
+limit_spinning()  # OpenMP reads its settings once, when torch is loaded
 
 
 def __getattr__(name: str) -> object:

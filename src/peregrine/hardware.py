@@ -5,7 +5,6 @@ import os
 import platform
 import shutil
 import subprocess
-import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from pathlib import Path
 import torch
 
 from peregrine.errors import ConfigError
+from peregrine.threads import usable_cores
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 GIB = 2**30
@@ -106,12 +106,11 @@ def read_cpu() -> Cpu:
     """Name, usable cores and flags of the CPU; on ARM, /proc/cpuinfo has no name but lscpu knows it."""
     facts = colon_table(read_text(Path("/proc/cpuinfo")))
     present = set((facts.get("flags") or facts.get("Features") or "").split())
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     name = facts.get("model name")
     if name is None and shutil.which("lscpu"):
         printed = subprocess.run(["lscpu"], capture_output=True, text=True, check=False).stdout
         name = colon_table(printed).get("Model name")
-    return Cpu(name or platform.machine(), cores, tuple(flag for flag in CPU_FLAGS if flag in present))
+    return Cpu(name or platform.machine(), usable_cores(), tuple(flag for flag in CPU_FLAGS if flag in present))
 
 
 def read_memory() -> tuple[int | None, int | None]:

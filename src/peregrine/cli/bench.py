@@ -19,6 +19,13 @@ HTTP_EPILOG = """examples:
   peregrine bench http
   peregrine bench http --streams 8 --drafter none
 """
+CONTENTION_EPILOG = """examples:
+  peregrine bench contention
+  peregrine bench contention --busy 1 2 4 --repeats 15 --out contention.json
+  GOMP_SPINCOUNT=300000 peregrine bench contention        how it was if OpenMP's threads spun as they do by default
+
+Run it on a machine that does nothing else: speeds are compared with the one alone, in the same run.
+"""
 ROUND_EPILOG = """examples:
   peregrine bench round --model shape:llama-3.1-8b --drafter eagle3 --num-drafts 3 --accept 3
   peregrine bench round --model shape:llama-3.1-8b --drafter none --cases 1x2048 32x2048
@@ -40,7 +47,17 @@ def add_command(commands: Commands) -> None:
     """Add the command and its benchmarks."""
     parser = commands.add_parser("bench", help="measure the engine on this machine")
     kinds = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
-    for add in (add_offline, add_http, add_round, add_kernels, add_tiles, add_serve, add_sweep, add_report):
+    for add in (
+        add_offline,
+        add_http,
+        add_contention,
+        add_round,
+        add_kernels,
+        add_tiles,
+        add_serve,
+        add_sweep,
+        add_report,
+    ):
         add(kinds)
 
 
@@ -80,6 +97,26 @@ def run_http(args: argparse.Namespace) -> int:
     from peregrine.bench import http
 
     finish(http.run(plan_from(http.Plan, args), engine_options(args), engine_flags(args)), http.show, args)
+    return 0
+
+
+def add_contention(kinds: Commands) -> None:
+    text = "what is left of the speed beside busy processes, offline and over HTTP"
+    parser = add_parser(kinds, "contention", run_contention, text, epilog=CONTENTION_EPILOG)
+    add_number(parser, "--busy", [1, 2], "processes that keep a core busy each; none is always measured")
+    add_number(parser, "--tokens", 64, "per request, one at a time")
+    add_number(parser, "--repeats", 7, "the median counts")
+    add_number(parser, "--temperature", 0.0, metavar="T")
+    add_result_flags(parser)
+    add_engine_flags(parser)
+
+
+def run_contention(args: argparse.Namespace) -> int:
+    need_packages(*SERVE_PACKAGES, "aiohttp")
+    from peregrine.bench import contention
+
+    plan = plan_from(contention.Plan, args)
+    finish(contention.run(plan, engine_options(args), engine_flags(args)), contention.show, args)
     return 0
 
 

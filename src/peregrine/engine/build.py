@@ -38,6 +38,7 @@ from peregrine.spec.state import SeatState
 from peregrine.spec.types import Drafter
 from peregrine.synthetic.judge import simulated_judge
 from peregrine.text.tokenizer import Tokenizer
+from peregrine.threads import pick_threads
 
 MAX_DEFAULT_LEN = 2**20  # tables of positions take memory before the first request comes
 Value = TypeVar("Value")
@@ -89,6 +90,7 @@ def _build(asked: EngineConfig, device: torch.device) -> Built:
     with explain_memory(device, "the drafter's weights", "choose a smaller drafter, ngram or none"):
         draft = source.drafter(name, target)
     if device.type == "cpu":
+        torch.set_num_threads(decisions.take("threads", pick_threads(torch.get_num_threads())))
         compile_kernels()
 
     shapes = [store_shape_of(target)] + ([draft.store_shape] if draft.store_shape else [])

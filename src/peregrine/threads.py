@@ -1,0 +1,63 @@
+"""How many cores this process may use, and how its OpenMP threads wait. Runs before torch is loaded: imports little.
+
+Environment read here: OMP_NUM_THREADS, OMP_WAIT_POLICY, GOMP_SPINCOUNT, KMP_BLOCKTIME. The last two are set if the user
+has set none of the three that say how to wait.
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+CGROUPS = Path("/sys/fs/cgroup")
+# A parallel kernel ends when all threads of the team have arrived. Threads that wait there spin before they sleep: for
+# 300,000 turns in GNU's library (10 ms where a turn is x86's `pause`), for 200 ms in LLVM's and Intel's. Beside another
+# process one thread of the team is often off its core, and the others spin on the core that it needs.
+# 100 turns are what GNU's library itself takes where it has more threads than cores.
+WAITING = {"GOMP_SPINCOUNT": "100", "KMP_BLOCKTIME": "0"}
+
+
+def limit_spinning() -> None:
+    """Let OpenMP's threads sleep at once when they wait, unless the user says otherwise; call it before torch loads."""
+    if not {"OMP_WAIT_POLICY", *WAITING} & os.environ.keys():
+        os.environ.update(WAITING)
+
+
+def usable_cores() -> int:
+    """Cores that this process may use: by its affinity, and by the CPU quotas of its control groups, rounded down."""
+    count = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    return max(1, min([count, *(int(quota) for quota in _quotas())]))
+
+
+def pick_threads(current: int) -> tuple[int, str]:
+    """How many threads compute, given how many torch would use, and why."""
+    if "OMP_NUM_THREADS" in os.environ:
+        return current, "OMP_NUM_THREADS"
+    cores = usable_cores()
+    return min(current, cores), f"this process may use {cores} core{'s' if cores > 1 else ''}"
+
+
+def _quotas() -> Iterator[float]:
+    """Cores that the control groups of this process allow, version 1 and 2; a group is bound by those above it, too."""
+    for line in _read(Path("/proc/self/cgroup")).splitlines():
+        _, controllers, name = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        root = CGROUPS / controllers if controllers else CGROUPS
+        group = root / name.strip("/")  # inside a container often not there: the root is the container's own group
+        for folder in (group, *group.parents):
+            if folder.is_relative_to(root):
+                yield from _quota(folder)
+
+
+def _quota(folder: Path) -> Iterator[float]:
+    fields = _read(folder / "cpu.max").split() or [_read(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
+    if fields[0].strip().isdigit() and float(fields[1]):  # "max" or -1: no limit
+        yield float(fields[0]) / float(fields[1])
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,30 @@
+"""`peregrine bench contention`: shares of the speed alone, and busy processes that end with the measurement."""
+
+import os
+import time
+
+from peregrine.bench import contention
+
+
+def test_shares_are_of_the_speed_alone_and_of_the_fair_share() -> None:
+    line = contention.case(2, [(40.0, 10.0), (60.0, 30.0), (50.0, 20.0)], alone=[100.0, 80.0], fair=0.5)
+    assert line["offline"] == {
+        "tokens_per_s": 50.0,
+        "slowest": 40.0,
+        "fastest": 60.0,
+        "share": 0.5,
+        "of_fair_share": 1.0,
+    }
+    assert (line["http"]["share"], line["http"]["of_fair_share"]) == (0.25, 0.5)
+    facts = {"model": "m", "tokens": 64, "threads": 2, "cores": 2, "load": 0.1, "cases": [line], "identical": True}
+    shown = contention.show(facts).splitlines()
+    assert shown[2].split() == ["2", "50%", "offline", "50.0", "40.0-60.0", "50%", "100%"]
+    assert shown[-1] == "identical: yes"
+
+
+def test_busy_processes_compute_and_end() -> None:
+    before = os.times()
+    with contention.busy_processes(2):
+        time.sleep(0.3)
+    after = os.times()  # of children that have ended
+    assert after.children_user + after.children_system > before.children_user + before.children_system
