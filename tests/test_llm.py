@@ -90,8 +90,9 @@ def test_chat_goes_through_the_template(llm: LLM) -> None:
 
 
 def test_decisions_have_reasons(llm: LLM) -> None:
-    assert {"model", "device", "dtype", "max_len", "drafter", "threads", "attention", "graphs", "num_pages", "lag"} == {
-        d.field for d in llm.decisions
+    assert {d.field for d in llm.decisions} == {
+        *("model", "device", "dtype", "max_len", "generation_config", "drafter", "threads", "attention", "graphs"),
+        *("num_pages", "lag"),
     }
     assert all(d.because for d in llm.decisions)
 

@@ -1,6 +1,9 @@
 """The options of an engine, and the decisions made from them, each with its reason."""
 
+import os
 from dataclasses import dataclass, field
+from numbers import Integral
+from types import NoneType
 from typing import TypeVar
 
 from peregrine.errors import ConfigError, shown
@@ -39,6 +42,8 @@ class TreeShape:
     nodes: int
 
     def __post_init__(self) -> None:
+        for name in ("depth", "width", "nodes"):
+            object.__setattr__(self, name, check_integer(f"tree: {name}", getattr(self, name), 0, 2**16) or 0)
         shape = f"tree=({self.depth}, {self.width}, {self.nodes})"
         if self.depth < 1 or self.width < 1:
             raise ConfigError(f"{shape}: depth and width must be at least 1")
@@ -54,9 +59,23 @@ class TreeShape:
             )
 
 
+TEXTS = ("model", "drafter", "device", "dtype", "kv_dtype", "attention", "generation_config")
+KINDS: dict[str, tuple[type, ...]] = {
+    "tree": (TreeShape, NoneType),
+    "graphs": (bool, NoneType),
+    "prefix_cache": (bool,),
+    "row_sizes": (tuple, NoneType),
+    "simulate_accept": (int, float, NoneType),
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """The options of an engine; None and "auto" leave the choice to it."""
+    """The options of an engine; "auto", and None where it is the default, leave the choice to it.
+
+    Paths may stand for text, numpy's integers for integers, and (depth, width, nodes) for a TreeShape. drafter=None is
+    "none", and so is generation_config=None.
+    """
 
     model: str = option(
         "merlin", "a folder in Hugging Face format, a GGUF file, merlin (embedded), or smollm2 (if installed)", "MODEL"
@@ -84,14 +103,29 @@ class EngineConfig:
     max_rows: int = option(8, "requests that run together in one batch", "ROWS")
     max_len: int | None = option(None, "tokens per request, prompt included; by default the model's context", "TOKENS")
     prefill_chunk: int = option(256, "prompt tokens read in one forward, shared by the prompts that wait", "TOKENS")
+    generation_config: str = option(
+        "auto", "sampling defaults: auto (those of the checkpoint's generation_config.json) or none", "auto|none"
+    )
     prefix_cache: bool = option(True, "keep the KV of prompts and reuse it for prompts that begin the same way")
     lag: int | None = None  # rounds queued before the oldest is read; None: 0 on CPU, 1 elsewhere
     row_sizes: tuple[int, ...] | None = None  # batches are padded to one of these; None: powers of two for graphs
     simulate_accept: float | None = None  # benchmarks only: draw the acceptance length with this mean
 
     def __post_init__(self) -> None:
+        for name in TEXTS:
+            object.__setattr__(self, name, checked_text(name, getattr(self, name)))
         for name, (low, high) in LIMITS.items():
-            check_integer(name, getattr(self, name), low, high)
+            object.__setattr__(self, name, check_integer(name, getattr(self, name), low, high))
+        if isinstance(self.tree, list | tuple):
+            if len(self.tree) != 3:
+                raise ConfigError(f"tree={shown(self.tree)}: is not (depth, width, nodes)")
+            object.__setattr__(self, "tree", TreeShape(*self.tree))
+        for name, kinds in KINDS.items():
+            if not isinstance(getattr(self, name), kinds):
+                wanted = " or ".join("None" if kind is NoneType else kind.__name__ for kind in kinds)
+                raise ConfigError(f"{name}={shown(getattr(self, name))}: is not of the type {wanted}")
+        if self.generation_config not in ("auto", "none"):
+            raise ConfigError(f"generation_config={shown(self.generation_config)}: use auto or none")
         if self.page_size & (self.page_size - 1):
             raise ConfigError(f"page_size={self.page_size}: must be a power of two, such as 16, 32 or 64")
         if self.row_sizes is not None and (not self.row_sizes or max(self.row_sizes) < self.max_rows):
@@ -107,12 +141,24 @@ class Decision:
     because: str
 
 
-def check_integer(name: str, value: int | None, low: int, high: int | None) -> None:
-    """Refuse an option that is not an integer within its limits; None means it was not set."""
+def checked_text(name: str, value: object) -> str:
+    """The option as text: a path is its text; None is "none" where that is a choice."""
+    if value is None and name in ("drafter", "generation_config"):
+        return "none"
+    text = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if not isinstance(text, str):
+        raise ConfigError(f"{name}={shown(value)}: is not text; leave it out for the default")
+    return text
+
+
+def check_integer(name: str, value: int | None, low: int, high: int | None) -> int | None:
+    """The option as an int; refused if it is no integer within its limits. None means it was not set."""
     if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigError(f"{name}={value!r}: is not an integer")
+        return None
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise ConfigError(f"{name}={shown(value)}: is not an integer")
+    value = int(value)
     if value < low or (high is not None and value > high):
         limits = f"at least {low}" if high is None else f"between {low} and {high}"
         raise ConfigError(f"{name}={shown(value)}: must be {limits}")
+    return value

@@ -4,35 +4,51 @@ import asyncio
 import contextlib
 import queue
 import weakref
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from difflib import get_close_matches
+from functools import partial
+from os import PathLike
 from types import TracebackType
 
 from tqdm import tqdm
 
-from peregrine.config import Decision, EngineConfig, TreeShape
+from peregrine.config import Decision, EngineConfig
 from peregrine.engine.build import build_engine
 from peregrine.engine.loop import EngineLoop
+from peregrine.engine.prompts import Message, Prompt, as_conversations, as_prompts, token_ids
 from peregrine.engine.request import Delta, Output, Request
-from peregrine.errors import ConfigError, EngineFault, RequestError
-from peregrine.sampling import SamplingParams
+from peregrine.errors import ConfigError, EngineFault, RequestError, shown
+from peregrine.sampling import SamplingParams, sampling_params
 from peregrine.text.chat import encode_chat
 
-Prompt = str | Sequence[int]
+Params = SamplingParams | Mapping[str, object] | None
 
 
 class LLM:
     """A model ready to generate.
 
-    >>> llm = LLM(model="merlin", drafter="eagle3", num_drafts=3)
-    >>> llm.generate("Once upon a time", SamplingParams(temperature=0.8, seed=7, max_tokens=64)).text
+    >>> from peregrine import LLM, SamplingParams
+    >>> llm = LLM("merlin", num_drafts=3)
+    >>> llm.generate("Once upon a time", SamplingParams(temperature=0, max_tokens=6))[0].text
+    ', there was a little girl'
+    >>> story = llm.chat([{"role": "user", "content": "Tell me a story."}], {"temperature": 0.8, "seed": 7})[0]
+    >>> story.finish_reason in ("stop", "length")
+    True
+    >>> outputs = llm.generate(["One day", "The cat"], SamplingParams(n=2, max_tokens=4), progress=False)
+    >>> [output.prompt_token_ids == llm.encode("One day") for output in outputs]
+    [True, True, False, False]
+    >>> llm.close()
 
-    Options are those of EngineConfig; `decisions` says what was chosen for the ones left open, and why.
+    Options are those of EngineConfig; `decisions` says what was chosen for the ones left open, and why. Parameters are
+    SamplingParams, which are taken as they are, or a dict or None, where the rest is the model's own defaults
+    (`sampling_defaults`, from its generation_config.json). An engine belongs to the process that made it.
     """
 
-    def __init__(self, model: str = "merlin", **options: object) -> None:
+    def __init__(self, model: str | PathLike[str] = "merlin", **options: object) -> None:
         built = build_engine(engine_config(model, options))
         self.tokenizer, self.config = built.tokenizer, built.model
+        self.sampling_defaults: dict[str, object] = built.sampling_defaults
         self.decisions: tuple[Decision, ...] = built.decisions
         self.engine = built.engine
         self.loop = EngineLoop(built.engine)
@@ -40,33 +56,48 @@ class LLM:
         self._close = weakref.finalize(self, self.loop.close)
 
     def generate(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        progress: bool = True,
+        self, prompts: Prompt | Iterable[Prompt], params: Params | Iterable[Params] = None, *, progress: bool = True
     ) -> list[Output]:
-        """One output per prompt, in order. A prompt is text or token ids.
+        """Outputs in the order of the prompts, n of each (`SamplingParams.n`). A prompt is text or token ids.
 
-        Of several prompts, a refused one gives an output with finish_reason "error" and the others run; a refused
+        Of several prompts, a refused one gives outputs with finish_reason "error" and the others run; a refused
         single prompt raises RequestError.
         """
         many = as_prompts(prompts)
+        return self._run([partial(self.encode, prompt) for prompt in many], params, progress)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Iterable[Sequence[Message]],
+        params: Params | Iterable[Params] = None,
+        *,
+        progress: bool = True,
+    ) -> list[Output]:
+        """`generate` for one chat or several, which go through the model's template: the assistant's next turn."""
+        chats = as_conversations(messages)
+        return self._run([partial(self.encode_chat, chat) for chat in chats], params, progress)
+
+    def _run(
+        self, encoders: Sequence[Callable[[], list[int]]], params: Params | Iterable[Params], progress: bool
+    ) -> list[Output]:
+        """Submit what the encoders return, and wait for all outputs."""
+        each = self._params_of(params, len(encoders))
+        jobs = [(encode, one) for encode, asked in zip(encoders, each, strict=True) for one in asked.generations()]
         results: queue.SimpleQueue[Delta | EngineFault] = queue.SimpleQueue()
-        outputs: dict[int, Output] = {}  # by index of the prompt
-        requests: dict[int, tuple[int, Request]] = {}  # by request id: index of the prompt, request
+        outputs: dict[int, Output] = {}  # by index of the job
+        requests: dict[int, tuple[int, Request]] = {}  # by request id: index of the job, request
         try:
-            for index, (prompt, one) in enumerate(zip(many, as_params(params, len(many)), strict=True)):
+            for index, (encode, one) in enumerate(jobs):
                 try:
-                    request = self.loop.submit(self.encode(prompt), one, results.put)
+                    request = self.loop.submit(encode(), one, results.put)
                     requests[request.id] = index, request
                 except RequestError as error:
-                    if len(many) == 1:
+                    if len(encoders) == 1:
                         raise
                     outputs[index] = Output(-1, [], "", [], "error", error=str(error))
-            hidden = not progress or len(many) == 1
-            with tqdm(total=len(many), initial=len(outputs), unit="prompt", disable=hidden) as bar:
-                while len(outputs) < len(many):
+            hidden = not progress or len(jobs) == 1
+            with tqdm(total=len(jobs), initial=len(outputs), unit="prompt", disable=hidden) as bar:
+                while len(outputs) < len(jobs):
                     delta = checked(results.get())
                     if delta.output is not None:
                         outputs[requests.pop(delta.request_id)[0]] = delta.output
@@ -74,12 +105,33 @@ class LLM:
         finally:  # nothing keeps running after an interrupted call
             for _, request in requests.values():
                 self.loop.abort(request)
-        return [outputs[index] for index in range(len(many))]
+        return [outputs[index] for index in range(len(jobs))]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
+    def sampling(self, params: Params = None) -> SamplingParams:
+        """The parameters of a request: SamplingParams as they are, a dict (or nothing) over the model's defaults."""
+        if isinstance(params, SamplingParams):
+            return params
+        if params is not None and not isinstance(params, Mapping):
+            raise RequestError(
+                "params", params, f"is of the type {type(params).__name__}", "pass SamplingParams or a dict"
+            )
+        given = {str(name): value for name, value in (params or {}).items()}
+        return sampling_params(**{**self.sampling_defaults, **given})
+
+    def _params_of(self, params: Params | Iterable[Params], count: int) -> list[SamplingParams]:
+        """One set of parameters per prompt."""
+        if params is None or isinstance(params, SamplingParams | Mapping) or not isinstance(params, Iterable):
+            return [self.sampling(params)] * count
+        each = [self.sampling(one) for one in params]
+        if len(each) != count:
+            problem, remedy = f"there are {count} prompts", "pass one set, or one per prompt"
+            raise RequestError("params", f"{len(each)} sets", problem, remedy)
+        return each
+
+    def stream(self, prompt: Prompt, params: Params = None) -> Iterator[Delta]:
         """Yield deltas as they come; the last one carries the output. Closing the iterator aborts the request."""
         results: queue.SimpleQueue[Delta | EngineFault] = queue.SimpleQueue()
-        request = self.loop.submit(self.encode(prompt), params or SamplingParams(), results.put)
+        request = self.loop.submit(self.encode(prompt), self.sampling(params), results.put)
         try:
             output = None
             while output is None:
@@ -89,7 +141,7 @@ class LLM:
         finally:
             self.loop.abort(request)
 
-    async def astream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[Delta]:
+    async def astream(self, prompt: Prompt, params: Params = None) -> AsyncIterator[Delta]:
         """`stream` for asyncio; streams that run side by side share rounds."""
         results: asyncio.Queue[Delta | EngineFault] = asyncio.Queue()
         loop = asyncio.get_running_loop()
@@ -98,10 +150,10 @@ class LLM:
             with contextlib.suppress(RuntimeError):  # the event loop was closed
                 loop.call_soon_threadsafe(results.put_nowait, delta)
 
-        params = params or SamplingParams()
-        if params.constraint is not None:  # compiled elsewhere: the event loop goes on
-            await asyncio.to_thread(self.engine.compile, params)
-        request = self.loop.submit(self.encode(prompt), params, sink)
+        asked = self.sampling(params)
+        if asked.constraint is not None:  # compiled elsewhere: the event loop goes on
+            await asyncio.to_thread(self.engine.compile, asked)
+        request = self.loop.submit(self.encode(prompt), asked, sink)
         try:
             output = None
             while output is None:
@@ -113,9 +165,9 @@ class LLM:
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The prompt's token ids; text gets the special tokens its tokenizer adds."""
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else token_ids(prompt)
 
-    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """Chat messages through the model's template, ready for the assistant's turn."""
         return encode_chat(self.tokenizer, messages)
 
@@ -143,33 +195,12 @@ def checked(delta: Delta | EngineFault) -> Delta:
     return delta
 
 
-def engine_config(model: str, options: dict[str, object]) -> EngineConfig:
+def engine_config(model: str | PathLike[str], options: dict[str, object]) -> EngineConfig:
     """EngineConfig from keyword options; ConfigError names an unknown one."""
     known = [entry.name for entry in fields(EngineConfig)]
     for name in options:
         if name not in known:
-            raise ConfigError(f"{name}={options[name]!r}: no such option; known are {', '.join(known)}")
-    tree = options.get("tree")
-    if isinstance(tree, list | tuple):
-        if len(tree) != 3:
-            raise ConfigError(f"tree={tree!r}: is not (depth, width, nodes)")
-        options = {**options, "tree": TreeShape(*tree)}
+            meant = get_close_matches(name, known, 1)
+            hint = f"did you mean {meant[0]}?" if meant else f"known are {', '.join(known)}"
+            raise ConfigError(f"{name}={shown(options[name])}: no such option; {hint}")
     return EngineConfig(model=model, **options)  # type: ignore[arg-type]
-
-
-def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A list of prompts from one or several: text is one prompt, and so is a list of ids."""
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
-
-
-def as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    """One set of parameters per prompt."""
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    if len(params) != count:
-        raise RequestError(
-            "params", f"{len(params)} sets", f"there are {count} prompts", "pass one set, or one per prompt"
-        )
-    return list(params)

@@ -11,7 +11,7 @@ import pytest
 from peregrine.config import Decision
 from peregrine.engine.request import Delta, Output, Stats, Timing, TokenLogprob
 from peregrine.errors import CheckpointError, ConfigError
-from peregrine.sampling import SamplingParams
+from peregrine.sampling import SamplingParams, sampling_params
 
 TOKENS = [b"A", b" bird", b" fell", b" \xc3", b"\xa9"]  # the last two make an é
 TEXTS = ["A", " bird", " fell", "", " é"]  # as streamed: the space waits for its character
@@ -99,6 +99,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
         def __exit__(self, *error: object) -> None:
             record.closed += 1
+
+        def sampling(self, params: dict[str, object]) -> SamplingParams:
+            return sampling_params(**params)
 
         def encode(self, prompt: str) -> list[int]:
             return [0]

@@ -13,7 +13,7 @@ from peregrine.cli import chat as chats
 from peregrine.cli.main import main
 from peregrine.engine.request import Delta
 from peregrine.errors import RequestError
-from peregrine.sampling import SamplingParams
+from peregrine.sampling import SamplingParams, sampling_params
 
 WORDS = ["A", " bird", " fell", " down"]
 
@@ -36,6 +36,9 @@ class Speaker:
 
     def __exit__(self, *error: object) -> None:
         pass
+
+    def sampling(self, params: dict[str, object]) -> SamplingParams:
+        return sampling_params(**params)
 
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
         if messages[-1]["content"] == "too long":

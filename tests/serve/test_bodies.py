@@ -90,6 +90,11 @@ def test_unsupported_fields_are_refused_unless_they_have_no_effect(name: str) ->
         assert ChatBody.model_validate({**CHAT, name: value}).messages
 
 
+def complete(asked: dict[str, object]) -> SamplingParams:
+    """As a model without sampling defaults does."""
+    return SamplingParams(**asked)  # type: ignore[arg-type]
+
+
 def test_fields_without_effect_change_nothing() -> None:
     values = {
         "user": "u",
@@ -103,8 +108,8 @@ def test_fields_without_effect_change_nothing() -> None:
         "prediction": {"type": "content", "content": "x"},
     }
     assert set(values) == set(WithoutEffect.model_fields)
-    plain = sampling_of(CompletionBody(prompt="x", seed=1), {})
-    assert sampling_of(CompletionBody.model_validate({"prompt": "x", "seed": 1, **values}), {}) == plain
+    plain = sampling_of(CompletionBody(prompt="x", seed=1), {}, complete)
+    assert sampling_of(CompletionBody.model_validate({"prompt": "x", "seed": 1, **values}), {}, complete) == plain
 
 
 def test_every_field_is_used_or_accepted_without_effect() -> None:
@@ -136,7 +141,7 @@ def test_sampling_fields_arrive() -> None:
         "return_speculation": True,
         "n": 2,
     }
-    first, second = sampling_of(CompletionBody.model_validate(body), {"max_tokens": 5, "logprobs": 2})
+    first, second = sampling_of(CompletionBody.model_validate(body), {"max_tokens": 5, "logprobs": 2}, complete)
     assert first == SamplingParams(
         temperature=0.5,
         top_p=0.8,

@@ -45,13 +45,14 @@ def add_command(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Talk until the input ends; lines may come from a pipe, and then 1 is returned if one of them failed."""
-    params = sampling_params(**sampling_options(args))
+    options = sampling_options(args)
+    sampling_params(**options)  # refused before the model is loaded
     interactive = sys.stdin.isatty()
     if interactive:
         with suppress(ImportError):  # editing and history of lines, where Python was built with it
             import readline  # noqa: F401
     with open_llm(engine_options(args)) as llm:
-        chat = Chat(llm, params, args.system)
+        chat = Chat(llm, llm.sampling(options), args.system)
         if interactive:
             chat.greet()
         while (line := read_line(interactive)) is not None and chat.take(line):

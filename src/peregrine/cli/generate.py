@@ -38,8 +38,10 @@ def add_command(commands: Commands) -> None:
 def run(args: argparse.Namespace) -> int:
     """Generate, print, and return 0; a generation that failed raises EngineFault with its reason."""
     prompt = read_prompt(args.prompt, args.file)
-    params = sampling_params(**sampling_options(args))
+    options = sampling_options(args)
+    sampling_params(**options)  # refused before the model is loaded
     with open_llm(engine_options(args)) as llm:
+        params = llm.sampling(options)
         asked = llm.encode_chat([{"role": "user", "content": prompt}]) if args.chat else prompt
         if args.json:
             output = llm.generate([asked], params, progress=False)[0]

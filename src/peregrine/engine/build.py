@@ -46,11 +46,12 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """An engine, its model's tokenizer and config, and every decision made for it."""
+    """An engine, its model's tokenizer, config and sampling defaults, and every decision made for it."""
 
     engine: Engine
     tokenizer: Tokenizer
     model: ModelConfig
+    sampling_defaults: dict[str, object]  # of requests that do not say otherwise
     decisions: tuple[Decision, ...]
 
 
@@ -82,6 +83,7 @@ def _build(asked: EngineConfig, device: torch.device) -> Built:
     dtype = decisions.take("dtype", pick_dtype(asked, device, source))
     # What cannot be served is refused before anything large is loaded.
     max_len = decisions.take("max_len", pick_max_len(asked, source.config))
+    defaults = pick_sampling_defaults(asked, source, decisions)
     tokenizer = source.tokenizer()
     check_tokenizer(tokenizer, source.config)
     with explain_memory(device, "the model's weights", "choose a smaller model or another device"):
@@ -115,7 +117,7 @@ def _build(asked: EngineConfig, device: torch.device) -> Built:
     engine = assemble(asked, replace(bound, backend=backend), drafter, tokenizer, max_len, policy)
     if graphs:
         decisions.made.append(record_graphs(engine, device))
-    return Built(engine, tokenizer, target.config, tuple(decisions.made))
+    return Built(engine, tokenizer, target.config, defaults, tuple(decisions.made))
 
 
 def assemble(
@@ -212,6 +214,14 @@ def pick_max_len(asked: EngineConfig, config: ModelConfig) -> tuple[int, str]:
     if config.max_positions > MAX_DEFAULT_LEN:
         return MAX_DEFAULT_LEN, f"the model's context is {config.max_positions}; ask for more with max_len"
     return config.max_positions, "the model's context"
+
+
+def pick_sampling_defaults(asked: EngineConfig, source: ModelSource, decisions: Decisions) -> dict[str, object]:
+    """Sampling parameters of requests that do not say otherwise, noted with their reason."""
+    found, because = source.sampling_defaults() if asked.generation_config == "auto" else ({}, "asked for")
+    written = ", ".join(f"{name}={value}" for name, value in found.items())
+    decisions.take("generation_config", (written or "none", because))
+    return found
 
 
 def pick_graphs(asked: EngineConfig, device: torch.device) -> tuple[bool, str]:

@@ -8,7 +8,7 @@ from peregrine.engine.admission import Limits, admit, features_of, matcher_limit
 from peregrine.engine.page_ledger import PageLedger
 from peregrine.engine.policy import BatchPolicy, next_admitted
 from peregrine.engine.prefill import next_chunks, read_chunks
-from peregrine.engine.request import Delta, Request, TokenLogprob
+from peregrine.engine.request import Delta, Request
 from peregrine.engine.runner import RowResult, Runner
 from peregrine.errors import RequestError
 from peregrine.grammar import GrammarCompiler, Matcher
@@ -65,6 +65,7 @@ class Engine:
         request = admit(next(self._ids), prompt, params, self.limits)
         request.matcher = self._matcher(params)
         if self.tokenizer is not None and params.detokenize:
+            request.text_of = self.tokenizer.token_text
             request.stream = TextStream(
                 self.tokenizer,
                 prompt,
@@ -249,8 +250,7 @@ class Engine:
         if request.params.logprobs is not None and result.logprobs is not None:
             count = request.params.logprobs
             for token, (chosen, ids, top) in zip(tokens, result.logprobs, strict=True):
-                likeliest = tuple(zip(ids[:count], top[:count], strict=True))
-                request.logprobs.append(TokenLogprob(token, chosen, likeliest))
+                request.logprobs.append(request.logprob(token, chosen, ids[:count], top[:count]))
         is_first = request.num_generated == len(tokens)
         text, reason = "", FINISH_REASONS[result.finish]
         stop: str | int | None = tokens[-1] if result.finish == FINISH_STOP else None

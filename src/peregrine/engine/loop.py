@@ -1,5 +1,6 @@
 """The engine's thread: requests go in as messages, deltas come out through a callback per request."""
 
+import os
 import queue
 import threading
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from peregrine.sampling import SamplingParams
 # Called in the engine's thread, once per delta; after an EngineFault nothing follows.
 Sink = Callable[[Delta | EngineFault], None]
 Value = TypeVar("Value")
+FORKED = 'the engine is in the process that this one was forked from; make the LLM here, or start processes by "spawn"'
 CLOSED = "the engine has been closed; make a new one"
 
 
@@ -28,12 +30,14 @@ class EngineLoop:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._sinks: dict[int, Sink] = {}
         self._open = True
+        self._process = os.getpid()
         self._entrance = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="peregrine-engine", daemon=True)
         self._thread.start()
 
     def submit(self, prompt: list[int], params: SamplingParams, sink: Sink) -> Request:
         """Admit a request in the caller's thread (RequestError is raised here) and hand it to the engine."""
+        self._check_process()
         request = self.engine.prepare(prompt, params)
         with self._entrance:  # a sink added after the engine's end would never be called
             if self.fault is not None:
@@ -50,6 +54,7 @@ class EngineLoop:
 
     def call(self, action: Callable[[], Value]) -> Value:
         """Run `action` in the engine's thread between two steps; returns its result or raises its exception here."""
+        self._check_process()
         future: Future[Value] = Future()
 
         def run() -> None:
@@ -71,12 +76,17 @@ class EngineLoop:
 
     def close(self) -> None:
         """Stop after the current step; the sinks of unfinished requests get a fault."""
-        if self._open:
+        if self._open and os.getpid() == self._process:
             with self._entrance:
                 self._open = False
             self._inbox.put(lambda: None)
             if threading.current_thread() is not self._thread:
                 self._thread.join()
+
+    def _check_process(self) -> None:
+        """Refuse calls from a fork, which has the engine's memory and not its thread: they would wait for ever."""
+        if os.getpid() != self._process:
+            raise EngineFault(FORKED)
 
     @torch.inference_mode()
     def _run(self) -> None:

@@ -1,6 +1,7 @@
 """A request inside the engine, and the values that it returns to its user."""
 
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 
 from torch import Tensor
@@ -21,6 +22,14 @@ class TokenLogprob:
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...]  # (token id, log-probability), likeliest first
+    text: str | None = None  # of the token; None if no text was asked for
+    top_texts: tuple[str, ...] = ()  # of the likeliest tokens
+
+    def to_json(self) -> dict[str, object]:
+        """The fields as plain values."""
+        texts = self.top_texts or (None,) * len(self.top)
+        top = [{"token_id": i, "text": t, "logprob": p} for (i, p), t in zip(self.top, texts, strict=True)]
+        return {"token_id": self.token_id, "text": self.text, "logprob": self.logprob, "top": top}
 
 
 @dataclass(slots=True)
@@ -82,12 +91,12 @@ class Output:
 
     def to_json(self) -> dict[str, object]:
         """The fields as plain values, without the engine's own request id."""
-        fields = asdict(self)
+        fields = asdict(replace(self, logprobs=None, prompt_logprobs=None))
         del fields["request_id"]
         fields["stats"]["accept_length"] = self.stats.accept_length
         for name, logprobs in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             if logprobs is not None:
-                fields[name] = [{"token_id": t.token_id, "logprob": t.logprob, "top": dict(t.top)} for t in logprobs]
+                fields[name] = [entry.to_json() for entry in logprobs]
         return fields
 
 
@@ -128,6 +137,7 @@ class Request:
     def __init__(self, request_id: int, prompt: list[int], params: SamplingParams, seed: int, limit: int) -> None:
         self.id, self.prompt, self.params, self.seed, self.limit = request_id, prompt, params, seed, limit
         self.stream: TextStream | None = None  # None: no text was asked for
+        self.text_of: Callable[[int], str] | None = None  # a token's text, for log-probabilities
         self.matcher: Matcher | None = None  # None: its text is free
         self.failure: str | None = None  # why it ends with an error
         self.tokens = list(prompt)  # the prompt, then what was generated
@@ -205,10 +215,14 @@ class Request:
             return None
         parts = [[values.tolist() for values in copy.read()] for copy in self.scores]
         lines = [line for part in parts for line in zip(*part, strict=True)]
-        return [
-            TokenLogprob(token, chosen, tuple(zip(ids, top, strict=True)))
-            for token, (chosen, ids, top) in zip(self.prompt[1:], lines, strict=False)
-        ]
+        return [self.logprob(token, *line) for token, line in zip(self.prompt[1:], lines, strict=False)]
+
+    def logprob(self, token: int, chosen: float, ids: list[int], top: list[float]) -> TokenLogprob:
+        """A token's log-probability and the likeliest tokens, with their texts."""
+        pairs = tuple(zip(ids, top, strict=True))
+        if self.text_of is None:
+            return TokenLogprob(token, chosen, pairs)
+        return TokenLogprob(token, chosen, pairs, self.text_of(token), tuple(map(self.text_of, ids)))
 
     def output(self, reason: str, stop: str | int | None, simulated: bool) -> Output:
         """Everything there is to say at the end."""

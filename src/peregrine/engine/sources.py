@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from peregrine.engine.folders import ASSETS, find_model
+from peregrine.models.checkpoint.generation import sampling_defaults
 from peregrine.models.checkpoint.gguf.file import open_header
 from peregrine.models.checkpoint.gguf.header import is_gguf
 from peregrine.models.checkpoint.weights import Weights
@@ -53,6 +54,10 @@ class FolderSource:
     def target(self, device: torch.device, dtype: torch.dtype, num_positions: int | None = None) -> Decoder:
         """The decoder, for so many positions (None: the model's context)."""
         return load_decoder(self.weights, device, dtype, num_positions=num_positions)
+
+    def sampling_defaults(self) -> tuple[dict[str, object], str]:
+        """Sampling parameters that the checkpoint's authors recommend, and what to say about them."""
+        return sampling_defaults(self.folder)
 
     def automatic_drafter(self) -> tuple[str, str]:
         """The drafter that "auto" names, and why."""

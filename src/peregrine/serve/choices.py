@@ -10,7 +10,7 @@ from itertools import chain
 
 from peregrine.engine.request import Delta, Output, Stats, TokenLogprob
 from peregrine.serve.job import Job
-from peregrine.serve.logprobs import CompletionLogprobs, chat_logprobs, token_text
+from peregrine.serve.logprobs import CompletionLogprobs, chat_logprobs
 from peregrine.text.tokenizer import Tokenizer
 
 Json = dict[str, object]
@@ -96,7 +96,7 @@ def speculation_fields(deltas: Sequence[Delta], output: Output | None, tokenizer
 
 
 def token_fields(token: int, tokenizer: Tokenizer) -> Json:
-    return {"id": token, "text": token_text(tokenizer, token)}
+    return {"id": token, "text": tokenizer.token_text(token)}
 
 
 def round_fields(delta: Delta, tokenizer: Tokenizer) -> Json:

@@ -1,6 +1,6 @@
 """From a request body to the engine's requests: prompts as token ids, and one set of sampling parameters per choice."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 
@@ -66,7 +66,7 @@ def completion_job(body: CompletionBody, llm: LLM) -> Job:
         "prompt_logprobs": body.logprobs if body.echo else None,
     }
     with named_as_in(body):
-        params = sampling_of(body, more)
+        params = sampling_of(body, more, llm.sampling)
         ids = [llm.encode(prompt) for prompt in prompts]
         echoes = None
         if body.echo:
@@ -97,7 +97,7 @@ def chat_job(body: ChatBody, llm: LLM) -> Job:
     max_tokens = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
     more = {"max_tokens": max_tokens, "logprobs": (body.top_logprobs or 0) if body.logprobs else None}
     with named_as_in(body):
-        params = sampling_of(body, more)
+        params = sampling_of(body, more, llm.sampling)
         return Job([llm.encode_chat(plain_messages(body.messages))], params, None, body, False)
 
 
@@ -109,8 +109,10 @@ def plain_messages(messages: list[Message]) -> list[dict[str, str]]:
     ]
 
 
-def sampling_of(body: Generation, more: dict[str, int | None]) -> list[SamplingParams]:
-    """One set of parameters per choice."""
+def sampling_of(
+    body: Generation, more: dict[str, int | None], complete: Callable[[dict[str, object]], SamplingParams]
+) -> list[SamplingParams]:
+    """One set of parameters per choice; `complete` adds the model's defaults for what the body does not say."""
     asked = body.model_dump(include=SAME_NAME, exclude_none=True)
     if body.logit_bias is not None:
         asked["logit_bias"] = {token_id(key): bias for key, bias in body.logit_bias.items()}
@@ -119,7 +121,7 @@ def sampling_of(body: Generation, more: dict[str, int | None]) -> list[SamplingP
     constraint = asked_constraint(body)
     if constraint is not None:
         asked[constraint.option] = constraint.value
-    return SamplingParams(**asked, **more, report_drafts=body.return_speculation is True).generations()  # type: ignore[arg-type]
+    return complete({**asked, **more, "report_drafts": body.return_speculation is True}).generations()
 
 
 def token_id(key: str) -> int:

@@ -7,24 +7,6 @@ from peregrine.text.stream import Detokenizer
 from peregrine.text.tokenizer import Tokenizer
 
 
-def spelling(tokenizer: Tokenizer, token_id: int) -> bytes:
-    """The bytes a token stands for, which may be a part of a character."""
-    if tokenizer.byte_level:
-        return tokenizer.token_bytes(token_id)
-    if token_id in tokenizer.byte_ids:
-        return bytes([tokenizer.byte_ids[token_id]])
-    return tokenizer.token(token_id).replace("▁", " ").encode()
-
-
-def token_text(tokenizer: Tokenizer, token_id: int) -> str:
-    """A token as text; one whose bytes are no text by themselves is written as bytes:\\xe2\\x82."""
-    spelled = spelling(tokenizer, token_id)
-    try:
-        return spelled.decode()
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
-
-
 class CompletionLogprobs:
     """`logprobs` of /v1/completions, chunk by chunk; offsets count characters of the choice's whole text."""
 
@@ -46,11 +28,11 @@ class CompletionLogprobs:
         return lists
 
     def _add(self, lists: dict[str, list[object]], token_id: int, entry: TokenLogprob | None) -> None:
-        lists["tokens"].append(token_text(self._tokenizer, token_id))
+        lists["tokens"].append(self._tokenizer.token_text(token_id))
         logprob, top = None, None
         if entry is not None:
             logprob = entry.logprob
-            top = {token_text(self._tokenizer, i): v for i, v in (*entry.top, (token_id, logprob))}
+            top = {self._tokenizer.token_text(i): v for i, v in (*entry.top, (token_id, logprob))}
         lists["token_logprobs"].append(logprob)
         lists["top_logprobs"].append(top)
         lists["text_offset"].append(self._offset)
@@ -61,8 +43,8 @@ def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprob]) -> dict[
     """`logprobs` of /v1/chat/completions."""
 
     def fields(token_id: int, logprob: float) -> dict[str, object]:
-        spelled = list(spelling(tokenizer, token_id))
-        return {"token": token_text(tokenizer, token_id), "logprob": logprob, "bytes": spelled}
+        spelled = list(tokenizer.spelling(token_id))
+        return {"token": tokenizer.token_text(token_id), "logprob": logprob, "bytes": spelled}
 
     content = [{**fields(t.token_id, t.logprob), "top_logprobs": [fields(i, v) for i, v in t.top]} for t in tokens]
     return {"content": content, "refusal": None}

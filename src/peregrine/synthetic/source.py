@@ -38,6 +38,9 @@ class ShapeSource:
         check_room(device, f"the weights of {self.name}", num_weights(self.config) * dtype.itemsize)
         return draw_decoder(self.config, device, dtype, num_positions=num_positions)
 
+    def sampling_defaults(self) -> tuple[dict[str, object], str]:
+        return {}, "a shape has no sampling defaults"
+
     def automatic_drafter(self) -> tuple[str, str]:
         if "mtp" in self._drafters:
             return "mtp", "the shape has a prediction layer"

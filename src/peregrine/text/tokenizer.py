@@ -51,6 +51,7 @@ class Tokenizer:
     prepends_bos: bool  # `encode` must add bos itself, because the post-processor does not
     named_tokens: Mapping[str, str]  # bos_token, eos_token, ...: variables of chat templates
     chat_templates: Mapping[str, str] = field(repr=False)  # by name; a single template is "default"
+    _texts: dict[int, str] = field(default_factory=dict, init=False, repr=False)  # of tokens that were asked for
 
     @classmethod
     def read(cls, folder: Path | str) -> "Tokenizer":
@@ -121,6 +122,22 @@ class Tokenizer:
     def token(self, id: int) -> str:
         """The vocabulary entry of an id (such as 'Ġhello'); '' for an id without a token."""
         return self.backend.id_to_token(id) or ""
+
+    def spelling(self, id: int) -> bytes:
+        """The bytes an id stands for, which may be a part of a character."""
+        if self.byte_level:
+            return self.token_bytes(id)
+        return bytes([self.byte_ids[id]]) if id in self.byte_ids else self.token(id).replace("▁", " ").encode()
+
+    def token_text(self, id: int) -> str:
+        """An id as text; one whose bytes are no text by themselves is written as bytes:\\xe2\\x82."""
+        if id not in self._texts:
+            spelled = self.spelling(id)
+            try:
+                self._texts[id] = spelled.decode()
+            except UnicodeDecodeError:
+                self._texts[id] = "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
+        return self._texts[id]
 
     def token_bytes(self, id: int) -> bytes:
         """The bytes of an id of a byte-level tokenizer; they may be a part of a character."""
