@@ -82,7 +82,7 @@ class EngineConfig:
     )
     drafter: str = option(
         "auto",
-        "auto, none, ngram, eagle3, mtp (the checkpoint's own layer), or a folder with a draft head or a small model",
+        "auto, none, ngram, suffix, eagle3, mtp (the checkpoint's own layer), or a folder: a head or a small model",
         "DRAFTER",
     )
     num_drafts: int = option(3, "tokens drafted per round; 0: plain decoding with any drafter", "K")

@@ -42,7 +42,7 @@ INTEGERS = {
     "prompt_logprobs": (0, MAX_LOGPROBS, f"use 0 to {MAX_LOGPROBS}, or None"),
     "num_drafts": (0, LARGEST, "use 0 for no speculation"),
 }
-FLAGS = ("ignore_eos", "skip_special_tokens", "detokenize", "report_drafts", "json_object")
+FLAGS = ("ignore_eos", "skip_special_tokens", "detokenize", "report_drafts", "json_object", "store")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +101,7 @@ class SamplingParams:
     skip_special_tokens: bool = option(True, "leave special tokens out of the text")
     detokenize: bool = True  # False: token ids alone, no text and no stop strings
     report_drafts: bool = False  # deltas carry the drafts of their round, rejected ones too
+    store: bool = True  # False: the suffix drafter does not learn from the answer
 
     def __post_init__(self) -> None:
         for entry in fields(self):

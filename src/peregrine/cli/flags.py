@@ -101,7 +101,7 @@ def flag_of(entry: "Field[Any]", hint: Any) -> Flag:
 WITHOUT_ENGINE_FLAG = {"lag", "row_sizes", "simulate_accept"}
 ENGINE_FLAGS = flags_of(EngineConfig, WITHOUT_ENGINE_FLAG)
 # num_drafts caps one request of many; on the command line --num-drafts sets the engine's own. The rest is for programs.
-WITHOUT_SAMPLING_FLAG = {"n", "num_drafts", "detokenize", "report_drafts", "grammar_after"}
+WITHOUT_SAMPLING_FLAG = {"n", "num_drafts", "detokenize", "report_drafts", "grammar_after", "store"}
 LOGPROBS = {"logprobs", "prompt_logprobs"}  # for commands that show them
 SAMPLING_FLAGS = flags_of(SamplingParams, WITHOUT_SAMPLING_FLAG)
 

@@ -17,6 +17,7 @@ from peregrine.kernels.round import FINISH_FAULT, FINISH_LENGTH, FINISH_NONE, FI
 from peregrine.kernels.sampling import Features
 from peregrine.log import logger
 from peregrine.sampling import SamplingParams
+from peregrine.spec.suffix import SuffixDrafter
 from peregrine.text.stream import TextStream
 from peregrine.text.tokenizer import Tokenizer
 
@@ -292,4 +293,6 @@ class Engine:
         else:
             self.waiting.remove(request)
         self.ledger.release(request)
+        if isinstance(self.runner.drafter, SuffixDrafter) and request.params.store and reason in ("stop", "length"):
+            self.runner.drafter.learn(request.generated)
         return replace(last, finish_reason=reason, output=request.output(reason, stop, self.simulated))

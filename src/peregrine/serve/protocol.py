@@ -116,7 +116,9 @@ class WithoutEffect(Body):
     metadata: Annotated[dict[str, str], at_most(MAX_LABELS)] | None = Field(
         None, description="Labels for the client's own records; not used."
     )
-    store: bool | None = Field(None, description="Nothing is stored.")
+    store: bool | None = Field(
+        None, description="false: the suffix drafter does not learn from the answer. Nothing else is kept."
+    )
     service_tier: str | None = Field(None, description="There is one tier.")
     safety_identifier: str | None = Field(None, description="Not used.")
     prompt_cache_key: str | None = Field(None, description="Prefixes are found by their tokens.")

@@ -4,6 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from peregrine.attention.backend import AttentionBackend
 from peregrine.cache.store import KVShape, KVStore
 from peregrine.config import TreeShape
@@ -19,11 +21,16 @@ from peregrine.spec.chain import ChainDrafter
 from peregrine.spec.ngram import NgramDrafter
 from peregrine.spec.plain import NoDrafter
 from peregrine.spec.readers import DraftReader, HeadReader, ModelReader
+from peregrine.spec.suffix import SuffixDrafter
 from peregrine.spec.tree import TreeDrafter
 from peregrine.spec.types import Drafter
 
-# Drafters without weights of their own: name -> made for a number of drafts.
-DRAFTERS: dict[str, Callable[[int], Drafter]] = {"none": lambda num_drafts: NoDrafter(), "ngram": NgramDrafter}
+# Drafters without weights of their own: name -> made for a number of drafts, on a device.
+DRAFTERS: dict[str, Callable[[int, torch.device], Drafter]] = {
+    "none": lambda num_drafts, device: NoDrafter(),
+    "ngram": lambda num_drafts, device: NgramDrafter(num_drafts),
+    "suffix": SuffixDrafter,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +110,7 @@ def make_drafter(
     if source.network is None or store is None:
         if tree is not None:
             raise ConfigError(f"drafter={source.name!r}: guesses no trees; leave tree out or choose a draft head")
-        return DRAFTERS[source.name](num_drafts)
+        return DRAFTERS[source.name](num_drafts, torch.device("cpu") if store is None else store.keys.device)
     if isinstance(source.network, BlockHead):
         if tree is not None:
             raise ConfigError(f"drafter={source.name!r}: a block head guesses no trees yet; leave tree out")

@@ -1,5 +1,6 @@
 """The bookkeeping of a speculative round: verdict, positions and slots, drafts, trees, n-gram look-up."""
 
+from peregrine.kernels.round.answers import AnswerPool, add_answer, find_answers
 from peregrine.kernels.round.drafts import keep_drafts, move_path
 from peregrine.kernels.round.ngram import find_repeats
 from peregrine.kernels.round.places import (
@@ -31,6 +32,7 @@ __all__ = [
     "FINISH_STOP",
     "HEADER",
     "AheadPlaces",
+    "AnswerPool",
     "Ends",
     "Frontier",
     "Growth",
@@ -38,8 +40,10 @@ __all__ = [
     "PathPlaces",
     "Verdict",
     "WindowPlaces",
+    "add_answer",
     "ahead_places",
     "commit",
+    "find_answers",
     "find_repeats",
     "grow",
     "keep_drafts",

@@ -1,0 +1,44 @@
+"""Draft by look-up in the request's own text and in answers that the engine has finished."""
+
+import torch
+
+from peregrine.hardware import upload
+from peregrine.kernels.round import AnswerPool, add_answer, find_answers, find_repeats
+from peregrine.spec.types import Chunk, Drafts, DraftShape, Seen
+
+POOL_TOKENS = 1 << 17  # 5 MiB with the index
+LONG_MATCH = 6  # so many equal tokens in another answer count more than a short repeat in the own text
+
+
+class SuffixDrafter:
+    """Continues the latest tokens as they were continued before: in this text, or in an earlier answer.
+
+    It pays where answers repeat: JSON of one form, edits of a file, an agent's loop.
+    """
+
+    taps: tuple[int, ...] = ()
+    reads_next_token = False
+
+    def __init__(self, num_drafts: int, device: torch.device) -> None:
+        self.shape = DraftShape.chain(num_drafts, 0)
+        self.pool = AnswerPool.empty(POOL_TOKENS, device)
+        self._next = 0  # where the next answer goes
+
+    def absorb(self, chunk: Chunk) -> None:
+        """Nothing to keep: the history holds it all."""
+
+    def learn(self, answer: list[int]) -> None:
+        """Add a finished answer to the pool; the oldest ones are overwritten."""
+        answer = answer[: POOL_TOKENS // 4]
+        if self._next + len(answer) + 1 > POOL_TOKENS:
+            self._next = 0
+        add_answer(self.pool, upload(answer, self.pool.tokens.device), self._next)
+        self._next += len(answer) + 1
+
+    def propose(self, seen: Seen) -> Drafts:
+        history, newest, depth = seen.history, seen.new_past_lens, self.shape.depth
+        own, own_known = find_repeats(history, newest, depth)
+        others, known, agreed = find_answers(self.pool, history, newest, depth)
+        takes_other = (known > 0) & ((own_known == 0) | (agreed >= LONG_MATCH))  # [R]
+        tokens = torch.where(takes_other[:, None], others, own)
+        return Drafts(tokens, torch.where(takes_other, known, own_known), None)
