@@ -1,6 +1,7 @@
 """The engine's thread: what its callers get while it runs, fails and ends."""
 
 import queue
+import threading
 
 import pytest
 
@@ -59,3 +60,77 @@ def test_an_error_in_a_call_reaches_its_caller_alone() -> None:
         assert llm.loop.alive
         assert tokens + [token for delta in stream for token in delta.token_ids] == expected
         assert llm.loop.call(lambda: 7) == 7
+
+
+class Panic(BaseException):
+    """What a panic in a Rust library raises: no Exception."""
+
+
+def test_a_panic_ends_every_request_and_call() -> None:
+    """Nobody waits for ever for an engine whose thread has ended."""
+    with LLM(str(tiny_model()), drafter="none", num_pages=100) as llm:
+        stream = llm.stream([1], SamplingParams(temperature=0, max_tokens=500, ignore_eos=True))
+        next(stream)
+
+        def panic() -> None:
+            raise Panic("index out of bounds")
+
+        llm.loop._inbox.put(panic)
+        with pytest.raises(EngineFault, match="the engine stopped: Panic: index out of bounds"):
+            list(stream)
+        with pytest.raises(EngineFault, match="Panic"):
+            llm.loop.call(lambda: 1)
+        assert not llm.loop.alive
+
+
+def test_a_panic_in_a_call_is_its_callers_alone() -> None:
+    def panic() -> None:
+        raise Panic
+
+    with LLM(str(tiny_model()), drafter="none", num_pages=100) as llm:
+        with pytest.raises(Panic):
+            llm.loop.call(panic)
+        assert llm.loop.alive
+
+
+def test_calls_that_wait_when_the_engine_ends_get_its_fault() -> None:
+    """Also a call that nobody polls, such as one awaited in an event loop."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def explode() -> None:
+        begun.set()
+        go_on.wait()
+        raise MemoryError("no more")
+
+    with LLM(str(tiny_model()), drafter="none", num_pages=100) as llm:
+        llm.loop._inbox.put(explode)
+        begun.wait()
+        waits, left = llm.loop.post(lambda: 1), llm.loop.post(lambda: 2)
+        assert left.cancel()
+        go_on.set()
+        with pytest.raises(EngineFault, match="no more"):
+            waits.result(timeout=60)
+
+
+def test_a_step_that_does_not_end_shows() -> None:
+    with LLM(str(tiny_model()), drafter="none", num_pages=100) as llm:
+        llm.generate([1, 2], GREEDY, progress=False)
+        begun, go_on = threading.Event(), threading.Event()
+        step = llm.engine.step
+
+        def hang() -> list[Delta]:
+            begun.set()
+            go_on.wait()
+            return step()
+
+        llm.engine.step = hang  # type: ignore[method-assign]
+        stuck = llm.loop.submit([1, 2], GREEDY, lambda _: None)
+        begun.wait()
+        first = llm.loop.step_seconds
+        threading.Event().wait(0.05)
+        assert llm.loop.step_seconds - first >= 0.04
+        llm.engine.step = step  # type: ignore[method-assign]
+        go_on.set()
+        llm.loop.abort(stuck)
+        while llm.loop.step_seconds or llm.engine.has_work:
+            threading.Event().wait(0.01)

@@ -3,9 +3,10 @@
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable
-from concurrent.futures import Future, wait
-from typing import TypeVar
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 import torch
 
@@ -29,6 +30,8 @@ class EngineLoop:
         self.fault: EngineFault | None = None
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._sinks: dict[int, Sink] = {}
+        self._calls: set[Future[Any]] = set()  # posted and not done
+        self._busy_since: float | None = None  # when the current step began; None while there is no work
         self._open = True
         self._process = os.getpid()
         self._entrance = threading.Lock()
@@ -40,10 +43,7 @@ class EngineLoop:
         self._check_process()
         request = self.engine.prepare(prompt, params)
         with self._entrance:  # a sink added after the engine's end would never be called
-            if self.fault is not None:
-                raise self.fault
-            if not self._open:
-                raise EngineFault(CLOSED)
+            self._check_open()
             self._sinks[request.id] = sink
         self._inbox.put(lambda: self.engine.enqueue(request))
         return request
@@ -52,27 +52,45 @@ class EngineLoop:
         """End a request soon; unless it has ended, its sink gets a last delta with finish_reason "abort"."""
         self._inbox.put(lambda: self.engine.abort(request))
 
-    def call(self, action: Callable[[], Value]) -> Value:
-        """Run `action` in the engine's thread between two steps; returns its result or raises its exception here."""
+    def post(self, action: Callable[[], Value]) -> "Future[Value]":
+        """Run `action` in the engine's thread between two steps; what it raises is its caller's alone."""
         self._check_process()
         future: Future[Value] = Future()
 
         def run() -> None:
-            try:
-                future.set_result(action())
-            except Exception as error:  # the caller's alone: the engine goes on
-                future.set_exception(error)
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(action())
+                except BaseException as error:
+                    future.set_exception(error)
 
+        with self._entrance:
+            self._check_open()
+            self._calls.add(future)
+        future.add_done_callback(self._calls.discard)
         self._inbox.put(run)
-        while not wait([future], timeout=0.1).done:
-            if not self._thread.is_alive() and not future.done():
-                raise self.fault or EngineFault(CLOSED)
-        return future.result()
+        return future
+
+    def call(self, action: Callable[[], Value]) -> Value:
+        """`post`, and wait for the result."""
+        return self.post(action).result()
+
+    def _check_open(self) -> None:
+        if self.fault is not None:
+            raise self.fault
+        if not self._open:
+            raise EngineFault(CLOSED)
 
     @property
     def alive(self) -> bool:
         """Whether the engine's thread can still serve."""
         return self._open and self._thread.is_alive()
+
+    @property
+    def step_seconds(self) -> float:
+        """How long the current step has taken until now; 0 while there is no work. One that only grows is a hang."""
+        since = self._busy_since
+        return 0.0 if since is None else time.monotonic() - since
 
     def close(self) -> None:
         """Stop after the current step; the sinks of unfinished requests get a fault."""
@@ -93,10 +111,11 @@ class EngineLoop:
         try:
             while self._open:
                 self._listen()
+                self._busy_since = time.monotonic()
                 for delta in self.engine.step():
                     self._deliver(delta)
             self._end(EngineFault("the engine was closed while the request was in flight"))
-        except Exception as error:
+        except BaseException as error:  # a panic in a Rust library is no Exception; nobody may wait for ever
             fault = EngineFault(f"the engine stopped: {type(error).__name__}: {error}")
             fault.__cause__ = error
             with self._entrance:
@@ -106,7 +125,10 @@ class EngineLoop:
     def _listen(self) -> None:
         """Handle every message in the inbox; wait for one when there is no work."""
         if not self.engine.has_work:
-            self._inbox.get()()
+            self._busy_since = None
+            message = self._inbox.get()
+            self._busy_since = time.monotonic()
+            message()
         while not self._inbox.empty():
             self._inbox.get()()
 
@@ -118,3 +140,7 @@ class EngineLoop:
         sinks, self._sinks = list(self._sinks.values()), {}
         for sink in sinks:
             sink(fault)
+        for future in list(self._calls):
+            if future.set_running_or_notify_cancel():
+                future.set_exception(fault)
+        self._busy_since = None
