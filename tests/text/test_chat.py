@@ -8,7 +8,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from peregrine.errors import CheckpointError, RequestError
-from peregrine.text.chat import encode_chat, render_chat
+from peregrine.text import chat as chats
+from peregrine.text.chat import encode_chat, has_system_place, render_chat
 from peregrine.text.tokenizer import Tokenizer
 
 PLAIN = """{{ bos_token }}
@@ -184,3 +185,58 @@ def test_objects_with_methods_never_reach_a_template(write) -> None:
 def test_a_chat_that_is_not_valid_unicode_is_refused(write) -> None:
     with pytest.raises(RequestError, match="lone surrogate"):
         encode_chat(read_with(write, PLAIN), [{"role": "user", "content": "\udc00"}])
+
+
+REFUSING = """{% for message in messages %}{% if message.role not in ('user', 'assistant') %}
+{{- raise_exception('no ' + message.role) }}{% endif %}[{{ message.role }}: {{ message.content }}]{% endfor %}"""
+DROPPING = """{% for message in messages %}{% if message.role in ('user', 'assistant') %}
+{{- '[' + message.role + ': ' + message.content + ']' }}{% endif %}{% endfor %}"""
+TAKING = "{% for message in messages %}[{{ message.role }}: {{ message.content }}]{% endfor %}"
+
+
+def said(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+@pytest.mark.parametrize("template", [REFUSING, DROPPING])
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_a_system_message_without_a_place_goes_into_the_next_user_message(write, template: str, role: str) -> None:
+    """Neither refused nor dropped in silence."""
+    tokenizer = read_with(write, template)
+    assert not has_system_place(tokenizer)
+    chat = [said(role, "Be brief."), said("user", "Hi"), said("assistant", "Yes?"), said("user", "Go on")]
+    assert render_chat(tokenizer, chat) == "[user: Be brief.\n\nHi][assistant: Yes?][user: Go on]"
+    assert render_chat(tokenizer, [chat[0], said(role, "In verse.")]) == "[user: Be brief.\n\nIn verse.]"
+    later = [said("user", "Hi"), said("assistant", "Yes?"), said(role, "Shout."), said("user", "Go on")]
+    assert render_chat(tokenizer, later) == "[user: Hi][assistant: Yes?][user: Shout.\n\nGo on]"
+
+
+def test_a_system_message_with_a_place_stays_there(write) -> None:
+    tokenizer = read_with(write, TAKING)
+    assert has_system_place(tokenizer)
+    for role in ("system", "developer"):
+        assert render_chat(tokenizer, [said(role, "a"), said("user", "b")]) == f"[{role}: a][user: b]"
+    only_system = TAKING.replace(
+        "[{{", "{% if message.role == 'developer' %}{{ raise_exception('no') }}{% endif %}[{{", 1
+    )
+    chat = [said("developer", "a"), said("user", "b")]
+    assert render_chat(read_with(write, only_system), chat) == "[system: a][user: b]"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(64) }}",
+    ],
+)
+def test_a_template_that_does_not_end_is_stopped(write, template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chats, "MAX_RENDER_SECONDS", 0.05)
+    with pytest.raises(RequestError, match=r"it took longer than 0\.05 s"):
+        render_chat(read_with(write, template), MESSAGES[1:])
+
+
+def test_a_template_that_writes_without_end_is_stopped(write, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chats, "MAX_CHARACTERS", 1000)
+    with pytest.raises(RequestError, match="longer than 1000 characters"):
+        render_chat(read_with(write, "{% for a in range(2000) %}x{% endfor %}"), MESSAGES[1:])

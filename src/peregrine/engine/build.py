@@ -37,6 +37,7 @@ from peregrine.spec.registry import DraftSource, StoreShape, make_drafter
 from peregrine.spec.state import SeatState
 from peregrine.spec.types import Drafter
 from peregrine.synthetic.judge import simulated_judge
+from peregrine.text.chat import has_system_place
 from peregrine.text.tokenizer import Tokenizer
 from peregrine.threads import pick_threads
 
@@ -86,6 +87,8 @@ def _build(asked: EngineConfig, device: torch.device) -> Built:
     defaults = pick_sampling_defaults(asked, source, decisions)
     tokenizer = source.tokenizer()
     check_tokenizer(tokenizer, source.config)
+    if not has_system_place(tokenizer):
+        decisions.take("system_message", ("in the next user message", "the chat template has no place for it"))
     with explain_memory(device, "the model's weights", "choose a smaller model or another device"):
         target = source.target(device, dtype, max_len)
     name = decisions.take("drafter", pick_drafter(asked, source))

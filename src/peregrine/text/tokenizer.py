@@ -109,7 +109,8 @@ class Tokenizer:
             problem = f"is not valid Unicode (lone surrogate at character {error.start})"
             raise RequestError("text", text, problem, "send text that can be written as UTF-8") from error
         try:
-            ids = self.backend.encode(text, add_special_tokens=add_special).ids
+            # A batch of one: unlike `encode` it releases the GIL, so a long text stops no other thread.
+            ids = self.backend.encode_batch_fast([text], add_special_tokens=add_special)[0].ids
         except BaseException as error:
             refusal = RequestError("text", text, f"the model's tokenizer fails on it: {error}", "send other text")
             raise _unless_ended(error, refusal) from error
