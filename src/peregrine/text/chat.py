@@ -1,8 +1,8 @@
 """Chats rendered by the checkpoint's own template, in a sandbox.
 
 A template is code that came with the weights: it gets plain data only, cannot reach Python's internals, cannot change
-its arguments, and is stopped when it takes too long or writes too much. Variables and helpers are those that transformers
-offers. A system message goes into the next user message where the template has no place for it.
+its arguments, and is stopped when it takes too long or writes too much. Variables and helpers are those that
+transformers offers. A system message goes into the next user message where the template has no place for it.
 """
 
 import json
