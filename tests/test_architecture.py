@@ -42,9 +42,9 @@ HOMES = {
     "synchronize": READS_RESULTS,
     "getattr": {"models", "kernels", "sampling", "config"},  # layers by name, device files, own fields
     "hasattr": set[str](),
-    "getenv": {"log", "hardware"},
+    "getenv": {"log", "hardware", "cli"},
 }
-ENVIRONMENT_HOMES = {"log", "hardware", "threads"}
+ENVIRONMENT_HOMES = {"log", "hardware", "threads", "cli"}
 # The front door: loads LLM, which lies above everything it is made of, on first use.
 DOOR = SRC / "__init__.py"
 

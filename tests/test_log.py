@@ -2,12 +2,13 @@
 
 import io
 import logging
+import threading
 from collections.abc import Iterator
 
 import pytest
 
 from peregrine.errors import ConfigError
-from peregrine.log import logger, start_logging, style
+from peregrine.log import background_logging, logger, start_logging, style
 
 
 class Terminal(io.StringIO):
@@ -58,3 +59,22 @@ def test_unknown_level_is_refused_with_the_known_ones(monkeypatch: pytest.Monkey
     monkeypatch.setenv("PEREGRINE_LOG", "loud")
     with pytest.raises(ConfigError, match=r"PEREGRINE_LOG='loud'.*debug, info, warning, error"):
         start_logging()
+
+
+def test_a_log_that_nobody_reads_holds_nobody() -> None:
+    """Writing to a full pipe blocks; the event loop of a server must not."""
+    go_on, written = threading.Event(), list[str]()
+
+    class Pipe(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            go_on.wait()
+            written.append(record.getMessage())
+
+    logger.addHandler(pipe := Pipe())
+    logger.setLevel(logging.INFO)
+    with background_logging():
+        for number in range(3000):  # far more than a pipe or the queue holds
+            logger.info("line %d", number)
+        go_on.set()
+    assert written[:2] == ["line 0", "line 1"]
+    assert logger.handlers == [pipe]

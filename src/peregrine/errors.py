@@ -1,19 +1,37 @@
 """Every error Peregrine raises on purpose, with messages a user can act on."""
 
 import importlib.util
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+MAX_SHOWN = 80  # characters of a value in a message
 
 
 def shown(value: object) -> str:
     """The value as a message shows it: one short line."""
     try:
-        text = repr(value)
+        text = repr(beginning(value))
     except Exception:  # a number of many thousand digits, or an object of the caller's
         text = f"<{type(value).__name__}>"
     text = text.replace("\n", " ")
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."
+
+
+def beginning(value: object, levels: int = 2) -> object:
+    """As much of a value as a message can show; to write all of a large one would take long."""
+    match value:
+        case str() | bytes():
+            return value[:MAX_SHOWN]
+        case list() | tuple() | dict() if not levels:
+            return ...
+        case list() | tuple():
+            items = [beginning(item, levels - 1) for item in value[:MAX_SHOWN]]
+            return items if isinstance(value, list) else tuple(items)
+        case dict():
+            return {key: beginning(item, levels - 1) for key, item in itertools.islice(value.items(), MAX_SHOWN)}
+    return value
 
 
 class PeregrineError(Exception):

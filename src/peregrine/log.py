@@ -2,8 +2,12 @@
 
 import logging
 import os
+import queue
 import re
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import TextIO
 
 from peregrine.errors import ConfigError
@@ -58,6 +62,44 @@ def start_logging(default: str = "warning") -> None:
         handler.setFormatter(LineFormatter())
         logger.addHandler(handler)
         logger.propagate = False
+
+
+@contextmanager
+def background_logging() -> Iterator[None]:
+    """Inside the block a thread writes what is logged: a reader of stderr that has stopped reading holds nobody."""
+    before, handler = list(logger.handlers), BackgroundHandler(list(logger.handlers))
+    logger.handlers[:] = [handler]
+    try:
+        yield
+    finally:
+        logger.handlers[:] = before
+        handler.end()
+
+
+class BackgroundHandler(logging.Handler):
+    """Hands records to a thread that writes them; when it cannot keep up, records are dropped."""
+
+    def __init__(self, handlers: list[logging.Handler], most: int = 1000, end_seconds: float = 1.0) -> None:
+        super().__init__()
+        self._handlers, self._end_seconds = handlers, end_seconds
+        self._records: queue.Queue[logging.LogRecord | None] = queue.Queue(most)
+        self._thread = threading.Thread(target=self._write, name="peregrine-log", daemon=True)
+        self._thread.start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with suppress(queue.Full):
+            self._records.put_nowait(record)
+
+    def end(self) -> None:
+        """Write what is left, if that takes no longer than a moment."""
+        with suppress(queue.Full):
+            self._records.put(None, timeout=self._end_seconds)
+            self._thread.join(self._end_seconds)
+
+    def _write(self) -> None:
+        while (record := self._records.get()) is not None:
+            for handler in self._handlers:
+                handler.handle(record)
 
 
 class LineFormatter(logging.Formatter):

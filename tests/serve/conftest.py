@@ -1,6 +1,7 @@
 """One server for most tests: merlin, in this process, on a free port."""
 
 import asyncio
+import contextlib
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ import openai
 import pytest
 
 from peregrine import LLM
+from peregrine.errors import EngineFault
 from peregrine.serve.run import serve_on
 from peregrine.serve.service import Service
 from peregrine.serve.settings import ServeConfig
@@ -23,6 +25,16 @@ class Served:
     service: Service
     url: str
     stop: Callable[[], None]
+    result: list[EngineFault | None]  # what `serve_on` returned, once it has
+
+    @property
+    def event_loop(self) -> asyncio.AbstractEventLoop:
+        return self.service.gateway._event_loop
+
+    @property
+    def address(self) -> tuple[str, int]:
+        host, port = self.url.removeprefix("http://").split(":")
+        return host, int(port)
 
     @property
     def llm(self) -> LLM:
@@ -58,17 +70,18 @@ class Lent:
 
 def start(open_llm: Callable[[], LLM], **settings: object) -> Served:
     """Listen on a free port; returns at once, while the model loads."""
-    config = ServeConfig(port=0, drain_seconds=0.2, **settings)  # type: ignore[arg-type]
+    config = ServeConfig(port=0, **{"drain_seconds": 0.2, **settings})  # type: ignore[arg-type]
     service = Service("merlin", config)
     listening = socket.create_server((config.host, 0))
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16384)  # a reader that stops is soon noticed
     ready: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
     begun = threading.Event()
+    result: list[EngineFault | None] = []
 
     async def main() -> None:
         ready.append((asyncio.get_running_loop(), asyncio.Event()))
         begun.set()
-        await serve_on(listening, service, open_llm, ready[0][1])
+        result.append(await serve_on(listening, service, open_llm, ready[0][1]))
 
     thread = threading.Thread(target=lambda: asyncio.run(main()))
     thread.start()
@@ -76,12 +89,12 @@ def start(open_llm: Callable[[], LLM], **settings: object) -> Served:
 
     def stop() -> None:
         loop, ending = ready[0]
-        if thread.is_alive():
+        with contextlib.suppress(RuntimeError):  # the server has ended by itself
             loop.call_soon_threadsafe(ending.set)
-            thread.join()
+        thread.join()
         listening.close()
 
-    return Served(service, f"http://127.0.0.1:{listening.getsockname()[1]}", stop)
+    return Served(service, f"http://127.0.0.1:{listening.getsockname()[1]}", stop, result)
 
 
 def wait_ready(served: Served) -> None:

@@ -64,16 +64,41 @@ def test_wrong_completion_bodies(body: object, param: str | None, said: str) -> 
         ({"role": "user"}, "messages[0].content"),
         ({"role": "", "content": "x"}, "messages[0].role"),
         ({"role": "user", "content": 5}, "messages[0].content"),
-        ({"role": "user", "content": None}, "messages[0].content"),
         (
             {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
             "messages[0].content[0].type",
         ),
-        ({"role": "assistant", "content": "x", "tool_calls": []}, "messages[0].tool_calls"),
+        ({"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}, "messages[0].tool_calls"),
+        ({"role": "assistant", "content": "x", "colour": 1}, "messages[0].colour"),
     ],
 )
 def test_wrong_messages(message: dict[str, Any], param: str) -> None:
     assert refusal(ChatBody, {"messages": [message]}).param == param
+
+
+def test_a_message_may_come_back_as_it_was_sent() -> None:
+    """What clients make of a response, null fields included, is a message of the next request."""
+    nulls = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "tool_calls", "reasoning_content"))
+    for message in (nulls, {**nulls, "tool_calls": [], "annotations": []}):
+        body = {"messages": [{"role": "assistant", "content": "Hello", **message}]}
+        assert ChatBody.model_validate(body).messages[0].text == "Hello"
+    empty = ChatBody.model_validate({"messages": [{"role": "assistant", "content": None}]})
+    assert empty.messages[0].text == ""
+
+
+def test_routers_may_add_their_defaults() -> None:
+    """What sglang-router and vllm-router write into every body, as their values that ask for nothing."""
+    added = {
+        "no_stop_trim": False,
+        "return_hidden_states": False,
+        "continue_final_message": False,
+        "separate_reasoning": True,
+        "stream_reasoning": True,
+        "include_reasoning": True,
+    }
+    assert ChatBody.model_validate({**CHAT, **added}) == ChatBody.model_validate(CHAT)
+    for name, value in added.items():
+        assert refusal(ChatBody, {**CHAT, name: not value}).param == name
 
 
 def test_no_messages_at_all() -> None:

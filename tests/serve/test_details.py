@@ -1,6 +1,7 @@
 """Details of responses beside the text: log-probabilities in both formats, echo, provenance, drafts."""
 
 import json
+import threading
 from typing import Any
 
 import httpx
@@ -8,6 +9,9 @@ import openai
 import pytest
 
 from peregrine import SamplingParams
+from peregrine.engine.request import Delta, TokenLogprob
+from peregrine.serve import choices, responses
+from peregrine.serve.choices import joined_logprobs
 from serve.conftest import Served
 
 PROMPT = "Once upon a time, é"
@@ -123,6 +127,31 @@ def test_speculation_may_be_capped_and_the_text_stays(http: httpx.Client, num_dr
     assert capped["choices"][0]["text"] == free["text"]
     assert max(entry["offered"] for entry in capped["choices"][0]["speculation"]["rounds"]) == num_drafts
     assert max(entry["offered"] for entry in free["speculation"]["rounds"]) == 3
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_with_many_details_is_not_written_in_the_event_loop(
+    server: Served, http: httpx.Client, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    threads: list[str] = []
+
+    def noted(deltas: list[Delta], *_: object) -> list[TokenLogprob]:
+        threads.append(threading.current_thread().name)
+        return joined_logprobs(deltas)
+
+    monkeypatch.setattr(choices, "joined_logprobs", noted)
+    ids = server.llm.encode("Once upon a time there was a cat.")
+    body = {"prompt": ids, "echo": True, "max_tokens": 4, "logprobs": 64, "temperature": 0, "stream": stream}
+    told = read_choice(http, body)["logprobs"]
+    assert len(told["tokens"]) == len(ids) + 4
+    assert threads[0].startswith("peregrine-text")
+
+
+@pytest.mark.parametrize(
+    "value", [{}, [], {"a": []}, [{}, [1, {"b": "é"}]], list(range(3000)), [{"c": [[2.5]] * 40}] * 40]
+)
+def test_json_in_small_steps_is_the_same(value: object) -> None:
+    assert responses.encode_slowly(value) == responses.encode(value)
 
 
 def test_details_are_left_out_unless_asked_for(http: httpx.Client) -> None:

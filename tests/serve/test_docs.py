@@ -12,7 +12,6 @@ from peregrine.cli.main import build_parser
 from peregrine.cli.serve import read_keys
 from peregrine.errors import ConfigError
 from peregrine.serve.app import make_app
-from peregrine.serve.metrics import Metrics
 from peregrine.serve.protocol import (
     REFUSED,
     ChatBody,
@@ -39,9 +38,8 @@ def test_every_refused_field_route_and_metric_is_named() -> None:
     service = Service("merlin", ServeConfig())
     assert not [name for name in REFUSED if f"`{name}`" not in DOCS]
     assert not [path for path in make_app(service).openapi()["paths"] if path not in DOCS]
-    families = Metrics().collect()
-    names = {family.name for family in families if not family.name.startswith("vllm:")}
-    assert not [name for name in names if name not in DOCS]
+    names = {family.name for family in service.metrics.registry.collect()}
+    assert not [name for name in names if name.removeprefix("vllm:") not in DOCS]
 
 
 def test_every_setting_has_a_flag_and_is_documented() -> None:
@@ -49,7 +47,7 @@ def test_every_setting_has_a_flag_and_is_documented() -> None:
     assert isinstance(commands, dict)
     flags = {option for action in commands["serve"]._actions for option in action.option_strings}
     for entry in fields(ServeConfig):
-        flag = {"api_keys": "--api-key"}.get(entry.name, "--" + entry.name.replace("_", "-"))
+        flag = "--" + (entry.metadata["flag"] or entry.name).replace("_", "-")
         assert flag in flags
         assert f"`{flag}`" in DOCS
 
@@ -84,6 +82,10 @@ def test_keys_come_from_a_file(tmp_path: Path) -> None:
         ({"drain_seconds": float("nan")}, "drain_seconds=nan"),
         ({"api_keys": ("a b ",)}, "api_keys"),
         ({"api_keys": ("",)}, "api_keys"),
+        ({"hang_seconds": 0}, "hang_seconds=0"),
+        ({"max_connections": 0}, "max_connections=0"),
+        ({"allow_origins": ("example.org",)}, "allow_origin='example.org'"),
+        ({"allow_origins": ("https://example.org/",)}, "allow_origin='https://example.org/'"),
     ],
 )
 def test_wrong_settings_are_refused(wrong: dict[str, object], said: str) -> None:

@@ -16,6 +16,9 @@ import httpx
 import pytest
 
 from peregrine import LLM
+from peregrine.engine.request import Delta
+from peregrine.errors import EngineFault
+from peregrine.serve import run
 from serve.conftest import Lent, Served, start, wait_ready
 from spec.harness import check_pages
 
@@ -67,7 +70,7 @@ def test_a_reader_that_does_not_read_delays_no_other_request(server: Served, htt
     with socket.socket() as lazy:
         lazy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         lazy.connect((host, int(port)))
-        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         lazy.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         done = http.post("/v1/completions", json={"prompt": "x", "max_tokens": 20})
         assert done.status_code == 200
@@ -83,36 +86,89 @@ def test_a_reader_that_does_not_read_delays_no_other_request(server: Served, htt
     assert len(finished["choices"][0]["logprobs"]["tokens"]) > 4
 
 
-def test_an_engine_fault_reaches_every_request_and_health() -> None:
-    served = start(lambda: LLM("merlin", num_pages=300))
+@contextmanager
+def breaking(monkeypatch: pytest.MonkeyPatch, **settings: object) -> Iterator[tuple[Served, httpx.Client]]:
+    """A server that may fail; it says so until it is stopped."""
+    monkeypatch.setattr(run, "FAULT_S", 600)
+    served = start(lambda: LLM("merlin", num_pages=300), **settings)
     try:
         wait_ready(served)
-        with served.http() as http, http.stream("POST", "/v1/completions", json={**ENDLESS, "stream": True}) as stream:
-            lines = stream.iter_lines()
-            next(lines)
-            whole: list[httpx.Response] = []
-            asked = threading.Thread(target=lambda: whole.append(http.post("/v1/completions", json=ENDLESS)))
-            asked.start()
-            while served.service.gateway.num_open < 2:
-                time.sleep(0.01)
-
-            def explode(*_: object) -> None:
-                raise MemoryError("no more")
-
-            served.llm.engine.runner.launch = explode  # type: ignore[method-assign]
-            last = [line for line in lines if line][-1]
-            assert "MemoryError: no more" in json.loads(last.removeprefix("data: "))["error"]["message"]
-            asked.join()
-            assert whole[0].status_code == 500
-            assert "MemoryError: no more" in whole[0].json()["error"]["message"]
-            health = http.get("/health")
-            assert (health.status_code, health.json()["error"]["code"]) == (503, "faulted")
-            assert "MemoryError: no more; restart" in health.json()["error"]["message"]
-            assert http.post("/v1/completions", json={"prompt": "x"}).status_code == 503
-            assert http.post("/flush_cache").status_code == 500
-            assert served.service.gateway.num_open == 0
+        with served.http() as http:
+            yield served, http
     finally:
         served.stop()
+
+
+def ask_two_ways(served: Served, http: httpx.Client, breaks: Callable[[], None]) -> list[dict[str, str]]:
+    """The errors of a streamed and of a whole response that are open while the engine breaks."""
+    with http.stream("POST", "/v1/completions", json={**ENDLESS, "stream": True}) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        whole: list[httpx.Response] = []
+        asked = threading.Thread(target=lambda: whole.append(http.post("/v1/completions", json=ENDLESS)))
+        asked.start()
+        while served.service.gateway.num_open < 2:
+            time.sleep(0.01)
+        breaks()
+        last = [line for line in lines if line][-1]
+        asked.join()
+    assert whole[0].status_code == 500
+    return [json.loads(last.removeprefix("data: "))["error"], whole[0].json()["error"]]
+
+
+def check_faulted(served: Served, http: httpx.Client, secret: str) -> None:
+    """Everybody hears that the engine failed, and nobody why."""
+    for path in ("/health", "/livez"):
+        answer = http.get(path)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "faulted")
+        assert secret not in answer.text
+    refused = http.post("/v1/completions", json={"prompt": "x"})
+    assert refused.status_code == 503
+    assert secret not in refused.text
+    assert served.service.gateway.num_open == 0
+
+
+@pytest.mark.parametrize("kind", [MemoryError, SystemExit])  # a panic in a library is no Exception either
+def test_an_engine_fault_reaches_everybody_and_ends_the_server(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: type[BaseException]
+) -> None:
+    with breaking(monkeypatch) as (served, http):
+
+        def explode(*_: object) -> None:
+            raise kind("no more in /secret/place")
+
+        def breaks() -> None:
+            served.llm.engine.runner.launch = explode  # type: ignore[method-assign]
+
+        for error in ask_two_ways(served, http, breaks):
+            assert (error["code"], "/secret/place" in error["message"]) == ("engine_fault", False)
+        check_faulted(served, http, "/secret/place")
+        assert http.post("/flush_cache").status_code == 500
+    assert isinstance(served.result[0], EngineFault)  # the process ends with code 1
+    [logged] = [record for record in caplog.records if record.message == "the engine has failed"]
+    assert logged.exc_info is not None
+    assert "/secret/place" in str(logged.exc_info[1])
+    assert logged.exc_info[1].__cause__.__traceback__ is not None  # type: ignore[union-attr]
+
+
+def test_an_engine_that_hangs_is_noticed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    go_on = threading.Event()
+    with breaking(monkeypatch, hang_seconds=1.0) as (served, http):
+
+        def hang_here() -> list[Delta]:
+            go_on.wait()
+            return []
+
+        def breaks() -> None:
+            served.llm.engine.step = hang_here  # type: ignore[method-assign]
+
+        for error in ask_two_ways(served, http, breaks):
+            assert error["code"] == "engine_fault"
+        check_faulted(served, http, "hang_here")
+    assert "hangs" in str(served.result[0])
+    assert "in hang_here" in caplog.text  # the log says where
+    go_on.set()
+    served.llm.close()
 
 
 def test_a_fault_of_one_request_is_reported_to_it_alone(http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,11 +184,12 @@ def test_a_fault_of_one_request_is_reported_to_it_alone(http: httpx.Client, monk
 
 
 @contextmanager
-def process(*flags: str) -> Iterator[tuple["subprocess.Popen[str]", httpx.Client]]:
-    """`peregrine serve` as its own process, ready."""
+def process(*flags: str, script: str = "") -> Iterator[tuple["subprocess.Popen[str]", httpx.Client]]:
+    """`peregrine serve` as its own process, ready; `script` is run in it first."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "peregrine.cli", "serve", "--port", str(port), "--num-pages", "600", *flags]
+    started = f"{script}\nimport sys\nfrom peregrine.cli.main import main\nsys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", started, "serve", "--port", str(port), "--num-pages", "600", *flags]
     environment = {**os.environ, "PYTHONPATH": str(SRC)}
     running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
     try:
@@ -148,6 +205,37 @@ def process(*flags: str) -> Iterator[tuple["subprocess.Popen[str]", httpx.Client
     finally:
         running.kill()
         running.wait()
+
+
+HANGING = """
+import time
+from peregrine.engine.engine import Engine
+from peregrine.serve import app, run
+run.SHUTDOWN_S = run.GRACE_S = run.FAULT_S = 1
+step = Engine.step
+def hang(engine):
+    while engine.running:
+        time.sleep(0.01)
+    return step(engine)
+Engine.step = hang
+app.server_info = lambda service: time.sleep(1000)
+"""
+
+
+def test_a_hang_ends_the_process_with_code_1() -> None:
+    with process("--hang-seconds", "1", script=HANGING) as (running, http):
+        assert http.post("/v1/completions", json={"prompt": "x"}).status_code == 500
+        assert running.wait(timeout=60) == 1
+
+
+def test_sigterm_ends_a_process_in_which_everything_hangs() -> None:
+    """The engine's step does not end, and neither does a call in the event loop."""
+    with process("--drain-seconds", "1", script=HANGING) as (running, http):
+        for request in (("POST", "/v1/completions", {"prompt": "x"}), ("GET", "/server_info", None)):
+            with pytest.raises(httpx.ReadTimeout):
+                http.request(request[0], request[1], json=request[2], timeout=0.5)
+        running.send_signal(signal.SIGTERM)
+        assert running.wait(timeout=60) == 1
 
 
 def test_sigterm_drains_then_cuts_off() -> None:

@@ -84,6 +84,22 @@ def test_chat_goes_on_to_the_end_of_the_text(client: openai.OpenAI) -> None:
     assert response.usage.completion_tokens > 16
 
 
+def test_the_next_turn_takes_the_message_of_the_last_as_it_is(server: Served, client: openai.OpenAI) -> None:
+    asked = {"model": "merlin", "seed": 4, "max_completion_tokens": 12}
+    system = {"role": "system", "content": "You tell stories."}
+    first = client.chat.completions.create(messages=[system, *CHAT], **asked).choices[0].message  # type: ignore[call-overload]
+    messages = [system, *CHAT, first.model_dump(), {"role": "user", "content": "Go on."}]
+    second = client.chat.completions.create(messages=messages, **asked).choices[0].message  # type: ignore[call-overload]
+    plain = [
+        {"role": "user", "content": f"You tell stories.\n\n{CHAT[0]['content']}"},
+        {"role": "assistant", "content": first.content},
+        {"role": "user", "content": "Go on."},
+    ]
+    assert second.content == offline(server, server.llm.encode_chat(plain), seed=4, max_tokens=12).text
+    decided = {decision.field: decision.because for decision in server.llm.decisions}
+    assert decided["system_message"] == "the chat template has no place for it"
+
+
 def test_text_parts_are_joined(client: openai.OpenAI) -> None:
     parts = [{"type": "text", "text": "Tell me a story"}, {"type": "text", "text": " about a cat."}]
     asked = {"model": "merlin", "seed": 4, "max_completion_tokens": 20}

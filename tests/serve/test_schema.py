@@ -74,6 +74,7 @@ def test_every_route_is_described(http: httpx.Client) -> None:
         "/tokenize",
         "/detokenize",
         "/health",
+        "/livez",
         "/version",
         "/server_info",
         "/flush_cache",

@@ -1,5 +1,6 @@
 """Routes other than generation: tokenizing, health, info, cache, keys, limits, and transport errors."""
 
+import asyncio
 import json
 import threading
 import time
@@ -63,6 +64,25 @@ def test_cache_is_dropped_only_when_nothing_runs(server: Served, http: httpx.Cli
     pool = server.llm.engine.ledger.pool
     assert pool.num_free == pool.num_pages - 1
     assert http.post("/flush_cache?timeout=-1").json()["error"]["param"] == "timeout"
+
+
+def test_those_who_wait_for_an_idle_engine_hold_nobody(server: Served, http: httpx.Client) -> None:
+    """Each of them took a thread, and there are few; now a hundred may wait, and bodies are still parsed."""
+    with http.stream("POST", "/v1/completions", json=ENDLESS) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+
+        async def wait() -> list[int]:
+            limits = httpx.Limits(max_connections=None)
+            async with httpx.AsyncClient(base_url=server.url, timeout=120, limits=limits) as asked:
+                flushes = [asyncio.create_task(asked.post("/flush_cache?timeout=600")) for _ in range(100)]
+                await asyncio.sleep(0.5)
+                large = {"prompt": "Once upon a time. " * 5000}
+                assert (await asked.post("/tokenize", json=large)).status_code == 200
+                stream.close()
+                return [(await flush).status_code for flush in flushes]
+
+        assert asyncio.run(wait()) == [200] * 100
 
 
 @pytest.mark.parametrize(

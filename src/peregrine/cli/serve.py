@@ -1,6 +1,7 @@
 """`peregrine serve`: OpenAI's API over HTTP."""
 
 import argparse
+import os
 from pathlib import Path
 
 from peregrine.cli.flags import (
@@ -18,6 +19,7 @@ from peregrine.errors import ConfigError, need_packages, read_user_text
 from peregrine.log import start_logging
 from peregrine.serve.settings import ServeConfig
 
+KEY_VARIABLE = "PEREGRINE_API_KEY"
 SERVE_PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 SERVER_FLAGS = flags_of(ServeConfig)
 EPILOG = """examples:
@@ -33,21 +35,22 @@ def add_command(commands: Commands) -> None:
     description = "Serve a model with OpenAI's API. SIGTERM lets requests in flight finish, then ends."
     parser = add_parser(commands, "serve", run, "answer requests over HTTP", description, EPILOG)
     group = add_flags(parser, "server", SERVER_FLAGS)
-    group.add_argument("--api-key-file", type=Path, metavar="FILE", help="more keys, one per line")
+    keys = f"keys, one per line; those in the variable {KEY_VARIABLE} count, too"
+    group.add_argument("--api-key-file", type=Path, metavar="FILE", help=keys)
     add_engine_flags(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until a signal comes, and return 0."""
+    """Serve until a signal comes, and return 0; 1 if the engine failed, so that a supervisor starts it again."""
     need_packages(*SERVE_PACKAGES)
     from peregrine.serve.run import serve
 
     start_logging("info")
     asked = given(args, SERVER_FLAGS)
-    asked["api_keys"] = (*asked.get("api_keys", ()), *read_keys(args.api_key_file))
+    variable = os.environ.get(KEY_VARIABLE, "").split()
+    asked["api_keys"] = (*asked.get("api_keys", ()), *read_keys(args.api_key_file), *variable)
     options = engine_options(args)
-    serve(str(options.get("model", EngineConfig().model)), lambda: open_llm(options), ServeConfig(**asked))
-    return 0
+    return serve(str(options.get("model", EngineConfig().model)), lambda: open_llm(options), ServeConfig(**asked))
 
 
 def read_keys(file: Path | None) -> list[str]:

@@ -2,8 +2,10 @@
 
 import os
 import queue
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -42,11 +44,15 @@ class EngineLoop:
         """Admit a request in the caller's thread (RequestError is raised here) and hand it to the engine."""
         self._check_process()
         request = self.engine.prepare(prompt, params)
+        self.start(request, sink)
+        return request
+
+    def start(self, request: Request, sink: Sink) -> None:
+        """Hand a prepared request to the engine."""
         with self._entrance:  # a sink added after the engine's end would never be called
             self._check_open()
             self._sinks[request.id] = sink
         self._inbox.put(lambda: self.engine.enqueue(request))
-        return request
 
     def abort(self, request: Request) -> None:
         """End a request soon; unless it has ended, its sink gets a last delta with finish_reason "abort"."""
@@ -91,6 +97,11 @@ class EngineLoop:
         """How long the current step has taken until now; 0 while there is no work. One that only grows is a hang."""
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since
+
+    def stack(self) -> str:
+        """Where the engine's thread is now, as a traceback: for the report of a hang."""
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        return "".join(traceback.format_stack(frame)) if frame is not None else "the thread has ended"
 
     def close(self) -> None:
         """Stop after the current step; the sinks of unfinished requests get a fault."""

@@ -5,23 +5,24 @@ from typing import Annotated
 
 from fastapi import APIRouter, FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.cors import CORSMiddleware
 from starlette.exceptions import HTTPException
 from starlette.responses import PlainTextResponse, Response
 
 from peregrine import __version__
 from peregrine.errors import PeregrineError
-from peregrine.llm import LLM
+from peregrine.serve.body_routes import body_route
 from peregrine.serve.errors import ApiError, api_error, body_error
+from peregrine.serve.gateway import Gateway
 from peregrine.serve.info import server_info
 from peregrine.serve.job import plain_messages
 from peregrine.serve.middleware import AccessMiddleware
 from peregrine.serve.protocol import ChatBody, CompletionBody, DetokenizeBody, ErrorBody, TokenizeBody
-from peregrine.serve.responses import CHAT_COMPLETIONS, COMPLETIONS, Endpoint, ResponseWriter
+from peregrine.serve.responses import CHAT_COMPLETIONS, COMPLETIONS, Endpoint, encode_slowly
 from peregrine.serve.service import Service
 from peregrine.serve.static_files import static_routes
-from peregrine.serve.streaming import JobResponse, error_response, json_response
+from peregrine.serve.streaming import JobResponse, LargeResponse, error_response, json_response
 
-LARGE_BODY = 32 * 2**10  # bytes; a longer prompt is encoded in a thread, not in the event loop
 POLL_S = 0.02
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -47,6 +48,14 @@ def make_app(service: Service) -> FastAPI:
     for kind in (RequestValidationError, HTTPException, PeregrineError, Exception):
         app.add_exception_handler(kind, refuse)
     app.add_middleware(AccessMiddleware, settings=service.settings, count=service.metrics.count_http)
+    if service.settings.allow_origins:  # the outermost layer: browsers ask without a key, and read errors, too
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=service.settings.allow_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
     return app
 
 
@@ -67,53 +76,57 @@ def generation_routes(service: Service) -> APIRouter:
         200: {"content": {"application/json": {}, "text/event-stream": {}}},
         **refusals(400, 404, 429, 503),
     }
-    router = APIRouter(tags=["generate"], responses=described)
+    router = APIRouter(tags=["generate"], responses=described, route_class=body_route(service.workers))
 
-    async def respond(request: Request, endpoint: Endpoint, body: CompletionBody | ChatBody) -> Response:
+    async def respond(endpoint: Endpoint, body: CompletionBody | ChatBody) -> Response:
         gateway = service.open_gateway
         service.check_name(body.model)
-        asked = (endpoint, body, gateway.llm, service.name)
-        large = len(await request.body()) > LARGE_BODY
-        writer = await asyncio.to_thread(ResponseWriter, *asked) if large else ResponseWriter(*asked)
-        await gateway.compile(writer.job)
-        return JobResponse(gateway, writer)
+        return JobResponse(gateway, service.workers, endpoint, body, service.name, service.settings.log_prompts)
 
     @router.post("/v1/completions")
-    async def completions(request: Request, body: CompletionBody) -> Response:
+    async def completions(body: CompletionBody) -> Response:
         """Continue prompts."""
-        return await respond(request, COMPLETIONS, body)
+        return await respond(COMPLETIONS, body)
 
     @router.post("/v1/chat/completions")
-    async def chat_completions(request: Request, body: ChatBody) -> Response:
+    async def chat_completions(body: ChatBody) -> Response:
         """Take the assistant's turn in a chat."""
-        return await respond(request, CHAT_COMPLETIONS, body)
+        return await respond(CHAT_COMPLETIONS, body)
 
     return router
 
 
 def text_routes(service: Service) -> APIRouter:
     """The endpoints that need the tokenizer alone."""
-    router = APIRouter(tags=["text"], responses=refusals(400, 404, 503))
+    workers = service.workers
+    router = APIRouter(tags=["text"], responses=refusals(400, 404, 503), route_class=body_route(workers))
 
     @router.post("/tokenize")
     async def tokenize(body: TokenizeBody) -> Response:
         """Token ids of a text or a chat."""
         llm = service.gateway.llm
         service.check_name(body.model)
-        if body.messages is not None:
-            ids = await asyncio.to_thread(llm.encode_chat, plain_messages(body.messages))
-        else:
-            ids = await asyncio.to_thread(llm.tokenizer.encode, body.prompt or "", body.add_special_tokens)
-        return json_response({"tokens": ids, "count": len(ids), "max_model_len": llm.engine.limits.max_len})
+
+        def encoded() -> bytes:
+            if body.messages is not None:
+                ids = llm.encode_chat(plain_messages(body.messages))
+            else:
+                ids = llm.tokenizer.encode(body.prompt or "", body.add_special_tokens)
+            return encode_slowly({"tokens": ids, "count": len(ids), "max_model_len": llm.engine.limits.max_len})
+
+        return LargeResponse(await workers.run(encoded), media_type="application/json")
 
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeBody) -> Response:
         """The text of token ids."""
         llm = service.gateway.llm
         service.check_name(body.model)
-        llm.engine.limits.check_ids("tokens", body.tokens)
-        text = await asyncio.to_thread(llm.tokenizer.decode, body.tokens, body.skip_special_tokens)
-        return json_response({"prompt": text})
+
+        def decoded() -> bytes:
+            llm.engine.limits.check_ids("tokens", body.tokens)
+            return encode_slowly({"prompt": llm.tokenizer.decode(body.tokens, body.skip_special_tokens)})
+
+        return LargeResponse(await workers.run(decoded), media_type="application/json")
 
     return router
 
@@ -157,6 +170,14 @@ def service_routes(service: Service) -> APIRouter:
             return error_response(ApiError(503, trouble, code=phase))
         return json_response({"status": phase})
 
+    @router.get("/livez", responses=refusals(503))
+    async def livez() -> Response:
+        """200 while the process should live: loading, ready and draining; 503 once its engine has failed."""
+        phase, trouble = service.status
+        if phase == "faulted":
+            return error_response(ApiError(503, trouble or "", code=phase))
+        return json_response({"status": phase})
+
     @router.get("/version")
     async def version() -> Response:
         """The server's version."""
@@ -175,20 +196,22 @@ def service_routes(service: Service) -> APIRouter:
     @router.post("/flush_cache", responses=refusals(400, 409, 503))
     async def flush_cache(timeout: Annotated[float, Query(ge=0, le=3600, allow_inf_nan=False)] = 0) -> Response:
         """Empty the prefix cache; waits up to `timeout` seconds for the engine to be idle."""
-        return json_response({"pages_freed": await drop_cached(service.gateway.llm, timeout)})
+        return json_response({"pages_freed": await drop_cached(service.gateway, timeout)})
 
     return router
 
 
-async def drop_cached(llm: LLM, seconds: float) -> int:
+async def drop_cached(gateway: Gateway, seconds: float) -> int:
     """Empty the prefix cache as soon as nothing runs; ApiError if that takes too long."""
-    clock = asyncio.get_running_loop()
-    end = clock.time() + seconds
-    while True:
-        freed = await asyncio.to_thread(llm.drop_cached)
-        if freed is not None:
+    try:
+        async with asyncio.timeout(seconds):
+            while (freed := await gateway.drop_cached()) is None:
+                if not seconds:
+                    raise TimeoutError
+                await gateway.idle.wait()
+                await asyncio.sleep(POLL_S)  # the engine ends its last round a little later
             return freed
-        if clock.time() >= end:
-            count = llm.engine.num_requests
-            raise ApiError(409, f"{count} generations are running or waiting; wait with ?timeout=SECONDS")
-        await asyncio.sleep(POLL_S)
+    except TimeoutError:
+        count = gateway.llm.engine.num_requests
+        message = f"{count} generations are running or waiting; wait with ?timeout=SECONDS"
+        raise ApiError(409, message) from None

@@ -113,7 +113,7 @@ class Batch:
     def _line(self, entry: Entry) -> Json:
         try:
             return self._response(entry.custom_id, 200, entry.writer.whole(entry.deltas))
-        except EngineFault as error:  # this request's own, such as logits that hold NaN
+        except ApiError as error:  # this request's own, such as logits that hold NaN
             return self._refusal(entry.custom_id, error)
 
     def _refusal(self, custom_id: str, error: PeregrineError) -> Json:

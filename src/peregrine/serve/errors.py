@@ -5,10 +5,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from peregrine.errors import EngineFault, PeregrineError, RequestError
+from peregrine.log import logger
 
+# Causes may name files and addresses of the server's machine: they are in its log alone.
+ENGINE_FAILED = "the engine has failed and the server ends, its log says why; send the request again later"
+SERVER_FAILED = "the server failed at this request, its log says why"
 UNION_TAG = re.compile(r"<\w+>")  # how the protocol marks the members of a union
 KINDS = {
     401: ("authentication_error", "invalid_api_key"),
+    403: ("permission_error", "wrong_host"),
     404: ("invalid_request_error", "not_found"),
     405: ("invalid_request_error", "method_not_allowed"),
     408: ("invalid_request_error", "body_timeout"),
@@ -49,8 +54,9 @@ def api_error(error: Exception) -> ApiError:
         case RequestError():
             return ApiError(400, str(error), error.field)
         case EngineFault():
-            return ApiError(500, str(error))
-    return ApiError(500, f"the server failed: {type(error).__name__}: {error}", code="internal_error")
+            return ApiError(500, ENGINE_FAILED)
+    logger.error("a request failed", exc_info=error)
+    return ApiError(500, SERVER_FAILED, code="internal_error")
 
 
 def body_error(problems: Sequence[Any]) -> ApiError:

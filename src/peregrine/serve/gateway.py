@@ -8,9 +8,7 @@ import asyncio
 import contextlib
 import math
 from collections import deque
-from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from collections.abc import AsyncIterator, Callable, Iterator
 
 from peregrine.engine.loop import Sink
 from peregrine.engine.request import Delta, Output, Request
@@ -19,9 +17,11 @@ from peregrine.llm import LLM
 from peregrine.serve.errors import ApiError
 from peregrine.serve.job import Job, named_as_in
 from peregrine.serve.settings import ServeConfig
+from peregrine.serve.workers import Workers
 
 LONGEST_WAIT_S = 60
 COMPILERS = 2  # grammars compiled at once
+MAX_OPEN_DETAILS = 2**22  # see Job.num_details; of all open jobs together
 
 
 class ClientGone(Exception):
@@ -39,15 +39,17 @@ class Reply:
         self._streamed = streamed  # wake the reader for every delta, not only at the end
         self._news = asyncio.Event()
 
-    def put(self, index: int, delta: Delta | EngineFault) -> None:
+    def put(self, index: int, delta: Delta) -> None:
         """Take in what the engine sent for one generation."""
-        if isinstance(delta, EngineFault):
-            self._fault = delta
-        else:
-            self._deltas[index].append(delta)
-            self.outputs[index] = delta.output
-        if self._streamed or self._fault is not None or None not in self.outputs:
+        self._deltas[index].append(delta)
+        self.outputs[index] = delta.output
+        if self._streamed or None not in self.outputs:
             self._news.set()
+
+    def fail(self, fault: EngineFault) -> None:
+        """Nothing more will come: `fetch` raises the fault."""
+        self._fault = fault
+        self._news.set()
 
     def abandon(self) -> None:
         """The client has gone: `fetch` raises ClientGone."""
@@ -77,11 +79,14 @@ class Gateway:
         self.idle = asyncio.Event()  # set while no generation runs or waits
         self.idle.set()
         self._requests: dict[int, Request] = {}  # by id: submitted to the engine and not ended
+        self._replies: set[Reply] = set()
+        self._num_preparing = 0  # generations that have room and are not submitted yet
+        self._num_details = 0  # of open jobs
         self._observe = observe
         self._event_loop = asyncio.get_running_loop()
         self._queue: deque[tuple[Reply, int, Delta | EngineFault]] = deque()  # from the engine's thread
         self._wakes = False  # a call of _deliver is scheduled
-        self._compilers = ThreadPoolExecutor(COMPILERS, "peregrine-grammar")
+        self._compilers = Workers(COMPILERS, "peregrine-grammar")
         self._seconds = 1.0  # a generation's running time, as a moving average
 
     @property
@@ -94,49 +99,70 @@ class Gateway:
         for request in self._requests.values():
             self.llm.loop.abort(request)
 
+    def fail_all(self, fault: EngineFault) -> None:
+        """The engine will send nothing more: end every reply."""
+        self._requests.clear()
+        self.idle.set()
+        for reply in self._replies:
+            reply.fail(fault)
+
     async def compile(self, job: Job) -> None:
         """Compile the job's grammar, if it has one, in a thread: neither the event loop nor the engine waits for it."""
         if job.params[0].constraint is not None:
             with named_as_in(job.body):
-                call = partial(self.llm.engine.compile, job.params[0])
-                await self._event_loop.run_in_executor(self._compilers, call)
+                await self._compilers.run(self.llm.engine.compile, job.params[0])
 
-    @contextlib.asynccontextmanager
-    async def submit(self, job: Job, streamed: bool) -> AsyncIterator[Reply]:
-        """Hand a job to the engine; its generations are aborted if the block is left before they have ended."""
-        with named_as_in(job.body):
-            self._check_prompts(job)
-        self._check_room(job)
-        reply = Reply(job.size, streamed)
-        requests: list[Request] = []
-        try:
-            with named_as_in(job.body):
-                for index in range(job.size):
-                    request = self.llm.loop.submit(*job.generation(index), self._sink(reply, index))
-                    self._requests[request.id] = request
-                    self.idle.clear()
-                    requests.append(request)
-            yield reply
-        finally:
-            for request, output in zip(requests, reply.outputs, strict=False):
-                if output is None:
-                    self.llm.loop.abort(request)
-
-    def _check_prompts(self, job: Job) -> None:
-        longest = max(len(prompt) for prompt in job.prompts)
-        if self.max_prompt is not None and longest > self.max_prompt:
-            problem = f"exceeds this server's limit of {self.max_prompt}"
-            raise RequestError("prompt", f"{longest} tokens", problem, "shorten it")
-
-    def _check_room(self, job: Job) -> None:
-        if job.size > self.capacity:
-            problem = f"the body asks for {job.size} generations, more than the {self.capacity} this server takes"
-            raise RequestError("n", job.body.n, problem, "send fewer prompts or a smaller n")
-        if self.num_open + job.size > self.capacity:
-            ahead = max(0, self.num_open - self.num_rows)
+    @contextlib.contextmanager
+    def room(self, size: int, asked: int | None) -> Iterator[None]:
+        """Keep room for a body's generations while they are prepared; refuses them if there is none."""
+        if size > self.capacity:
+            problem = f"the body asks for {size} generations, more than the {self.capacity} this server takes"
+            raise RequestError("n", asked, problem, "send fewer prompts or a smaller n")
+        if self.num_open + self._num_preparing + size > self.capacity:
+            ahead = max(0, self.num_open + self._num_preparing - self.num_rows)
             wait = min(LONGEST_WAIT_S, max(1, math.ceil(self._seconds * ahead / self.num_rows)))
             message = f"the queue is full: {ahead} generations wait already; try again in {wait} s"
             raise ApiError(429, message, headers={"Retry-After": str(wait)})
+        self._num_preparing += size
+        try:
+            yield
+        finally:
+            self._num_preparing -= size
+
+    def prepare(self, job: Job) -> list[Request]:
+        """The checked requests of a job; called in any thread."""
+        with named_as_in(job.body):
+            longest = max(len(prompt) for prompt in job.prompts)
+            if self.max_prompt is not None and longest > self.max_prompt:
+                problem = f"exceeds this server's limit of {self.max_prompt}"
+                raise RequestError("prompt", f"{longest} tokens", problem, "shorten it")
+            return [self.llm.engine.prepare(*job.generation(index)) for index in range(job.size)]
+
+    @contextlib.asynccontextmanager
+    async def submit(self, job: Job, requests: list[Request], streamed: bool) -> AsyncIterator[Reply]:
+        """Hand a job to the engine; its generations are aborted if the block is left before they have ended."""
+        if self._num_details + job.num_details > MAX_OPEN_DETAILS:
+            message = "too many log-probabilities and drafts are being reported already; try again in 5 s"
+            raise ApiError(429, message, headers={"Retry-After": "5"})
+        reply = Reply(job.size, streamed)
+        self._num_details += job.num_details
+        self._replies.add(reply)
+        try:
+            for index, request in enumerate(requests):
+                self.llm.loop.start(request, self._sink(reply, index))
+                self._requests[request.id] = request
+                self.idle.clear()
+            yield reply
+        finally:
+            self._replies.discard(reply)
+            self._num_details -= job.num_details
+            for request, output in zip(requests, reply.outputs, strict=True):
+                if output is None and request.id in self._requests:
+                    self.llm.loop.abort(request)
+
+    async def drop_cached(self) -> int | None:
+        """Empty the prefix cache; the number of pages, or None if the engine has work."""
+        return await asyncio.wrap_future(self.llm.loop.post(self.llm.engine.drop_cached))
 
     def _sink(self, reply: Reply, index: int) -> Sink:
         def put(delta: Delta | EngineFault) -> None:
@@ -154,13 +180,13 @@ class Gateway:
         while self._queue:
             reply, index, delta = self._queue.popleft()
             if isinstance(delta, EngineFault):
-                self._requests.clear()  # the engine has stopped
-            else:
-                self._observe(delta)
-                if delta.output is not None:
-                    del self._requests[delta.request_id]
-                    timing = delta.output.timing
-                    self._seconds += 0.1 * (timing.total_s - timing.queue_s - self._seconds)
-            if not self._requests:
-                self.idle.set()
+                self.fail_all(delta)
+                continue
+            self._observe(delta)
             reply.put(index, delta)
+            if delta.output is not None:
+                self._requests.pop(delta.request_id, None)
+                timing = delta.output.timing
+                self._seconds += 0.1 * (timing.total_s - timing.queue_s - self._seconds)
+                if not self._requests:
+                    self.idle.set()

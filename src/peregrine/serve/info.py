@@ -31,6 +31,7 @@ def server_info(service: Service) -> dict[str, object]:
             "max_queue": settings.max_queue,
             "max_prompt": settings.max_prompt,
             "max_body_bytes": settings.max_body_bytes,
+            "max_connections": settings.max_connections,
             "num_drafts": engine.limits.num_drafts,
         },
         "draft_shape": {"depth": shape.depth, "width": shape.width, "nodes": shape.nodes},

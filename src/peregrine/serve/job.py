@@ -11,6 +11,9 @@ from peregrine.serve.protocol import ChatBody, CompletionBody, Generation, Messa
 from peregrine.serve.structured import StructuredFields, asked_constraint
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default
+# A longer text is refused before it is tokenized: no text has so many characters for each token of the context.
+MAX_CHARACTERS_PER_TOKEN = 64
+MAX_DETAILS = 2**20  # of one response, see Job.num_details: 120 MB, and as much once more as JSON
 # Fields of a body that SamplingParams has under the same name and with the same kind of value.
 SAME_NAME = {entry.name for entry in fields(SamplingParams)} & set(Generation.model_fields) - {
     "logit_bias",
@@ -27,6 +30,7 @@ class Job:
     echoes: list[str] | None  # the prompts' texts, if the body asks for them in front of the output
     body: CompletionBody | ChatBody
     scores_only: bool  # max_tokens 0: the prompt is scored, and the one token generated with it is dropped
+    num_details: int  # log-probabilities and drafts that the response may have
 
     @property
     def size(self) -> int:
@@ -55,6 +59,44 @@ def named_as_in(body: CompletionBody | ChatBody) -> Iterator[None]:
         raise RequestError(field, error.value, error.problem, error.remedy) from error
 
 
+def num_generations(body: CompletionBody | ChatBody) -> int:
+    """How many generations a body asks for; known before anything is made for them."""
+    return (len(prompt_list(body)) if isinstance(body, CompletionBody) else 1) * (body.n or 1)
+
+
+def make_job(
+    prompts: list[list[int]],
+    params: list[SamplingParams],
+    echoes: list[str] | None,
+    body: CompletionBody | ChatBody,
+    llm: LLM,
+) -> Job:
+    """A job whose response is not larger than one may be."""
+    one, limits = params[0], llm.engine.limits
+    drafts = llm.engine.runner.drafter.shape.nodes if one.report_drafts else 0
+    per_token = (0 if one.logprobs is None else one.logprobs + 1) + drafts
+    per_prompt_token = 0 if one.prompt_logprobs is None else one.prompt_logprobs + 1
+    most = limits.max_len if one.max_tokens is None else one.max_tokens
+    details = len(params) * sum(
+        per_prompt_token * len(prompt) + per_token * max(0, min(most, limits.max_len - len(prompt)))
+        for prompt in prompts
+    )
+    if details > MAX_DETAILS:
+        name = "return_speculation" if drafts else "logprobs"
+        problem = f"the response may have {details} log-probabilities and drafts, more than {MAX_DETAILS}"
+        raise RequestError(name, one.logprobs, problem, "lower max_tokens, n, or the number of log-probabilities")
+    scores_only = isinstance(body, CompletionBody) and body.max_tokens == 0
+    return Job(prompts, params, echoes, body, scores_only, details)
+
+
+def check_length(field: str, characters: int, llm: LLM) -> None:
+    """Refuse a text that cannot fit the context, before it is tokenized."""
+    most = MAX_CHARACTERS_PER_TOKEN * llm.engine.limits.max_len
+    if characters > most:
+        problem = f"does not fit the context of {llm.engine.limits.max_len} tokens"
+        raise RequestError(field, f"{characters} characters", problem, f"send {most} characters at most")
+
+
 def completion_job(body: CompletionBody, llm: LLM) -> Job:
     """The job of a body of POST /v1/completions."""
     prompts = prompt_list(body)
@@ -67,12 +109,15 @@ def completion_job(body: CompletionBody, llm: LLM) -> Job:
     }
     with named_as_in(body):
         params = sampling_of(body, more, llm.sampling)
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                check_length("prompt", len(prompt), llm)
         ids = [llm.encode(prompt) for prompt in prompts]
         echoes = None
         if body.echo:
             skip = params[0].skip_special_tokens
             echoes = [p if isinstance(p, str) else llm.tokenizer.decode(p, skip) for p in prompts]
-        return Job(ids, params, echoes, body, scores_only)
+        return make_job(ids, params, echoes, body, llm)
 
 
 def prompt_list(body: CompletionBody) -> list[str] | list[list[int]]:
@@ -98,7 +143,8 @@ def chat_job(body: ChatBody, llm: LLM) -> Job:
     more = {"max_tokens": max_tokens, "logprobs": (body.top_logprobs or 0) if body.logprobs else None}
     with named_as_in(body):
         params = sampling_of(body, more, llm.sampling)
-        return Job([llm.encode_chat(plain_messages(body.messages))], params, None, body, False)
+        check_length("messages", sum(len(message.text) for message in body.messages), llm)
+        return make_job([llm.encode_chat(plain_messages(body.messages))], params, None, body, llm)
 
 
 def plain_messages(messages: list[Message]) -> list[dict[str, str]]:

@@ -9,7 +9,6 @@ from prometheus_client.registry import Collector
 
 from peregrine.engine.engine import Engine
 from peregrine.engine.request import Delta, Output
-from peregrine.llm import LLM
 
 QUICK = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 LONG = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 300.0)
@@ -17,7 +16,7 @@ LONG = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0,
 PATHS = frozenset(
     {
         *("/v1/completions", "/v1/chat/completions", "/v1/models", "/tokenize", "/detokenize"),
-        *("/health", "/version", "/server_info", "/flush_cache", "/metrics"),
+        *("/health", "/livez", "/version", "/server_info", "/flush_cache", "/metrics"),
     }
 )
 
@@ -41,8 +40,8 @@ class Metrics(Collector):
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._llm: LLM | None = None
-        self._model = ""
+        self.engine: Engine | None = None  # once it is loaded
+        self.model = ""
         self.http: Counter[tuple[str, ...]] = Counter()  # responses by path and status
         self.finished: Counter[tuple[str, ...]] = Counter()  # generations by finish reason
         self.prompt_tokens = self.cached_tokens = self.generated_tokens = self.preemptions = 0
@@ -50,8 +49,12 @@ class Metrics(Collector):
         self.num_drafts = self.num_draft_tokens = 0  # rounds with drafts, and the drafts in them
         self.correct_by_position: list[int] = []
 
+        self.histograms: list[Histogram] = []
+
         def timed(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(f"peregrine_{name}_seconds", text, buckets=buckets, registry=self.registry)
+            made = Histogram(f"peregrine_{name}_seconds", text, buckets=buckets, registry=self.registry)
+            self.histograms.append(made)
+            return made
 
         self._queue = timed("queue_time", "From arrival to the first prompt chunk.", LONG)
         self._first = timed("time_to_first_token", "From arrival to the first token.", LONG)
@@ -59,9 +62,9 @@ class Metrics(Collector):
         self._total = timed("request_time", "From arrival to the end.", LONG)
         self.registry.register(self)
 
-    def watch(self, llm: LLM, model: str) -> None:
+    def watch(self, engine: Engine, model: str) -> None:
         """The engine whose pages and queues are shown from now on."""
-        self._llm, self._model = llm, model
+        self.engine, self.model = engine, model
 
     def count_http(self, path: str, status: int) -> None:
         """A response was begun."""
@@ -123,23 +126,9 @@ class Metrics(Collector):
         ):
             yield CounterMetricFamily(f"peregrine_{name}", text, value=count)
         yield GaugeMetricFamily("peregrine_accept_length", "Tokens per round so far.", value=self.accept_length)
-        yield from self._speculation()
-        if self._llm is not None:  # it is loaded
+        if self.engine is not None:
             for name, (text, count_of) in LOAD.items():
-                yield GaugeMetricFamily(f"peregrine_{name}", text, value=count_of(self._llm.engine))
-
-    def _speculation(self) -> Iterator[CounterMetricFamily]:
-        """The counts of drafts under vLLM's names, for tools that know those."""
-        model: tuple[str, ...] = (self._model,)
-        for name, text, count in (
-            ("num_drafts", "Rounds with drafts.", self.num_drafts),
-            ("num_draft_tokens", "Drafts offered to the target.", self.num_draft_tokens),
-            ("num_accepted_tokens", "Drafts that became output.", self.correct),
-        ):
-            yield labelled(f"vllm:spec_decode_{name}", text, ("model_name",), {model: count})
-        by_position = {(*model, str(position)): count for position, count in enumerate(self.correct_by_position)}
-        name = "vllm:spec_decode_num_accepted_tokens_per_pos"
-        yield labelled(name, "Drafts that became output, by depth.", ("model_name", "position"), by_position)
+                yield GaugeMetricFamily(f"peregrine_{name}", text, value=count_of(self.engine))
 
 
 def labelled(

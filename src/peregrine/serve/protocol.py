@@ -2,7 +2,8 @@
 
 - a field of the models below is honoured, except those of `WithoutEffect`, which cannot change an output here;
 - a field in `REFUSED` would change the output and is not supported: status 400, unless its value asks for nothing;
-- any other field is unknown: status 400.
+- any other field is unknown: status 400;
+- null asks for nothing, in any field: clients send back what they were sent, with all its null fields.
 
 A wrong body is refused at its first mistake: to list all mistakes of a large one would take seconds.
 """
@@ -17,18 +18,27 @@ from peregrine.sampling import MAX_BIAS, MAX_CHOICES, SamplingParams
 from peregrine.serve.structured import StructuredFields
 
 MAX_LABELS = 16
+MAX_PROMPTS = MAX_MESSAGES = 2**13
 
 # field -> (values that ask for nothing, what to do instead)
 REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
+    "annotations": (([],), "leave it out"),
     "audio": ((), "ask for text"),
     "best_of": ((1,), "use n and choose among the answers"),
+    "continue_final_message": ((False,), "end with the user's message"),
     "function_call": (("none",), "write the functions into the messages"),
     "functions": (([],), "write the functions into the messages"),
     "guided_decoding_backend": ((), "there is one; leave it out"),
     "guided_whitespace_pattern": ((), "JSON is written without white space; leave it out"),
+    "include_reasoning": ((True,), "leave it out"),
     "modalities": ((["text"],), "only text is generated"),
+    "no_stop_trim": ((False,), "leave it out: the stop string is never part of the text"),
     "reasoning_effort": (("none",), "the model has no such switch; ask in the messages"),
+    "return_hidden_states": ((False,), "leave it out"),
+    "separate_reasoning": ((True,), "leave it out"),
+    "stream_reasoning": ((True,), "leave it out"),
     "suffix": (("",), "text is generated after a prompt only; put what matters before it"),
+    "tool_calls": (([],), "write the calls into the content"),
     "tool_choice": (("none",), "write the tools into the messages"),
     "tools": (([],), "write the tools into the messages"),
     "verbosity": (("medium",), "ask in the messages"),
@@ -69,9 +79,9 @@ def prompt_kind(prompt: Any) -> str:
 
 Prompts = Annotated[
     Annotated[str, Tag("<text>")]
-    | Annotated[Many[str], Tag("<texts>")]
+    | Annotated[Many[str], Field(max_length=MAX_PROMPTS), Tag("<texts>")]
     | Annotated[Many[int], Tag("<ids>")]
-    | Annotated[Many[Many[int]], Tag("<lists>")],
+    | Annotated[Many[Many[int]], Field(max_length=MAX_PROMPTS), Tag("<lists>")],
     Discriminator(prompt_kind),
 ]
 
@@ -89,7 +99,12 @@ TextOrTexts = Annotated[
 class Body(BaseModel):
     """A strict model: a wrong type is refused, not converted, and an unknown field is refused."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        json_schema_extra={"additionalProperties": {"type": "null"}},  # null asks for nothing
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -98,13 +113,13 @@ class Body(BaseModel):
         if not isinstance(body, dict):
             return body
         for name, value in body.items():
-            if name in cls.model_fields:
+            if name in cls.model_fields or value is None:
                 continue
             if name not in REFUSED:
                 written = str(name).encode(errors="backslashreplace").decode()  # UTF-8 has no lone surrogates
                 raise RequestError(written, value, "is not a field of this endpoint", "leave it out")
             neutral, remedy = REFUSED[name]
-            if value is not None and value not in neutral:
+            if value not in neutral:
                 raise RequestError(name, value, "is not supported", remedy)
         return {name: value for name, value in body.items() if name in cls.model_fields}
 
@@ -211,22 +226,23 @@ class Message(Body):
     """One message of a chat; the model's template decides which roles there are."""
 
     role: str = Field(min_length=1)
-    content: Annotated[
-        Annotated[str, Tag("<text>")] | Annotated[Many[TextPart], Tag("<list>")], Discriminator(text_or_list)
-    ]
+    content: (
+        Annotated[Annotated[str, Tag("<text>")] | Annotated[Many[TextPart], Tag("<list>")], Discriminator(text_or_list)]
+        | None
+    ) = Field(description="The text, or its parts; null: none.")
     name: str | None = None
     refusal: None = None
 
     @property
     def text(self) -> str:
         """The content, its parts joined."""
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
 
 
 class ChatBody(Generation):
     """The body of POST /v1/chat/completions."""
 
-    messages: Many[Message] = Field(min_length=1)
+    messages: Many[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: int | None = Field(
         None, description="Tokens to generate at most; default: as many as the context holds."
     )
@@ -240,7 +256,7 @@ class TokenizeBody(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[Many[Message], Field(min_length=1)] | None = None
+    messages: Annotated[Many[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
     add_special_tokens: bool = Field(True, description="Only with `prompt`: add what the tokenizer adds, such as bos.")
 
     @model_validator(mode="after")

@@ -3,13 +3,12 @@
 import json
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from peregrine import __version__
 from peregrine.engine.request import Delta, Output
-from peregrine.errors import EngineFault
 from peregrine.llm import LLM
 from peregrine.serve.choices import ChatWriter, ChoiceWriter, CompletionWriter, Json, usage_fields
 from peregrine.serve.errors import ApiError
@@ -17,6 +16,8 @@ from peregrine.serve.job import Job, chat_job, completion_job
 from peregrine.serve.protocol import ChatBody, CompletionBody
 
 DONE = b"data: [DONE]\n\n"
+LEVELS = 4  # of a response, down to its lists of tokens
+ITEMS, NUMBERS = 16, 1024  # of such a list, and of a list of numbers or texts, that are written at a time
 
 
 def encode(value: object) -> bytes:
@@ -24,9 +25,35 @@ def encode(value: object) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()
 
 
-def event(value: object) -> bytes:
+def encode_slowly(value: object) -> bytes:
+    """`encode` for large values, in many small steps: json.dumps lets no other thread run until it is done."""
+    return "".join(json_parts(value, LEVELS)).encode()
+
+
+def json_parts(value: object, levels: int) -> Iterator[str]:
+    """A value as JSON: containers are taken apart down to `levels`, and long lists into a few items at a time."""
+    if isinstance(value, dict) and value and levels:
+        for index, (name, item) in enumerate(value.items()):
+            yield f"{',' if index else '{'}{json.dumps(name)}:"
+            yield from json_parts(item, levels - 1)
+        yield "}"
+    elif isinstance(value, list) and value:
+        nested = isinstance(value[0], dict | list)
+        step = NUMBERS if not nested else 1 if levels else ITEMS
+        for start in range(0, len(value), step):
+            yield "," if start else "["
+            if step == 1:
+                yield from json_parts(value[start], levels - 1)
+            else:
+                yield json.dumps(value[start : start + step], separators=(",", ":"))[1:-1]
+        yield "]"
+    else:
+        yield json.dumps(value, separators=(",", ":"))
+
+
+def event(value: object, write: Callable[[object], bytes] = encode) -> bytes:
     """A server-sent event."""
-    return b"data: " + encode(value) + b"\n\n"
+    return b"data: " + write(value) + b"\n\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +80,8 @@ class ResponseWriter:
         self.job = job = endpoint.make_job(body, llm)
         self._endpoint = endpoint
         self._writers = [endpoint.choice_writer(job, index, llm.tokenizer) for index in range(job.size)]
+        drafts = llm.engine.runner.drafter.shape.nodes if body.return_speculation else 0
+        self._per_token = (job.params[0].logprobs or 0) + drafts
         self._tells_usage = body.stream_options is not None and body.stream_options.include_usage is True
         self._envelope: Json = {
             "id": f"{endpoint.id_prefix}-{secrets.token_hex(12)}",
@@ -60,6 +89,12 @@ class ResponseWriter:
             "model": name,
             "system_fingerprint": f"peregrine-{__version__}",
         }
+
+    def weight(self, deltas: Sequence[Delta]) -> int:
+        """About how many small things the JSON of these deltas holds."""
+        prompt = deltas[0].prompt_logprobs
+        tokens = sum(len(delta.token_ids) for delta in deltas)
+        return tokens * (1 + self._per_token) + (len(prompt) * (1 + self._per_token) if prompt else 0)
 
     def whole(self, deltas: Sequence[Sequence[Delta]]) -> Json:
         """The body of a response that is not streamed, from all deltas of each generation."""
@@ -71,17 +106,17 @@ class ResponseWriter:
             "usage": usage_fields(self.job, outputs),
         }
 
-    def event(self, index: int, deltas: Sequence[Delta]) -> bytes:
+    def event(self, index: int, deltas: Sequence[Delta], write: Callable[[object], bytes] = encode) -> bytes:
         """The event of a stream that covers what has come for one generation."""
-        return self._event([self._writers[index].write(deltas, whole=False)], None)
+        return self._event([self._writers[index].write(deltas, whole=False)], None, write)
 
     def last_events(self, outputs: Sequence[Output]) -> bytes:
         """What ends a stream."""
         return self._event([], usage_fields(self.job, outputs)) + DONE if self._tells_usage else DONE
 
-    def _event(self, choices: list[Json], usage: Json | None) -> bytes:
+    def _event(self, choices: list[Json], usage: Json | None, write: Callable[[object], bytes] = encode) -> bytes:
         chunk: Json = {**self._envelope, "object": self._endpoint.chunk_object, "choices": choices}
-        return event(chunk | {"usage": usage} if self._tells_usage else chunk)
+        return event(chunk | {"usage": usage} if self._tells_usage else chunk, write)
 
 
 def final_output(deltas: Sequence[Delta]) -> Output:
@@ -89,7 +124,7 @@ def final_output(deltas: Sequence[Delta]) -> Output:
     output = deltas[-1].output
     assert output is not None
     if output.finish_reason == "error":
-        raise EngineFault(str(output.error))
+        raise ApiError(500, str(output.error))
     if output.finish_reason == "abort":
         raise ApiError(503, "the server is shutting down; send the request again", code="shutting_down")
     return output

@@ -1,24 +1,32 @@
-"""Run a server: listen at once, load the model meanwhile, drain on SIGTERM."""
+"""Run a server: listen at once, load the model meanwhile, drain on SIGTERM, end when the engine fails."""
 
 import asyncio
 import contextlib
+import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from functools import partial
+from types import FrameType
 
 import uvicorn
 
-from peregrine.errors import ConfigError
+from peregrine.errors import ConfigError, EngineFault
 from peregrine.llm import LLM
-from peregrine.log import logger
+from peregrine.log import background_logging, logger
 from peregrine.serve.app import make_app
+from peregrine.serve.connections import LimitedConnection, SeldomLog, fit_connections
 from peregrine.serve.service import Service
 from peregrine.serve.settings import ServeConfig
 
 BACKLOG = 2048  # connections that may wait to be accepted
 SHUTDOWN_S = 5  # for responses to be sent after the last generation has ended
+GRACE_S = 5  # for the process to end by itself after that
+FAULT_S = 2  # during which a failed server still says so to clients and probes
+LAST_WORDS_S = 0.2  # for the log to be written
 
 
 class Listener(uvicorn.Server):
@@ -29,17 +37,36 @@ class Listener(uvicorn.Server):
         yield
 
 
-def serve(model: str, open_llm: Callable[[], LLM], settings: ServeConfig) -> None:
-    """Serve until a signal ends it; what `open_llm` raises is raised here."""
+def serve(model: str, open_llm: Callable[[], LLM], settings: ServeConfig) -> int:
+    """Serve until a signal or a fault of the engine ends it; returns 0 or 1. What `open_llm` raises is raised here."""
     listening = open_socket(settings)
+    service = Service(model, settings)
 
-    async def until_signal() -> None:
+    def insist() -> None:
+        end_within(settings.drain_seconds + SHUTDOWN_S + GRACE_S)
+
+    async def until_end() -> EngineFault | None:
         ending = asyncio.Event()
-        handle_signals(ending)
-        await serve_on(listening, Service(model, settings), open_llm, ending)
+        with signals(ending, insist):
+            return await serve_on(listening, service, open_llm, ending, insist)
 
-    with listening:
-        asyncio.run(until_signal())
+    with listening, background_logging():
+        fault = asyncio.run(until_end())
+        if service.hangs:  # its thread cannot be ended, and Python would wait for it
+            end_within(0)
+    return 0 if fault is None else 1
+
+
+def end_within(seconds: float) -> None:
+    """End the process with code 1 if it has not ended by then, whatever its threads do."""
+
+    def end() -> None:
+        time.sleep(seconds)
+        logger.error("the server did not end by itself, so it is ended")
+        time.sleep(LAST_WORDS_S)
+        os._exit(1)
+
+    threading.Thread(target=end, name="peregrine-end", daemon=True).start()
 
 
 def open_socket(settings: ServeConfig) -> socket.socket:
@@ -53,12 +80,22 @@ def open_socket(settings: ServeConfig) -> socket.socket:
 
 
 async def serve_on(
-    listening: socket.socket, service: Service, open_llm: Callable[[], LLM], ending: asyncio.Event
-) -> None:
-    """Listen on a socket while the model loads and until `ending` is set; then drain."""
+    listening: socket.socket,
+    service: Service,
+    open_llm: Callable[[], LLM],
+    ending: asyncio.Event,
+    insist: Callable[[], None] = lambda: None,
+) -> EngineFault | None:
+    """Listen on a socket while the model loads and until `ending` is set, then drain; or until the engine fails.
+
+    Returns the fault that ended it, if one did; `insist` is called first.
+    """
+    asyncio.get_running_loop().set_exception_handler(SeldomLog())
+    most = fit_connections(service.settings.max_connections)
     config = uvicorn.Config(
         make_app(service),
-        log_level="warning",
+        http=partial(LimitedConnection, max_connections=most),  # type: ignore[arg-type]
+        log_level="critical",  # what clients do wrong is no news, and what fails here is logged here
         access_log=False,
         lifespan="off",
         server_header=False,
@@ -71,16 +108,45 @@ async def serve_on(
     llm = None
     try:
         llm = await load(open_llm, ending)
-        if llm is not None:
-            service.open(llm)
-            logger.info("ready: %s on http://%s:%d", service.name, host, port)
-            await ending.wait()
-            await drain(service)
+        if llm is None:
+            return None
+        service.open(llm)
+        logger.info("ready: %s on http://%s:%d", service.name, host, port)
+        ends, fails = asyncio.create_task(drained(service, ending)), asyncio.create_task(failed(service))
+        await asyncio.wait((ends, fails), return_when=asyncio.FIRST_COMPLETED)
+        ends.cancel()
+        fault = fails.result() if fails.done() else None
+        fails.cancel()
+        if fault is not None:
+            insist()
+            service.gateway.fail_all(fault)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(FAULT_S):
+                    await ending.wait()
+        return fault
     finally:
         listener.should_exit = True
         await listens
-        if llm is not None:
+        service.workers.close()
+        if llm is not None and not service.hangs:
             llm.close()
+
+
+async def failed(service: Service) -> EngineFault:
+    """Wait for the engine to fail or to hang, and log why."""
+    loop, limit = service.gateway.llm.loop, service.settings.hang_seconds
+    pause = min(1.0, limit / 4)
+    stuck = 0.0
+    while loop.fault is None:
+        await asyncio.sleep(pause)
+        # Counted in pauses of its own: while the process was stopped, no step could end.
+        stuck = min(loop.step_seconds, stuck + 2 * pause)
+        if stuck >= limit:
+            service.hangs = True
+            logger.error("the engine hangs: a step has taken %.0f s; it is here:\n%s", loop.step_seconds, loop.stack())
+            return EngineFault(f"the engine hangs: a step has taken longer than {limit:g} s")
+    logger.error("the engine has failed", exc_info=loop.fault)
+    return loop.fault
 
 
 async def load(open_llm: Callable[[], LLM], ending: asyncio.Event) -> LLM | None:
@@ -105,8 +171,9 @@ async def load(open_llm: Callable[[], LLM], ending: asyncio.Event) -> LLM | None
     return None
 
 
-async def drain(service: Service) -> None:
-    """Let what runs go on until the deadline, take nothing new, then abort the rest."""
+async def drained(service: Service, ending: asyncio.Event) -> None:
+    """Wait for the end; then let what runs go on until the deadline, take nothing new, and abort the rest."""
+    await ending.wait()
     service.draining = True
     gateway, seconds = service.gateway, service.settings.drain_seconds
     logger.info("draining: %d generations, %g s at most", gateway.num_open, seconds)
@@ -116,15 +183,21 @@ async def drain(service: Service) -> None:
     gateway.abort_all()
 
 
-def handle_signals(ending: asyncio.Event) -> None:
-    """The first SIGTERM or SIGINT sets `ending`; a second one ends the process at once."""
+@contextlib.contextmanager
+def signals(ending: asyncio.Event, insist: Callable[[], None]) -> Iterator[None]:
+    """The first SIGTERM or SIGINT calls `insist` and sets `ending`; a second one ends the process at once."""
     loop = asyncio.get_running_loop()
-    numbers = (signal.SIGTERM, signal.SIGINT)
 
-    def end() -> None:
-        ending.set()
-        for number in numbers:
-            loop.remove_signal_handler(number)
+    def end(number: int, frame: FrameType | None) -> None:
+        for each in before:
+            signal.signal(each, signal.SIG_DFL)
+        insist()
+        loop.call_soon_threadsafe(ending.set)
 
-    for number in numbers:
-        loop.add_signal_handler(number, end)
+    # Not the event loop's own handlers: these are called even if it is stuck.
+    before = {each: signal.signal(each, end) for each in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)

@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from peregrine.llm import LLM
-from peregrine.serve.errors import ApiError
+from peregrine.serve.errors import ENGINE_FAILED, ApiError
 from peregrine.serve.gateway import Gateway
 from peregrine.serve.metrics import Metrics
 from peregrine.serve.settings import ServeConfig
+from peregrine.serve.vllm_names import VllmNames
+from peregrine.serve.workers import Workers
 
 
 class Status(NamedTuple):
@@ -24,15 +26,17 @@ class Service:
     def __init__(self, model: str, settings: ServeConfig) -> None:
         self.settings = settings
         self.name = settings.name or Path(model).name
-        self.metrics = Metrics()
+        self.metrics, self.workers = Metrics(), Workers()
+        self.metrics.registry.register(VllmNames(self.metrics))
         self.started = time.time()
         self.draining = False
+        self.hangs = False  # the engine's step does not end
         self._gateway: Gateway | None = None
 
     def open(self, llm: LLM) -> None:
         """The model is loaded: serve. Called in the event loop that serves."""
         self._gateway = Gateway(llm, self.settings, self.metrics.observe)
-        self.metrics.watch(llm, self.name)
+        self.metrics.watch(llm.engine, self.name)
 
     @property
     def status(self) -> Status:
@@ -40,12 +44,10 @@ class Service:
         if self._gateway is None:
             return Status("loading", f"the model {self.name} is loading; try again soon")
         loop = self._gateway.llm.loop
-        if loop.fault is not None:
-            return Status("faulted", f"{loop.fault}; restart the server")
+        if loop.fault is not None or self.hangs or not (loop.alive or self.draining):
+            return Status("faulted", ENGINE_FAILED)
         if self.draining:
             return Status("draining", "the server is shutting down; send the request elsewhere")
-        if not loop.alive:
-            return Status("faulted", "the engine's thread has ended; restart the server")
         return Status("ready", None)
 
     @property

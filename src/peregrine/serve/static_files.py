@@ -12,8 +12,10 @@ STATIC = Path(__file__).parent / "static"
 LOOK = Path(__file__).parents[1] / "assets" / "look.css"  # shared with the report of benchmarks
 # A browser asks again each time, so that page, style and script are of one version.
 REVALIDATE = {"Cache-Control": "no-cache"}
-# A browser loads nothing from other hosts for the page, whatever text a model writes into it; data: is the icon.
-OWN_HOST_ONLY = {"Content-Security-Policy": "default-src 'self'; img-src 'self' data:; base-uri 'none'"}
+# A browser loads nothing from other hosts for the page, whatever text a model writes into it, sends no form anywhere,
+# and shows the page in no other page; data: is the icon.
+POLICY = "default-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+PAGE_HEADERS = {**REVALIDATE, "Content-Security-Policy": POLICY}
 
 
 class RevalidatedFiles(StaticFiles):
@@ -21,7 +23,7 @@ class RevalidatedFiles(StaticFiles):
 
     async def get_response(self, path: str, scope: Scope) -> Response:
         response = await super().get_response(path, scope)
-        response.headers.update(REVALIDATE)
+        response.headers.update(PAGE_HEADERS)
         return response
 
 
@@ -31,11 +33,11 @@ def static_routes() -> APIRouter:
 
     @router.get("/")
     async def index() -> Response:
-        return FileResponse(STATIC / "index.html", headers=REVALIDATE | OWN_HOST_ONLY)
+        return FileResponse(STATIC / "index.html", headers=PAGE_HEADERS)
 
     @router.get("/docs")
     async def docs() -> Response:
-        return FileResponse(STATIC / "api.html", headers=REVALIDATE | OWN_HOST_ONLY)
+        return FileResponse(STATIC / "api.html", headers=PAGE_HEADERS)
 
     @router.get("/static/look.css")
     async def look() -> Response:

@@ -7,17 +7,23 @@ from collections.abc import AsyncIterator
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from peregrine.engine.request import Output
+from peregrine.engine.request import Delta, Output
 from peregrine.errors import PeregrineError
 from peregrine.serve.errors import ApiError, api_error
 from peregrine.serve.gateway import ClientGone, Gateway, Reply
-from peregrine.serve.responses import ResponseWriter, encode, event, final_output
+from peregrine.serve.job import num_generations
+from peregrine.serve.protocol import ChatBody, CompletionBody
+from peregrine.serve.request_log import MAX_PROMPT_SHOWN, record_of
+from peregrine.serve.responses import Endpoint, ResponseWriter, encode, encode_slowly, event, final_output
+from peregrine.serve.workers import Workers
 
 EVENT_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # proxies pass events on as they come
 ]
+LIGHT = 256  # small things in a piece of JSON that is written in the event loop: a millisecond
+PIECE = 2**18  # bytes given to a connection at a time
 
 
 def json_response(value: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -28,34 +34,79 @@ def error_response(error: ApiError) -> Response:
     return json_response(error.body(), error.status, error.headers)
 
 
+async def send_body(send: Send, body: bytes, more: bool) -> None:
+    """Send a body, or a part of one, a piece at a time, as the client reads it."""
+    for start in range(0, max(1, len(body)), PIECE):
+        more_pieces = more or start + PIECE < len(body)
+        await send({"type": "http.response.body", "body": body[start : start + PIECE], "more_body": more_pieces})
+
+
+class LargeResponse(Response):
+    """A response whose body may be large."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send_body(send, bytes(self.body), more=False)
+
+
 class JobResponse(Response):
     """Runs a job while its client waits."""
 
-    def __init__(self, gateway: Gateway, writer: ResponseWriter) -> None:
+    def __init__(
+        self,
+        gateway: Gateway,
+        workers: Workers,
+        endpoint: Endpoint,
+        body: CompletionBody | ChatBody,
+        model: str,
+        log_prompts: bool,
+    ) -> None:
         super().__init__()
-        self._gateway, self._writer = gateway, writer
+        self._gateway, self._workers = gateway, workers
+        self._endpoint, self._asked, self._model, self._log_prompts = endpoint, body, model, log_prompts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        job = self._writer.job
-        streamed = job.body.stream is True
+        body, record = self._asked, record_of(scope)
+        streamed = body.stream is True
         with contextlib.suppress(ClientGone):
             try:
-                async with self._gateway.submit(job, streamed) as reply, watched(receive, reply):
-                    if streamed:
-                        await self._stream(reply, send)
-                    else:
-                        fetched = await reply.fetch()
-                        body = self._writer.whole([deltas for _, deltas in fetched])
-                        await json_response(body)(scope, receive, send)
+                with self._gateway.room(num_generations(body), body.n):
+                    writer, shown = await self._workers.run(self._begin)
+                    await self._gateway.compile(writer.job)
+                    requests = await self._workers.run(self._gateway.prepare, writer.job)
+                record.note(self._model, shown)
+                async with self._gateway.submit(writer.job, requests, streamed) as reply, watched(receive, reply):
+                    try:
+                        if streamed:
+                            await self._stream(writer, reply, send)
+                        else:
+                            whole = await self._whole(writer, [deltas for _, deltas in await reply.fetch()])
+                            await whole(scope, receive, send)
+                    finally:
+                        record.note_outputs(reply.outputs)
             except PeregrineError as error:
                 await error_response(api_error(error))(scope, receive, send)
 
-    async def _stream(self, reply: Reply, send: Send) -> None:
+    def _begin(self) -> tuple[ResponseWriter, str | None]:
+        """The writer with its job, and the prompt for the log, if it is wanted there."""
+        llm = self._gateway.llm
+        writer = ResponseWriter(self._endpoint, self._asked, llm, self._model)
+        prompt = writer.job.prompts[0][:MAX_PROMPT_SHOWN]
+        return writer, llm.tokenizer.decode(prompt, False) if self._log_prompts else None
+
+    async def _whole(self, writer: ResponseWriter, deltas: list[list[Delta]]) -> Response:
+        if sum(map(writer.weight, deltas)) <= LIGHT:
+            return json_response(writer.whole(deltas))
+        body = await self._workers.run(lambda: encode_slowly(writer.whole(deltas)))
+        return LargeResponse(body, media_type="application/json")
+
+    async def _event(self, writer: ResponseWriter, index: int, deltas: list[Delta]) -> bytes:
+        if writer.weight(deltas) <= LIGHT:
+            return writer.event(index, deltas)
+        return await self._workers.run(writer.event, index, deltas, encode_slowly)
+
+    async def _stream(self, writer: ResponseWriter, reply: Reply, send: Send) -> None:
         """One event per generation and fetch; an error before the first event is an ordinary response."""
-
-        async def send_body(body: bytes, more: bool) -> None:
-            await send({"type": "http.response.body", "body": body, "more_body": more})
-
         fetched = await reply.fetch()
         await send({"type": "http.response.start", "status": 200, "headers": EVENT_HEADERS})
         ended: dict[int, Output] = {}  # generations whose last event has been sent
@@ -64,14 +115,14 @@ class JobResponse(Response):
                 for index, deltas in fetched:
                     if deltas[-1].output is not None:
                         ended[index] = final_output(deltas)
-                    await send_body(self._writer.event(index, deltas), more=True)
-                if len(ended) == self._writer.job.size:
+                    await send_body(send, await self._event(writer, index, deltas), more=True)
+                if len(ended) == writer.job.size:
                     break
                 fetched = await reply.fetch()
             outputs = [ended[index] for index in sorted(ended)]
-            await send_body(self._writer.last_events(outputs), more=False)
+            await send_body(send, writer.last_events(outputs), more=False)
         except PeregrineError as error:
-            await send_body(event(api_error(error).body()), more=False)
+            await send_body(send, event(api_error(error).body()), more=False)
 
 
 @contextlib.asynccontextmanager

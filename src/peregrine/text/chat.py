@@ -121,13 +121,13 @@ def _pick(tokenizer: Tokenizer, chat: Sequence[Message], with_tools: bool) -> st
     return templates[name]
 
 
-def _plain_messages(messages: Sequence[Message]) -> list[dict[str, object]]:
+def _plain_messages(messages: Sequence[Message]) -> list[Message]:
     """A checked copy of the messages; RequestError names the wrong message and field."""
     if isinstance(messages, str) or not isinstance(messages, Sequence):
         raise RequestError("messages", messages, "is not a list", 'send [{"role": "user", "content": "..."}]')
     if not messages:
         raise RequestError("messages", messages, "is empty", "send at least one message")
-    chat = []
+    chat: list[Message] = []
     for index, message in enumerate(messages):
         field = f"messages[{index}]"
         if not isinstance(message, Mapping):
@@ -203,7 +203,7 @@ class _ChatEnvironment(ImmutableSandboxedEnvironment):
         tree = super()._parse(source, name, filename)
         for node in list(tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock))):
             tick = nodes.ExprStmt(nodes.Call(nodes.EnvironmentAttribute("tick"), [], [], None, None))
-            node.body.insert(0, tick.set_lineno(node.lineno))
+            node.body.insert(0, tick.set_lineno(node.lineno))  # type: ignore[attr-defined]
         return tree
 
 

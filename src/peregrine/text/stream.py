@@ -12,6 +12,7 @@ has no way to flush held text, and it does not say which id completed a characte
 
 import codecs
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from itertools import accumulate
 
 from peregrine.errors import RequestError
@@ -210,6 +211,7 @@ class StopStrings:
         return None
 
 
+@lru_cache(maxsize=256)  # the generations of one request share their stop strings
 def _border_lengths(stop: str) -> list[int]:
     """The Knuth-Morris-Pratt table: for each prefix, the length of the longest shorter prefix it ends with."""
     lengths = [0] * len(stop)

@@ -24,6 +24,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _LOCAL_DECODERS = frozenset({"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace", "WordPiece", "BPEDecoder"})
 _BYTE_DECODERS = frozenset({"ByteLevel", "Fuse"})
 _TOKEN_FLAGS = frozenset({"content", "single_word", "lstrip", "rstrip", "normalized", "special"})
+_MANY_IDS = 4096
 _OTHER_VOCABULARIES = ("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "tekken.json", "tiktoken.model")
 
 
@@ -118,6 +119,8 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """The text of ids. Bytes that are not UTF-8 become U+FFFD; ids without a token are skipped."""
+        if len(ids) > _MANY_IDS:
+            return self.backend.decode_batch([list(ids)], skip_special_tokens=skip_special)[0]  # releases the GIL
         return self.backend.decode(list(ids), skip_special_tokens=skip_special)
 
     def token(self, id: int) -> str:
