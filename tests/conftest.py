@@ -61,13 +61,17 @@ def offline() -> Iterator[None]:
 
 
 @pytest.fixture
-def peregrine(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """Run the command line: (exit code, stdout, stderr)."""
+def peregrine(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., tuple[int, str, str]]]:
+    """Run the command line: (exit code, stdout, stderr). The log is left as it was: stderr is the test's own."""
     from peregrine.cli.main import main
+    from peregrine.log import logger
+
+    before = logger.handlers[:], logger.level, logger.propagate
 
     def run(*argv: str) -> tuple[int, str, str]:
         code = main(argv)
         captured = capsys.readouterr()
         return code, captured.out, captured.err
 
-    return run
+    yield run
+    logger.handlers[:], logger.level, logger.propagate = before
