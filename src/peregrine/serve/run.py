@@ -115,7 +115,7 @@ async def serve_on(
         ends, fails = asyncio.create_task(drained(service, ending)), asyncio.create_task(failed(service))
         await asyncio.wait((ends, fails), return_when=asyncio.FIRST_COMPLETED)
         ends.cancel()
-        fault = fails.result() if fails.done() else None
+        fault = await fails if fails.done() or llm.loop.fault is not None else None
         fails.cancel()
         if fault is not None:
             insist()
