@@ -63,6 +63,7 @@ def test_blocks_change_no_token(kind: str) -> None:
         ("16 rows", {}),
         ("eager, other pages", {"graphs": False, "row_sizes": None, "page_size": 64}),
         ("alone", {"max_rows": 1}),
+        ("tree", {"tree": (5, 4, 24)}),
         ("preempted", {"num_pages": 300, "prefix_cache": False}),
     ):
         count = ALONE if options.get("max_rows") == 1 else len(some)

@@ -115,5 +115,25 @@ def test_a_head_for_another_target_is_refused_by_name(fields: dict[str, object],
 def test_more_drafts_than_a_block_holds_are_refused() -> None:
     with pytest.raises(ConfigError, match="num_drafts=7: this head drafts blocks of 7, at most 6 drafts"):
         build(drafter=str(block_head()), num_drafts=7)
-    with pytest.raises(ConfigError, match="guesses no trees yet"):
-        build(drafter=str(block_head()), tree=(2, 2, 5))
+    with pytest.raises(ConfigError, match=r"tree=\(7, 2, 9\): this head drafts blocks of 7, at most 6"):
+        build(drafter=str(block_head()), tree=(7, 2, 9))
+
+
+@pytest.mark.parametrize("name", ["dflash", "dspark", "dspark, rnn"])
+def test_trees_hold_the_chain_and_change_no_token(name: str) -> None:
+    """At temperature 0 a tree's likeliest path is the chain, so its drafts are among the tree's."""
+    head, given = HEADS[name], str(block_head(**HEADS[name]))
+    some = cases(6, max_tokens=20, seed=79)
+    assert tokens(run(build(drafter=given, tree=(4, 3, 20)).engine, some)) == tokens(run(build().engine, some))
+    reference = BlockReference.of(Path(given), tiny_model(), head.get("markov"))
+    for text, drafts in offered({"drafter": given, "tree": (3, 4, 28)}, greedy(2, 6), tiny_model()):
+        assert reference.drafts(text, 3)[0] in drafts[:4]  # children of the newest token come first
+
+
+def test_a_tree_of_a_head_that_knows_bigrams_is_accepted_more_often_than_its_chain() -> None:
+    some = cases(10, max_tokens=48, seed=78)
+    given = {"drafter": str(block_head(**BIGRAMS))}
+    chain = run(build(calm_model(), num_drafts=4, **given).engine, some)
+    tree = run(build(calm_model(), tree=(4, 4, 32), **given).engine, some)
+    assert tokens(tree) == tokens(chain)
+    assert accept_length(tree) > 1.1 * accept_length(chain)

@@ -1,4 +1,6 @@
-"""Draft a whole block in one forward: DFlash and DSpark heads."""
+"""Draft a whole block in one forward: DFlash and DSpark heads. Trees are grown from the same forward."""
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -6,11 +8,13 @@ from torch import Tensor
 from peregrine.attention import AttentionBackend
 from peregrine.attention.backend import Attend, Deferred
 from peregrine.cache.store import KVStore
+from peregrine.config import TreeShape
 from peregrine.errors import ConfigError
+from peregrine.kernels.round import Growth, grow, select
 from peregrine.kernels.sampling import pick
 from peregrine.models.draft_heads import BlockHead
 from peregrine.spec.row_pages import RowPages
-from peregrine.spec.types import Chunk, Drafts, DraftShape, Seen
+from peregrine.spec.types import Chunk, Drafts, DraftShape, Links, Seen
 
 
 class BlockDrafter:
@@ -22,20 +26,25 @@ class BlockDrafter:
 
     reads_next_token = False
 
-    def __init__(self, head: BlockHead, store: KVStore, backend: AttentionBackend, num_drafts: int) -> None:
-        config = head.config
-        if num_drafts > config.max_drafts:
+    def __init__(
+        self, head: BlockHead, store: KVStore, backend: AttentionBackend, num_drafts: int, tree: TreeShape | None
+    ) -> None:
+        config, depth = head.config, num_drafts if tree is None else tree.depth
+        if depth > config.max_drafts:
+            asked = f"num_drafts={num_drafts}" if tree is None else f"tree=({tree.depth}, {tree.width}, {tree.nodes})"
             raise ConfigError(
-                f"num_drafts={num_drafts}: this head drafts blocks of {config.block_size}, at most "
-                f"{config.max_drafts} drafts; ask for no more"
+                f"{asked}: this head drafts blocks of {config.block_size}, at most {config.max_drafts} drafts deep; "
+                "ask for no more"
             )
         self.head, self.store, self.backend = head, store, backend
         self.layers = head.layer_attention()
         self.taps = head.taps
-        self.num_inputs = num_drafts if config.drafts_from_newest else num_drafts + 1
-        self.shape = DraftShape.chain(num_drafts, self.num_inputs)
+        self.num_inputs = depth if config.drafts_from_newest else depth + 1
+        self.shape = DraftShape.chain(depth, self.num_inputs)
+        if tree is not None:
+            self.shape = DraftShape(depth, tree.width, tree.nodes, self.num_inputs)
         device = head.norm.weight.device
-        self._depths = torch.arange(num_drafts + 1, device=device)[None]  # [1, W]
+        self._depths = torch.arange(depth + 1, device=device)[None]  # [1, W]
         self._masks = torch.full((1, self.num_inputs), config.mask_token, device=device)
         every = (1 << self.num_inputs) - 1
         self._both_ways = torch.full((1, self.num_inputs), every - (every >> 63 << 64), device=device)
@@ -58,8 +67,10 @@ class BlockDrafter:
         attend = self._bind_block(pages, block.positions, block.past_lens, block.slots)
         hidden = self.head.forward(tokens.flatten(), block.positions.flatten(), attend)
         hidden = hidden.view(num_rows, self.num_inputs, -1)[:, self.num_inputs - depth :]  # [R, K, H]
+        scores = self.head.logits(hidden.flatten(0, 1)).view(num_rows, depth, -1)  # [R, K, Vd]
         places = block.past_lens[:, None] + 1 + self._depths[:, :depth]  # [R, K] of the drafts
-        return Drafts(self._pick(hidden, newest[:, 0], places, seen), depth, None)
+        draft = self._pick if self.shape.is_chain else self._grow
+        return draft(_Block(hidden, scores, newest[:, 0], places), seen)
 
     def _bind_block(self, pages: RowPages, positions: Tensor, past_lens: Tensor, slots: Tensor) -> Attend:
         """Attention of a block: both ways, or by position in causal layers."""
@@ -77,20 +88,48 @@ class BlockDrafter:
 
         return attend
 
-    def _pick(self, hidden: Tensor, newest: Tensor, places: Tensor, seen: Seen) -> Tensor:
-        """The drafts of every row: hidden [R, K, H], newest [R], places [R, K] -> [R, K]."""
-        head = self.head
-        num_rows, depth, _ = hidden.shape
-        scores = head.logits(hidden.flatten(0, 1)).view(num_rows, depth, -1)  # [R, K, Vd]
+    def _pick(self, block: "_Block", seen: Seen) -> Drafts:
+        """One draft after the other, each corrected by the one before."""
+        head, (num_rows, depth) = self.head, block.places.shape
         given = head.draft_to_target, seen.sampling, seen.features
         if head.markov is None:
-            drafts = torch.empty_like(places)
-            pick(scores, places, *given, out=drafts)
-            return drafts
-        steps = places.new_empty(depth, num_rows, 1)  # a dense piece for each step
-        before, state = newest, None
+            drafts = torch.empty_like(block.places)
+            pick(block.scores, block.places, *given, out=drafts)
+            return Drafts(drafts, depth, None)
+        steps = block.places.new_empty(depth, num_rows, 1)  # a dense piece for each step
+        before, state = block.newest, None
         for step in range(depth):
-            added, state = head.markov(before, hidden[:, step], state)
-            pick((scores[:, step] + added)[:, None], places[:, step, None].contiguous(), *given, out=steps[step])
+            added, state = head.markov(before, block.hidden[:, step], state)
+            scores = (block.scores[:, step] + added)[:, None]  # [R, 1, Vd]
+            pick(scores, block.places[:, step, None].contiguous(), *given, out=steps[step])
             before = steps[step, :, 0]
-        return steps[:, :, 0].T
+        return Drafts(steps[:, :, 0].T, depth, None)
+
+    def _grow(self, block: "_Block", seen: Seen) -> Drafts:
+        """A tree: the block's scores of a level are shared by its nodes, each corrected by its own token."""
+        head, shape, (num_rows, depth) = self.head, self.shape, block.places.shape
+        growth = Growth.begin(num_rows, depth, shape.width, head.draft_to_target, seen.sampling, seen.features)
+        frontier, state = None, None
+        for level in range(depth):
+            count = 1 if frontier is None else shape.width
+            scores = block.scores[:, level, None].expand(-1, count, -1)  # [R, 1 or w, Vd]
+            if head.markov is not None:
+                before = block.newest if frontier is None else frontier.tokens
+                if frontier is not None and state is not None:
+                    state = state.index_select(0, frontier.origins)
+                added, state = head.markov(before, block.hidden[:, level].repeat_interleave(count, dim=0), state)
+                scores = scores + added.view(num_rows, count, -1)
+            places = block.places[:, level, None].expand(-1, count)
+            frontier = grow(growth, scores.contiguous(), places.contiguous(), frontier, level)
+        tokens, *links = select(growth, shape.nodes, depth)
+        return Drafts(tokens, depth, Links(*links))
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """What one forward says of a block."""
+
+    hidden: Tensor  # [R, K, H]
+    scores: Tensor  # [R, K, Vd] before the Markov head
+    newest: Tensor  # [R] i64
+    places: Tensor  # [R, K] i64 positions of the drafts

@@ -112,9 +112,7 @@ def make_drafter(
             raise ConfigError(f"drafter={source.name!r}: guesses no trees; leave tree out or choose a draft head")
         return DRAFTERS[source.name](num_drafts, torch.device("cpu") if store is None else store.keys.device)
     if isinstance(source.network, BlockHead):
-        if tree is not None:
-            raise ConfigError(f"drafter={source.name!r}: a block head guesses no trees yet; leave tree out")
-        return BlockDrafter(source.network, store, backend, num_drafts)
+        return BlockDrafter(source.network, store, backend, num_drafts, tree)
     reader: DraftReader
     if isinstance(source.network, Decoder):
         reader = ModelReader(BoundModel(source.network, source.network.layer_attention(), store, backend))
