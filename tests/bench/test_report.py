@@ -91,10 +91,15 @@ STAGES = {
 OFFLINE: dict[str, Any] = {
     "machine": MACHINE,
     "model": "merlin",
+    "drafter": "/heads/eagle3",
+    "shape": "chain of 3",
+    "tokens": 8,
+    "temperature": 0.0,
     "start_up_s": 1.0,
     "rows": [
         {
             "rows": 1,
+            "transformers": {"tokens_per_s": 40.0},
             "identical": True,
             "plain": {"tokens_per_s": 100.0, "accept_length": 1.0, "stages": STAGES | {"propose_ms": 0.0}},
             "speculative": {"tokens_per_s": 150.0, "accept_length": 2.0, "stages": STAGES},
@@ -142,7 +147,8 @@ def test_the_page_is_complete_and_fetches_nothing(page: str) -> None:
     assert not re.search(r"url\((?!#)|@import", page)
     assert "prefers-color-scheme: dark" in page
     assert "@media print" in page
-    assert "<h1>A &amp; B</h1>" in page
+    assert "<title>A &amp; B</title>" in page
+    assert re.search(r"</svg>\s*A &amp; B\s", page)
 
 
 @pytest.mark.parametrize(
@@ -154,8 +160,10 @@ def test_the_page_is_complete_and_fetches_nothing(page: str) -> None:
         "but the repeats do not tell it from plain. All shapes gave the same tokens.",
         "has the highest median: 125 tokens/s",
         "<b>yes</b><span>identical with and without speculation (o)</span>",
-        "A speculative round takes 1.50x a plain one&#39;s time and brings 2.00x its tokens.",
-        "speculative: 9.00 ms, 2.00 tokens for each request, 4.50 ms a token",
+        "A speculative round takes 1.33x a plain one&#39;s time and brings 2.00x its tokens: 1.50x the speed.",
+        "<td>speculative</td><td>150.0</td><td>1.50x</td><td>2.00</td><td>13.33</td>",
+        "<td>transformers</td><td>40.0</td><td>0.40x</td><td></td><td></td>",
+        "<h4>speculative, 9.00 ms with clocks between the stages</h4>",
         "Abacus, 2 cores (beads)",
         "peregrine bench serve --url http://x",
         "not recorded",  # the two results without a command
@@ -169,6 +177,7 @@ def test_the_page_says(page: str, said: str) -> None:
 def test_every_plot_is_there(page: str) -> None:
     titles = re.findall(r"<h2>(.*?)</h2>", page)
     assert titles == [
+        "Speed (o)",
         "Throughput by requests at a time",
         "Acceptance by position",
         "Which drafts pay (here)",
@@ -246,12 +255,38 @@ def test_from_files_to_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "<title>Talk</title>" in out.read_text()
 
 
-def test_files_of_one_name_get_different_labels(tmp_path: Path) -> None:
-    files = [tmp_path / "a" / "x.json", tmp_path / "b" / "x.json", tmp_path / "y.json"]
-    for file in files:
-        file.parent.mkdir(exist_ok=True)
-        file.write_text(json.dumps(SERVE))
-    assert [result.name for result in read_results(files)] == [str(files[0]), str(files[1]), "y"]
+def test_results_are_named_by_what_they_are(tmp_path: Path) -> None:
+    """Whatever the files are called; the machine and a number come in where two are of the same."""
+    other = MACHINE | {"gpus": [{"name": "Fast", "memory_total_bytes": 1}]}
+    shapes = [{"shape": "plain", "drafter": "none"}, {"shape": "chain 2", "drafter": "/heads/eagle3"}]
+    results = [
+        SERVE,
+        OFFLINE,
+        OFFLINE | {"machine": other},
+        OFFLINE | {"machine": other},
+        {name: value for name, value in OFFLINE.items() if name != "shape"} | {"depth": 2, "model": "/models/llama"},
+        SWEEP | {"shapes": shapes},
+    ]
+    files = [tmp_path / f"{index}.json" for index in range(len(results))]
+    for file, result in zip(files, results, strict=True):
+        file.write_text(json.dumps(result))
+    assert [result.name for result in read_results(files)] == [
+        "merlin at x",
+        "merlin, eagle3, chain of 3, Abacus",
+        "merlin, eagle3, chain of 3, Fast (1)",
+        "merlin, eagle3, chain of 3, Fast (2)",
+        "llama, eagle3, chain of 2",
+        "merlin, eagle3, sweep",
+    ]
+
+
+def test_the_report_has_the_look_of_the_playground(page: str) -> None:
+    look = (Path(plots.__file__).parents[1] / "assets" / "look.css").read_text()
+    assert look in page
+    named = set(re.findall(r"var\((--[\w-]+)\)", page))
+    assert named <= set(re.findall(r"(--[\w-]+):", page))
+    light = look.partition("@media")[0]
+    assert all(colour in light for colour in (plots.COLOURS[0], plots.INK, plots.SOFT, plots.RULE))  # plots match it
 
 
 @pytest.mark.parametrize(

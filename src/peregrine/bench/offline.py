@@ -4,7 +4,6 @@ Reported: tokens/s plain and speculative, acceptance length, time per round by s
 compiled kernels, memory beyond weights and KV pages, time from import to first token.
 """
 
-import json
 import resource
 import statistics
 import subprocess
@@ -19,9 +18,9 @@ import torch
 
 from peregrine.bench.clock import timed_rounds
 from peregrine.bench.generation import PROMPTS, decided, first_prompts, generate
+from peregrine.engine.request import Output
 from peregrine.errors import ConfigError, need_packages
 from peregrine.llm import LLM
-from peregrine.log import style
 from peregrine.models.loading import num_weights
 
 SPECULATION = ("drafter", "num_drafts", "tree")
@@ -66,7 +65,7 @@ def run(plan: Plan, options: dict[str, object]) -> Json:
             "model": model,
             "drafter": decided(fast, "drafter"),
             "attention": decided(fast, "attention"),
-            "depth": fast.engine.limits.num_drafts,
+            "shape": shape_name(fast),
             "tokens": plan.tokens,
             "temperature": plan.temperature,
             "start_up_s": round(start_up_s, 3),
@@ -76,31 +75,46 @@ def run(plan: Plan, options: dict[str, object]) -> Json:
 
 
 def measure_rows(plan: Plan, rows: int, slow: LLM, fast: LLM, peer: object) -> Json:
-    """Plain, speculative and transformers at one batch size."""
-    plain, plain_tokens = measure(slow, rows, plan)
-    speculative, speculative_tokens = measure(fast, rows, plan)
-    line: Json = {"rows": rows, "plain": plain, "speculative": speculative}
-    line["identical"] = plain_tokens == speculative_tokens
+    """Plain, speculative and transformers at one batch size, in turns, so that a busy machine slows all of them."""
+    prompts = first_prompts(rows)
+    engines = {"plain": slow, "speculative": fast}
+    # The first runs are the warm-up.
+    outputs = {name: generate(llm, prompts, plan.tokens, plan.temperature)[0] for name, llm in engines.items()}
+    speeds: dict[str, list[float]] = {name: [] for name in (*engines, "transformers")}
+    for attempt in range(plan.repeats):
+        for name, llm in engines.items():
+            outputs[name], speed = generate(llm, prompts, plan.tokens, plan.temperature)
+            speeds[name].append(speed)
+        if peer is not None:
+            speeds["transformers"] += measure_peer(peer, slow, rows, plan, warm_up=attempt == 0)
+    line: Json = {"rows": rows}
+    for name, llm in engines.items():
+        line[name] = spread(speeds[name]) | {
+            "accept_length": round(accept_length(outputs[name]), 3),
+            "stages": stage_times(llm, prompts, plan),
+        }
+    tokens = [[output.token_ids for output in outputs[name]] for name in engines]
+    line["identical"] = tokens[0] == tokens[1]
     if peer is not None:
-        line["transformers"] = {"tokens_per_s": measure_peer(peer, slow, rows, plan)}
+        line["transformers"] = spread(speeds["transformers"])
     return line
 
 
-def measure(llm: LLM, rows: int, plan: Plan) -> tuple[Json, list[list[int]]]:
-    """Tokens/s and acceptance of one batch, and where a round's time goes; and the tokens."""
-    prompts = first_prompts(rows)
-    generate(llm, prompts, plan.tokens, plan.temperature)  # warm-up
-    speeds = []
-    for _ in range(plan.repeats):
-        outputs, speed = generate(llm, prompts, plan.tokens, plan.temperature)
-        speeds.append(speed)
-    rounds = sum(o.stats.rounds for o in outputs)
-    figures = {
-        "tokens_per_s": round(statistics.median(speeds), 1),
-        "accept_length": round(sum(o.stats.accepted for o in outputs) / rounds, 3),
-        "stages": stage_times(llm, prompts, plan),
-    }
-    return figures, [o.token_ids for o in outputs]
+def shape_name(llm: LLM) -> str:
+    """The shape of an engine's drafts in words."""
+    shape = llm.engine.runner.drafter.shape
+    return f"chain of {shape.depth}" if shape.is_chain else f"tree {shape.depth},{shape.width},{shape.nodes}"
+
+
+def spread(speeds: Sequence[float]) -> Json:
+    """The median of repeats, and how far they lie apart."""
+    figures = {"tokens_per_s": statistics.median(speeds), "slowest": min(speeds), "fastest": max(speeds)}
+    return {name: round(value, 1) for name, value in figures.items()}
+
+
+def accept_length(outputs: Sequence[Output]) -> float:
+    """Tokens per round, bonus included, over all requests."""
+    return sum(o.stats.accepted for o in outputs) / sum(o.stats.rounds for o in outputs)
 
 
 def stage_times(llm: LLM, prompts: Sequence[str], plan: Plan) -> dict[str, float]:
@@ -110,11 +124,11 @@ def stage_times(llm: LLM, prompts: Sequence[str], plan: Plan) -> dict[str, float
         generate(llm, prompts, plan.tokens, plan.temperature)
         total = time.perf_counter() - start
     ms = 1e3 / max(1, clock.rounds)
-    stages = {f"{name}_ms": clock.seconds[name] * ms for name in ("verify", "judge", "propose")}
+    named = ("verify", "judge", "propose")
     times = {
         "round_ms": clock.round_seconds * ms,
-        **stages,
-        "commit_and_rest_ms": clock.round_seconds * ms - sum(stages.values()),
+        **{f"{name}_ms": clock.seconds[name] * ms for name in named},
+        "commit_and_rest_ms": sum(spent for name, spent in clock.seconds.items() if name not in named) * ms,
         "host_between_rounds_ms": (total - clock.round_seconds) * ms,
         "outside_kernels": 1 - clock.kernel_seconds / clock.round_seconds,
     }
@@ -131,13 +145,13 @@ def load_peer(folder: str) -> object:
 
 
 @torch.inference_mode()
-def measure_peer(peer: object, llm: LLM, rows: int, plan: Plan) -> float:
+def measure_peer(peer: object, llm: LLM, rows: int, plan: Plan, warm_up: bool) -> list[float]:
     """Tokens/s of transformers' generate on the same batch; prompts are cut to one length, so that none is padded."""
     ids = [llm.encode(prompt) for prompt in first_prompts(rows)]
     shortest = min(len(i) for i in ids)
     batch = torch.tensor([i[:shortest] for i in ids])
     speeds = []
-    for attempt in range(plan.repeats + 1):
+    for _ in range(1 + warm_up):
         start = time.perf_counter()
         out = peer.generate(  # type: ignore[attr-defined]
             batch,
@@ -147,9 +161,8 @@ def measure_peer(peer: object, llm: LLM, rows: int, plan: Plan) -> float:
             do_sample=False,
             pad_token_id=0,
         )
-        if attempt:
-            speeds.append((out.shape[1] - shortest) * rows / (time.perf_counter() - start))
-    return float(round(statistics.median(speeds), 1))
+        speeds.append((out.shape[1] - shortest) * rows / (time.perf_counter() - start))
+    return speeds[-1:]
 
 
 def start_up_seconds(model: str, options: dict[str, object]) -> float:
@@ -177,23 +190,3 @@ def memory_facts(llm: LLM, before: float) -> dict[str, float]:
 def peak_mib() -> float:
     """The peak of this process's memory so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
-
-def show(result: Json) -> str:
-    """The result as a table."""
-    lines = [f"model {result['model']}, drafter {result['drafter']}, {result['tokens']} tokens per request"]
-    lines.append(f"import to first token: {result['start_up_s']} s; memory: {json.dumps(result['memory'])}")
-    for line in result["rows"]:
-        plain, spec = line["plain"], line["speculative"]
-        lines.append(style(f"rows {line['rows']}", "bold"))
-        lines.append(f"  plain        {plain['tokens_per_s']:9.1f} tok/s   round {plain['stages']['round_ms']} ms")
-        if "transformers" in line:
-            peer = line["transformers"]["tokens_per_s"]
-            lines.append(f"  transformers {peer:9.1f} tok/s   ratio {plain['tokens_per_s'] / peer:.2f}x")
-        ratio = spec["tokens_per_s"] / plain["tokens_per_s"]
-        lines.append(
-            f"  speculative  {spec['tokens_per_s']:9.1f} tok/s   ratio {ratio:.2f}x   accept {spec['accept_length']}"
-        )
-        lines.append(f"  stages of a speculative round: {json.dumps(spec['stages'])}")
-        lines.append(f"  identical: {'yes' if line['identical'] else 'NO'}")
-    return "\n".join(lines)

@@ -14,10 +14,10 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
-COLOURS = ("#0b6e4f", "#c2541b", "#2f5fb3", "#8a3fa0", "#a07b00", "#4d5a68")
-INK, SOFT, RULE = "#16202c", "#5b6878", "#dde3ea"
+COLOURS = ("#ad4a14", "#2f5fb3", "#0b6e4f", "#8a3fa0", "#a07b00", "#4d5a68")
+INK, SOFT, RULE = "#22252a", "#666a71", "#e3ddd3"
 VARIABLES = {colour: f"var(--c{i})" for i, colour in enumerate(COLOURS)}
-VARIABLES |= {INK: "var(--ink)", SOFT: "var(--soft)", RULE: "var(--rule)"}
+VARIABLES |= {INK: "var(--ink)", SOFT: "var(--soft)", RULE: "var(--line)"}
 STYLES = tuple(zip(COLOURS, ("-", "--", ":", "-.", (0, (1, 3)), (0, (9, 3))), "os^Dv_", strict=True))
 WIDTH, HEIGHT, ROW_HEIGHT = 6.4, 3.0, 0.32  # inches
 BEST = " \N{BLACK STAR}"
@@ -95,7 +95,7 @@ def waterfall(steps: Mapping[str, float], most: float, unit: str) -> str:
         end = 0.0
         for row, (value, colour) in enumerate(zip(steps.values(), itertools.cycle(COLOURS), strict=False)):
             axes.barh(row, value, 0.7, left=end, color=colour)
-            end += max(0.0, value)
+            end += value
             label_row(axes, end, row, f"{short(value)} {unit}")
         axes.set_xlim(0, 1.25 * most)
         return to_svg(figure, "where a round's time goes")

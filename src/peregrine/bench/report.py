@@ -11,25 +11,21 @@ from jinja2 import Environment
 
 from peregrine import __version__
 from peregrine.bench import plots
+from peregrine.bench.offline_table import HEAD, STAGES, requests, speeds
+from peregrine.bench.offline_table import series_name as offline_name
 from peregrine.bench.serve_table import COLUMNS, title_of
-from peregrine.errors import ConfigError
+from peregrine.errors import ConfigError, read_user_text
 
 TEMPLATE = Path(__file__).with_name("report.html")
+LOOK = Path(__file__).parents[1] / "assets" / "look.css"  # the playground's
 PERCENTILES = ("p50", "p90", "p99")
-STAGES = (
-    ("verify_ms", "verify"),
-    ("judge_ms", "judge"),
-    ("propose_ms", "propose"),
-    ("commit_and_rest_ms", "commit and rest"),
-    ("host_between_rounds_ms", "host, between rounds"),
-)
 GIB = 2**30
 Json = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What one benchmark wrote, under the name of its file or, where two are named alike, its path."""
+    """What one benchmark wrote, under a name that says what was measured."""
 
     name: str
     kind: str
@@ -48,16 +44,47 @@ class Figure:
 
 def read_results(files: Sequence[Path]) -> list[Result]:
     """The result in every file; ConfigError names a file that holds none."""
-    results = []
-    stems = Counter(file.stem for file in files)
+    found = []
     for file in files:
         try:
-            data = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{file}: cannot be read as JSON ({error}); check the path") from error
-        name = file.stem if stems[file.stem] == 1 else str(file)
-        results.append(Result(name, kind_of(file, data), data))
-    return results
+            data = json.loads(read_user_text("result", file))
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{file}: cannot be read as JSON ({error}); write one with --out FILE") from error
+        found.append((kind_of(file, data), data))
+    names = series_names(found)
+    return [Result(name, kind, data) for name, (kind, data) in zip(names, found, strict=True)]
+
+
+def series_names(found: Sequence[tuple[str, Json]]) -> list[str]:
+    """What each result is of; where two are of the same, with the machine, and then with a number."""
+    names = [series_name(kind, data) for kind, data in found]
+    several = Counter(names)
+    names = [
+        f"{name}, {processor(data['machine'])}" if several[name] > 1 else name
+        for name, (_, data) in zip(names, found, strict=True)
+    ]
+    several = Counter(names)
+    seen: Counter[str] = Counter()
+    numbered = []
+    for name in names:
+        seen[name] += 1
+        numbered.append(f"{name} ({seen[name]})" if several[name] > 1 else name)
+    return numbered
+
+
+def series_name(kind: str, data: Json) -> str:
+    """What one result is of."""
+    if kind == "offline":
+        return offline_name(data)
+    if kind == "serve":
+        return f"{data['model']} at {str(data['url']).partition('://')[2] or data['url']}"
+    drafters = dict.fromkeys(str(line["drafter"]) for line in data["shapes"] if line.get("drafter", "none") != "none")
+    return ", ".join([Path(str(data["model"])).name, *(Path(name).name for name in drafters), "sweep"])
+
+
+def processor(machine: Json) -> str:
+    """The machine in one name: its GPU, or its CPU."""
+    return str(machine["gpus"][0]["name"] if machine["gpus"] else machine["cpu"]["name"])
 
 
 def kind_of(file: Path, data: object) -> str:
@@ -86,10 +113,15 @@ def render(results: Sequence[Result], title: str) -> str:
     ]
     return template.render(
         title=title,
+        look=LOOK.read_text(encoding="utf-8"),
         version=__version__,
         models=list(dict.fromkeys(str(result.data["model"]) for result in results)),
         tiles=list(tiles(results)),
         figures=figures,
+        offline=of_kind(results, "offline"),
+        head=HEAD,
+        speeds=speeds,
+        requests=requests,
         serve=of_kind(results, "serve"),
         columns=COLUMNS,
         title_of=title_of,
@@ -105,10 +137,9 @@ def of_kind(results: Sequence[Result], kind: str) -> list[Result]:
 def tiles(results: Sequence[Result]) -> Iterator[tuple[str, str, str]]:
     """The main figures: value, unit, what it is."""
     for result in of_kind(results, "offline"):
-        line = result.data["rows"][0]
-        plain, fast = line["plain"]["tokens_per_s"], line["speculative"]["tokens_per_s"]
-        yield f"{fast / plain:.2f}x", "", f"of plain decoding, {requests(line['rows'])} ({result.name})"
-        yield plots.short(line["speculative"]["accept_length"]), "tokens", f"per round ({result.name})"
+        for line in result.data["rows"]:
+            fast = speeds(line)[-1]
+            yield f"{fast.of_plain:.2f}x", "", f"of plain decoding, {requests(line['rows'])} ({result.name})"
         same = all(each["identical"] for each in result.data["rows"])
         yield "yes" if same else "NO", "", f"identical with and without speculation ({result.name})"
     for result in of_kind(results, "sweep"):
@@ -191,20 +222,17 @@ def round_figures(measured: Sequence[Result]) -> Iterator[Figure]:
     for result in measured:
         for line in result.data["rows"]:
             totals = {
-                name: sum(max(0.0, line[name]["stages"][field]) for field, _ in STAGES)
-                for name in ("plain", "speculative")
+                name: sum(line[name]["stages"][field] for field, _ in STAGES) for name in ("plain", "speculative")
             }
-            most = max(totals.values()) or 1.0
             parts = []
             for name, total in totals.items():
-                stages, length = line[name]["stages"], line[name]["accept_length"]
-                steps = {label: stages[field] for field, label in STAGES}
-                caption = (
-                    f"{name}: {total:.2f} ms, {length:.2f} tokens for each request, {total / length:.2f} ms a token"
-                )
-                parts.append(f"<h4>{caption}</h4>{plots.waterfall(steps, most, 'ms')}")
-            ratio, gained = totals["speculative"] / totals["plain"], line["speculative"]["accept_length"]
-            text = f"A speculative round takes {ratio:.2f}x a plain one's time and brings {gained:.2f}x its tokens."
+                steps = {label: line[name]["stages"][field] for field, label in STAGES}
+                waterfall = plots.waterfall(steps, max(totals.values()), "ms")
+                parts.append(f"<h4>{name}, {total:.2f} ms with clocks between the stages</h4>{waterfall}")
+            gained = line["speculative"]["accept_length"] / line["plain"]["accept_length"]
+            ratio = speeds(line)[-1].of_plain
+            text = f"A speculative round takes {gained / ratio:.2f}x a plain one's time and brings {gained:.2f}x "
+            text += f"its tokens: {ratio:.2f}x the speed."
             yield Figure(f"Where a round's time goes, {requests(line['rows'])} ({result.name})", text, "".join(parts))
 
 
@@ -221,10 +249,6 @@ def latency_figures(served: Sequence[Result]) -> Iterator[Figure]:
         picture = f'<div class="four">{"".join(parts)}</div>'
         text = "TTFT: to the first token. TPOT: per further token. ITL: between chunks. E2E: the whole answer."
         yield Figure(f"Latency percentiles ({result.name})", text, picture, wide=True)
-
-
-def requests(count: int) -> str:
-    return "1 request at a time" if count == 1 else f"{count} requests at a time"
 
 
 def machines(results: Sequence[Result]) -> list[tuple[str, list[tuple[str, str]]]]:

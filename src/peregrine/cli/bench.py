@@ -75,9 +75,10 @@ def add_offline(kinds: Commands) -> None:
 
 def run_offline(args: argparse.Namespace) -> int:
     from peregrine.bench import offline
+    from peregrine.bench.offline_table import show
 
     plan = plan_from(offline.Plan, args, peer=not args.no_peer)
-    finish(offline.run(plan, engine_options(args)), offline.show, args)
+    finish(offline.run(plan, engine_options(args)), show, args)
     return 0
 
 
