@@ -176,6 +176,7 @@ def test_cases_stay_within_the_traits() -> None:
         tree_masks=False,
         windows=False,
         sinks=False,
+        caps=False,
         mla_dims=frozenset(),
     )
     cases = conformance_cases(poor, [torch.float32])

@@ -21,6 +21,7 @@ TRAITS = Traits(
     tree_masks=False,
     windows=False,
     sinks=False,
+    caps=False,
     mla_dims=frozenset(),
     automatic=True,
 )
@@ -33,6 +34,7 @@ NEEDS = Needs(
     tree_masks=False,
     windows=False,
     sinks=False,
+    caps=False,
     shared_kv=False,
 )
 CPU_NEEDS = replace(NEEDS, device="cpu", dtype=torch.float32, kv_dtype=torch.float32, head_dim=64)
@@ -54,6 +56,7 @@ def test_a_backend_that_fits_has_no_refusals() -> None:
         (replace(NEEDS, tree_masks=True), "has no tree masks; choose a chain drafter"),
         (replace(NEEDS, windows=True), "has no sliding windows, and the model has layers with one"),
         (replace(NEEDS, sinks=True), "has no attention sinks, and the model has them"),
+        (replace(NEEDS, caps=True), "does not cap scores, and the model does"),
         (
             replace(NEEDS, shared_kv=True, head_dim=576),
             "reads values apart from keys, and the model's values are a part of its keys (MLA)",

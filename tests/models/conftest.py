@@ -25,6 +25,9 @@ SHAPE: dict[str, Any] = {
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
     "max_position_embeddings": 96,
+    "eos_token_id": 0,
+    "bos_token_id": None,
+    "pad_token_id": None,
 }
 
 
@@ -55,6 +58,7 @@ class DenseCache:
             wide = (x.repeat_interleave(group, dim=1).double() for x in (keys, values))
             keys, values = wide
             scores = torch.einsum("nhd,shd->hns", q.double(), keys) * spec.scale
+            scores = scores if spec.cap is None else spec.cap * (scores / spec.cap).tanh()
             weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
             return torch.einsum("hns,shd->nhd", weights, values).to(q.dtype)
 
@@ -82,8 +86,9 @@ def write_checkpoint(tmp_path: Path) -> Callable[..., Path]:
 
     def write(family: str, seed: int = 0, **changes: Any) -> Path:
         torch.manual_seed(seed)
-        config = getattr(transformers, f"{family}Config")(**{**SHAPE, **changes})
-        model = getattr(transformers, f"{family}ForCausalLM")(config).float()
+        kind = getattr(transformers, f"{family}ForCausalLM")
+        config = kind.config_class(**{**SHAPE, **changes})
+        model = kind(config).float()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 # Norm weights of one and biases of zero would hide a missing parameter, so they are drawn too.

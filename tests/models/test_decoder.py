@@ -42,6 +42,19 @@ DENSE_V2 = {**DEEPSEEK_FIELDS, "first_k_dense_replace": 3, "q_lora_rank": None}
 DENSE_V3 = {**DEEPSEEK_FIELDS, **GROUPS, "first_k_dense_replace": 3, "q_lora_rank": 20}
 EXPERTS = {"num_experts_per_tok": 3, "moe_intermediate_size": 24, "num_local_experts": 8}
 STRETCHED = {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3}
+GRANITE = {"embedding_multiplier": 3.0, "residual_multiplier": 0.22, "attention_multiplier": 0.3, "logits_scaling": 4.0}
+QWEN2_MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+QWEN2_MOE |= {"shared_expert_intermediate_size": 48, "mlp_only_layers": [1]}
+GEMMA = {"head_dim": 12, "sliding_window": 7, "query_pre_attn_scalar": 20, "tie_word_embeddings": True}
+CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.5, 2.0],
+    "long_factor": [2.0, 3.0, 5.0],
+    "original_max_position_embeddings": 24,
+}
 # name -> (family, changes to the config)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-untied": ("Llama", {}),
@@ -103,6 +116,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {**EXPERTS, "num_experts": 8, "mlp_only_layers": [1], "attention_bias": True, "head_dim": 16},
     ),
     "mixtral": ("Mixtral", EXPERTS),
+    "qwen2-moe": ("Qwen2Moe", {**QWEN2_MOE, "norm_topk_prob": True}),
+    "granite": ("Granite", {**GRANITE, "tie_word_embeddings": True}),
+    "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0, 1], "tie_word_embeddings": True}),
+    "phi3": ("Phi3", {"sliding_window": 9}),
+    "phi4-partly-rotated-long": ("Phi3", {"rope_parameters": LONG, "original_max_position_embeddings": 24}),
+    "olmo2": ("Olmo2", {"attention_bias": True}),
+    "glm": ("Glm", {"head_dim": 16}),
+    "glm4": ("Glm4", {"head_dim": 16}),
+    "gemma2": ("Gemma2", {**GEMMA, **CAPS}),
+    "gemma3": ("Gemma3", {**GEMMA, "sliding_window_pattern": 2}),
     "mixtral-window": ("Mixtral", {**EXPERTS, "sliding_window": 7, "num_experts_per_tok": 2}),
 }
 

@@ -52,6 +52,15 @@ MODELS: dict[str, dict[str, object]] = {
     "Qwen2ForCausalLM": {},  # with biases
     "Qwen3ForCausalLM": {},  # with head norms
     "Qwen3MoeForCausalLM": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32},
+    "Qwen2MoeForCausalLM": {  # with a gate beside the router
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 64,
+    },
+    "Olmo2ForCausalLM": {},  # norms behind layers alone, and over all heads
+    "Glm4ForCausalLM": {},  # norms around layers, half of a head rotated
+    "Gemma3ForCausalLM": {"sliding_window": 7, "sliding_window_pattern": 2},  # gelu, two rotary tables
     "DeepseekV2ForCausalLM": {**DEEPSEEK_FIELDS, "q_lora_rank": None, "norm_topk_prob": False},
     "DeepseekV3ForCausalLM": DEEPSEEK_FIELDS,
 }

@@ -33,3 +33,4 @@ class LayerAttention:
     scale: float  # multiplies q . k
     window: int | None  # a query at position p sees keys above p - window; None: all
     sinks: Tensor | None  # [Hq] logits that join the softmax denominator only; None: no sinks
+    cap: float | None = None  # scores become cap * tanh(score / cap); None: as they are

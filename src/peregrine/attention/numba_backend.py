@@ -27,6 +27,7 @@ class NumbaBackend:
         tree_masks=True,
         windows=True,
         sinks=True,
+        caps=False,
         mla_dims=frozenset(range(8, 1025, 8)),
         automatic=True,
     )

@@ -36,6 +36,7 @@ class TorchBackend:
         tree_masks=True,
         windows=True,
         sinks=True,
+        caps=True,
         mla_dims=None,
         automatic=True,
     )
@@ -63,10 +64,10 @@ class TorchBackend:
             own = layers[layer]
             keys, values = store.keys[layer], store.values[layer]
             if store.k_scales is None or store.v_scales is None:
-                return paged_attention_torch(q, keys, values, plan, own.scale, own.window, own.sinks)
+                return paged_attention_torch(q, keys, values, plan, own.scale, own.window, own.sinks, own.cap)
             # The keys' scale is a factor of every score, the values' scale a factor of the output before rounding.
             scale = own.scale * store.k_scales[layer]
-            out = paged_attention_torch(q.float(), keys, values, plan, scale, own.window, own.sinks)
+            out = paged_attention_torch(q.float(), keys, values, plan, scale, own.window, own.sinks, own.cap)
             return (out * store.v_scales[layer]).to(q.dtype)
 
         return attend

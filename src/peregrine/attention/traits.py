@@ -19,6 +19,7 @@ class Traits:
     tree_masks: bool
     windows: bool
     sinks: bool
+    caps: bool  # scores can be capped
     automatic: bool  # whether "auto" may choose it; False: only by name
 
 
@@ -34,6 +35,7 @@ class Needs:
     tree_masks: bool
     windows: bool
     sinks: bool
+    caps: bool
     shared_kv: bool  # keys hold their values (MLA)
 
 
@@ -66,6 +68,7 @@ def refusals(needs: Needs, traits: Traits) -> list[str]:
         (needs.tree_masks and not traits.tree_masks, "has no tree masks; choose a chain drafter"),
         (needs.windows and not traits.windows, "has no sliding windows, and the model has layers with one"),
         (needs.sinks and not traits.sinks, "has no attention sinks, and the model has them"),
+        (needs.caps and not traits.caps, "does not cap scores, and the model does"),
         (
             needs.shared_kv and needs.kv_dtype != needs.dtype,
             f"reads keys that hold their values (MLA) in {_dtype_names({needs.dtype})} alone",

@@ -32,6 +32,7 @@ ON_CUDA = Traits(
     tree_masks=True,
     windows=True,
     sinks=True,
+    caps=False,
     automatic=True,
 )
 # An MLA tile needs more shared memory than devices before Hopper have.

@@ -16,7 +16,7 @@ from peregrine.attention.conformance.paging import attend
 from peregrine.attention.conformance.problem import chain, tree
 from peregrine.attention.numba_backend import NumbaBackend
 from peregrine.attention.torch_backend import TorchBackend
-from peregrine.kernels.activation import sigmoid, silu, silu_mul
+from peregrine.kernels.activation import gelu_mul, sigmoid, silu, silu_mul, soft_cap
 from peregrine.kernels.attention import DeferredMLARope, mla_rope
 from peregrine.kernels.linear import pack_per_head, pack_weight
 from peregrine.kernels.moe import RoutingRule, pack_experts, pack_router, route
@@ -94,6 +94,8 @@ def _layers(draw: _Draw) -> Iterator[Operation]:
     yield Operation("norm_pair", (tokens, x), lambda tokens, x: norm_pair(tokens, embedding, weight, x, weight, EPS))
     gate_up = pack_weight(draw.floats(2 * WIDTH, WIDTH, scale=WIDTH**-0.5))
     yield Operation("silu_mul", (draw.floats(ROWS, 2 * WIDTH, scale=4),), silu_mul)
+    yield Operation("gelu_mul", (draw.floats(ROWS, 2 * WIDTH, scale=4),), gelu_mul)
+    yield Operation("soft_cap", (20 * x,), lambda x: soft_cap(x, 30.0))
     yield Operation("sigmoid", (4 * x,), sigmoid)
     yield Operation("silu", (4 * x,), silu)
     yield Operation("gate of the residual", (x,), lambda x: gate_up.gated(Residual(x, x)))
@@ -130,6 +132,7 @@ def _rotations(draw: _Draw) -> Iterator[Operation]:
 RULES = {  # how real routers choose: softmax (Mixtral, Qwen3), groups (DeepSeek-V2), sigmoid and a bias (DeepSeek-V3)
     "softmax": RoutingRule(128, 8, 0, False, 1, 1, False, True, 1.0),
     "softmax, groups": RoutingRule(60, 6, 2, False, 4, 2, False, False, 16.0),
+    "softmax, gated shared": RoutingRule(60, 4, 2, False, 1, 1, False, False, 1.0, True),
     "sigmoid": RoutingRule(127, 8, 1, True, 1, 1, False, True, 2.8),
     "sigmoid, groups": RoutingRule(64, 4, 1, True, 8, 3, True, True, 2.5),
 }
@@ -138,7 +141,7 @@ RULES = {  # how real routers choose: softmax (Mixtral, Qwen3), groups (DeepSeek
 def _experts(draw: _Draw) -> Iterator[Operation]:
     x = draw.floats(301, 48)  # 301 rows of 127 scores are more than 32,768
     for name, rule in RULES.items():
-        router = pack_router(draw.floats(rule.num_experts, 48))
+        router = pack_router(draw.floats(rule.num_experts + rule.gated_shared, 48))
         bias = draw.floats(rule.num_experts, scale=0.2, dtype=torch.float32) if rule.sigmoid else None
 
         def choice(x: Tensor, rule: RoutingRule = rule, router=router, bias=bias) -> Result:  # type: ignore[no-untyped-def]
@@ -163,11 +166,13 @@ def _attention(draw: _Draw) -> Iterator[Operation]:
         "sliding window": ((6, 2, 32), LayerAttention(0.2, 40, sinks)),
         "narrow heads": ((4, 1, 24), LayerAttention(0.2, None, None)),
         "MLA": ((5, 1, 48, 32), LayerAttention(0.2, None, None)),
+        "capped": ((6, 2, 32), LayerAttention(0.2, None, None, 2.0)),
     }
     for backend in (TorchBackend(), NumbaBackend()):
         if backend.missing() or draw.dtype not in backend.traits.dtypes:
             continue
-        for name, (heads, layer) in layers.items():
+        served = {name: case for name, case in layers.items() if case[1].cap is None or backend.traits.caps}
+        for name, (heads, layer) in served.items():
             windows = {"chain": [chain(past, 3, heads) for past in pasts]}
             windows["tree"] = [tree(past, PARENTS, heads) for past in pasts]
             for shape, rows in windows.items():

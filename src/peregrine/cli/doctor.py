@@ -102,6 +102,7 @@ def backend_reasons(device: "torch.device", dtype: "torch.dtype") -> dict[str, l
         tree_masks=False,
         windows=False,
         sinks=False,
+        caps=False,
         shared_kv=False,
     )
     return {backend.name: backend.missing() + refusals(needs, backend.traits) for backend in BACKENDS}

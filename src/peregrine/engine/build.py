@@ -89,6 +89,8 @@ def _build(asked: EngineConfig, device: torch.device) -> Built:
     check_tokenizer(tokenizer, source.config)
     if not has_system_place(tokenizer):
         decisions.take("system_message", ("in the next user message", "the chat template has no place for it"))
+    if device.type == "cuda" and source.config.unfused:
+        decisions.take("layers", ("plain", f"not fused: {', '.join(source.config.unfused)}"))
     with explain_memory(device, "the model's weights", "choose a smaller model or another device"):
         target = source.target(device, dtype, max_len)
     name = decisions.take("drafter", pick_drafter(asked, source))
@@ -195,6 +197,7 @@ def pick_backend(
         tree_masks=asked.tree is not None or draft.sees_both_ways,
         windows=any(window is not None for window in target.config.windows),
         sinks=False,
+        caps=target.config.scales.score_cap is not None,
         shared_kv=shared_kv,
     )
     choice = choose_backend(asked.attention, needs)

@@ -42,6 +42,7 @@ class ExpertsConfig:
     top_k: int  # experts per token
     inner_size: int
     shared_size: int = 0  # inner size of the MLP that every token passes through as well; 0: none
+    gated_shared: bool = False  # the shared MLP's output is weighted by a gate of its own
     scoring: str = "softmax"  # or "sigmoid"
     has_bias: bool = False  # a stored bias is added to scores for the choice, not for the weights
     num_groups: int = 1  # a token chooses among the experts of its best groups
@@ -69,7 +70,20 @@ class ExpertsConfig:
             best_two=self.group_score == "top2",
             normalise=self.normalise,
             scale=self.scale,
+            gated_shared=self.gated_shared,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scales:
+    """Constants that some families multiply by or cap with; the defaults do nothing."""
+
+    embedding: float = 1.0
+    residual: float = 1.0  # of what a layer adds to the residual stream
+    attention: float | None = None  # multiplies q . k; None: head_dim ** -0.5
+    logits: float = 1.0  # divides the logits
+    logit_cap: float | None = None  # logits become cap * tanh(logits / cap)
+    score_cap: float | None = None  # and so do attention's scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +112,38 @@ class ModelConfig:
     num_extra_layers: int  # prediction layers (MTP) stored beside the decoder; a draft head loads them
     bos_id: int | None
     eos_ids: tuple[int, ...]
+    # What follows differs from the plain decoder in a few families.
+    scales: Scales = Scales()
+    layer_ropes: tuple[Rope, ...] = ()  # one for each layer; empty: `rope` for all
+    activation: str = "silu"  # or "gelu", by its tanh formula
+    input_norms: bool = True  # attention and MLP read a norm of the residual stream
+    output_norms: bool = False  # what attention and MLP add to the residual stream is normed
+    whole_qk_norm: bool = False  # with qk_norm: over all heads of a token together
+
+    @property
+    def unfused(self) -> tuple[str, ...]:
+        """What keeps a layer from being computed by the kernels that fuse norms and silu into linear layers."""
+        reasons = (
+            (self.activation != "silu", f"its activation is {self.activation}"),
+            (self.output_norms, "what a layer adds is normed"),
+            (self.whole_qk_norm, "queries and keys are normed over all heads"),
+        )
+        return tuple(reason for applies, reason in reasons if applies)
+
+    @property
+    def residual_eps(self) -> float:
+        """Of norms of the residual stream, which is held divided by `scales.residual`: layers add to it as they are."""
+        return self.norm_eps / self.scales.residual**2
+
+    @property
+    def shares_embedding(self) -> bool:
+        """Whether the output head and the embedding are one tensor: tied, and the embedding is not scaled."""
+        return self.tied and self.embedding_factor == 1.0
+
+    @property
+    def embedding_factor(self) -> float:
+        """What the stored embedding is multiplied by when it is loaded."""
+        return self.scales.embedding / self.scales.residual
 
     @property
     def kv_shape(self) -> KVShape:
@@ -117,5 +163,5 @@ class ModelConfig:
 
     def layer_attention(self) -> list[LayerAttention]:
         """Scale and window of each layer's attention."""
-        scale = self.head_dim**-0.5 if self.mla is None else self.mla.scale
-        return [LayerAttention(scale=scale, window=window, sinks=None) for window in self.windows]
+        scale = self.scales.attention or (self.head_dim**-0.5 if self.mla is None else self.mla.scale)
+        return [LayerAttention(scale, window, sinks=None, cap=self.scales.score_cap) for window in self.windows]

@@ -1,4 +1,4 @@
-"""The decoder: Llama, Mistral, Qwen2, Qwen3, Mixtral and DeepSeek as one module.
+"""The decoder: all families of `models/families` as one module.
 
 A pure function of (tokens, positions, attend): `attend` alone knows how attention is computed, where keys and values
 live and which tokens see which. So one forward serves prefill, verify, look-ahead and training.
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from peregrine.attention import Attend, LayerAttention
+from peregrine.kernels.activation import soft_cap
 from peregrine.kernels.residual import Residual, embed_residual
 from peregrine.kernels.runtime.cpu_graph import CpuGraphs
 from peregrine.models.config import ModelConfig
@@ -41,13 +42,15 @@ class Decoder(nn.Module):
         with torch.device("meta"):
             self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
             self.layers = nn.ModuleList(Layer(config, i, split=i == last) for i in range(config.num_layers))
-            self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+            self.norm = RMSNorm(config.hidden_size, config.residual_eps)
             self.head = Linear(config.hidden_size, config.vocab_size)
         self.to(dtype).to_empty(device=device)
-        if config.tied:
+        if config.shares_embedding:
             self.head.weight = self.embedding
-        table = rope_table(config.rope, config.rope_dim, num_positions or config.max_positions, device)
-        self.register_buffer("rope_table", table, persistent=False)
+        length, dim = num_positions or config.max_positions, config.rope_dim
+        self.register_buffer("rope_table", rope_table(config.rope, dim, length, device), persistent=False)
+        tables = {rope: rope_table(rope, dim, length, device) for rope in set(config.layer_ropes)}
+        self.layer_tables = [tables[rope] for rope in config.layer_ropes]
 
     def layer_attention(self) -> list[LayerAttention]:
         """How each layer attends, for `bind`."""
@@ -55,7 +58,7 @@ class Decoder(nn.Module):
 
     def pack(self) -> "Decoder":
         """Pack every linear, for inference; it can no longer be trained."""
-        pack_linears(self, self.head if self.config.tied else None)
+        pack_linears(self, self.head if self.config.shares_embedding else None)
         return self
 
     def forward(
@@ -78,15 +81,16 @@ class Decoder(nn.Module):
         residual, qkv = self.embed(tokens), None
         for i in range(num_layers):
             if i in taps:
-                tapped[i] = residual.values
+                scale = self.config.scales.residual
+                tapped[i] = residual.values if scale == 1 else residual.values * scale
             if i < last:
-                qkv = qkv or self.layer(i).attention.project(residual, positions, self.rope_table)
+                qkv = qkv or self.layer(i).attention.project(residual, positions, self.table(i))
                 attended = qkv.attend(attend, i)
                 can_project = live_queries is None or i + 1 < last
                 qkv, residual = self._to_next_layer(i, attended, residual, positions, can_project)
             else:
                 rows = LiveRows.of(live_queries, residual, positions)
-                qkv = qkv or self.layer(i).attention.project(residual, positions, self.rope_table, rows)
+                qkv = qkv or self.layer(i).attention.project(residual, positions, self.table(i), rows)
                 attended = qkv.attend(attend, i)
                 residual = self.layer(i).after_attention(attended, rows.residual if rows else residual, self.norm)
         hidden = residual.finish_norm()
@@ -99,6 +103,10 @@ class Decoder(nn.Module):
         """The residual stream of tokens [N], prepared for the first layer."""
         return embed_residual(tokens, self.embedding, self.layer(0).input_norm)
 
+    def table(self, i: int) -> Tensor:
+        """The rotary table of the i-th layer."""
+        return self.layer_tables[i] if self.layer_tables else self.rope_table
+
     def layer(self, i: int) -> Layer:
         """The i-th layer."""
         layer = self.layers[i]
@@ -108,19 +116,20 @@ class Decoder(nn.Module):
     @property
     def _is_recordable(self) -> bool:
         """Whether the layers run the same compiled CPU kernels for every token, so that a CPU graph can replay them."""
-        return self.head.format.is_recordable and self.config.mla is None and self.config.experts is None
+        config = self.config
+        return self.head.format.is_recordable and not (config.mla or config.experts or config.unfused)
 
     def _to_next_layer(
         self, i: int, attended: Tensor, residual: Residual, positions: Tensor, can_project: bool
     ) -> tuple[QKV | None, Residual]:
         """From layer i's attention to layer i + 1; a CPU graph replays it with the projection of layer i + 1."""
-        layer, following = self.layer(i), self.layer(i + 1)
+        layer, following, table = self.layer(i), self.layer(i + 1), self.table(i + 1)
         if not can_project or not self._is_recordable:
             return None, layer.after_attention(attended, residual, following.input_norm)
 
         def step(attended: Tensor, values: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
             after = layer.after_attention(attended, Residual(values, values), following.input_norm)
-            qkv = following.attention.project(after, positions, self.rope_table)
+            qkv = following.attention.project(after, positions, table)
             return qkv.q, qkv.k, qkv.v, after.values
 
         q, k, v, values = self.graphs.run(i, step, attended, residual.values, positions)
@@ -128,4 +137,7 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, H] -> [n, V]."""
-        return self.head.forward(hidden)
+        logits, scales = self.head.forward(hidden), self.config.scales
+        if scales.logits != 1:
+            logits = logits / scales.logits
+        return logits if scales.logit_cap is None else soft_cap(logits, scales.logit_cap)

@@ -30,7 +30,7 @@ class Router(Linear):
     """Chooses experts; its logits and the bias of the choice are float32 in every model."""
 
     def __init__(self, in_size: int, experts: ExpertsConfig) -> None:
-        super().__init__(in_size, experts.num_experts)
+        super().__init__(in_size, experts.num_experts + experts.gated_shared)
         self.rule = experts.rule
         bias = torch.empty(experts.num_experts, dtype=torch.float32)
         self.choice_bias = nn.Parameter(bias) if experts.has_bias else None
@@ -44,7 +44,7 @@ class Router(Linear):
 
     def _pack(self, train: bool) -> WeightFormat:
         assert self.weight is not None
-        return super()._pack(train) if train else pack_router(self.weight)
+        return super()._pack(train) if train else pack_router(self.weight, self.rule)
 
     def choose(self, residual: Residual) -> ExpertChoice:
         """The experts of each row of the normed residual."""
@@ -80,8 +80,9 @@ class Experts(nn.Module):
         self.down = ExpertLinear(count, inner, size)
         self.on_choice: Callable[[ExpertChoice], None] | None = None  # benchmarks count the experts that are read
 
-    def forward(self, residual: Residual, next_norm: RMSNorm | None) -> Residual:
+    def forward(self, residual: Residual, next_norm: RMSNorm | None, out_norm: RMSNorm | None = None) -> Residual:
         """The residual plus the experts of its norm, prepared for the norm that comes next."""
+        assert out_norm is None, "no family norms what its experts add"
         choice = self.router.choose(residual)
         if self.on_choice is not None:
             self.on_choice(choice)

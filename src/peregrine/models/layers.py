@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from peregrine.attention import Attend, Deferred
+from peregrine.kernels.activation import gelu_mul
 from peregrine.kernels.linear import PlainWeight, WeightFormat, pack_weight
 from peregrine.kernels.norm import rms_norm
-from peregrine.kernels.residual import Residual
+from peregrine.kernels.residual import Residual, add_to_residual
 from peregrine.kernels.rope import DeferredRope, rope
 from peregrine.kernels.runtime.gpu import triton_ready
 from peregrine.models.config import ModelConfig
@@ -128,8 +129,10 @@ class Attention(nn.Module):
         self.q = Linear(in_size, q_size, config.qkv_bias) if split else None
         self.kv = Linear(in_size, kv_size, config.qkv_bias) if split else None
         self.out = Linear(q_size, config.hidden_size, config.out_bias)
-        self.q_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
+        self.norms_whole = config.whole_qk_norm
+        sizes = (q_size, kv_size // 2) if self.norms_whole else (self.head_dim, self.head_dim)
+        self.q_norm = RMSNorm(sizes[0], config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(sizes[1], config.norm_eps) if config.qk_norm else None
 
     def project(self, residual: Residual, positions: Tensor, table: Tensor, live: LiveRows | None = None) -> QKV:
         """Queries, keys and values of the normed residual [N, in]; queries of the live rows alone, if given."""
@@ -146,10 +149,14 @@ class Attention(nn.Module):
             kv = self.kv.format.linear_normed(residual).view(-1, 2 * kv_heads, self.head_dim)
             q = self.q.format.linear_normed(queried).view(-1, q_heads, self.head_dim)
         k, v = torch.split_with_sizes(kv, (kv_heads, kv_heads), 1)
-        if self.out.packed is not None and triton_ready(q):
+        if self.out.packed is not None and triton_ready(q) and not self.norms_whole:
             return QKV(q, k, v, self._deferred_rope(q_positions, positions, table))
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            whole = self.norms_whole
+            q, k = (
+                norm(x.flatten(1)).view(x.shape) if whole else norm(x)
+                for x, norm in ((q, self.q_norm), (k, self.k_norm))
+            )
         elif heads is not None:  # adjacent: one call rotates both
             rotated = rope(heads[:, : q_heads + kv_heads], positions, table)
             q, k = torch.split_with_sizes(rotated, (q_heads, kv_heads), 1)
@@ -172,12 +179,24 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        self.uses_gelu = config.activation == "gelu"
         self.gate_up = Linear(config.hidden_size, 2 * config.intermediate_size, config.mlp_bias)
         self.down = Linear(config.intermediate_size, config.hidden_size, config.mlp_bias)
 
-    def forward(self, residual: Residual, next_norm: RMSNorm | None) -> Residual:
-        """The residual plus the MLP of its norm, prepared for the norm that comes next."""
-        return self.down.format.add(self.gate_up.format.gated(residual), residual, next_norm)
+    def forward(self, residual: Residual, next_norm: RMSNorm | None, out_norm: RMSNorm | None = None) -> Residual:
+        """The residual plus the MLP of its norm, itself normed if the family says so, prepared for the next norm."""
+        gate_up = self.gate_up.format
+        inner = gelu_mul(gate_up.linear_normed(residual)) if self.uses_gelu else gate_up.gated(residual)
+        return add_linear(self.down, inner, residual, out_norm, next_norm)
+
+
+def add_linear(
+    linear: Linear, x: Tensor, residual: Residual, out_norm: RMSNorm | None, next_norm: RMSNorm | None
+) -> Residual:
+    """The residual plus a linear of x [N, in], normed before it is added if there is a norm for that."""
+    if out_norm is None:
+        return linear.format.add(x, residual, next_norm)
+    return add_to_residual(out_norm.forward(linear.forward(x)), residual, next_norm)
 
 
 def pack_linears(module: nn.Module, shared: Linear | None = None) -> None:

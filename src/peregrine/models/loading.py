@@ -32,9 +32,12 @@ def load_decoder(
     _tell_float8(weights.float8_size(plan), dtype)
     decoder = Decoder(config, device, dtype, num_positions)
     if pack:
-        weights.fill_and_pack(decoder, plan, shared=[decoder.head] if config.tied else [])
+        weights.fill_and_pack(decoder, plan, shared=[decoder.head] if config.shares_embedding else [])
     else:
         weights.fill(decoder, plan)
+    if config.embedding_factor != 1:  # rounded to the model's dtype first, as in training
+        with torch.no_grad():
+            decoder.embedding.mul_(torch.tensor(config.embedding_factor).to(decoder.embedding))
     return decoder
 
 
@@ -73,10 +76,10 @@ def decoder_plan(config: ModelConfig) -> Plan:
     family, vocabulary = family_of(config), (config.vocab_size, config.hidden_size)
     plan: Plan = {
         "embedding": (Piece("model.embed_tokens.weight", vocabulary),),
-        "norm.weight": (Piece("model.norm.weight", (config.hidden_size,)),),
+        "norm.weight": (family.norm_piece("model.norm", config.hidden_size),),
     }
-    if not config.tied:
-        plan["head.weight"] = (Piece("lm_head.weight", vocabulary),)
+    if not config.shares_embedding:
+        plan["head.weight"] = (Piece("model.embed_tokens.weight" if config.tied else "lm_head.weight", vocabulary),)
     for i in range(config.num_layers):
         split = i == config.num_layers - 1
         names = f"layers.{i}", f"model.layers.{i}"

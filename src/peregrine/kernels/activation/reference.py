@@ -1,8 +1,8 @@
-"""The gated activation of the MLP: silu(gate) * up, element by element."""
+"""The gated activations of the MLP: silu(gate) * up or gelu(gate) * up, element by element."""
 
 from torch import Tensor
 
-from peregrine.kernels.activation.elementwise import silu
+from peregrine.kernels.activation.elementwise import gelu, silu
 from peregrine.kernels.runtime.cpu import numba_ready
 from peregrine.kernels.runtime.dispatch import DeviceFile
 
@@ -18,3 +18,9 @@ def silu_mul_torch(gate_up: Tensor) -> Tensor:
     """The twin."""
     gate, up = gate_up.chunk(2, dim=-1)
     return silu(gate) * up
+
+
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """gelu of the first half of each row times its second half: [N, 2I] -> [N, I]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return gelu(gate) * up

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from peregrine.config import MAX_NODES
+from peregrine.kernels.activation import soft_cap
 
 TILE = 16  # query rows (query tokens x heads of one KV head) per product
 BLOCK = 64  # key indices per product
@@ -95,6 +96,7 @@ def paged_attention_torch(
     scale: float | Tensor,
     window: int | None,
     sinks: Tensor | None,
+    cap: float | None = None,
 ) -> Tensor:
     """Attention of q [N, Hq, D] over one layer's keys [slots, Hkv, D] and values [slots, Hkv, Dv]. -> [N, Hq, Dv]"""
     num_lanes, q_len = plan.limits.shape
@@ -112,6 +114,7 @@ def paged_attention_torch(
         lows=_to_tiles(lows.repeat_interleave(group, dim=1)[:, None, :, None]),
         m_i=_to_tiles(_initial_m(sinks, q, num_kv_heads).repeat(1, q_len)[None, :, :, None]),
         l_i=0.0 if sinks is None else 1.0,
+        cap=cap,
     )
     output = torch.cat([_attend_tiles(piece, keys, values, plan) for piece in tiles.pieces()], dim=2)
     output = output.flatten(2, 3)[:, :, : q_len * group]  # [B, Hkv, Q * G, Dv]
@@ -129,13 +132,14 @@ class Tiles:
     lows: Tensor  # [B, 1, tiles, TILE, 1] first key index inside the sliding window
     m_i: Tensor  # [1, Hkv, tiles, TILE, 1] running maximum before any key: the sink, or LOWEST
     l_i: float  # running denominator before any key: 1 for the sink, or 0
+    cap: float | None  # of the scores
 
     def pieces(self) -> Iterator["Tiles"]:
         """Some tiles of each lane and KV head at a time: it bounds memory and changes no bit."""
         fields = (self.rows, self.limits, self.lows, self.m_i)
         count = max(1, MAX_PRODUCTS // (self.rows.shape[0] * self.rows.shape[1] * (SPAN // BLOCK)))
         for rows, limits, lows, m_i in zip(*(torch.split(x, count, 2) for x in fields), strict=True):
-            yield Tiles(rows, limits, lows, m_i, self.l_i)
+            yield Tiles(rows, limits, lows, m_i, self.l_i, self.cap)
 
 
 def _to_tiles(x: Tensor) -> Tensor:
@@ -165,6 +169,7 @@ def _attend_tiles(tiles: Tiles, keys: Tensor, values: Tensor, plan: QueryPlan) -
         is_bad = ~value.isfinite().all(dim=4)  # [B, Hkv, blocks, BLOCK]
         value = value.masked_fill(is_bad[..., None], 0.0)
         scores = _products(tiles.rows[:, :, :, None], key[:, :, None], grid)  # [*grid, TILE, BLOCK]
+        scores = scores if tiles.cap is None else soft_cap(scores, tiles.cap)
         scores = scores.masked_fill(is_bad[:, :, None, :, None], torch.nan)
         scores = scores.masked_fill(~_visible(start, tiles, slots.shape[1]), -torch.inf)
         new_m = torch.maximum(m_i, scores.amax(dim=(3, 5))[..., None])

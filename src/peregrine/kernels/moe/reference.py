@@ -4,7 +4,7 @@ Routing, all in float32: scores are the softmax or the sigmoid of the router's l
 scores, plus a stored bias if the model has one: first the best groups of experts, then the best experts of those
 groups, best first, the lowest number first among equals. Weights are the scores of the chosen experts without the bias,
 divided by their sum if the model normalises, times a scale. Shared experts, which every token goes through, come last,
-with weight one. A row with a NaN logit gets valid experts, and NaN weights.
+with weight one or that of a gate. A row with a NaN logit gets valid experts, and NaN weights.
 
 Experts: each is a gated MLP of linear layers with batch-independent rows. A row's expert outputs are weighted one by
 one and added up in the order of its choice; then the residual is added. A row's bits depend on its own choice alone.
@@ -41,6 +41,7 @@ class RoutingRule:
     best_two: bool  # a group's score is the sum of its two best experts'; otherwise its best one's
     normalise: bool
     scale: float
+    gated_shared: bool = False  # the router's last output is a gate: its sigmoid is the shared experts' weight
 
     @property
     def num_choices(self) -> int:
@@ -56,21 +57,27 @@ class ExpertChoice:
     weights: Tensor  # [N, choices] f32
 
 
-def pack_router(weight: Tensor) -> WeightFormat:
+def pack_router(weight: Tensor, rule: RoutingRule | None = None) -> WeightFormat:
     """A router's weight [E, H] for `route`; logits are float32, whatever the weight's dtype."""
-    return pack_weight(weight if triton_ready(weight) else weight.float())
+    if triton_ready(weight):
+        gated = rule is not None and rule.gated_shared  # no kernel has a gate yet: the twin routes
+        return DenseWeight(weight.detach().float(), None) if gated else pack_weight(weight)
+    return pack_weight(weight.float())
 
 
 def route(residual: Residual, router: WeightFormat, rule: RoutingRule, bias: Tensor | None) -> ExpertChoice:
     """The experts of each row of the normed residual; bias is [E] f32."""
-    if triton_ready(residual.normed):
+    if triton_ready(residual.normed) and not rule.gated_shared:
         choice: ExpertChoice = _route_triton.route(residual, router, rule, bias)
         return choice
     return route_torch(router.linear(residual.finish_norm().float()), rule, bias)
 
 
 def route_torch(logits: Tensor, rule: RoutingRule, bias: Tensor | None) -> ExpertChoice:
-    """The twin, from the router's logits [N, E] f32 on; differentiable in them."""
+    """The twin, from the router's logits [N, E] f32 on, or [N, E + 1] with a gate; differentiable in them."""
+    share = logits.new_ones(len(logits), 1)
+    if rule.gated_shared:
+        logits, share = logits[:, :-1].contiguous(), sigmoid(logits[:, -1:])
     scores = sigmoid(logits) if rule.sigmoid else logits.softmax(dim=-1)
     ranked = (scores if bias is None else scores + bias).detach()
     if rule.top_groups < rule.num_groups:
@@ -83,8 +90,7 @@ def route_torch(logits: Tensor, rule: RoutingRule, bias: Tensor | None) -> Exper
     weights = weights.masked_fill(scores.isnan().any(dim=-1, keepdim=True), torch.nan)
     shared = torch.arange(rule.num_experts, rule.num_experts + rule.num_shared, device=logits.device)
     experts = torch.cat([chosen, shared.expand(len(logits), -1)], dim=1)
-    ones = weights.new_ones(len(logits), rule.num_shared)
-    return ExpertChoice(experts.int(), torch.cat([weights, ones], dim=1))
+    return ExpertChoice(experts.int(), torch.cat([weights, share.expand(-1, rule.num_shared)], dim=1))
 
 
 def _within_groups(ranked: Tensor, rule: RoutingRule) -> Tensor:

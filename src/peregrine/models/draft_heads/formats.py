@@ -138,7 +138,7 @@ def layer_config(fields: Fields) -> ModelConfig:
 def plain_layer_config(fields: Fields) -> ModelConfig:
     """Shapes of an EAGLE head's layers, which are dense; layers with MLA or experts are refused."""
     config = layer_config(fields)
-    if config.mla is not None or config.experts is not None:
+    if config.mla is not None or config.experts is not None or config.unfused:
         raise fields.refusal(
             "model_type",
             f"EAGLE heads of {config.family} layers are not supported",
@@ -150,7 +150,7 @@ def plain_layer_config(fields: Fields) -> ModelConfig:
 def prediction_layer(config: ModelConfig, has_experts: bool) -> ModelConfig:
     """The config of one prediction layer stored beside a decoder, with experts or an MLP."""
     experts = replace(config.experts, layers=(True,)) if config.experts is not None and has_experts else None
-    return replace(config, num_layers=1, windows=config.windows[:1], experts=experts)
+    return replace(config, num_layers=1, windows=config.windows[:1], layer_ropes=(), experts=experts)
 
 
 def default_taps(num_layers: int) -> tuple[int, int, int]:

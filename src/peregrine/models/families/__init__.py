@@ -12,17 +12,25 @@ from peregrine.models.checkpoint.fp8 import read_blocks
 from peregrine.models.config import ModelConfig
 from peregrine.models.families.deepseek import DeepseekV2, DeepseekV3
 from peregrine.models.families.family import Family
+from peregrine.models.families.gemma import Gemma2, Gemma3
+from peregrine.models.families.glm4 import Glm, Glm4
+from peregrine.models.families.granite import Granite
 from peregrine.models.families.llama import Llama
 from peregrine.models.families.mistral import Mistral
 from peregrine.models.families.mixtral import Mixtral
+from peregrine.models.families.olmo2 import Olmo2
+from peregrine.models.families.phi3 import Phi3
 from peregrine.models.families.qwen2 import Qwen2
+from peregrine.models.families.qwen2_moe import Qwen2MoE
 from peregrine.models.families.qwen3 import Qwen3
 from peregrine.models.families.qwen3_moe import Qwen3MoE
-from peregrine.models.rope_table import read_rope, usable_positions
+from peregrine.models.families.smollm3 import SmolLM3
+from peregrine.models.rope_table import usable_positions
 from peregrine.sampling import MAX_EOS_IDS
 
 FAMILIES: tuple[Family, ...] = (
     *(Llama(), Mistral(), Qwen2(), Qwen3(), Qwen3MoE(), Mixtral(), DeepseekV2(), DeepseekV3()),
+    *(Granite(), SmolLM3(), Phi3(), Qwen2MoE(), Olmo2(), Glm(), Glm4(), Gemma2(), Gemma3()),
 )
 ARCHITECTURES = {architecture: family for family in FAMILIES for architecture in family.architectures}
 MAX_LAYERS = 1024
@@ -42,7 +50,7 @@ def read_config(folder: str | Path) -> ModelConfig:
 def parse_config(fields: Fields, generation: Fields | None = None) -> ModelConfig:
     """The config that the fields of a config.json describe; `generation` wins for the special token ids."""
     family = _find_family(fields)
-    _refuse_unsupported(fields)
+    _refuse_unsupported(fields, family)
     num_layers = fields.whole("num_hidden_layers", maximum=MAX_LAYERS)
     num_heads = fields.whole("num_attention_heads")
     num_kv_heads = fields.whole("num_key_value_heads", num_heads)
@@ -52,7 +60,7 @@ def parse_config(fields: Fields, generation: Fields | None = None) -> ModelConfi
         )
     hidden_size = fields.whole("hidden_size")
     declared = fields.whole("max_position_embeddings", 2048, maximum=MAX_POSITIONS)
-    rope = read_rope(fields, declared, family.rotates_part)
+    rope = family.rope(fields, declared)
     positions, vocab_size = usable_positions(rope, declared), fields.whole("vocab_size", maximum=MAX_VOCABULARY)
     if positions > MAX_POSITIONS:
         raise fields.refusal("rope_scaling", f"stretches the context to {positions} positions", "correct the config")
@@ -72,7 +80,7 @@ def parse_config(fields: Fields, generation: Fields | None = None) -> ModelConfi
         rope=rope,
         max_positions=positions,
         windows=family.windows(fields, num_layers),
-        tied=fields.flag("tie_word_embeddings", False),
+        tied=fields.flag("tie_word_embeddings", family.tied),
         qkv_bias=biases.qkv,
         out_bias=biases.out,
         mlp_bias=biases.mlp,
@@ -82,6 +90,12 @@ def parse_config(fields: Fields, generation: Fields | None = None) -> ModelConfi
         num_extra_layers=fields.whole("num_nextn_predict_layers", 0, minimum=0, maximum=MAX_LAYERS),
         bos_id=bos_ids[0] if bos_ids else None,
         eos_ids=read_eos_ids(specials if "eos_token_id" in specials else fields, vocab_size),
+        scales=family.scales(fields),
+        layer_ropes=family.layer_ropes(fields, rope, num_layers),
+        activation=family.activation,
+        input_norms="input_norm" in family.norms,
+        output_norms="mlp_out_norm" in family.norms,
+        whole_qk_norm=family.whole_qk_norm,
     )
 
 
@@ -114,13 +128,13 @@ def _find_family(fields: Fields) -> Family:
     raise fields.refusal("architectures", f"not supported; {supported}", "choose a checkpoint of one of those")
 
 
-def _refuse_unsupported(fields: Fields) -> None:
+def _refuse_unsupported(fields: Fields, family: Family) -> None:
     for name in _QUANTIZED:
         if name in fields:
             raise fields.refusal(
                 name, "quantized weights are not supported", "use the float32, float16 or bfloat16 checkpoint"
             )
     read_blocks(fields)
-    if fields.text("hidden_act", "silu") not in ACTIVATIONS:
+    if family.activation == "silu" and fields.text("hidden_act", "silu") not in ACTIVATIONS:
         supported = ", ".join(ACTIVATIONS)
         raise fields.refusal("hidden_act", f"not supported; supported are {supported}", "choose another checkpoint")

@@ -3,12 +3,15 @@
 The first half reads config.json; the second half says which stored tensors make up the parameters of a layer.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
 
 from peregrine.models.checkpoint.folder import Fields
-from peregrine.models.checkpoint.plan import Piece, Plan, linear_plan, take
-from peregrine.models.config import ExpertsConfig, MLAConfig, ModelConfig
-from peregrine.models.rope_table import Rope
+from peregrine.models.checkpoint.plan import Piece, Plan, Take, linear_plan, take
+from peregrine.models.config import ExpertsConfig, MLAConfig, ModelConfig, Scales
+from peregrine.models.rope_table import Rope, read_rope
 
 MAX_EXPERTS = 2**16  # in all layers together
 
@@ -30,6 +33,11 @@ class ExpertNames:
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    shared: str = "shared_experts"
+
+
+# Our norms of a layer and what they are called in checkpoints.
+PRE_NORMS = {"input_norm": "input_layernorm", "post_norm": "post_attention_layernorm"}
 
 
 class Family:
@@ -39,6 +47,12 @@ class Family:
     architectures: tuple[str, ...]
     qk_norm = False  # queries and keys of every head are normed before the rotation
     expert_names = ExpertNames()
+    activation = "silu"
+    norms = PRE_NORMS  # with attention_out_norm and mlp_out_norm, what a layer adds is normed, too
+    norm_offset = 0.0  # is added to a stored norm's weight
+    whole_qk_norm = False  # with qk_norm: over all heads of a token together
+    tied = False  # whether a config without tie_word_embeddings means true
+    interleaved = False  # stored rotation pairs are neighbours, not half of the rotated part apart
     rotates_part = False  # configs may say that only the first part of a head is rotated
 
     def biases(self, fields: Fields) -> Biases:
@@ -59,6 +73,18 @@ class Family:
             raise fields.refusal("layer_types", f"{self.model_type} layers have no window", "choose another checkpoint")
         return (None,) * num_layers
 
+    def scales(self, fields: Fields) -> Scales:
+        """Constants that are multiplied by or capped with."""
+        return Scales()
+
+    def rope(self, fields: Fields, max_positions: int) -> Rope:
+        """Theta, scaling and rotated share of the rotary embedding."""
+        return read_rope(fields, max_positions, self.rotates_part)
+
+    def layer_ropes(self, fields: Fields, rope: Rope, num_layers: int) -> tuple[Rope, ...]:
+        """The rope of each layer; empty: the config's own for all."""
+        return ()
+
     def mla(self, fields: Fields, rope: Rope) -> MLAConfig | None:
         """Sizes of multi-head latent attention; None: keys and values of heads are cached."""
         return None
@@ -71,13 +97,22 @@ class Family:
         self, config: ModelConfig, ours: str, stored: str, in_size: int, split: bool, moe: bool = False
     ) -> Plan:
         """The tensors of one layer, whose parameters begin with `ours` and whose stored names begin with `stored`."""
-        size = (config.hidden_size,)
         plan: Plan = {
-            f"{ours}.input_norm.weight": (Piece(f"{stored}.input_layernorm.weight", size),),
-            f"{ours}.post_norm.weight": (Piece(f"{stored}.post_attention_layernorm.weight", size),),
+            f"{ours}.{norm}.weight": (self.norm_piece(f"{stored}.{name}", config.hidden_size),)
+            for norm, name in self.norms.items()
         }
         plan |= self.attention_plan(config, f"{ours}.attention", f"{stored}.self_attn", in_size, split)
         return plan | (self.experts_plan if moe else self.mlp_plan)(config, f"{ours}.mlp", f"{stored}.mlp")
+
+    def norm_piece(self, stored: str, size: int, order: Take | None = None) -> Piece:
+        """The weight of a norm."""
+        offset = self.norm_offset
+
+        def shifted(weight: Tensor) -> Tensor:
+            ordered = weight if order is None else order(weight)
+            return ordered.float() + offset if offset else ordered
+
+        return Piece(f"{stored}.weight", (size,), shifted if offset or order else None)
 
     def mlp_plan(self, config: ModelConfig, ours: str, stored: str) -> Plan:
         """The tensors of one gated MLP."""
@@ -89,16 +124,33 @@ class Family:
     def attention_plan(self, config: ModelConfig, ours: str, stored: str, in_size: int, split: bool) -> Plan:
         """The tensors of one attention; with `split` queries are projected apart from keys and values."""
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        q = {f"{stored}.q_proj": (q_size, in_size)}
-        kv = {f"{stored}.k_proj": (kv_size, in_size), f"{stored}.v_proj": (kv_size, in_size)}
+        pieces = self.qkv_pieces(config, stored, in_size)
         plan: Plan = {}
-        for name, shapes in (("q", q), ("kv", kv)) if split else (("qkv", q | kv),):
-            plan |= linear_plan(f"{ours}.{name}", shapes, config.qkv_bias)
+        for name, parts in (("q", "q"), ("kv", "kv")) if split else (("qkv", "qkv"),):
+            chosen = [pieces[part] for part in parts]
+            plan[f"{ours}.{name}.weight"] = tuple(replace(piece, name=f"{piece.name}.weight") for piece in chosen)
+            if config.qkv_bias:
+                biases = [replace(piece, name=f"{piece.name}.bias", shape=piece.shape[:1]) for piece in chosen]
+                plan[f"{ours}.{name}.bias"] = tuple(biases)
         plan |= linear_plan(f"{ours}.out", {f"{stored}.o_proj": (config.hidden_size, q_size)}, config.out_bias)
         if config.qk_norm:
-            for name in ("q_norm", "k_norm"):
-                plan[f"{ours}.{name}.weight"] = (Piece(f"{stored}.{name}.weight", (config.head_dim,)),)
+            whole = config.whole_qk_norm
+            for part, size in (("q", q_size), ("k", kv_size)):
+                size, order = (size, pieces[part].take) if whole else (config.head_dim, head_order(self, config, 1))
+                plan[f"{ours}.{part}_norm.weight"] = (self.norm_piece(f"{stored}.{part}_norm", size, order),)
         return plan
+
+    def qkv_pieces(self, config: ModelConfig, stored: str, in_size: int) -> dict[str, Piece]:
+        """The weights of queries, keys and values, without the ending of their names."""
+        heads = {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads}
+        return {
+            part: Piece(
+                f"{stored}.{part}_proj",
+                (count * config.head_dim, in_size),
+                None if part == "v" else head_order(self, config, count),
+            )
+            for part, count in heads.items()
+        }
 
     def experts_plan(self, config: ModelConfig, ours: str, stored: str) -> Plan:
         """The tensors of one mixture; `stored` is where the layer's MLP would be, "....mlp".
@@ -112,14 +164,17 @@ class Family:
         each = [f"{stored}.experts.{i}" for i in range(experts.num_experts)]
         gate_up = [Piece(f"{name}.{part}.weight", (inner, hidden)) for name in each for part in (names.gate, names.up)]
         down = [Piece(f"{name}.{names.down}.weight", (hidden, inner)) for name in each]
-        shared = f"{stored}.shared_experts"
+        shared = f"{stored}.{names.shared}"
         for i in range(experts.num_shared):
             span = slice(i * inner, (i + 1) * inner)
             for part in (names.gate, names.up):
                 gate_up.append(Piece(f"{shared}.{part}.weight", (wide, hidden), take(span)))
             down.append(Piece(f"{shared}.{names.down}.weight", (hidden, wide), take((slice(None), span))))
+        router = [Piece(f"{stored}.gate.weight", (experts.num_experts, hidden))]
+        if experts.gated_shared:
+            router.append(Piece(f"{shared}_gate.weight", (1, hidden)))
         plan: Plan = {
-            f"{ours}.router.weight": (Piece(f"{stored}.gate.weight", (experts.num_experts, hidden)),),
+            f"{ours}.router.weight": tuple(router),
             f"{ours}.gate_up.weight": tuple(gate_up),
             f"{ours}.down.weight": tuple(down),
         }
@@ -127,6 +182,18 @@ class Family:
             bias = Piece(f"{stored}.gate.e_score_correction_bias", (experts.num_experts,))
             plan[f"{ours}.router.choice_bias"] = (bias,)
         return plan
+
+
+def head_order(family: Family, config: ModelConfig, heads: int) -> Take | None:
+    """Orders the rows of heads so that rotation pairs lie half a head apart, as kernels rotate; None: they do."""
+    rotated, size = config.rope.rotated(config.head_dim), config.head_dim
+    if not family.interleaved and rotated in (0, size):
+        return None
+    pairs = torch.arange(rotated).view(-1, 2).t() if family.interleaved else torch.arange(rotated).view(2, -1)
+    rest = torch.arange(rotated, size).view(2, -1)
+    order = torch.cat((pairs, rest), dim=1).flatten()  # of one head
+    rows = (torch.arange(heads)[:, None] * size + order).flatten()
+    return lambda stored: stored.index_select(0, rows)
 
 
 def attention_bias(fields: Fields) -> Biases:
