@@ -117,7 +117,7 @@ def test_parameters_may_be_a_dict_or_nothing_over_the_models_defaults(llm: LLM, 
 @pytest.mark.parametrize(
     ("params", "says"),
     [
-        ("hot", "params='h': is of the type str; pass SamplingParams or a dict"),
+        ("hot", "params='hot': is of the type str; pass SamplingParams or a dict"),
         (0.7, "params=0.7: is of the type float; pass SamplingParams or a dict"),
         ({"temprature": 1}, "temprature=1: is not a sampling parameter"),
         ({5: 1}, "5=1: is not a sampling parameter"),

@@ -142,7 +142,7 @@ def check_room(device: torch.device, what: str, num_bytes: int) -> None:
     if free is not None and num_bytes > free:
         raise ConfigError(
             f"{device} has no room for {what}: {num_bytes / GIB:.1f} GiB are needed and {free / GIB:.1f} GiB are "
-            "free; choose a smaller model or another device"
+            "free; ask for less, or choose another device"
         )
 
 

@@ -120,7 +120,7 @@ class LLM:
 
     def _params_of(self, params: Params | Iterable[Params], count: int) -> list[SamplingParams]:
         """One set of parameters per prompt."""
-        if params is None or isinstance(params, SamplingParams | Mapping) or not isinstance(params, Iterable):
+        if isinstance(params, SamplingParams | Mapping | str | bytes) or not isinstance(params, Iterable):
             return [self.sampling(params)] * count
         each = [self.sampling(one) for one in params]
         if len(each) != count:

@@ -11,6 +11,7 @@ from scipy import stats
 
 from peregrine.engine.request import Output
 from peregrine.sampling import SamplingParams
+from peregrine.text.stream import TextStream
 from peregrine.text.tokenizer import Tokenizer
 from spec import reference
 from spec.harness import Case, accept_length, build, cases, copy_model, noisy_model, run, tiny_model, tokens
@@ -76,20 +77,26 @@ def test_logits_that_are_not_finite_end_one_request_alone(options: dict[str, obj
     assert tokens([outputs[0], outputs[2]]) == tokens(run(build().engine, good))
 
 
-@pytest.mark.parametrize("part", ["join", "set_pages"])
-def test_a_fault_while_a_request_is_seated_ends_it_alone(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+class Panic(BaseException):
+    """As a panic of the tokenizers library: no Exception."""
+
+
+@pytest.mark.parametrize("part", ["join", "set_pages", "push"])
+def test_a_fault_in_handling_one_request_ends_it_alone(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it is seated, or while its text is made."""
     some = cases(6, max_tokens=20)
     engine = build(max_rows=3, **TREE).engine
-    method, calls = getattr(engine.runner.seats, part), 0
+    owner: object = TextStream if part == "push" else engine.runner.seats
+    method, calls = getattr(owner, part), 0
 
-    def fail_once(*arguments: object) -> None:
+    def fail_once(*arguments: object) -> object:
         nonlocal calls
         calls += 1
         if calls == 2:
-            raise OverflowError("int too large to convert")
-        method(*arguments)
+            raise Panic("index out of bounds") if part == "push" else OverflowError("int too large to convert")
+        return method(*arguments)
 
-    monkeypatch.setattr(engine.runner.seats, part, fail_once)
+    monkeypatch.setattr(owner, part, fail_once)
     outputs = run(engine, some)  # which checks that every page is given back
     failed = [i for i, output in enumerate(outputs) if output.finish_reason == "error"]
     assert len(failed) == 1

@@ -122,3 +122,9 @@ def test_a_model_that_cannot_fit_is_refused_with_both_sizes(monkeypatch: pytest.
         check_room(CPU, "the weights", 5 * GIB)
     monkeypatch.setattr(hardware, "read_memory", lambda: (None, None))
     check_room(CPU, "the weights", 5 * GIB)  # free memory is unknown
+
+
+def test_pages_that_cannot_fit_are_refused_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("peregrine.hardware.read_memory", lambda: (8 * GIB, 3 * GIB))
+    with pytest.raises(ConfigError, match=r"cpu has no room for num_pages=1000000000, .* ask for less"):
+        make_stores(SHAPES, 10**9, 16, torch.float32, CPU)

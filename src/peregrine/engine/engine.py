@@ -18,11 +18,10 @@ from peregrine.kernels.sampling import Features
 from peregrine.log import logger
 from peregrine.sampling import SamplingParams
 from peregrine.spec.suffix import SuffixDrafter
-from peregrine.text.stream import TextStream
 from peregrine.text.tokenizer import Tokenizer
 
 FINISH_REASONS = {FINISH_NONE: None, FINISH_STOP: "stop", FINISH_LENGTH: "length", FINISH_FAULT: "error"}
-UNSEATED = "the engine could not take the request's parameters, and ended it alone; its log says why"
+FAILED = "the engine failed on this request, and ended it alone; its log says why"
 
 
 class Engine:
@@ -66,14 +65,7 @@ class Engine:
         request = admit(next(self._ids), prompt, params, self.limits)
         request.matcher = self._matcher(params)
         if self.tokenizer is not None and params.detokenize:
-            request.text_of = self.tokenizer.token_text
-            request.stream = TextStream(
-                self.tokenizer,
-                prompt,
-                params.stops,
-                skip_special=params.skip_special_tokens,
-                min_tokens=params.min_tokens,
-            )
+            request.make_text(self.tokenizer)
         return request
 
     def compile(self, params: SamplingParams) -> None:
@@ -154,10 +146,8 @@ class Engine:
                 self.ledger.share(request)
             try:
                 self._take_seat(request)
-            except Exception:  # of this request's own values: the others go on
-                logger.exception("request %d could not be seated", request.id)
-                request.failure = UNSEATED
-                self._ended.append(self._finish(request, Delta(request.id), "error"))
+            except Exception:
+                self._ended.append(self._fail(request))
 
     # Seats.
 
@@ -239,8 +229,22 @@ class Engine:
     def _take_results(self) -> list[Delta]:
         """Take what was read. Results of requests that already finished are dropped."""
         results, self._results = self._results, []
-        taken = [self._take(result) for result in results if result.request.seat is not None]
+        taken = [self._take_or_fail(result) for result in results if result.request.seat is not None]
         return [delta for delta in taken if delta is not None]
+
+    def _take_or_fail(self, result: RowResult) -> Delta | None:
+        try:
+            return self._take(result)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:  # such as a panic of the tokenizer, which is no Exception
+            return self._fail(result.request)
+
+    def _fail(self, request: Request) -> Delta:
+        """End the request whose handling raised; the others go on."""
+        logger.exception("request %d was ended", request.id)
+        request.failure, request.stream = FAILED, None
+        return self._finish(request, Delta(request.id), "error")
 
     def _take(self, result: RowResult) -> Delta | None:
         """Add a round's tokens to its request, and finish it if they end it."""
@@ -248,11 +252,8 @@ class Engine:
         if not tokens and not result.finish:
             return None
         request.take(tokens, result.correct, result.drafted)
-        if request.params.logprobs is not None and result.logprobs is not None:
-            count = request.params.logprobs
-            for token, (chosen, ids, top) in zip(tokens, result.logprobs, strict=True):
-                request.logprobs.append(request.logprob(token, chosen, ids[:count], top[:count]))
-        is_first = request.num_generated == len(tokens)
+        if result.logprobs is not None:
+            request.take_logprobs(tokens, result.logprobs)
         text, reason = "", FINISH_REASONS[result.finish]
         stop: str | int | None = tokens[-1] if result.finish == FINISH_STOP else None
         if request.stream is not None:
@@ -268,7 +269,7 @@ class Engine:
             drafted=request.drafted[start:],
             offered=result.drafted,
             logprobs=None if request.params.logprobs is None else request.logprobs[start:],
-            prompt_logprobs=request.prompt_logprobs() if is_first else None,
+            prompt_logprobs=request.prompt_logprobs() if start == 0 else None,
             drafts=result.drafts if request.params.report_drafts else None,
         )
         return delta if reason is None else self._finish(request, delta, reason, stop)

@@ -8,7 +8,7 @@ import torch
 from peregrine.cache.store import KVStore
 from peregrine.config import EngineConfig
 from peregrine.errors import ConfigError
-from peregrine.hardware import GIB, free_bytes
+from peregrine.hardware import GIB, check_room, free_bytes
 from peregrine.kernels.attention import mla_num_splits
 from peregrine.models.config import ModelConfig
 from peregrine.models.decoder import Decoder
@@ -94,5 +94,7 @@ def make_stores(
     """One store of `num_pages` pages for each shape."""
     size = num_pages * page_bytes(shapes, page_size, dtype)
     what = f"num_pages={num_pages}, {size / GIB:.1f} GiB of keys and values"
+    if device.type == "cpu":  # which hands out more than it has, and ends the process later
+        check_room(device, what, size)
     with explain_memory(device, what, "lower num_pages, max_rows or max_len"):
         return [KVStore(s.num_layers, num_pages, page_size, s.kv, dtype, device) for s in shapes]

@@ -11,6 +11,7 @@ from peregrine.engine.host_copy import HostCopy
 from peregrine.grammar import Matcher
 from peregrine.sampling import SamplingParams
 from peregrine.text.stream import TextStream
+from peregrine.text.tokenizer import Tokenizer
 
 FAULT = "the model's logits held NaN or inf after {count} tokens; check the checkpoint and the dtype"
 
@@ -180,6 +181,13 @@ class Request:
         """Whether log-probabilities of the prompt were asked for and are not complete."""
         return self.params.prompt_logprobs is not None and self.num_scored < len(self.prompt) - 1
 
+    def make_text(self, tokenizer: Tokenizer) -> None:
+        """Turn its tokens into text from now on."""
+        params, self.text_of = self.params, tokenizer.token_text
+        self.stream = TextStream(
+            tokenizer, self.prompt, params.stops, skip_special=params.skip_special_tokens, min_tokens=params.min_tokens
+        )
+
     def begin(self, order: int) -> None:
         """Note that the request was admitted: it has pages and goes into prefill."""
         self.order = order
@@ -194,6 +202,13 @@ class Request:
         self.tokens.extend(tokens)
         self.drafted += [True] * min(correct, len(tokens)) + [False] * (len(tokens) - correct)
         self.stats.count(drafted, correct, len(tokens))
+
+    def take_logprobs(self, tokens: list[int], lines: list[tuple[float, list[int], list[float]]]) -> None:
+        """Add the log-probabilities of one round's tokens: the chosen one's, and the likeliest as far as asked for."""
+        count = self.params.logprobs
+        if count is not None:
+            for token, (chosen, ids, top) in zip(tokens, lines, strict=True):
+                self.logprobs.append(self.logprob(token, chosen, ids[:count], top[:count]))
 
     def trim(self, count: int) -> None:
         """Drop the last `count` tokens, which lie past a stop string."""
