@@ -1,0 +1,150 @@
+"""Tool calls and reasoning in text: every family's format, and the same result however the text is cut."""
+
+import json
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from peregrine.errors import ConfigError
+from peregrine.text.reasoning import ReasoningStream
+from peregrine.text.tool_formats import Call, bracketed, format_of
+from peregrine.text.tools import ToolStream, call_schema
+
+TOOLS: dict[str, dict[str, object]] = {
+    "fly": {"type": "object", "properties": {"to": {"type": "string"}, "speed": {"type": "integer"}}},
+    "land": {"type": "object"},
+}
+FLY, LAND = Call("fly", '{"to": "Oslo <b>", "speed": 3}'), Call("land", "{}")
+ONE, TWO = json.dumps({"name": "fly", "arguments": json.loads(FLY.arguments)}), '{"name": "land", "arguments": {}}'
+BEGIN, END, SEP = bracketed("tool_call_begin"), bracketed("tool_call_end"), bracketed("tool_sep")
+CLOSE, UNKNOWN = "</tool_call>", '<tool_call>{"name": "x"}</tool_call>'
+# format, text -> text of the answer, calls
+CASES: dict[str, tuple[str, str, str, list[Call]]] = {
+    "hermes": (
+        "hermes",
+        f"Sure.\n<tool_call>\n{ONE}\n</tool_call>\n<tool_call>{TWO}</tool_call>",
+        "Sure.\n",
+        [FLY, LAND],
+    ),
+    "hermes, text after": ("hermes", f"\n<tool_call>{TWO}</tool_call>\n ok", "ok", [LAND]),
+    "hermes, cut off": ("hermes", '<tool_call>{"name": "fl', '<tool_call>{"name": "fl', []),
+    "hermes, end missing": ("hermes", f"<tool_call>{TWO}", "", [LAND]),
+    "hermes, no JSON": ("hermes", "a <tool_call> b </tool_call> c", "a <tool_call> b </tool_call> c", []),
+    "hermes, unknown tool": (
+        "hermes",
+        '<tool_call>{"name": "x"}</tool_call>',
+        '<tool_call>{"name": "x"}</tool_call>',
+        [],
+    ),
+    "hermes, nearly a mark": ("hermes", "1 < 2 <tool_cal <tool", "1 < 2 <tool_cal <tool", []),
+    "qwen3_coder": (
+        "qwen3_coder",
+        "<tool_call>\n<function=fly>\n<parameter=to>\nOslo <b>\n</parameter>\n<parameter=speed>\n3\n</parameter>\n"
+        "</function>\n</tool_call>",
+        "",
+        [FLY],
+    ),
+    "mistral, list": ("mistral", f"[TOOL_CALLS][{ONE}, {TWO}]", "", [FLY, LAND]),
+    "mistral, names": (
+        "mistral",
+        f"Hm[TOOL_CALLS]fly[ARGS]{FLY.arguments}[TOOL_CALLS]land[CALL_ID]abc[ARGS]{{}}",
+        "Hm",
+        [FLY, LAND],
+    ),
+    "deepseek v3.1": (
+        "deepseek",
+        bracketed("tool_calls_begin")
+        + f"{BEGIN}fly{SEP}{FLY.arguments}{END}{BEGIN}land{SEP}{{}}{END}"
+        + bracketed("tool_calls_end"),
+        "",
+        [FLY, LAND],
+    ),
+    "deepseek v3": ("deepseek", f"{BEGIN}function{SEP}fly\n```json\n{FLY.arguments}\n```{END}", "", [FLY]),
+    "llama3_json": ("llama3_json", ONE.replace("arguments", "parameters"), "", [FLY]),
+    "llama3_json, tagged": ("llama3_json", f"<|python_tag|>{ONE}; {TWO}", "", [FLY, LAND]),
+    "llama3_json, text": ("llama3_json", " Hello {", " Hello {", []),
+    "generic": ("generic", f" [{ONE}]", "", [FLY]),
+    "generic, other JSON": ("generic", '{"name": 3}', '{"name": 3}', []),
+}
+
+
+def parse(format: str, pieces: list[str]) -> tuple[str, list[Call]]:
+    stream = ToolStream(format, TOOLS)
+    parts = [*(stream.push(piece) for piece in pieces), stream.finish()]
+    return "".join(part.text for part in parts), [call for part in parts for call in part.calls]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_format_is_read(name: str) -> None:
+    format, text, answer, calls = CASES[name]
+    assert parse(format, [text]) == (answer, calls)
+    assert parse(format, list(text)) == (answer, calls)
+
+
+@given(st.sampled_from(sorted(CASES)), st.lists(st.integers(0, 300), max_size=12))
+def test_any_cut_gives_the_same_calls(name: str, cuts: list[int]) -> None:
+    format, text, answer, calls = CASES[name]
+    places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    assert parse(format, [text[a:b] for a, b in pairwise(places)]) == (answer, calls)
+
+
+PIECES = st.sampled_from(
+    ["<tool_call>", "</tool_call>", TWO, "[TOOL_CALLS]", BEGIN, END, SEP, "{", "<", " \n", "x", "land"]
+)
+
+
+@given(st.sampled_from(["hermes", "mistral", "deepseek", "llama3_json"]), st.lists(PIECES, max_size=10))
+def test_any_text_gives_the_same_by_characters_and_at_once(format: str, pieces: list[str]) -> None:
+    text = "".join(pieces)
+    assert parse(format, list(text)) == parse(format, [text]) == parse(format, pieces)
+
+
+def test_text_streams_before_a_call_is_complete() -> None:
+    stream = ToolStream("hermes", TOOLS)
+    assert stream.push("Let me see <tool").text == "Let me see "
+    assert stream.push("box>").text == "<toolbox>"
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("... <tool_call> <function=example> ...", "qwen3_coder"),
+        ("... <tool_call> ...", "hermes"),
+        ("[TOOL_CALLS]", "mistral"),
+        (BEGIN, "deepseek"),
+        ("<|python_tag|>", "llama3_json"),
+        (None, "generic"),
+    ],
+)
+def test_the_format_follows_from_the_template(template: str | None, expected: str) -> None:
+    assert format_of(template) == expected
+    assert format_of(template, "mistral") == "mistral"
+    with pytest.raises(ConfigError, match="use auto or one of hermes"):
+        format_of(template, "pythonic")
+
+
+THOUGHTS = {
+    (False, "<think>\nHm <b></think>\n\nYes"): ("\nHm <b>", "Yes"),
+    (False, "\n<think>Hm"): ("Hm", ""),
+    (False, "No <think>x</think>"): ("", "No <think>x</think>"),
+    (True, "Hm</think>Yes</think>"): ("Hm", "Yes</think>"),
+    (True, "Hm </thin"): ("Hm </thin", ""),
+    (False, "<th"): ("", "<th"),
+}
+
+
+@pytest.mark.parametrize(("opened", "text"), THOUGHTS)
+def test_reasoning_is_split_however_the_text_is_cut(opened: bool, text: str) -> None:
+    for pieces in ([text], list(text), [text[:9], text[9:]]):
+        stream = ReasoningStream(opened)
+        parts = [*(stream.push(piece) for piece in pieces), stream.push("", final=True)]
+        assert ("".join(a for a, _ in parts), "".join(b for _, b in parts)) == THOUGHTS[opened, text]
+
+
+def test_references_move_with_a_tools_schema() -> None:
+    tool = {"$ref": "#/$defs/x", "$defs": {"x": {"items": [{"$ref": "#"}]}}}
+    schema = call_schema({"f": tool}, 1)
+    assert schema["$defs"] == {"f": {"$ref": "#/$defs/f/$defs/x", "$defs": {"x": {"items": [{"$ref": "#/$defs/f"}]}}}}
+    assert schema["maxItems"] == 1
