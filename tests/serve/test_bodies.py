@@ -68,7 +68,7 @@ def test_wrong_completion_bodies(body: object, param: str | None, said: str) -> 
             {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
             "messages[0].content[0].type",
         ),
-        ({"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}, "messages[0].tool_calls"),
+        ({"role": "assistant", "content": "x", "tool_calls": [1]}, "messages[0].tool_calls[0]"),
         ({"role": "assistant", "content": "x", "colour": 1}, "messages[0].colour"),
     ],
 )
@@ -129,7 +129,6 @@ def test_fields_without_effect_change_nothing() -> None:
         "safety_identifier": "s",
         "prompt_cache_key": "k",
         "prompt_cache_retention": "24h",
-        "parallel_tool_calls": False,
         "prediction": {"type": "content", "content": "x"},
     }
     assert set(values) == set(WithoutEffect.model_fields)

@@ -11,6 +11,7 @@ from itertools import chain
 from peregrine.engine.request import Delta, Output, Stats, TokenLogprob
 from peregrine.serve.job import Job
 from peregrine.serve.logprobs import CompletionLogprobs, chat_logprobs
+from peregrine.serve.tools import AnswerStream
 from peregrine.text.tokenizer import Tokenizer
 
 Json = dict[str, object]
@@ -27,11 +28,15 @@ class ChoiceWriter(ABC):
         output = deltas[-1].output
         choice: Json = {"index": self.index, **self.content(deltas, whole), "finish_reason": None}
         if output is not None:
-            choice["finish_reason"] = "length" if self.job.scores_only else output.finish_reason
+            choice["finish_reason"] = self.ending(output)
             choice |= {"stop_reason": output.stop_reason, "seed": output.seed}
         if self.job.body.return_speculation:
             choice["speculation"] = speculation_fields(deltas, output, self.tokenizer)
         return choice
+
+    def ending(self, output: Output) -> str:
+        """Why the generation ended, after its last text."""
+        return "length" if self.job.scores_only else output.finish_reason
 
     @abstractmethod
     def content(self, deltas: Sequence[Delta], whole: bool) -> Json:
@@ -63,13 +68,21 @@ class CompletionWriter(ChoiceWriter):
 class ChatWriter(ChoiceWriter):
     """Choices of /v1/chat/completions."""
 
-    _begun = False
+    def __init__(self, job: Job, index: int, tokenizer: Tokenizer) -> None:
+        super().__init__(job, index, tokenizer)
+        self._answer = AnswerStream(job.tools, job.thinks, job.opened)
+        self._begun = False
+
+    def ending(self, output: Output) -> str:
+        calls = self._answer.num_calls and output.finish_reason == "stop"
+        return "tool_calls" if calls else super().ending(output)
 
     def content(self, deltas: Sequence[Delta], whole: bool) -> Json:
         role = {} if self._begun else {"role": "assistant"}  # the first chunk names it
         self._begun = True
+        fields = self._answer.fields(joined_text(deltas), deltas[-1].output is not None, whole)
         return {
-            "message" if whole else "delta": {**role, "content": joined_text(deltas)},
+            "message" if whole else "delta": {**role, **fields},
             "logprobs": chat_logprobs(self.tokenizer, joined_logprobs(deltas)) if self.job.body.logprobs else None,
         }
 

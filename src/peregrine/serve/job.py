@@ -2,13 +2,17 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from peregrine.errors import RequestError
 from peregrine.llm import LLM
 from peregrine.sampling import SamplingParams
 from peregrine.serve.protocol import ChatBody, CompletionBody, Generation, Message
 from peregrine.serve.structured import StructuredFields, asked_constraint
+from peregrine.serve.tools import ToolPlan, plain_calls, template_variables, told_messages, tool_plan
+from peregrine.text.chat import render_chat
+from peregrine.text.reasoning import ReasoningStream
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default
 # A longer text is refused before it is tokenized: no text has so many characters for each token of the context.
@@ -31,6 +35,9 @@ class Job:
     body: CompletionBody | ChatBody
     scores_only: bool  # max_tokens 0: the prompt is scored, and the one token generated with it is dropped
     num_details: int  # log-probabilities and drafts that the response may have
+    tools: ToolPlan | None = None
+    thinks: bool = False  # the model writes its thoughts before its answer
+    opened: bool = False  # and the prompt has begun them
 
     @property
     def size(self) -> int:
@@ -140,26 +147,62 @@ def chat_job(body: ChatBody, llm: LLM) -> Job:
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("top_logprobs", body.top_logprobs, "needs logprobs", "set logprobs to true")
     max_tokens = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
-    more = {"max_tokens": max_tokens, "logprobs": (body.top_logprobs or 0) if body.logprobs else None}
+    more: dict[str, Any] = {"max_tokens": max_tokens}
+    more["logprobs"] = (body.top_logprobs or 0) if body.logprobs else None
+    template = llm.tokenizer.chat_template
+    plan = tool_plan(body, template)
     with named_as_in(body):
+        messages = told_messages(plain_messages(body.messages), plan, template)
+        text = render_chat(llm.tokenizer, messages, **template_variables(body, plan))  # type: ignore[arg-type]
+        thinks = ReasoningStream.end in (template or "")
+        opened = thinks and text.rstrip().endswith(ReasoningStream.begin)
+        more |= constraint_of_tools(body, plan, opened, llm)
+        if (thinks or (plan is not None and plan.schema is None)) and body.skip_special_tokens is None:
+            more["skip_special_tokens"] = False  # marks of thoughts and calls may be special tokens
         params = sampling_of(body, more, llm.sampling)
-        check_length("messages", sum(len(message.text) for message in body.messages), llm)
-        return make_job([llm.encode_chat(plain_messages(body.messages))], params, None, body, llm)
+        check_length("messages", len(text), llm)
+        job = make_job([llm.tokenizer.encode(text, add_special=False)], params, None, body, llm)
+        return replace(job, tools=plan, thinks=thinks, opened=opened)
 
 
-def plain_messages(messages: list[Message]) -> list[dict[str, str]]:
+def constraint_of_tools(body: ChatBody, plan: ToolPlan | None, opened: bool, llm: LLM) -> dict[str, Any]:
+    """Sampling parameters that follow from tools and thinking."""
+    more: dict[str, Any] = {}
+    asked = asked_constraint(body)
+    if plan is not None:
+        if asked is not None:
+            problem = "the text cannot be both constrained and a call"
+            raise RequestError(asked.field, asked.value, problem, "set tool_choice to none, or leave it out")
+        if plan.schema is not None:
+            more["json_schema"] = plan.schema
+    if opened and (asked is not None or "json_schema" in more):
+        mark = llm.tokenizer.backend.token_to_id(ReasoningStream.end)
+        if mark is None:
+            problem = "the model thinks first, and the end of its thoughts is no token"
+            raise RequestError("chat_template_kwargs", body.chat_template_kwargs, problem, "turn thinking off there")
+        more["grammar_after"] = mark
+    return more
+
+
+def plain_messages(messages: list[Message]) -> list[dict[str, object]]:
     """Messages as chat templates read them."""
-    return [
-        {"role": message.role, "content": message.text, **({} if message.name is None else {"name": message.name})}
-        for message in messages
-    ]
+    plain = []
+    for place, message in enumerate(messages):
+        entry: dict[str, object] = {"role": message.role, "content": message.text}
+        if message.tool_calls:
+            entry["tool_calls"] = plain_calls(message.tool_calls, f"messages[{place}]")
+        for name in ("name", "tool_call_id", "reasoning_content", "reasoning"):
+            if vars(message)[name] is not None:
+                entry[name] = vars(message)[name]
+        plain.append(entry)
+    return plain
 
 
 def sampling_of(
-    body: Generation, more: dict[str, int | None], complete: Callable[[dict[str, object]], SamplingParams]
+    body: Generation, more: dict[str, Any], complete: Callable[[dict[str, object]], SamplingParams]
 ) -> list[SamplingParams]:
     """One set of parameters per choice; `complete` adds the model's defaults for what the body does not say."""
-    asked = body.model_dump(include=SAME_NAME, exclude_none=True)
+    asked: dict[str, Any] = body.model_dump(include=SAME_NAME, exclude_none=True)
     if body.logit_bias is not None:
         asked["logit_bias"] = {token_id(key): bias for key, bias in body.logit_bias.items()}
     if body.speculation is not None:

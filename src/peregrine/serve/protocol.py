@@ -16,6 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fail
 from peregrine.errors import RequestError
 from peregrine.sampling import MAX_BIAS, MAX_CHOICES, SamplingParams
 from peregrine.serve.structured import StructuredFields
+from peregrine.serve.tools import ToolFields
 
 MAX_LABELS = 16
 MAX_PROMPTS = MAX_MESSAGES = 2**13
@@ -26,8 +27,8 @@ REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "audio": ((), "ask for text"),
     "best_of": ((1,), "use n and choose among the answers"),
     "continue_final_message": ((False,), "end with the user's message"),
-    "function_call": (("none",), "write the functions into the messages"),
-    "functions": (([],), "write the functions into the messages"),
+    "function_call": (("none",), "use tool_choice"),
+    "functions": (([],), "use tools"),
     "guided_decoding_backend": ((), "there is one; leave it out"),
     "guided_whitespace_pattern": ((), "JSON is written without white space; leave it out"),
     "include_reasoning": ((True,), "leave it out"),
@@ -38,9 +39,6 @@ REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "separate_reasoning": ((True,), "leave it out"),
     "stream_reasoning": ((True,), "leave it out"),
     "suffix": (("",), "text is generated after a prompt only; put what matters before it"),
-    "tool_calls": (([],), "write the calls into the content"),
-    "tool_choice": (("none",), "write the tools into the messages"),
-    "tools": (([],), "write the tools into the messages"),
     "verbosity": (("medium",), "ask in the messages"),
     "web_search_options": ((), "put what should be known into the messages"),
 }
@@ -138,7 +136,6 @@ class WithoutEffect(Body):
     safety_identifier: str | None = Field(None, description="Not used.")
     prompt_cache_key: str | None = Field(None, description="Prefixes are found by their tokens.")
     prompt_cache_retention: str | None = Field(None, description="Cached prefixes stay while there is room.")
-    parallel_tool_calls: bool | None = Field(None, description="There are no tools to call.")
     prediction: dict[str, Any] | None = Field(None, description="Drafts come from the engine's drafter.")
 
 
@@ -229,9 +226,19 @@ class Message(Body):
     content: (
         Annotated[Annotated[str, Tag("<text>")] | Annotated[Many[TextPart], Tag("<list>")], Discriminator(text_or_list)]
         | None
-    ) = Field(description="The text, or its parts; null: none.")
+    ) = Field(None, description="The text, or its parts; null: none.")
     name: str | None = None
     refusal: None = None
+    tool_calls: Many[dict[str, Any]] | None = Field(None, description="The calls of an assistant's turn.")
+    tool_call_id: str | None = Field(None, description="Which call a tool's message answers.")
+    reasoning: str | None = Field(None, description="An assistant's thoughts; for templates that show them.")
+    reasoning_content: str | None = Field(None, description="The same.")
+
+    @model_validator(mode="after")
+    def check_content(self) -> "Message":
+        if "content" not in self.model_fields_set and not self.tool_calls:
+            raise RequestError("content", None, "is missing", "send text; only a message with tool_calls needs none")
+        return self
 
     @property
     def text(self) -> str:
@@ -239,7 +246,7 @@ class Message(Body):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
 
 
-class ChatBody(Generation):
+class ChatBody(Generation, ToolFields):
     """The body of POST /v1/chat/completions."""
 
     messages: Many[Message] = Field(min_length=1, max_length=MAX_MESSAGES)

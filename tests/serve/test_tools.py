@@ -1,0 +1,160 @@
+"""Tools over HTTP: calls by grammar, calls and reasoning found in text, a loop with a real function."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+
+import httpx
+import openai
+import pytest
+
+from peregrine import LLM
+from peregrine.engine.request import Delta, Output
+from peregrine.errors import RequestError
+from peregrine.serve.choices import ChatWriter
+from peregrine.serve.job import Job, chat_job
+from peregrine.serve.protocol import ChatBody
+from serve.conftest import Served
+
+FLY = {
+    "type": "function",
+    "function": {
+        "name": "fly",
+        "description": "Fly somewhere.",
+        "parameters": {
+            "type": "object",
+            "properties": {"to": {"enum": ["Oslo", "Rome"]}, "km": {"$ref": "#/$defs/km"}},
+            "required": ["to", "km"],
+            "additionalProperties": False,
+            "$defs": {"km": {"type": "integer", "minimum": 1, "maximum": 99}},
+        },
+    },
+}
+LAND = {
+    "type": "function",
+    "function": {"name": "land", "parameters": {"type": "object", "additionalProperties": False}},
+}
+USER = {"role": "user", "content": "Fly to Rome."}
+ASKED = {"model": "merlin", "messages": [USER], "tools": [FLY, LAND], "temperature": 1.0, "max_tokens": 150}
+
+
+def check(name: str, arguments: str) -> None:
+    value = json.loads(arguments)
+    assert (name, value) == ("land", {}) or (
+        name == "fly" and value["to"] in ("Oslo", "Rome") and 1 <= value["km"] <= 99
+    )
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_required_and_named_calls_are_always_valid(client: openai.OpenAI, seed: int) -> None:
+    named = {"type": "function", "function": {"name": "fly"}}
+    for choice, more in (("required", {"parallel_tool_calls": False}), (named, {})):
+        asked = {**ASKED, **more, "tool_choice": choice, "seed": seed}
+        answer = client.chat.completions.create(**asked).choices[0]
+        assert (answer.finish_reason, answer.message.content) == ("tool_calls", None)
+        (call,) = answer.message.tool_calls or []
+        assert call.type == "function"
+        check(call.function.name, call.function.arguments)
+        pieces, names, reason = "", [], None
+        for chunk in client.chat.completions.create(**asked, stream=True):
+            reason = chunk.choices[0].finish_reason or reason
+            for piece in chunk.choices[0].delta.tool_calls or []:
+                assert piece.index == 0
+                names += [piece.function.name] if piece.function.name else []
+                pieces += piece.function.arguments or ""
+        assert (names, pieces, reason) == ([call.function.name], call.function.arguments, "tool_calls")
+
+
+def test_a_loop_with_a_real_function(client: openai.OpenAI) -> None:
+    messages: list[dict[str, object]] = [USER]
+    for turn in range(2):
+        asked = {**ASKED, "messages": messages, "tool_choice": "required", "parallel_tool_calls": False, "seed": turn}
+        message = client.chat.completions.create(**asked).choices[0].message
+        messages.append(message.model_dump(exclude_none=True))
+        for call in message.tool_calls or []:
+            done = {"done": json.loads(call.function.arguments)}
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": json.dumps(done)})
+    last = client.chat.completions.create(**{**ASKED, "messages": messages, "tool_choice": "none", "max_tokens": 5})
+    assert last.choices[0].message.tool_calls is None
+    assert last.choices[0].message.content
+
+
+REFUSED: dict[str, dict[str, object]] = {
+    "tool_choice": {"tools": None, "tool_choice": "required"},
+    "tools[0]": {"tools": [{"type": "function"}]},
+    "tools[1].function.name": {"tools": [LAND, LAND]},
+    "tools[0].function.name": {"tools": [{"type": "function", "function": {"name": "a b"}}]},
+    "response_format": {"response_format": {"type": "json_object"}},
+    "chat_template_kwargs.messages": {"chat_template_kwargs": {"messages": []}},
+    "messages[1].tool_calls[0]": {"messages": [USER, {"role": "assistant", "tool_calls": [{"id": "x"}]}]},
+}
+
+
+@pytest.mark.parametrize("field", REFUSED)
+def test_refusals_name_the_field(http: httpx.Client, field: str) -> None:
+    response = http.post("/v1/chat/completions", json={**ASKED, **REFUSED[field]})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, field), response.text
+
+
+THINKING = """{% for m in messages %}<|user|>{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls }}{% endfor %}
+{{ tools | tojson }}<tool_call></think>{% if enable_thinking %}<think>{% endif %}"""
+
+
+class Model:
+    """An LLM as far as a job looks at it: merlin's tokenizer with another chat template."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.engine, self.sampling, tokenizer = llm.engine, llm.sampling, llm.tokenizer
+        self.tokenizer = replace(tokenizer, chat_templates={"default": THINKING})
+
+
+def job_of(server: Served, **asked: object) -> Job:
+    return chat_job(ChatBody.model_validate({"messages": [USER], **asked}), Model(server.llm))  # type: ignore[arg-type]
+
+
+def written(server: Served, job: Job, pieces: Sequence[str]) -> tuple[dict[str, object], list[dict[str, object]]]:
+    """The message of a whole answer, and the choices of a stream with these pieces."""
+    output = Output(0, [], "".join(pieces), [], "stop")
+    deltas = [*(Delta(0, text=piece) for piece in pieces[:-1]), Delta(0, text=pieces[-1], output=output)]
+    whole = ChatWriter(job, 0, server.llm.tokenizer).write(deltas, whole=True)
+    writer = ChatWriter(job, 0, server.llm.tokenizer)
+    return whole, [writer.write([delta], whole=False) for delta in deltas]
+
+
+TEXT = 'Hm</think>\n\nWell. <tool_call>{"name": "fly", "arguments": {"to": "Oslo"}}</tool_call>\n'
+
+
+@pytest.mark.parametrize("step", [1, 7, 200])
+def test_calls_and_reasoning_in_text(server: Served, step: int) -> None:
+    job = job_of(server, tools=[FLY, LAND], chat_template_kwargs={"enable_thinking": True})
+    assert not job.params[0].skip_special_tokens
+    assert (job.thinks, job.opened) == (True, True)
+    whole, chunks = written(server, job, [TEXT[i : i + step] for i in range(0, len(TEXT), step)])
+    message = whole["message"]
+    assert isinstance(message, dict)
+    assert (whole["finish_reason"], message["content"]) == ("tool_calls", "Well. ")
+    assert message["reasoning"] == message["reasoning_content"] == "Hm"
+    (call,) = message["tool_calls"]
+    assert (call["function"], "index" in call) == ({"name": "fly", "arguments": '{"to": "Oslo"}'}, False)
+    streamed = [chunk["delta"] for chunk in chunks]
+    assert "".join(delta.get("reasoning", "") for delta in streamed) == "Hm"  # type: ignore[attr-defined]
+    assert "".join(delta["content"] or "" for delta in streamed) == "Well. "  # type: ignore[index]
+    (again,) = [call for delta in streamed for call in delta.get("tool_calls", ())]  # type: ignore[attr-defined]
+    assert (again["index"], again["function"]) == (0, call["function"])
+    assert [chunk["finish_reason"] for chunk in chunks][-1] == "tool_calls"
+
+
+def test_a_template_gets_tools_and_calls_as_it_expects_them(server: Served) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "fly", "arguments": '{"to": "Rome"}'}}
+    job = job_of(server, messages=[USER, {"role": "assistant", "tool_calls": [call]}], tools=[LAND])
+    text = server.llm.tokenizer.decode(job.prompts[0], skip_special=False)
+    assert '"arguments": {"to": "Rome"}' in text
+    assert '"name": "land"' in text
+    assert not job.opened
+
+
+def test_a_grammar_begins_after_the_thoughts_or_is_refused(server: Served) -> None:
+    constrained = {"regex": "a+", "chat_template_kwargs": {"enable_thinking": True}}
+    with pytest.raises(RequestError, match="turn thinking off"):
+        job_of(server, **constrained)
+    assert job_of(server, regex="a+").params[0].grammar_after is None
