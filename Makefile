@@ -13,13 +13,14 @@ PIP := $(PY) -m pip --disable-pip-version-check install --no-input -c constraint
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench doctor install browser clean
+.PHONY: help demo test storm lint format bench doctor install browser clean
 
 help:
 	@echo "Peregrine: an LLM inference engine built around speculative decoding."
 	@echo ""
 	@echo "  make demo      generate text plain and with speculation, side by side; MODEL=smollm2: a real model's"
 	@echo "  make test      everything a change must pass: format, lint, types, tests"
+	@echo "  make storm     the server under load, attack and fault, in full (make test has a short form)"
 	@echo "  make lint      format check, lint and types only"
 	@echo "  make format    rewrite the code in the project's format"
 	@echo "  make bench     measure the engine on this machine"
@@ -51,6 +52,9 @@ lint: $(STAMP)
 test: lint browser
 	@echo "[tests] pytest, $(JOBS) workers"
 	@$(PY) -m pytest -q -n $(JOBS) --dist worksteal
+
+storm: $(STAMP)
+	@$(PY) tests/serve/stress.py
 
 format: $(STAMP)
 	@$(PY) -m ruff check --fix --quiet src tests || true

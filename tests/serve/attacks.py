@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 BEAT_S = 0.002
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
 
 
 @dataclass
@@ -75,12 +76,27 @@ ATTACKS = {
 }
 # These took shorter, or take long to run.
 MORE_ATTACKS = {
+    "a tiny penalty": Attack(
+        "/v1/completions",
+        as_json(
+            prompt=[*range(5, 21)],
+            stop_token_ids=[*range(5, 21)],
+            min_tokens=1,
+            max_tokens=2,
+            repetition_penalty=1e-45,
+            top_p=0.9,
+        ),
+    ),
+    "a huge top_k": Attack("/v1/completions", as_json(prompt=[5], top_k=2**63)),
+    "huge min_tokens": Attack("/v1/completions", as_json(prompt=[5], min_tokens=2**63)),
     "many ids": Attack("/v1/completions", as_json(prompt=[1] * 1_000_000)),
     "ids times n": Attack("/v1/completions", as_json(prompt=[1] * 2030, n=128, max_tokens=2), status=200),
     "ids without text": Attack("/detokenize", as_json(tokens=[9] * 1_000_000), status=200),
     "a large wrong value": Attack("/v1/completions", as_json(prompt="x", stop={"a": [[1] * 1000] * 900})),
     "parts of a message": Attack(
-        "/v1/chat/completions", as_json(messages=[{"role": "user", "content": [{"type": "text", "text": ""}] * 60_000}])
+        "/v1/chat/completions",
+        as_json(messages=[{"role": "user", "content": [{"type": "text", "text": ""}] * 60_000}], max_tokens=2),
+        status=200,
     ),
     "log-probabilities": Attack(
         "/v1/completions", as_json(prompt=[[*range(5, 2045)]] * 6, max_tokens=0, echo=True, logprobs=64), status=200
@@ -121,15 +137,29 @@ def run_attack(address: tuple[str, int], attack: Attack) -> list[int]:
     return statuses
 
 
+def hold_connections(address: tuple[str, int], count: int) -> float:
+    """Open connections that send nothing; seconds until one more is served. The server closes them by itself."""
+    with contextlib.ExitStack() as held:
+        for _ in range(count):
+            with contextlib.suppress(OSError):
+                held.enter_context(socket.create_connection(address, timeout=5))
+        began = time.perf_counter()
+        while time.perf_counter() - began < 60:
+            with contextlib.suppress(OSError):
+                if send(address, HEALTH) == 200:
+                    break
+            time.sleep(0.1)
+        return time.perf_counter() - began
+
+
 def slowest_health(address: tuple[str, int], attack: Callable[[], object]) -> float:
     """The longest time /health took while an attack ran, in seconds."""
-    request = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
     done, slowest = threading.Event(), Gap()
 
     def probe() -> None:
         while not done.is_set():
             began = time.perf_counter()
-            send(address, request)
+            send(address, HEALTH)
             slowest.seconds = max(slowest.seconds, time.perf_counter() - began)
 
     prober = threading.Thread(target=probe)

@@ -1,7 +1,8 @@
 """Stress test of the server: good requests, bad ones, clients that disconnect and slow readers, all at once.
 
-Every good response must equal what the engine gives offline for its seed. As a script it runs the full test against a
-server process of its own, and prints what it found:
+Every good response must equal what the engine gives offline for its seed. As a script (`make storm`) it runs the full
+test against server processes of its own: the storm, then every attack, then engines that break under load. It prints
+what it found, and its exit code is 1 if anything was wrong:
 
     python tests/serve/stress.py --requests 2000 --concurrency 64
 """
@@ -11,6 +12,7 @@ import asyncio
 import contextlib
 import json
 import random
+import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +21,10 @@ from typing import Any
 import httpx
 
 from peregrine import LLM, SamplingParams
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script it stands in its own folder
+from serve.attacks import ATTACKS, MORE_ATTACKS, hold_connections, run_attack, slowest_health
+from serve.processes import FAULT, HANG, PANIC, breaking, process
 
 PROMPTS = ("Once upon a time", "The little falcon", "Tom and his dog", "In the deep forest, é", "<|user|>\nHi")
 BAD = (
@@ -30,6 +36,7 @@ BAD = (
     b'{"prompt": "x", "tools": [1]}',
 )
 HEADERS = {"Content-Type": "application/json"}
+SLOW_HEALTH_S = 1.0  # clients and server share the machine; alone it is some hundredths
 
 
 @dataclass
@@ -160,34 +167,74 @@ def wait_idle(http: httpx.Client) -> dict[str, Any]:
             return load
 
 
-def main() -> None:
-    """The full test in four parts, with a look at memory and pages after each."""
+def storm(http: httpx.Client, good_requests: list[GoodRequest], args: argparse.Namespace) -> list[str]:
+    """The storm in four parts, with a look at memory and pages after each; returns what went wrong."""
+    outcomes: Counter[str] = Counter()
+    wrong: list[str] = []
+    for part in range(4):
+        made = asyncio.run(
+            stress(str(http.base_url), good_requests, args.requests // 4, args.concurrency, args.seed + part)
+        )
+        outcomes += made.outcomes
+        wrong += made.wrong
+        load = wait_idle(http)
+        pid = http.get("/server_info").json()["pid"]
+        accounted = load["pages_free"] + load["pages_cached"] == load["pages"]
+        wrong += [] if accounted else [f"part {part}: pages are lost: {load}"]
+        print(f"part {part}: {memory_mib(pid):.0f} MiB, pages accounted for: {accounted}", flush=True)
+    for outcome, count in sorted(outcomes.items()):
+        print(f"{count:6} {outcome}")
+    return wrong
+
+
+def attack(http: httpx.Client, good_requests: list[GoodRequest]) -> list[str]:
+    """Every attack, one after the other, then a good request; returns what went wrong."""
+    address, wrong = (str(http.base_url.host), http.base_url.port or 80), []
+    pid = http.get("/server_info").json()["pid"]
+    for name, each in (ATTACKS | MORE_ATTACKS).items():
+        statuses: list[int] = []
+        slowest = slowest_health(address, lambda each=each, got=statuses: got.extend(run_attack(address, each)))
+        print(f"{name:28} {statuses}, /health took {slowest:.2f} s at most, {memory_mib(pid):.0f} MiB", flush=True)
+        if statuses != [each.status] * each.copies or slowest > SLOW_HEALTH_S:
+            wrong.append(f"{name}: {statuses}, /health took {slowest:.2f} s")
+    seconds = hold_connections(address, 1200)
+    print(f"1200 connections that send nothing: the next one was served after {seconds:.1f} s")
+    good = good_requests[0]
+    texts = tuple(choice["text"] for choice in http.post("/v1/completions", json=good.body).json()["choices"])
+    return wrong + ([] if texts == good.texts and seconds < 60 else [f"after the attacks: {texts}, {seconds:.0f} s"])
+
+
+def break_under_load(good_requests: list[GoodRequest], name: str, breaks: str) -> list[str]:
+    """A server whose engine breaks after 50 rounds: no response is wrong, nobody waits, and it ends with code 1."""
+    flags = ("--hang-seconds", "2", "--drain-seconds", "1")
+    with process(*flags, script=breaking(breaks, 50)) as (running, http):
+        report = asyncio.run(stress(str(http.base_url), good_requests, 200, 32, seed=1))
+        code = running.wait(timeout=60)
+    said = [outcome for outcome in report.wrong if "wrong:" in outcome]
+    print(f"{name}: exit code {code}; {dict(report.outcomes)}", flush=True)
+    return said + ([] if code == 1 else [f"{name}: exit code {code}"])
+
+
+def main() -> int:
+    """All of it; returns the exit code."""
     from peregrine.bench.http import running_server
 
-    parser = argparse.ArgumentParser(description="Run the full stress test against a server process.")
+    parser = argparse.ArgumentParser(description="Storm, attacks and faults against server processes.")
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--concurrency", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     with LLM("merlin") as llm:
         good_requests = make_good_requests(llm, 60, args.seed)
-    outcomes: Counter[str] = Counter()
-    wrong: list[str] = []
-    with running_server([]) as port, httpx.Client(base_url=f"http://127.0.0.1:{port}") as http:
-        for part in range(4):
-            made = asyncio.run(
-                stress(str(http.base_url), good_requests, args.requests // 4, args.concurrency, args.seed + part)
-            )
-            outcomes += made.outcomes
-            wrong += made.wrong
-            load = wait_idle(http)
-            pid = http.get("/server_info").json()["pid"]
-            accounted = load["pages_free"] + load["pages_cached"] == load["pages"]
-            print(f"part {part}: {memory_mib(pid):.0f} MiB, pages accounted for: {accounted}", flush=True)
-    for outcome, count in sorted(outcomes.items()):
-        print(f"{count:6} {outcome}")
+    with running_server([]) as port, httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
+        wrong = storm(http, good_requests, args)
+        wrong += attack(http, good_requests)
+        wait_idle(http)
+    for name, breaks in (("fault", FAULT), ("panic", PANIC), ("hang", HANG)):
+        wrong += break_under_load(good_requests, name, breaks)
     print("\n".join(wrong) or "nothing wrong")
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -211,6 +211,9 @@ def test_tokenizing_needs_one_source() -> None:
         {"prompt": "x", "logit_bias": {str(i): "a" for i in range(100_000)}},
         {"prompt": "x", "metadata": {str(i): 1 for i in range(100_000)}},
         {"messages": [{"role": 1, "content": 1}] * 50_000},
+        {"messages": [{"role": "user", "content": "x"}] * 50_000},
+        {"prompt": [[1]] * 50_000},
+        {"prompt": ["x"] * 50_000},
         {"messages": [{"role": "user", "content": [1] * 100_000}]},
     ],
 )

@@ -11,6 +11,7 @@ import pytest
 from peregrine.cli.main import build_parser
 from peregrine.cli.serve import read_keys
 from peregrine.errors import ConfigError
+from peregrine.serve import run
 from peregrine.serve.app import make_app
 from peregrine.serve.protocol import (
     REFUSED,
@@ -71,6 +72,17 @@ def test_keys_come_from_a_file(tmp_path: Path) -> None:
     for name, said in (("none", "holds no key"), ("absent", "cannot be read")):
         with pytest.raises(ConfigError, match=said):
             read_keys(tmp_path / name)
+
+
+def test_keys_come_from_a_variable(
+    peregrine: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not from the command line, which every user of the machine can see."""
+    given: list[ServeConfig] = []
+    monkeypatch.setattr(run, "serve", lambda model, open_llm, settings: given.append(settings) or 0)
+    monkeypatch.setenv("PEREGRINE_API_KEY", "one two")
+    assert peregrine("serve", "--api-key", "three")[0] == 0
+    assert given[0].api_keys == ("three", "one", "two")
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,8 @@
 """Loading, disconnects, faults and shutdown: what the server answers, and that nothing hangs."""
 
 import json
-import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,9 +17,9 @@ from peregrine.engine.request import Delta
 from peregrine.errors import EngineFault
 from peregrine.serve import run
 from serve.conftest import Lent, Served, start, wait_ready
+from serve.processes import HANG, breaking, process
 from spec.harness import check_pages
 
-SRC = Path(__file__).parents[2] / "src"
 ENDLESS = {"prompt": "Once", "max_tokens": 2000, "ignore_eos": True}
 
 
@@ -87,7 +84,7 @@ def test_a_reader_that_does_not_read_delays_no_other_request(server: Served, htt
 
 
 @contextmanager
-def breaking(monkeypatch: pytest.MonkeyPatch, **settings: object) -> Iterator[tuple[Served, httpx.Client]]:
+def breakable(monkeypatch: pytest.MonkeyPatch, **settings: object) -> Iterator[tuple[Served, httpx.Client]]:
     """A server that may fail; it says so until it is stopped."""
     monkeypatch.setattr(run, "FAULT_S", 600)
     served = start(lambda: LLM("merlin", num_pages=300), **settings)
@@ -132,7 +129,7 @@ def check_faulted(served: Served, http: httpx.Client, secret: str) -> None:
 def test_an_engine_fault_reaches_everybody_and_ends_the_server(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: type[BaseException]
 ) -> None:
-    with breaking(monkeypatch) as (served, http):
+    with breakable(monkeypatch) as (served, http):
 
         def explode(*_: object) -> None:
             raise kind("no more in /secret/place")
@@ -153,7 +150,7 @@ def test_an_engine_fault_reaches_everybody_and_ends_the_server(
 
 def test_an_engine_that_hangs_is_noticed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     go_on = threading.Event()
-    with breaking(monkeypatch, hang_seconds=1.0) as (served, http):
+    with breakable(monkeypatch, hang_seconds=1.0) as (served, http):
 
         def hang_here() -> list[Delta]:
             go_on.wait()
@@ -183,54 +180,15 @@ def test_a_fault_of_one_request_is_reported_to_it_alone(http: httpx.Client, monk
     assert http.get("/health").status_code == 200
 
 
-@contextmanager
-def process(*flags: str, script: str = "") -> Iterator[tuple["subprocess.Popen[str]", httpx.Client]]:
-    """`peregrine serve` as its own process, ready; `script` is run in it first."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    started = f"{script}\nimport sys\nfrom peregrine.cli.main import main\nsys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", started, "serve", "--port", str(port), "--num-pages", "600", *flags]
-    environment = {**os.environ, "PYTHONPATH": str(SRC)}
-    running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
-    try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
-            for _ in range(1200):
-                try:
-                    if http.get("/health").status_code == 200:
-                        break
-                except httpx.TransportError:
-                    assert running.poll() is None, running.stderr and running.stderr.read()
-                time.sleep(0.05)
-            yield running, http
-    finally:
-        running.kill()
-        running.wait()
-
-
-HANGING = """
-import time
-from peregrine.engine.engine import Engine
-from peregrine.serve import app, run
-run.SHUTDOWN_S = run.GRACE_S = run.FAULT_S = 1
-step = Engine.step
-def hang(engine):
-    while engine.running:
-        time.sleep(0.01)
-    return step(engine)
-Engine.step = hang
-app.server_info = lambda service: time.sleep(1000)
-"""
-
-
 def test_a_hang_ends_the_process_with_code_1() -> None:
-    with process("--hang-seconds", "1", script=HANGING) as (running, http):
+    with process("--hang-seconds", "1", script=breaking(HANG)) as (running, http):
         assert http.post("/v1/completions", json={"prompt": "x"}).status_code == 500
         assert running.wait(timeout=60) == 1
 
 
 def test_sigterm_ends_a_process_in_which_everything_hangs() -> None:
     """The engine's step does not end, and neither does a call in the event loop."""
-    with process("--drain-seconds", "1", script=HANGING) as (running, http):
+    with process("--drain-seconds", "1", script=breaking(HANG)) as (running, http):
         for request in (("POST", "/v1/completions", {"prompt": "x"}), ("GET", "/server_info", None)):
             with pytest.raises(httpx.ReadTimeout):
                 http.request(request[0], request[1], json=request[2], timeout=0.5)

@@ -72,6 +72,40 @@ def test_gauges_show_the_engine(server: Served, http: httpx.Client) -> None:
     assert idle["peregrine_pages_free"] + idle["peregrine_pages_cached"] == idle["peregrine_pages"] == 399
 
 
+def test_vllms_names_say_the_same(server: Served, http: httpx.Client) -> None:
+    """Routers, autoscalers and dashboards read these."""
+    http.post("/v1/completions", json={"prompt": "Once upon a time", "max_tokens": 5, "ignore_eos": True})
+    with http.stream("POST", "/v1/completions", json={"prompt": "x", "max_tokens": 2000, "stream": True}) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        busy = scrape(http)
+    server.wait_idle()
+    idle = scrape(http)
+    label = " model_name=merlin"
+    assert (busy[f"vllm:num_requests_running{label}"], idle[f"vllm:num_requests_running{label}"]) == (1, 0)
+    assert idle[f"vllm:num_requests_waiting{label}"] == 0
+    for name in ("kv_cache_usage_perc", "gpu_cache_usage_perc"):
+        assert 0 < busy[f"vllm:{name}{label}"] < 1
+        assert idle[f"vllm:{name}{label}"] == 0
+    for theirs, ours in {
+        "vllm:prompt_tokens_total": "peregrine_prompt_tokens_total",
+        "vllm:generation_tokens_total": "peregrine_generated_tokens_total",
+        "vllm:prefix_cache_hits_total": "peregrine_cached_prompt_tokens_total",
+        "vllm:time_to_first_token_seconds_count": "peregrine_time_to_first_token_seconds_count",
+        "vllm:time_to_first_token_seconds_sum": "peregrine_time_to_first_token_seconds_sum",
+        "vllm:inter_token_latency_seconds_count": "peregrine_time_per_output_token_seconds_count",
+        "vllm:request_time_per_output_token_seconds_sum": "peregrine_time_per_output_token_seconds_sum",
+        "vllm:time_per_output_token_seconds_count": "peregrine_time_per_output_token_seconds_count",
+        "vllm:e2e_request_latency_seconds_sum": "peregrine_request_time_seconds_sum",
+    }.items():
+        assert idle[theirs + label] == idle[ours], theirs
+        assert idle[ours] > 0 or "cached" in ours, ours
+    buckets = [value for name, value in idle.items() if name.startswith("vllm:e2e_request_latency_seconds_bucket")]
+    assert max(buckets) == idle["peregrine_request_time_seconds_count"]
+    reasons = {name: value for name, value in idle.items() if name.startswith("vllm:request_success_total")}
+    assert reasons["vllm:request_success_total finished_reason=length" + label] > 0
+
+
 def test_unknown_paths_do_not_multiply_the_series(http: httpx.Client) -> None:
     for index in range(3):
         http.get(f"/random/{index}")
@@ -98,7 +132,9 @@ def test_deployment_files_agree_with_each_other() -> None:
     [target] = scraped["static_configs"][0]["targets"]
     service, port = target.split(":")
     assert service in compose["services"]
-    assert port in (DEPLOY / "Dockerfile").read_text()
+    dockerfile = (DEPLOY / "Dockerfile").read_text()
+    assert port in dockerfile
+    assert re.search(r"^FROM \S+@sha256:[0-9a-f]{64}$", dockerfile, re.MULTILINE)
     for mount in [m for service in compose["services"].values() for m in service.get("volumes", [])]:
         source = mount.split(":")[0]
         if source.startswith("."):

@@ -12,12 +12,12 @@ from starlette.responses import PlainTextResponse, Response
 from peregrine import __version__
 from peregrine.errors import PeregrineError
 from peregrine.serve.body_routes import body_route
-from peregrine.serve.errors import ApiError, api_error, body_error
+from peregrine.serve.errors import ApiError, ErrorBody, api_error, body_error
 from peregrine.serve.gateway import Gateway
 from peregrine.serve.info import server_info
 from peregrine.serve.job import plain_messages
 from peregrine.serve.middleware import AccessMiddleware
-from peregrine.serve.protocol import ChatBody, CompletionBody, DetokenizeBody, ErrorBody, TokenizeBody
+from peregrine.serve.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from peregrine.serve.responses import CHAT_COMPLETIONS, COMPLETIONS, Endpoint, encode_slowly
 from peregrine.serve.service import Service
 from peregrine.serve.static_files import static_routes

@@ -4,6 +4,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from pydantic import BaseModel
+
 from peregrine.errors import EngineFault, PeregrineError, RequestError
 from peregrine.log import logger
 
@@ -23,6 +25,21 @@ KINDS = {
     500: ("server_error", "engine_fault"),
     503: ("server_error", "not_ready"),
 }
+
+
+class ErrorDetail(BaseModel):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorBody(BaseModel):
+    """The body of every error response, for the API's description."""
+
+    error: ErrorDetail
 
 
 class ApiError(PeregrineError):

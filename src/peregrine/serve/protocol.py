@@ -57,10 +57,10 @@ Many = Annotated[list[Item], FirstMistake()]
 
 
 def at_most(count: int) -> BeforeValidator:
-    """Refuse a mapping with too many entries before looking at them."""
+    """Refuse a mapping or a list with too many entries before looking at them."""
 
     def check(value: Any) -> Any:
-        if isinstance(value, dict) and len(value) > count:
+        if isinstance(value, dict | list) and len(value) > count:
             raise ValueError(f"there are {len(value)} entries, at most {count} are taken")
         return value
 
@@ -77,9 +77,9 @@ def prompt_kind(prompt: Any) -> str:
 
 Prompts = Annotated[
     Annotated[str, Tag("<text>")]
-    | Annotated[Many[str], Field(max_length=MAX_PROMPTS), Tag("<texts>")]
+    | Annotated[Many[str], Field(max_length=MAX_PROMPTS), at_most(MAX_PROMPTS), Tag("<texts>")]
     | Annotated[Many[int], Tag("<ids>")]
-    | Annotated[Many[Many[int]], Field(max_length=MAX_PROMPTS), Tag("<lists>")],
+    | Annotated[Many[Many[int]], Field(max_length=MAX_PROMPTS), at_most(MAX_PROMPTS), Tag("<lists>")],
     Discriminator(prompt_kind),
 ]
 
@@ -246,10 +246,13 @@ class Message(Body):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
 
 
+Messages = Annotated[Many[Message], Field(min_length=1, max_length=MAX_MESSAGES), at_most(MAX_MESSAGES)]
+
+
 class ChatBody(Generation, ToolFields):
     """The body of POST /v1/chat/completions."""
 
-    messages: Many[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    messages: Messages
     max_completion_tokens: int | None = Field(
         None, description="Tokens to generate at most; default: as many as the context holds."
     )
@@ -263,7 +266,7 @@ class TokenizeBody(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[Many[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool = Field(True, description="Only with `prompt`: add what the tokenizer adds, such as bos.")
 
     @model_validator(mode="after")
@@ -279,18 +282,3 @@ class DetokenizeBody(Body):
     model: str | None = None
     tokens: Many[int]
     skip_special_tokens: bool = False
-
-
-class ErrorDetail(BaseModel):
-    """What went wrong."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str
-
-
-class ErrorBody(BaseModel):
-    """The body of every error response."""
-
-    error: ErrorDetail

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import socket
@@ -45,10 +46,17 @@ def serve(model: str, open_llm: Callable[[], LLM], settings: ServeConfig) -> int
     def insist() -> None:
         end_within(settings.drain_seconds + SHUTDOWN_S + GRACE_S)
 
+    def open_and_freeze() -> LLM:
+        """What is there now stays: garbage collection, during which nothing else runs, need not look at it again."""
+        llm = open_llm()
+        gc.collect()
+        gc.freeze()
+        return llm
+
     async def until_end() -> EngineFault | None:
         ending = asyncio.Event()
         with signals(ending, insist):
-            return await serve_on(listening, service, open_llm, ending, insist)
+            return await serve_on(listening, service, open_and_freeze, ending, insist)
 
     with listening, background_logging():
         fault = asyncio.run(until_end())
