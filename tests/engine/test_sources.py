@@ -1,5 +1,6 @@
 """Which source a model's name stands for: a folder, an embedded model, or random weights in a public shape."""
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,9 +11,11 @@ import torch
 from peregrine.engine import folders
 from peregrine.engine.folders import ASSETS
 from peregrine.engine.sources import FolderSource, open_source
-from peregrine.errors import CheckpointError, ConfigError, PeregrineError
+from peregrine.errors import CheckpointError, ConfigError, PeregrineError, RequestError
+from peregrine.llm import LLM
 from peregrine.models.checkpoint.weights import Weights
 from peregrine.models.decoder import Decoder
+from peregrine.sampling import SamplingParams
 from peregrine.synthetic.checkpoint import make_random_checkpoint
 from peregrine.synthetic.source import ShapeSource
 from spec.harness import build, eagle3_head, mtp_model, noisy_model, tiny_model
@@ -45,6 +48,19 @@ def test_a_packaged_model_is_found_where_it_is_installed_and_its_command_named_w
     here = replace(folders.PACKAGED["smollm2"], package="packaged_model", file="model.gguf")
     monkeypatch.setitem(folders.PACKAGED, "smollm2", here)
     assert open_source("smollm2") == FolderSource(package / "model.gguf")
+
+
+def test_a_folder_without_a_tokenizer_serves_token_ids_and_refuses_text(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny_model(), tmp_path / "model", ignore=shutil.ignore_patterns("tokenizer*")))
+    params = {"temperature": 0.0, "max_tokens": 8}
+    with LLM(str(folder), drafter="none") as bare, LLM(str(tiny_model()), drafter="none") as whole:
+        ids = [bare.generate([5, 6, 7], SamplingParams(**params, detokenize=False))[0]]
+        assert ids[0].token_ids == whole.generate([5, 6, 7], SamplingParams(**params))[0].token_ids
+        assert ids[0].text == ""
+        assert "token ids alone" in next(made.because for made in bare.decisions if made.field == "tokenizer")
+        for prompt, words in (("hello", "send token ids"), ([5, 6], "detokenize=True.*pass detokenize=False")):
+            with pytest.raises(RequestError, match=f"{words}"):
+                bare.generate(prompt, SamplingParams(**params))
 
 
 def test_a_folder_reports_its_path() -> None:

@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from models.gguf_files import MERGES, byte_tokens, tokenizer_fields
-from peregrine.errors import CheckpointError
+from peregrine.errors import CheckpointError, RequestError
 from peregrine.text.gguf import SPLITS, tokenizer_of
 from peregrine.text.tokenizer import Tokenizer as Ours
 
@@ -87,11 +87,17 @@ def test_sentencepiece_ids_follow_the_scores() -> None:
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
+def test_a_file_without_a_tokenizer_serves_token_ids() -> None:
+    absent = tokenizer_of("x.gguf", {"general.architecture": "llama"})
+    assert absent.missing is not None
+    with pytest.raises(RequestError, match=r"no tokenizer: x\.gguf has none.*send token ids"):
+        absent.encode("hello")
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"model": "bert"}, ["tokenizer.ggml.model='bert'", "supported are gpt2 and llama"]),
-        ({"model": None}, ["tokenizer.ggml.model=None", "has no tokenizer"]),
         ({"tokens": None}, ["tokenizer.ggml.tokens=None", "missing"]),
         ({"pre": "martian"}, ["tokenizer.ggml.pre='martian'", "known are gpt-2"]),
         ({"pre": None}, ["tokenizer.ggml.pre=None"]),

@@ -86,6 +86,8 @@ def _checked(source: Any) -> Report:
 
 def _text(source: Any) -> Report:
     tokenizer = source.tokenizer()
+    if tokenizer.missing is not None:
+        return {"tokenizer": f"none, so token ids alone can be served: {tokenizer.missing}"}
     kind = "byte-level BPE" if tokenizer.byte_level else "BPE over characters"
     template = "yes" if tokenizer.chat_template else "none: send plain prompts"
     return {"tokenizer": f"{kind}, {tokenizer.vocab_size} tokens", "chat": template}

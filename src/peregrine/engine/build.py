@@ -87,6 +87,8 @@ def _build(asked: EngineConfig, device: torch.device) -> Built:
     defaults = pick_sampling_defaults(asked, source, decisions)
     tokenizer = source.tokenizer()
     check_tokenizer(tokenizer, source.config)
+    if tokenizer.missing is not None:
+        decisions.take("tokenizer", ("none", f"token ids alone are served: {tokenizer.missing}"))
     if not has_system_place(tokenizer):
         decisions.take("system_message", ("in the next user message", "the chat template has no place for it"))
     if device.type == "cuda" and source.config.unfused:

@@ -62,6 +62,9 @@ class Engine:
 
     def prepare(self, prompt: list[int], params: SamplingParams) -> Request:
         """A checked request, not yet in the queue; RequestError if it cannot be served as asked."""
+        if self.tokenizer is not None and self.tokenizer.missing is not None and params.detokenize:
+            problem = f"there is no tokenizer: {self.tokenizer.missing}"
+            raise RequestError("detokenize", True, problem, "or pass detokenize=False for token ids alone")
         request = admit(next(self._ids), prompt, params, self.limits)
         request.matcher = self._matcher(params)
         if self.tokenizer is not None and params.detokenize:
@@ -77,7 +80,7 @@ class Engine:
         constraint = params.constraint
         if constraint is None:
             return None
-        if self.grammars is None or self.tokenizer is None or self.simulated:
+        if self.grammars is None or self.tokenizer is None or self.tokenizer.missing or self.simulated:
             problem = "this engine's tokens are made up for a benchmark, or it has no tokenizer"
             raise RequestError(constraint.kind, constraint.text, problem, "leave it out")
         return self.grammars.matcher(constraint, matcher_limits(params, self.limits, self.tokenizer.special_ids))

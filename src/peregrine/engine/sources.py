@@ -20,7 +20,7 @@ from peregrine.spec.registry import DraftSource, find_drafter
 from peregrine.synthetic.shapes import PREFIX
 from peregrine.synthetic.source import ShapeSource
 from peregrine.text.gguf import tokenizer_of
-from peregrine.text.tokenizer import Tokenizer
+from peregrine.text.tokenizer import Tokenizer, missing_reason
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,8 @@ class FolderSource:
     def tokenizer(self) -> Tokenizer:
         if is_gguf(self.folder):
             return tokenizer_of(str(self.folder), open_header(self.folder).metadata)
+        if self.folder.is_dir() and not (self.folder / "tokenizer.json").exists():
+            return Tokenizer.absent(missing_reason(self.folder))
         return Tokenizer.read(self.folder)
 
     def target(self, device: torch.device, dtype: torch.dtype, num_positions: int | None = None) -> Decoder:

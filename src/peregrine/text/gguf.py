@@ -50,6 +50,8 @@ _BOS_BY_DEFAULT = _WHOLE_WORDS[:-1]
 
 def tokenizer_of(source: str, metadata: Mapping[str, Any]) -> Tokenizer:
     """The tokenizer described by a file's metadata; CheckpointError says what is missing or not supported."""
+    if metadata.get("tokenizer.ggml.model") in (None, "no_vocab", "none"):
+        return Tokenizer.absent(f"{source} has none; {_REMEDY}")
     fields = _Tokens(source, metadata)
     if fields.model == "gpt2":
         backend, kinds = _byte_level(fields), {"ByteLevel"}

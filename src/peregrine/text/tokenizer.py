@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tokenizers import AddedToken
+from tokenizers import AddedToken, models
 from tokenizers import Tokenizer as Backend
 
 from peregrine.errors import CheckpointError, PeregrineError, RequestError
@@ -52,6 +52,7 @@ class Tokenizer:
     prepends_bos: bool  # `encode` must add bos itself, because the post-processor does not
     named_tokens: Mapping[str, str]  # bos_token, eos_token, ...: variables of chat templates
     chat_templates: Mapping[str, str] = field(repr=False)  # by name; a single template is "default"
+    missing: str | None = None  # why there is no tokenizer: then only token ids are served
     _texts: dict[int, str] = field(default_factory=dict, init=False, repr=False)  # of tokens that were asked for
 
     @classmethod
@@ -61,6 +62,13 @@ class Tokenizer:
         backend, decoders = _read_backend(folder)
         config = _read_config(folder)
         return cls.of(f"{folder}/tokenizer_config.json", backend, decoders, config, _chat_templates(folder, config))
+
+    @classmethod
+    def absent(cls, reason: str) -> "Tokenizer":
+        """No tokenizer: every text is refused with the reason."""
+        nothing: dict[str, str] = {}
+        empty = Backend(models.WordLevel({}, unk_token=""))
+        return cls(empty, 0, None, None, frozenset(), {}, False, False, nothing, nothing, missing=reason)
 
     @classmethod
     def of(
@@ -104,6 +112,8 @@ class Tokenizer:
 
         For chats use `chat.encode_chat`: a rendered chat already contains its special tokens.
         """
+        if self.missing is not None:
+            raise RequestError("text", text, f"there is no tokenizer: {self.missing}", "or send token ids")
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -154,7 +164,7 @@ def _read_backend(folder: Path) -> tuple[Backend, set[str]]:
     """tokenizer.json as a `tokenizers.Tokenizer`, and the types of decoder it chains."""
     path = folder / "tokenizer.json"
     if not path.exists():
-        raise CheckpointError(_missing(folder))
+        raise CheckpointError(missing_reason(folder))
     text = read_text(path, MAX_TOKENIZER_BYTES)
     spec = parse_object(path, text)
     try:
@@ -179,7 +189,8 @@ def _unless_ended(error: BaseException, refusal: PeregrineError) -> BaseExceptio
     return error if isinstance(error, KeyboardInterrupt | SystemExit) else refusal
 
 
-def _missing(folder: Path) -> str:
+def missing_reason(folder: Path) -> str:
+    """Why a folder without tokenizer.json has no tokenizer, and what to do."""
     if not folder.is_dir():
         return f"{folder} is not a folder; name a checkpoint folder that holds tokenizer.json"
     found = [name for name in _OTHER_VOCABULARIES if (folder / name).is_file()]
