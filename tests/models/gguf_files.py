@@ -45,13 +45,32 @@ def paired(rows: Tensor, heads: int) -> Tensor:
     return halves.swapaxes(1, 2).reshape(rows.shape)
 
 
-def tensors_of(model: Any, permute: bool, parts: dict[str, str] | None = None) -> dict[str, Tensor]:
+# What some architectures call otherwise.
+OTHER_PARTS: dict[str, dict[str, str]] = {
+    "qwen2moe": {f"mlp.shared_expert.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")}
+    | {"mlp.shared_expert_gate": "ffn_gate_inp_shexp"},
+    "phi3": {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"},
+    "olmo2": {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"},
+    "glm4": {
+        "post_self_attn_layernorm": "post_attention_norm",
+        "post_mlp_layernorm": "post_ffw_norm",
+        "mlp.gate_up_proj": "ffn_up",
+    },
+}
+GEMMA = OTHER_PARTS["olmo2"] | {"pre_feedforward_layernorm": "ffn_norm"}
+OTHER_PARTS |= {"gemma2": GEMMA, "gemma3": GEMMA}
+
+
+def tensors_of(model: Any, permute: bool, architecture: str = "llama") -> dict[str, Tensor]:
     """The model's tensors in llama.cpp's names."""
-    names, found = PARTS | (parts or {}), {}
+    names, found = PARTS | OTHER_PARTS.get(architecture, {}), {}
+    offset = 1.0 if architecture.startswith("gemma") else 0.0
     heads = {"attn_q": model.config.num_attention_heads, "attn_k": model.config.num_key_value_heads}
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
+        if name.endswith("norm.weight"):
+            tensor = tensor + offset
         if name in TOP:
             found[TOP[name]] = tensor
         elif stack := STACK.fullmatch(name):
@@ -61,8 +80,14 @@ def tensors_of(model: Any, permute: bool, parts: dict[str, str] | None = None) -
         else:
             layer, part, kind = LAYER.fullmatch(name).groups()  # type: ignore[union-attr]
             rows = paired(tensor, heads[names[part]]) if permute and names[part] in heads else tensor
-            found[f"blk.{layer}.{names[part]}.{kind}"] = rows
+            found[f"blk.{layer}.{names[part]}.{kind}"] = rows[0] if names[part] == "ffn_gate_inp_shexp" else rows
     return found
+
+
+def rope_of(config: Any) -> dict[str, Any]:
+    """The rope of layers that see all keys."""
+    parameters: dict[str, Any] = config.rope_parameters
+    return parameters.get("full_attention", parameters)
 
 
 def metadata_of(model: Any) -> dict[str, Any]:
@@ -77,7 +102,7 @@ def metadata_of(model: Any) -> dict[str, Any]:
         "attention.head_count_kv": config.num_key_value_heads,
         "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
         "attention.key_length": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        "rope.freq_base": float(config.rope_parameters["rope_theta"]),
+        "rope.freq_base": float(rope_of(config)["rope_theta"]),
     }
 
 

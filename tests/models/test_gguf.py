@@ -1,5 +1,6 @@
 """GGUF files: logits equal transformers', every number format equals the gguf package's own, bad files are refused."""
 
+import math
 import struct
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,10 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 5000.0, "factor": 4.0, "low_freq_
 LLAMA3 |= {"original_max_position_embeddings": 24}
 EXPERTS = {"num_experts_per_tok": 3, "num_local_experts": 8}
 EXPERT_FIELDS = {"expert_count": 8, "expert_used_count": 3}
+GRANITE = {"embedding_multiplier": 3.0, "residual_multiplier": 0.22, "attention_multiplier": 0.3, "logits_scaling": 4.0}
+GRANITE_FIELDS = {"embedding_scale": 3.0, "residual_scale": 0.22, "attention.scale": 0.3, "logit_scale": 4.0}
+LONG: dict[str, Any] = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75}
+LONG |= {"short_factor": [1.0, 1.5, 2.0], "long_factor": [2.0, 3.0, 5.0], "original_max_position_embeddings": 24}
 # name -> (GGUF's architecture, transformers' family, changes to its config, more metadata, q and k are permuted)
 CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], bool]] = {
     "llama": ("llama", "Llama", {"tie_word_embeddings": True}, {}, True),
@@ -32,6 +37,48 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], bool]] = {
     "mixtral": ("llama", "Mixtral", EXPERTS, EXPERT_FIELDS, True),
     "qwen2": ("qwen2", "Qwen2", {}, {}, False),
     "qwen3": ("qwen3", "Qwen3", {"head_dim": 16}, {}, False),
+    "qwen2moe": (
+        "qwen2moe",
+        "Qwen2Moe",
+        {
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 48,
+        },
+        {**EXPERT_FIELDS, "expert_feed_forward_length": 8, "expert_shared_feed_forward_length": 16},
+        False,
+    ),
+    "granite": ("granite", "Granite", GRANITE, GRANITE_FIELDS, True),
+    "smollm3": ("smollm3", "SmolLM3", {"num_hidden_layers": 4}, {}, True),
+    "phi3": (
+        "phi3",
+        "Phi3",
+        {"rope_parameters": LONG, "original_max_position_embeddings": 24, "sliding_window": 9},
+        {
+            "rope.dimension_count": 6,
+            "rope.scaling.original_context_length": 24,
+            "rope.scaling.attn_factor": (1 + math.log(4) / math.log(24)) ** 0.5,
+            "attention.sliding_window": 9,
+        },
+        False,
+    ),
+    "olmo2": ("olmo2", "Olmo2", {}, {}, False),
+    "glm4": ("glm4", "Glm4", {"head_dim": 16}, {"rope.dimension_count": 8}, False),
+    "gemma2": (
+        "gemma2",
+        "Gemma2",
+        {"head_dim": 12, "query_pre_attn_scalar": 12, "sliding_window": 7},
+        {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "attention.sliding_window": 7},
+        False,
+    ),
+    "gemma3": (
+        "gemma3",
+        "Gemma3",
+        {"head_dim": 12, "query_pre_attn_scalar": 12, "sliding_window": 7, "num_hidden_layers": 6},
+        {"attention.sliding_window": 7},
+        False,
+    ),
     "qwen3moe": (
         "qwen3moe",
         "Qwen3Moe",
@@ -44,8 +91,8 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], bool]] = {
 
 def random_model(family: str, **changes: Any) -> Any:
     torch.manual_seed(3)
-    config = getattr(transformers, f"{family}Config")(**{**SHAPE, **changes})
-    model = getattr(transformers, f"{family}ForCausalLM")._from_config(config, attn_implementation="eager").float()
+    kind = getattr(transformers, f"{family}ForCausalLM")
+    model = kind._from_config(kind.config_class(**{**SHAPE, **changes}), attn_implementation="eager").float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             spread = 0.3 if parameter.dim() == 1 else 0.15
@@ -58,8 +105,10 @@ def random_model(family: str, **changes: Any) -> Any:
 def test_logits_equal_transformers(case: str, tmp_path: Path, dense_cache: Any) -> None:
     architecture, family, changes, metadata, permute = CASES[case]
     model = random_model(family, **changes)
-    tensors = tensors_of(model, permute)
-    if "rope_parameters" in changes:  # llama.cpp stores what each frequency is divided by
+    tensors = tensors_of(model, permute, architecture)
+    if case == "phi3":
+        tensors |= {f"rope_factors_{kind}.weight": torch.tensor(LONG[f"{kind}_factor"]) for kind in ("short", "long")}
+    if case == "llama3":  # llama.cpp stores what each frequency is divided by
         plain = 1.0 / 5000.0 ** (torch.arange(0, 8, 2) / 8)
         tensors["rope_freqs.weight"] = plain / model.model.rotary_emb.inv_freq
     path = write_gguf(tmp_path / "model.gguf", architecture, metadata_of(model) | metadata, tensors)

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 
@@ -96,14 +96,17 @@ def _entries(header: Header, config: Fields) -> dict[str, Entry]:
 
 def _renamed(name: str, stored: Stored, layout: Layout, config: Fields) -> dict[str, Entry]:
     parts, match = PARTS | layout.names, _LAYER.fullmatch(name)
+    shifted = partial(torch.sub, other=layout.norm_offset) if layout.norm_offset and "norm." in name else None
     if match is None or match[2] not in parts:
-        return {WHOLE.get(name, name): Entry(stored, None, None)}
+        return {WHOLE.get(name, name): Entry(stored, None, shifted)}
     layer, part, kind = f"model.layers.{match[1]}", parts[match[2]], match[3]
     if match[2].endswith("_exps"):
         names = [f"{layer}.{layout.experts}.{i}.{part}.{kind}" for i in range(stored.shape[0])]
         return {stacked: Entry(stored, i, None) for i, stacked in enumerate(names)}
+    if match[2] == "ffn_gate_inp_shexp" and len(stored.shape) == 1:  # a linear with one output
+        stored = replace(stored, shape=(1, *stored.shape))
     heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}.get(match[2])
-    undo = partial(_unpaired, heads=config.whole(heads)) if heads is not None and layout.paired else None
+    undo = partial(_unpaired, heads=config.whole(heads)) if heads is not None and layout.paired else shifted
     return {f"{layer}.{part}.{kind}": Entry(stored, None, undo)}
 
 

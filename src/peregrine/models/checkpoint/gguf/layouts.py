@@ -60,6 +60,7 @@ class Layout:
     more: MoreFields = lambda metadata: {}
     paired: bool = False  # rows of a query's or key's head are stored as pairs of what is half a head apart
     experts: str = "mlp.experts"  # where a layer's experts are
+    norm_offset: float = 0.0  # the converter added it to every norm's weight
 
 
 PARTS = {
@@ -117,6 +118,42 @@ def _mistral(metadata: Metadata) -> dict[str, Any]:
     return {"sliding_window": metadata.whole("attention.sliding_window")}
 
 
+def _shared_experts(metadata: Metadata) -> dict[str, Any]:
+    shared = metadata.renamed({"expert_shared_feed_forward_length": "shared_expert_intermediate_size"})
+    return _experts(metadata) | shared
+
+
+def _granite(metadata: Metadata) -> dict[str, Any]:
+    scales = {"attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier"}
+    scales |= {"residual_scale": "residual_multiplier", "logit_scale": "logits_scaling"}
+    return _biases(metadata) | metadata.renamed(scales)
+
+
+def _phi3(metadata: Metadata) -> dict[str, Any]:
+    return {"sliding_window": metadata.whole("attention.sliding_window", 0) or None}
+
+
+def _no_windows(metadata: Metadata) -> dict[str, Any]:
+    if metadata.has("attention.sliding_window"):
+        name = metadata.key("attention.sliding_window")
+        raise metadata.all.refusal(name, "OLMo with windows (OLMo 3) is not supported", "choose another model")
+    return _biases(metadata)
+
+
+def _gemma(metadata: Metadata) -> dict[str, Any]:
+    """What files leave out follows from the size: the 27B models scale queries by their width per head."""
+    width = metadata.whole("embedding_length") // metadata.whole("attention.head_count")
+    is_27b = metadata.whole("block_count") == {"gemma2": 46, "gemma3": 62}[metadata.architecture]
+    capped = {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
+    capped |= {"attention.sliding_window": "sliding_window"}
+    scaling = {"query_pre_attn_scalar": width if is_27b else metadata.whole("attention.key_length")}
+    return (
+        metadata.renamed(capped)
+        | scaling
+        | metadata.renamed({"attention.sliding_window_pattern": "sliding_window_pattern"})
+    )
+
+
 _LLAMA = Layout("LlamaForCausalLM", more=_biases, paired=True)
 _MISTRAL = Layout("MistralForCausalLM", more=_mistral, paired=True)
 _MIXTRAL = Layout(
@@ -126,10 +163,24 @@ _MIXTRAL = Layout(
     paired=True,
     experts="block_sparse_moe.experts",
 )
+_SHARED = {f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")}
+_SHARED |= {"ffn_gate_inp_shexp": "mlp.shared_expert_gate"}
+_OLMO2 = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+_GLM4 = {"post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm"}
+_FUSED_MLP = {"ffn_up": "mlp.gate_up_proj"}
+_GEMMA = _OLMO2 | {"ffn_norm": "pre_feedforward_layernorm"}
 LAYOUTS = {
     "qwen2": Layout("Qwen2ForCausalLM"),
     "qwen3": Layout("Qwen3ForCausalLM", more=_biases),
     # llama.cpp normalises the weights of Qwen3's experts, whatever a config said; so do all published models.
+    "qwen2moe": Layout("Qwen2MoeForCausalLM", _SHARED, more=_shared_experts),
+    "granite": Layout("GraniteForCausalLM", more=_granite, paired=True),
+    "smollm3": Layout("SmolLM3ForCausalLM", more=_biases, paired=True),
+    "phi3": Layout("Phi3ForCausalLM", {"attn_qkv": "self_attn.qkv_proj", **_FUSED_MLP}, more=_phi3),
+    "olmo2": Layout("Olmo2ForCausalLM", _OLMO2, more=_no_windows),
+    "glm4": Layout("Glm4ForCausalLM", _GLM4 | _FUSED_MLP, more=_biases),
+    "gemma2": Layout("Gemma2ForCausalLM", _GEMMA, more=_gemma, norm_offset=1.0),
+    "gemma3": Layout("Gemma3ForCausalLM", _GEMMA, more=_gemma, norm_offset=1.0),
     "qwen3moe": Layout("Qwen3MoeForCausalLM", more=lambda metadata: _experts(metadata) | {"norm_topk_prob": True}),
 }
 
