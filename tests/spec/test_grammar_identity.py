@@ -111,9 +111,7 @@ OPTIONS: dict[str, dict[str, object]] = {
     "ngram": {"drafter": "ngram", "num_drafts": 4},
     "eagle3 over a part of the vocabulary": {"drafter": str(eagle3_head())},
     "tree, one behind": {"lag": 1, **NOISY_TREE},
-    "chain, two behind": {"lag": 2, **NOISY_CHAIN},
     "padded rows": {"row_sizes": (3, 16), "max_rows": 16, **NOISY_TREE},
-    "few rows, small pages": {"max_rows": 3, "page_size": 1, "num_pages": 4000, **NOISY_CHAIN},
 }
 
 
