@@ -46,7 +46,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], bool]] = {
             "moe_intermediate_size": 24,
             "shared_expert_intermediate_size": 48,
         },
-        {**EXPERT_FIELDS, "expert_feed_forward_length": 8, "expert_shared_feed_forward_length": 16},
+        {**EXPERT_FIELDS, "expert_feed_forward_length": 24, "expert_shared_feed_forward_length": 48},
         False,
     ),
     "granite": ("granite", "Granite", GRANITE, GRANITE_FIELDS, True),

@@ -147,11 +147,7 @@ def _gemma(metadata: Metadata) -> dict[str, Any]:
     capped = {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
     capped |= {"attention.sliding_window": "sliding_window"}
     scaling = {"query_pre_attn_scalar": width if is_27b else metadata.whole("attention.key_length")}
-    return (
-        metadata.renamed(capped)
-        | scaling
-        | metadata.renamed({"attention.sliding_window_pattern": "sliding_window_pattern"})
-    )
+    return metadata.renamed(capped) | scaling
 
 
 _LLAMA = Layout("LlamaForCausalLM", more=_biases, paired=True)
