@@ -9,8 +9,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from peregrine.kernels.linear import DenseWeight
+from peregrine.kernels.linear.tiles import Tile, pick_tile
 
 ROWS = (1, 2, 4, 7, 16, 17, 64, 128, 200, 300)
+MANY_ROWS = (129, 160, 256, 257, 511, 512, 513, 1000, 1024, 1536, 2048, 3001, 4096, 8192)
 EPS = 1e-5
 UNIT = 2.0**24  # squares are whole numbers of 1 / UNIT
 # Outputs, inputs, and what is fused with the product.
@@ -30,12 +32,18 @@ class Problem:
     part: str
     weight: Tensor  # [N, K], or [2 N, K] with a gate
     bias: Tensor | None
-    x: Tensor  # [300, K]
-    squares: Tensor  # [300, 2] of the residual that x was prepared from
-    residual: Tensor  # [300, N]
+    x: Tensor  # [most rows, K]
+    squares: Tensor  # [most rows, 2] of the residual that x was prepared from
+    residual: Tensor  # [most rows, N]
     norm: Tensor  # [N]
 
-    def run(self, rows: slice) -> tuple[Tensor, ...]:
+    @property
+    def tile(self) -> Tile:
+        """The tile of the kernel for few rows."""
+        outputs, inputs = self.residual.shape[1], self.x.shape[1]
+        return pick_tile(max(ROWS), outputs, inputs, self.part == "gate", on_hopper=True)
+
+    def run(self, rows: slice, tile: Tile | None = None) -> tuple[Tensor, ...]:
         """The kernel on some rows, with outputs that held NaN: the result, and the other outputs."""
         from peregrine.kernels.linear.triton import Addition, TritonWeight, run
 
@@ -44,10 +52,10 @@ class Problem:
         out, scaled = torch.full_like(residual, torch.nan), torch.full_like(residual, torch.nan)
         if self.part == "add":
             squares, stale = torch.zeros_like(self.squares[rows]), torch.full_like(self.squares[rows], 99)
-            run(x, weight, out, add=Addition(residual, self.norm, scaled, squares, stale))
+            run(x, weight, out, add=Addition(residual, self.norm, scaled, squares, stale), tile=tile)
             return out, scaled, squares, stale
         scale = None if self.part == "plain" else (self.squares[rows], EPS)
-        run(x, weight, out, scale=scale, gate=self.part == "gate")
+        run(x, weight, out, scale=scale, gate=self.part == "gate", tile=tile)
         return (out,)
 
     def exact(self, rows: slice) -> tuple[Tensor, Tensor]:
@@ -72,25 +80,30 @@ class Problem:
         return total, error + 2.0**-8 * (total.abs() + error)
 
 
+def make_problem(outputs: int, inputs: int, part: str, bias: bool, rows: int, dtype: torch.dtype) -> Problem:
+    """A weight and inputs, drawn at random."""
+    generator = torch.Generator("cuda").manual_seed(outputs + inputs)
+
+    def draw(*size: int, spread: float = 1.0) -> Tensor:
+        return (torch.randn(size, device="cuda", generator=generator) * spread).to(dtype)
+
+    height, values = outputs * (2 if part == "gate" else 1), draw(rows, inputs, spread=3.0)
+    return Problem(
+        part=part,
+        weight=draw(height, inputs, spread=inputs**-0.5),
+        bias=draw(height) if bias else None,
+        x=values,
+        squares=sums_of_squares(values),
+        residual=draw(rows, outputs),
+        norm=draw(outputs),
+    )
+
+
 @pytest.fixture(scope="module", params=WEIGHTS)
 def problem(request: pytest.FixtureRequest) -> Iterator[Problem]:
     outputs, inputs, part = WEIGHTS[request.param]
-    generator = torch.Generator("cuda").manual_seed(sum(map(ord, request.param)))
-
-    def draw(*size: int, spread: float = 1.0) -> Tensor:
-        return (torch.randn(size, device="cuda", generator=generator) * spread).bfloat16()
-
-    height, most = outputs * (2 if part == "gate" else 1), max(ROWS)
-    values = draw(most, inputs, spread=3.0)
-    yield Problem(
-        part=part,
-        weight=draw(height, inputs, spread=inputs**-0.5),
-        bias=draw(outputs) if request.param == "down" else None,
-        x=values,
-        squares=sums_of_squares(values),
-        residual=draw(most, outputs),
-        norm=draw(outputs),
-    )
+    rows = max(ROWS) if request.param == "head" else max(MANY_ROWS)
+    yield make_problem(outputs, inputs, part, request.param == "down", rows, torch.bfloat16)
     torch.cuda.empty_cache()
 
 
@@ -136,5 +149,72 @@ def test_a_call_repeated_gives_the_same_bits(problem: Problem) -> None:
     same = torch.ones((), dtype=torch.bool, device="cuda")
     for _ in range(200):
         for part, other in zip(problem.run(slice(0, 4)), first, strict=True):
+            same &= (part == other).all()
+    assert bool(same)
+
+
+@pytest.mark.parametrize("problem", ["qkv", "o", "gate_up", "down"], indirect=True)
+def test_many_rows_have_the_bits_of_few(problem: Problem) -> None:
+    """The kernel for many rows has other tiles, another order of work and, where inputs are split, another merge."""
+    for rows in MANY_ROWS:
+        for many, few in zip(problem.run(slice(0, rows)), problem.run(slice(0, rows), problem.tile), strict=True):
+            assert torch.equal(many, few), rows
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "part", "bias"),
+    [
+        (6144, 4096, "scale", True),
+        (1000, 512, "gate", True),
+        (200, 320, "add", False),
+        (8192, 1024, "add", True),
+        (4096, 4096, "plain", True),
+        (2048, 2048, "add", False),
+        (2048, 1536, "scale", True),
+    ],
+    ids=["bias", "gate of odd width", "narrow", "unsplit addition", "two parts", "four parts", "three parts"],
+)
+def test_many_rows_of_other_weights(outputs: int, inputs: int, part: str, bias: bool, dtype: torch.dtype) -> None:
+    problem = make_problem(outputs, inputs, part, bias, 1500, dtype)
+    for rows in (130, 257, 512, 1500):
+        for many, few in zip(problem.run(slice(0, rows)), problem.run(slice(0, rows), problem.tile), strict=True):
+            assert torch.equal(many, few), rows
+
+
+@pytest.mark.parametrize("inputs", [4096, 14336])
+def test_squares_that_cannot_be_counted_and_small_rows_of_many(inputs: int) -> None:
+    problem = make_problem(4096, inputs, "add", False, 600, torch.bfloat16)
+    problem.x[::7] = 0.0
+    problem.residual[::7] *= 1e-4  # so small that its squares are counted in fine units
+    problem.residual[3::11, 70] = 3e5
+    problem.residual[4::13, 5] = torch.nan
+    problem.residual[5::17, 300] = torch.inf
+    for rows in (300, 600):
+        for many, few in zip(problem.run(slice(0, rows)), problem.run(slice(0, rows), problem.tile), strict=True):
+            assert torch.equal(many.nan_to_num(), few.nan_to_num()), rows
+
+
+@pytest.mark.parametrize("rows", [512, 2048])
+def test_a_sum_is_what_the_library_computes_without_splitting(rows: int) -> None:
+    """An independent oracle: cuBLASLt, asked for one chain over all inputs."""
+    problem = make_problem(6144, 4096, "plain", False, rows, torch.bfloat16)
+    matmul, before = torch.backends.cuda.matmul, torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+    library = torch.backends.cuda.preferred_blas_library("cublaslt")
+    try:
+        matmul.allow_bf16_reduced_precision_reduction = (False, False)
+        assert torch.equal(problem.run(slice(0, rows))[0], problem.x @ problem.weight.T)
+    finally:
+        matmul.allow_bf16_reduced_precision_reduction = before
+        torch.backends.cuda.preferred_blas_library(library)
+
+
+@pytest.mark.parametrize("problem", ["o"], indirect=True)
+def test_programs_that_wait_for_each_other_give_the_same_bits_again(problem: Problem) -> None:
+    """512 rows of a split weight are computed by pairs of programs, which exchange sums."""
+    first = problem.run(slice(0, 512))
+    same = torch.ones((), dtype=torch.bool, device="cuda")
+    for _ in range(200):
+        for part, other in zip(problem.run(slice(0, 512)), first, strict=True):
             same &= (part == other).all()
     assert bool(same)

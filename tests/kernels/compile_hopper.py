@@ -18,6 +18,7 @@ from peregrine.kernels.attention.mla_triton import HOPPER_REGISTERS as MLA_REGIS
 from peregrine.kernels.attention.plan import MLA_WARPS
 from peregrine.kernels.attention.triton import HOPPER_REGISTERS, HOPPER_STAGES
 from peregrine.kernels.linear.hopper import hopper_kernel
+from peregrine.kernels.linear.hopper_large import large_kernel
 from peregrine.kernels.linear.tiles import HOPPER_TABLES
 
 TYPES = {
@@ -66,7 +67,20 @@ def compile_linear(kind: str, rows: int, outputs: int, inputs: int, split: int) 
     compile_kernel(hopper_kernel, tiled, known | {"num_warps": warps})
 
 
+def compile_large(outputs: int, inputs: int, split: int, gate: bool) -> None:
+    """The kernel for many rows: of a gate, or of an addition in parts."""
+    known = {"N": outputs, "K": inputs, "SPLIT": split, "PAIRS": False, "BIAS": False, "num_warps": 4}
+    known |= {"SCALE": gate, "GATE": gate, "ADD": not gate}
+    weight = [8, 2, 8, 64] if gate else [128, 64]
+    layout = gl.NVMMASharedLayout.get_default_for(weight, gl.bfloat16)
+    tiled = {"x_desc": tiles(128, 64), "w_desc": f"tensordesc<bf16{weight},{layout!r}>"}
+    tiled |= dict.fromkeys(("out_desc", "scaled_desc", "residual_desc"), tiles(64, 64))
+    compile_kernel(large_kernel, tiled, known)
+
+
 if __name__ == "__main__":
+    compile_large(14336, 4096, 1, gate=True)
+    compile_large(4096, 4096, 2, gate=False)
     for rows in (16, 128):
         compile_linear("plain", rows, 6144, 4096, 1)
         compile_linear("split", rows, 4096, 14336, 2)

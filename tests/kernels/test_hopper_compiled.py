@@ -12,7 +12,7 @@ from peregrine.kernels.runtime.gpu import TRITON_PRESENT
 
 ROOT = Path(__file__).parents[2]
 MOST_SHARED = 227 * 1024  # bytes that a program can have
-DENSE, MLA = "hopper_decode_kernel", "mla_hopper_kernel"
+DENSE, MLA, LARGE = "hopper_decode_kernel", "mla_hopper_kernel", "large_kernel"
 ATTENTION = (DENSE, MLA)
 
 
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.skipif(not TRITON_PRESENT, reason="needs triton")
 
 
 def test_all_fit_a_multiprocessor(compiled: list[dict[str, int | str]]) -> None:
-    assert len(compiled) == 15
+    assert len(compiled) == 17
     assert all(0 < int(facts["shared"]) <= MOST_SHARED for facts in compiled)
 
 
@@ -51,10 +51,17 @@ def test_products_of_attention_wait_for_each_other_only_where_they_must(compiled
     assert all(int(f["held_up"]) <= 3 for f in compiled if f["kernel"] in ATTENTION)
 
 
+def test_products_for_many_rows_follow_each_other(compiled: list[dict[str, int | str]]) -> None:
+    """Two waits for every loop of products, for the step before and for the last; more if registers run out."""
+    large = [f for f in compiled if f["kernel"] == LARGE]
+    assert [(f["matrix"], f["held_up"]) for f in large] == [(16, 8), (8, 4)]
+
+
 def test_every_warp_waits_for_the_kernel_before(compiled: list[dict[str, int | str]]) -> None:
-    """Attention has two kinds of warps, and each must wait: one reads new keys, the other queries."""
+    """Attention has two kinds of warps, and each must wait: one reads new keys, the other queries. So has LARGE."""
     assert {f["waits"] for f in compiled if f["kernel"] in ATTENTION} == {2}
-    assert {f["waits"] for f in compiled if f["kernel"] not in ATTENTION} == {1}
+    assert {f["waits"] for f in compiled if f["kernel"] == LARGE} == {3}
+    assert {f["waits"] for f in compiled if f["kernel"] not in (*ATTENTION, LARGE)} == {1}
 
 
 def test_attention_rounds_as_its_twin_does(compiled: list[dict[str, int | str]]) -> None:

@@ -18,15 +18,20 @@ from peregrine.hardware import triton_interprets
 from peregrine.kernels.linear import DenseWeight, workspace_bytes
 from peregrine.kernels.linear.tiles import (
     HEIGHTS,
+    LARGE_COLS,
+    LARGE_ROWS,
     MAX_ROWS,
     MIN_DEPTH,
     MULTIPROCESSORS,
     ON_H200,
     SPLIT_DEPTH,
     TABLES,
+    LargePlan,
     Tile,
+    large_plan,
     pick_split,
     pick_tile,
+    workspace_sizes,
 )
 from peregrine.kernels.runtime.gpu import TRITON_PRESENT
 
@@ -320,3 +325,34 @@ def test_partial_sums_find_room(outputs: int, rows: int, blocks: int) -> None:
     tiles = -(-outputs // tile.cols) * -(-rows // tile.rows)
     assert tiles * tile.split * tile.rows * tile.cols <= partial.numel()
     assert tiles <= arrived.numel()
+
+
+@pytest.mark.parametrize(
+    ("rows", "outputs", "inputs", "gate", "add", "plan"),
+    [
+        (128, 6144, 4096, False, False, None),  # tiles of the table have as many rows
+        (512, 6144, 4096, False, False, LargePlan(132, 1, False)),
+        (130, 1024, 4096, False, False, LargePlan(8, 8, False)),
+        (129, 8192, 4096, False, True, LargePlan(64, 1, False)),
+        (256, 4096, 14336, False, True, None),  # tiles of the table fill the device, pairs only half of it
+        (250, 4096, 14336, False, True, LargePlan(64, 2, True)),
+        (512, 4096, 14336, False, True, LargePlan(128, 2, True)),  # a pair of programs for each of 64 tiles
+        (513, 4096, 14336, False, True, LargePlan(80, 2, False)),
+        (8192, 4096, 14336, False, True, LargePlan(132, 2, False)),
+        (8192, 14336, 4096, True, False, LargePlan(132, 1, False)),
+        (8192, 14332, 4096, True, False, None),  # rows of outputs that do not start at multiples of 16 bytes
+        (8192, 6144, 192, False, False, None),  # fewer steps than the ring has places
+    ],
+)
+def test_many_rows_have_a_plan_of_their_own(
+    rows: int, outputs: int, inputs: int, gate: bool, add: bool, plan: LargePlan | None
+) -> None:
+    assert large_plan(rows, outputs, inputs, gate, add) == plan
+
+
+def test_pairs_and_parked_sums_have_their_places_in_the_workspace() -> None:
+    partial, arrived = workspace_sizes()
+    half, chunk, sums = LARGE_ROWS // 2, 64, LARGE_ROWS * LARGE_COLS
+    assert MULTIPROCESSORS // 2 * sums <= partial  # pairs: half of the sums of each part
+    assert arrived >= MULTIPROCESSORS // 2 * 2 * 2
+    assert MULTIPROCESSORS * 2 * half * chunk <= partial

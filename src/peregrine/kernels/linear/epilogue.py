@@ -29,6 +29,12 @@ def merge_split(total, partial, arrived, tile, inner, part, SPLIT: tl.constexpr,
 
 
 @triton.jit
+def gated(total, up):  # type: ignore[no-untyped-def]
+    """silu(total) * up, as Hopper's kernels round it."""
+    return total / (1.0 + tl.exp(-total)) * up
+
+
+@triton.jit
 def finish_outputs(  # type: ignore[no-untyped-def]
     total,
     up,
@@ -46,7 +52,7 @@ def finish_outputs(  # type: ignore[no-untyped-def]
     ROW_AXIS: tl.constexpr,
 ):
     """Scale, bias, gate, residual, and the first half of the next norm; arguments are those of `linear_kernel`."""
-    bias, out, squares, residual, norm, scaled, next_squares, stale_squares = pointers
+    bias, out, squares, residual, norm, scaled, next_squares, _ = pointers
     COL_AXIS: tl.constexpr = 1 - ROW_AXIS
     if SCALE:
         coarse = tl.load(squares + 2 * rows, mask=rows < M, other=0)
@@ -60,8 +66,8 @@ def finish_outputs(  # type: ignore[no-untyped-def]
             up = up * scale
         if BIAS:
             up += tl.expand_dims(tl.load(bias + N + cols % N).to(tl.float32), ROW_AXIS)
-        # The two kernels round silu differently.
-        total = total * tl.sigmoid(total) * up if ROW_AXIS == 0 else total / (1.0 + tl.exp(-total)) * up
+        # The Triton kernel and Hopper's round silu differently.
+        total = total * tl.sigmoid(total) * up if ROW_AXIS == 0 else gated(total, up)
     inside = tl.expand_dims(rows < M, COL_AXIS) & tl.expand_dims(cols < N, ROW_AXIS)
     places = tl.expand_dims(rows.to(tl.int64), COL_AXIS) * N + tl.expand_dims(cols, ROW_AXIS)
     if ADD:
@@ -79,6 +85,10 @@ def finish_outputs(  # type: ignore[no-untyped-def]
         if tl.max(is_fine.to(tl.int32), axis=0) > 0:  # seldom: most tiles of most layers have no such row
             fine = tl.sum(fine_square(value), axis=COL_AXIS)
             tl.atomic_add(next_squares + 2 * rows + 1, fine, mask=is_fine, sem="relaxed")
-        if tl.program_id(0) == 0:
-            tl.store(stale_squares + 2 * rows, 0, mask=rows < M)
-            tl.store(stale_squares + 2 * rows + 1, 0, mask=rows < M)
+
+
+@triton.jit
+def reset_squares(stale_squares, rows, M):  # type: ignore[no-untyped-def]
+    """Zeros in the sums of squares of some rows, for the next addition."""
+    tl.store(stale_squares + 2 * rows, 0, mask=rows < M)
+    tl.store(stale_squares + 2 * rows + 1, 0, mask=rows < M)

@@ -20,13 +20,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from peregrine.kernels.linear.epilogue import finish_outputs, merge_split
+from peregrine.kernels.linear.epilogue import finish_outputs, merge_split, reset_squares
+
+NUMBERS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
 def tiled(matrix: Tensor, rows: int, depth: int) -> TensorDescriptor:
     """The TMA descriptor of a matrix in tiles of rows x depth; rows past the last read as zeros."""
-    number = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[matrix.dtype]
-    layout = gl.NVMMASharedLayout.get_default_for([rows, depth], number)
+    layout = gl.NVMMASharedLayout.get_default_for([rows, depth], NUMBERS[matrix.dtype])
     return TensorDescriptor.from_tensor(matrix, [rows, depth], layout)
 
 
@@ -133,3 +134,5 @@ def hopper_kernel(  # type: ignore[no-untyped-def]
     if last:
         pointers = bias, out, squares, residual, norm, scaled, next_squares, stale_squares
         finish_outputs(total, up, rows, cols, pointers, M, eps, N, K, SCALE, BIAS, GATE, ADD, ROW_AXIS=1)
+        if ADD and gl.program_id(0) == 0:
+            reset_squares(stale_squares, rows, M)

@@ -18,6 +18,8 @@ SPLIT_PROGRAMS, SPLIT_INPUTS, SPLIT_DEPTH = 160, 512, 64
 SPLIT_COLS = 64  # outputs of a tile that is shared
 MULTIPROCESSORS = 132  # of an H200
 WIDE_OUTPUTS = 32768
+# Of Hopper's kernel for many rows: its tile, and what its descriptors of outputs need.
+LARGE_ROWS, LARGE_COLS, LARGE_DEPTH, LARGE_STAGES, LARGE_ALIGNMENT = 128, 256, 64, 4, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,32 @@ def pick_tile(
         room = room.half()  # programs are short: all must run at once, or the last ones would start too late
     stages = room.stages(stages, (rows + cols * (2 if gate else 1)) * depth)
     return Tile(rows, cols, depth, warps, stages, split)
+
+
+@dataclass(frozen=True, slots=True)
+class LargePlan:
+    """How Hopper's kernel for many rows (`hopper_large.py`) computes a linear."""
+
+    programs: int
+    split: int
+    in_pairs: bool  # two programs have one part of the inputs each
+
+
+def large_plan(
+    num_rows: int, num_outputs: int, num_inputs: int, gate: bool, add: bool, num_sms: int = MULTIPROCESSORS
+) -> LargePlan | None:
+    """The plan of a linear on Hopper for so many rows, None where the table's tiles serve; it changes no bit."""
+    split = pick_split(num_outputs, num_inputs, gate)
+    aligned = num_outputs % LARGE_ALIGNMENT == 0 and num_inputs % (split * LARGE_DEPTH) == 0
+    if num_rows <= HEIGHTS[-1] or not aligned or num_inputs // split < LARGE_DEPTH * LARGE_STAGES:
+        return None
+    tiles = -(-num_rows // LARGE_ROWS) * -(-num_outputs // (LARGE_COLS // 2 if gate else LARGE_COLS))
+    in_pairs = split == 2 and 2 * tiles <= num_sms
+    if in_pairs and 4 * tiles <= num_sms and num_rows % HEIGHTS[-1] == 0:
+        return None  # half of the device would be idle, and rows fill the table's tiles
+    # Without split inputs or a residual, tiles that would leave half of the programs idle are halved.
+    pieces = 2 if in_pairs or (split == 1 and not add) else 1
+    return LargePlan(min(num_sms, pieces * tiles), split, in_pairs)
 
 
 def check_inputs(what: str, *sizes: int) -> None:

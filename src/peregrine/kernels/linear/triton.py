@@ -19,11 +19,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from peregrine.kernels.linear.epilogue import finish_outputs, merge_split
+from peregrine.kernels.linear.epilogue import finish_outputs, merge_split, reset_squares
 from peregrine.kernels.linear.reference import DenseWeight
-from peregrine.kernels.linear.tiles import MAX_ROWS, SPLIT_DEPTH, Room, Tile, pick_tile, workspace_sizes
+from peregrine.kernels.linear.tiles import (
+    MAX_ROWS,
+    SPLIT_DEPTH,
+    LargePlan,
+    Room,
+    Tile,
+    large_plan,
+    pick_tile,
+    workspace_sizes,
+)
 from peregrine.kernels.residual import Norm, Residual, add_to_residual, splits_norm
-from peregrine.kernels.runtime.gpu import dense_rows, is_hopper, launch, shared_bytes
+from peregrine.kernels.runtime.gpu import dense_rows, is_hopper, launch, multiprocessors, shared_bytes
 from peregrine.kernels.runtime.pdl import enter
 
 
@@ -84,11 +93,19 @@ def run(
     add: Addition | None = None,
     tile: Tile | None = None,
 ) -> None:
-    """One launch for every MAX_ROWS rows. `scale` is (squares, eps); without a tile, the one that the tables say."""
+    """One launch for every MAX_ROWS rows. `scale` is (squares, eps); without a tile, the one that the tables say.
+
+    Without a tile many rows may go to Hopper's kernel for them, in one launch.
+    """
     x = dense_rows(x)
     num_rows, num_outputs = out.shape
     matrix, bias = weight.weight, weight.bias
     on_hopper = hopper_takes(matrix)
+    if tile is None and on_hopper:
+        plan = large_plan(num_rows, num_outputs, x.shape[1], gate, add is not None, multiprocessors(x.device, 0))
+        if plan is not None:
+            _run_large(x, weight, out, scale, gate, add, plan)
+            return
     if tile is None:
         room = Room(shared_bytes(x.device), x.element_size())
         tile = pick_tile(min(num_rows, MAX_ROWS), num_outputs, x.shape[1], gate, on_hopper, room)
@@ -126,6 +143,45 @@ def run(
         else:
             sizes = count, x.stride(0), eps
             launch(linear_kernel, grid, x[rows], matrix, *pointers, *sizes, **constants, num_stages=tile.stages)
+
+
+def _run_large(
+    x: Tensor,
+    weight: DenseWeight,
+    out: Tensor,
+    scale: tuple[Tensor, float] | None,
+    gate: bool,
+    add: Addition | None,
+    plan: LargePlan,
+) -> None:
+    # Imports Gluon, which other devices do not need.
+    from peregrine.kernels.linear.hopper import tiled
+    from peregrine.kernels.linear.hopper_large import CHUNK, DEPTH, HALF, ROWS, large_kernel, weight_tiles
+
+    def in_chunks(matrix: Tensor) -> Any:
+        return tiled(matrix, HALF.value, CHUNK.value)
+
+    squares, eps = scale or (None, 0.0)
+    results = in_chunks(out)
+    launch(
+        large_kernel,
+        (plan.programs,),
+        *(tiled(x, ROWS.value, DEPTH.value), weight_tiles(weight.weight, gate), results),
+        *((in_chunks(add.scaled), in_chunks(add.residual)) if add else (results, results)),
+        *(out if weight.bias is None else weight.bias, out if squares is None else squares),
+        *((add.norm, add.squares, add.stale_squares) if add else (out,) * 3),
+        *(*_workspace(x.device), len(out), eps),
+        N=out.shape[1],
+        K=x.shape[1],
+        SCALE=squares is not None,
+        BIAS=weight.bias is not None,
+        GATE=gate,
+        ADD=add is not None,
+        SPLIT=plan.split,
+        PAIRS=plan.in_pairs,
+        num_warps=4,
+        pdl=True,
+    )
 
 
 def hopper_takes(weight: Tensor) -> bool:
@@ -210,3 +266,5 @@ def linear_kernel(  # type: ignore[no-untyped-def]
     if last:
         pointers = bias, out, squares, residual, norm, scaled, next_squares, stale_squares
         finish_outputs(total, up, rows, cols, pointers, M, eps, N, K, SCALE, BIAS, GATE, ADD, ROW_AXIS=0)
+        if ADD and tl.program_id(0) == 0:
+            reset_squares(stale_squares, rows, M)

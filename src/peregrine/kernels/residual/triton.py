@@ -17,7 +17,7 @@ SMALL_UNITS = tl.constexpr(int(reference.SMALL_MEAN * reference.SQUARE_UNIT))  #
 @triton.jit
 def weighted(value, weight):  # type: ignore[no-untyped-def]
     """First half of a norm: the value times the norm's weight; NaN if its square cannot be counted. f32"""
-    return tl.where(value * value <= MAX_SQUARE, value * weight, float("nan"))
+    return value * tl.where(value * value <= MAX_SQUARE, weight, float("nan"))
 
 
 @triton.jit

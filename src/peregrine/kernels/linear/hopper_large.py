@@ -1,0 +1,606 @@
+"""The linear kernel for Hopper and many rows, in Gluon: the arithmetic of `hopper.py`, bit for bit.
+
+There are as many programs as multiprocessors, and each takes tile after tile: ROWS tokens by COLS rows of the weight.
+One warp of a program copies steps of DEPTH inputs by TMA into a ring of STAGES places. Two groups of four warps
+multiply them, each for HALF of the tokens, and finish their outputs while the copies for the next tile are under way.
+
+Same bits: a matrix instruction adds the products of 16 inputs to a sum, in ascending order and whatever the tile, so an
+output is the same chain as in the other kernels. A weight whose inputs are split (`pick_split`) has a chain for each
+part, added in order. A tile's sums fill half of all registers, so those of one part cannot all stay there until the
+next part is done.
+
+With GATE a tile's rows are 8 gates, 8 ups, 8 gates and so on, copied by a descriptor of four dimensions: so a thread
+has the gate and the up of an output.
+"""
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from peregrine.kernels.linear import tiles
+from peregrine.kernels.linear.epilogue import gated, reset_squares
+from peregrine.kernels.linear.hopper import NUMBERS, tiled
+from peregrine.kernels.residual.reference import MAX_SQUARE, SQUARE_UNIT
+from peregrine.kernels.residual.triton import counted_square, fine_square, is_small, root_mean_square, weighted
+
+ROWS = gl.constexpr(tiles.LARGE_ROWS)
+HALF = gl.constexpr(tiles.LARGE_ROWS // 2)
+COLS = gl.constexpr(tiles.LARGE_COLS)
+DEPTH = gl.constexpr(tiles.LARGE_DEPTH)
+STAGES = gl.constexpr(tiles.LARGE_STAGES)
+GROUP = gl.constexpr(8)  # tiles of rows that share a tile of the weight while it is in L2
+CHUNK = gl.constexpr(64)  # outputs that are finished at a time
+SQUARE_ROOT_OF_UNIT = gl.constexpr(SQUARE_UNIT**0.5)
+MAX_UNITS = gl.constexpr(MAX_SQUARE * SQUARE_UNIT)
+LAG = gl.constexpr(2)  # steps by which the second group is behind the first, so that one multiplies while one finishes
+
+
+@gluon.jit
+def place_of(tile, M, COL_TILES: gl.constexpr):  # type: ignore[no-untyped-def]
+    """(first row, first of these that no other tile has, column tile) of a tile.
+
+    GROUP tiles of rows share a tile of the weight before the next one is read. The last tile of rows begins so early
+    that it is whole: copies of rows past the last one would take far longer.
+    """
+    group, inside = tile // (GROUP * COL_TILES), tile % (GROUP * COL_TILES)
+    height = gl.minimum((M + ROWS - 1) // ROWS - group * GROUP, GROUP)
+    own = (group * GROUP + inside % height) * ROWS
+    return gl.minimum(own, M - ROWS), own, inside // height
+
+
+@gluon.jit
+def work_of(  # type: ignore[no-untyped-def]
+    local, M, COL_TILES: gl.constexpr, SPLIT: gl.constexpr, PAIRS: gl.constexpr
+):
+    """(tile, first row, first row of its own, column tile, part) of a program's n-th piece of work."""
+    if PAIRS:
+        item = gl.program_id(0) + local * gl.num_programs(0)
+        tile, part = item // SPLIT, item % SPLIT
+    else:
+        tile, part = gl.program_id(0) + local // SPLIT * gl.num_programs(0), local % SPLIT
+    row, own, col = place_of(tile, M, COL_TILES)
+    return tile, row, own, col, part
+
+
+@gluon.jit
+def request_weights(w_desc, w_halves, ready, slot, half, depth, live, GATE: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Start the copy of one step's weights for half of a tile's columns."""
+    w_half = w_halves.index(slot)
+    barrier = ready.index(slot // 2)
+    if GATE:
+        w_half = w_half._reinterpret(w_desc.dtype, w_desc.block_shape, w_desc.layout)
+        tma.async_copy_global_to_shared(w_desc, [half * (COLS // 32), 0, 0, depth], barrier, w_half, live)
+    else:
+        tma.async_copy_global_to_shared(w_desc, [half * (COLS // 2), depth], barrier, w_half, live)
+
+
+@gluon.jit
+def copy_tiles(  # type: ignore[no-untyped-def]
+    x_desc,
+    w_desc,
+    residual_desc,
+    work,
+    ring,
+    STEPS: gl.constexpr,
+    SPLIT: gl.constexpr,
+    COL_TILES: gl.constexpr,
+    PAIRS: gl.constexpr,
+    GATE: gl.constexpr,
+    ADD: gl.constexpr,
+):
+    """The copying warp. The first weights are requested while the previous kernel is still running."""
+    count, half_tile, M = work
+    x_tiles, w_tiles, w_halves, ready, free, _ = ring
+    BYTES: gl.constexpr = (ROWS + COLS) * DEPTH * 2
+    _, _, _, first_col, first_part = work_of(0, M, COL_TILES, SPLIT, PAIRS)
+    has_tiles = count > 0
+    for early in gl.static_range(STAGES):
+        mbarrier.expect(ready.index(early), BYTES, has_tiles)
+        first_depth = (first_part * STEPS + early) * DEPTH
+        request_weights(w_desc, w_halves, ready, 2 * early, 2 * first_col, first_depth, has_tiles, GATE)
+        request_weights(w_desc, w_halves, ready, 2 * early + 1, 2 * first_col + 1, first_depth, has_tiles, GATE)
+    gdc_wait()
+    i = 0
+    for local in range(count):
+        _, row, _, col, part = work_of(local, M, COL_TILES, SPLIT, PAIRS)
+        for step in range(STEPS):
+            place = i % STAGES
+            mbarrier.wait(free.index(place), ((i // STAGES) & 1) ^ 1)
+            more = i >= STAGES
+            mbarrier.expect(ready.index(place), BYTES, more)
+            depth = (part * STEPS + step) * DEPTH
+            tma.async_copy_global_to_shared(x_desc, [row, depth], ready.index(place), x_tiles.index(place))
+            request_weights(w_desc, w_halves, ready, 2 * place, 2 * col, depth, more, GATE)
+            request_weights(w_desc, w_halves, ready, 2 * place + 1, 2 * col + 1, depth, more, GATE)
+            i += 1
+        if ADD and (PAIRS or part == SPLIT - 1):
+            # The residual takes two places of the ring, one for each half of the tokens.
+            CHUNKS: gl.constexpr = COLS // CHUNK // 2 if PAIRS else COLS // CHUNK
+            for half in gl.static_range(2):
+                there = i % STAGES
+                mbarrier.wait(free.index(there), ((i // STAGES) & 1) ^ 1)
+                mbarrier.expect(ready.index(there), CHUNKS * HALF * CHUNK * 2)
+                chunks = residual_chunks(w_tiles, there, residual_desc)
+                for c in gl.static_range(CHUNKS):
+                    corner = [row + half * HALF, col * COLS + ((part if PAIRS else 0) * CHUNKS + c) * CHUNK]
+                    tma.async_copy_global_to_shared(residual_desc, corner, ready.index(there), chunks.index(c))
+                i += 1
+    if SPLIT == 1 and not ADD and half_tile >= 0:
+        last_row, _, last_col = place_of(half_tile // 2, M, COL_TILES)
+        for step in range(STEPS):
+            here = i % STAGES
+            mbarrier.wait(free.index(here), ((i // STAGES) & 1) ^ 1)
+            mbarrier.expect(ready.index(here), BYTES - COLS // 2 * DEPTH * 2)
+            at = [last_row, step * DEPTH]
+            tma.async_copy_global_to_shared(x_desc, at, ready.index(here), x_tiles.index(here))
+            request_weights(w_desc, w_halves, ready, 2 * here, 2 * last_col + half_tile % 2, step * DEPTH, True, GATE)
+            i += 1
+
+
+@gluon.jit
+def residual_chunks(w_tiles, place, residual_desc):  # type: ignore[no-untyped-def]
+    """A place of the ring as chunks of the residual."""
+    shape: gl.constexpr = [COLS // CHUNK, HALF, CHUNK]
+    return w_tiles.index(place)._reinterpret(residual_desc.dtype, shape, residual_desc.layout)
+
+
+@gluon.jit
+def multiply(x_tiles, w_tiles, ready, free, lead, i, WHICH: gl.constexpr, STEPS: gl.constexpr):  # type: ignore[no-untyped-def]
+    """(sums of one part of a tile [HALF, columns], steps done so far)."""
+    WIDTH: gl.constexpr = w_tiles.shape[1]
+    EACH: gl.constexpr = w_tiles.shape[0] // STAGES  # places of the weights for each of the ring
+    product: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    total = gl.zeros((HALF, WIDTH), gl.float32, product)
+    for step in range(STEPS):
+        place = i % STAGES
+        mbarrier.wait(ready.index(place), (i // STAGES) & 1)
+        x_tile = x_tiles.index(place).slice(WHICH * HALF, HALF)
+        total = warpgroup_mma(x_tile, w_tiles.index(EACH * place).permute((1, 0)), total, is_async=True)
+        total = warpgroup_mma_wait(1, deps=(total,))
+        gl.thread_barrier()
+        mbarrier.arrive(free.index((i + STAGES - 1) % STAGES), count=1, pred=step > 0)  # the step before is done
+        if WHICH == 0:
+            mbarrier.arrive(lead, count=1, pred=i == LAG)
+        i += 1
+    total = warpgroup_mma_wait(0, deps=(total,))
+    gl.thread_barrier()
+    mbarrier.arrive(free.index((i + STAGES - 1) % STAGES), count=1)
+    return total, i
+
+
+@gluon.jit
+def halves(total):  # type: ignore[no-untyped-def]
+    """Left and right half of the columns."""
+    WIDTH: gl.constexpr = total.shape[1] // 2
+    product: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    left, right = gl.split(gl.permute(gl.reshape(total, [HALF, 2, WIDTH]), [0, 2, 1]))
+    return gl.convert_layout(left, product, assert_trivial=True), gl.convert_layout(right, product, assert_trivial=True)
+
+
+@gluon.jit
+def cut(total):  # type: ignore[no-untyped-def]
+    """Columns in chunks."""
+    if total.shape[1] == CHUNK:
+        chunks = (total,)
+    else:
+        left, right = halves(total)
+        if total.shape[1] == 2 * CHUNK:  # noqa: SIM108
+            chunks = (left, right)  # type: ignore[assignment]
+        else:
+            chunks = halves(left) + halves(right)
+    return chunks
+
+
+@gluon.jit
+def in_chunks(total, GATE: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Columns of a tile in chunks: (sums, or gates; ups)."""
+    if GATE:
+        WIDTH: gl.constexpr = total.shape[1] // 2
+        product: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+        gate, up = gl.split(gl.permute(gl.reshape(total, [HALF, WIDTH // 8, 2, 8]), [0, 1, 3, 2]))
+        gate = gl.convert_layout(gl.reshape(gate, [HALF, WIDTH]), product, assert_trivial=True)
+        up = gl.convert_layout(gl.reshape(up, [HALF, WIDTH]), product, assert_trivial=True)
+        chunks, ups = cut(gate), cut(up)
+    else:
+        chunks = cut(total)
+        ups = chunks
+    return chunks, ups
+
+
+@gluon.jit
+def pick(chunks, c):  # type: ignore[no-untyped-def]
+    """The chunk of a number that is known at run time: code that is repeated would not fit the instruction cache."""
+    if len(chunks) == 4:
+        chunk = gl.where(c < 2, gl.where(c == 0, chunks[0], chunks[1]), gl.where(c == 2, chunks[2], chunks[3]))
+    elif len(chunks) == 2:
+        chunk = gl.where(c == 0, chunks[0], chunks[1])
+    else:
+        chunk = chunks[0]
+    return chunk
+
+
+@gluon.jit
+def places(base, chunk):  # type: ignore[no-untyped-def]
+    """Pointers to the elements of a chunk that lies at `base` in blocks of 8 by 8, each of them what a warp holds."""
+    layout: gl.constexpr = chunk.type.layout
+    rows, cols = gl.arange(0, HALF, gl.SliceLayout(1, layout)), gl.arange(0, CHUNK, gl.SliceLayout(0, layout))
+    return base + ((rows // 8 * (8 * CHUNK) + rows % 8 * 8)[:, None] + (cols // 8 * 64 + cols % 8)[None, :])
+
+
+@gluon.jit
+def rounded(values, NUMBER: gl.constexpr):  # type: ignore[no-untyped-def]
+    """`values.to(NUMBER)`, two at a time: of values that are needed again the compiler would convert one at a time."""
+    if gl.bfloat16 == NUMBER:
+        both = gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [values], gl.bfloat16, True, 2)
+    else:
+        both = gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [values], gl.float16, True, 2)
+    return both
+
+
+@gluon.jit
+def norm_weights(norm, col, chunk, N: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The next norm's weights for the columns of a chunk."""
+    cols = col + gl.arange(0, CHUNK, gl.SliceLayout(0, chunk.type.layout))
+    return gl.load(norm + cols % N)
+
+
+@gluon.jit
+def row_factors(squares, row, eps, K: gl.constexpr, SCALE: gl.constexpr):  # type: ignore[no-untyped-def]
+    """What HALF rows are multiplied with: the second half of their norm."""
+    rows = row + gl.arange(0, HALF, gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16])))
+    if SCALE:
+        coarse = gl.load(squares + 2 * rows)
+        fine = gl.load(squares + 2 * rows + 1)
+        factors = 1.0 / root_mean_square(coarse, fine, eps, K)
+    else:
+        factors = rows.to(gl.float32)
+    return factors
+
+
+@gluon.jit
+def finish_chunk(  # type: ignore[no-untyped-def]
+    total,
+    up,
+    factor,
+    row,
+    col,
+    bias,
+    out_desc,
+    buffer,
+    N: gl.constexpr,
+    SCALE: gl.constexpr,
+    BIAS: gl.constexpr,
+    GATE: gl.constexpr,
+):
+    """`finish_outputs` without a residual for one chunk [HALF, CHUNK], which leaves through shared memory."""
+    cols = col + gl.arange(0, CHUNK, gl.SliceLayout(0, total.type.layout))
+    if SCALE:
+        total = total * factor[:, None]
+    if BIAS:
+        total += gl.load(bias + cols % N).to(gl.float32)[None, :]
+    if GATE:
+        if SCALE:
+            up = up * factor[:, None]
+        if BIAS:
+            up += gl.load(bias + N + cols % N).to(gl.float32)[None, :]
+        total = gated(total, up)
+    tma.store_wait(1)
+    gl.thread_barrier()
+    buffer.store(total.to(out_desc.dtype))
+    fence_async_shared()
+    gl.thread_barrier()
+    tma.async_copy_shared_to_global(out_desc, [row, col], buffer)
+
+
+@gluon.jit
+def add_chunk(  # type: ignore[no-untyped-def]
+    total,
+    residual,
+    weights,
+    bias,
+    row,
+    col,
+    next_squares,
+    out_desc,
+    scaled_desc,
+    buffers,
+    own,
+    N: gl.constexpr,
+    BIAS: gl.constexpr,
+):
+    """`finish_outputs` with a residual for one chunk [HALF, CHUNK]: the sum and the sum scaled leave through `buffers`.
+
+    Returns the sum of squares of each row. An atomic here would hold up the fence that the next chunk needs.
+    """
+    layout: gl.constexpr = total.type.layout
+    rows = row + gl.arange(0, HALF, gl.SliceLayout(1, layout))
+    cols = col + gl.arange(0, CHUNK, gl.SliceLayout(0, layout))
+    if BIAS:
+        total += gl.load(bias + cols % N).to(gl.float32)[None, :]
+    result = rounded(total + residual.load(layout).to(gl.float32), out_desc.dtype)
+    value, weight = result.to(gl.float32), weights.to(gl.float32)[None, :]
+    if N % CHUNK:
+        value = gl.where((cols < N)[None, :], value, 0.0)
+    # Nearly always all squares can be counted and no row is small. That is so if the sum of a row's squares is as it
+    # should be, and then nothing is to be asked of single values.
+    units = value * SQUARE_ROOT_OF_UNIT
+    units = units * units
+    coarse = gl.sum(units.to(gl.int64), axis=1)
+    is_live = rows >= own
+    is_odd = is_live & (is_small(coarse, N) | ~(gl.sum(units, axis=1) <= MAX_UNITS))
+    prepared = value * weight
+    if gl.max(is_odd.to(gl.int32), axis=0) > 0:
+        prepared = weighted(value, weight)
+        coarse = gl.sum(counted_square(value), axis=1)
+        is_fine = is_live & is_small(coarse, N)
+        fine = gl.sum(fine_square(value), axis=1)
+        gl.atomic_add(next_squares + 2 * rows + 1, fine, mask=is_fine, sem="relaxed")
+    tma.store_wait(0)
+    gl.thread_barrier()
+    buffers.index(0).store(result)
+    buffers.index(1).store(prepared.to(out_desc.dtype))
+    fence_async_shared()
+    gl.thread_barrier()
+    tma.async_copy_shared_to_global(out_desc, [row, col], buffers.index(0))
+    tma.async_copy_shared_to_global(scaled_desc, [row, col], buffers.index(1))
+    return coarse
+
+
+@gluon.jit
+def finish_tiles(  # type: ignore[no-untyped-def]
+    WHICH: gl.constexpr,
+    work,
+    ring,
+    pointers,
+    outputs,
+    scratch,
+    eps,
+    STEPS: gl.constexpr,
+    SPLIT: gl.constexpr,
+    COL_TILES: gl.constexpr,
+    PAIRS: gl.constexpr,
+    N: gl.constexpr,
+    K: gl.constexpr,
+    SCALE: gl.constexpr,
+    BIAS: gl.constexpr,
+    GATE: gl.constexpr,
+    ADD: gl.constexpr,
+):
+    """Four warps that multiply and finish one half of every tile's tokens."""
+    count, half_tile, M = work
+    x_tiles, w_tiles, w_halves, ready, free, lead = ring
+    bias, norm, next_squares, stale_squares = pointers
+    out_desc, scaled_desc, residual_desc, buffers = outputs
+    partial, arrived, squares = scratch
+    OUT_COLS: gl.constexpr = COLS // 2 if GATE else COLS
+    gdc_launch_dependents()
+    gdc_wait()
+    if WHICH == 1:
+        mbarrier.wait(lead, 0, pred=(count > 0) | (half_tile >= 0))
+    i = 0
+    parked = buffers._reinterpret(gl.float32, [HALF, CHUNK], gl.NVMMASharedLayout(128, 32))
+    nothing = gl.zeros((HALF, CHUNK), gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16]))
+    kept, kept_too = nothing, nothing
+    for local in range(count):
+        tile, row, own, col, part = work_of(local, M, COL_TILES, SPLIT, PAIRS)
+        row, col = row + WHICH * HALF, col * OUT_COLS
+        total, i = multiply(x_tiles, w_tiles, ready, free, lead, i, WHICH, STEPS)
+        chunks, ups = in_chunks(total, GATE)
+        factor = row_factors(squares, row, eps, K, SCALE)
+        is_last = True
+        if PAIRS:
+            # Two programs have one part each: a program sends half of its columns to the other and finishes the rest.
+            sent = (gl.where(part == 0, chunks[2], chunks[0]), gl.where(part == 0, chunks[3], chunks[1]))
+            chunks = (gl.where(part == 0, chunks[0], chunks[2]), gl.where(part == 0, chunks[1], chunks[3]))
+            slot = (tile * 2 + WHICH) * 2
+            col += part * (COLS // 2)
+            for c in gl.static_range(2):
+                gl.store(places(partial + ((slot + part) * 2 + c) * (HALF * CHUNK), sent[c]), sent[c])
+            gl.thread_barrier()
+            gl.atomic_add(arrived + slot + part, 1, sem="release")
+            while gl.atomic_cas(arrived + slot + 1 - part, 1, 0, sem="acquire") == 0:
+                pass
+            gl.thread_barrier()
+            others = partial + (slot + 1 - part) * (2 * HALF * CHUNK)
+            first = gl.load(places(others, chunks[0]), cache_modifier=".cg")
+            second = gl.load(places(others + HALF * CHUNK, chunks[1]), cache_modifier=".cg")
+            chunks = (first + chunks[0], second + chunks[1])
+        elif SPLIT > 1:
+            # Of a part's sums two chunks wait for the next part in registers, one in shared memory, one in L2.
+            in_l2 = places(partial + (tile % gl.num_programs(0) * 2 + WHICH) * (HALF * CHUNK), nothing)
+            is_last = part == SPLIT - 1
+            is_later = part > 0
+            if is_later:
+                last = gl.load(in_l2)
+                chunks = (
+                    kept + chunks[0],
+                    kept_too + chunks[1],
+                    parked.load(nothing.type.layout) + chunks[2],
+                    last + chunks[3],
+                )
+            if part < SPLIT - 1:
+                tma.store_wait(0)
+                gl.thread_barrier()
+                parked.store(chunks[2])
+                gl.store(in_l2, chunks[3])
+            kept, kept_too = chunks[0], chunks[1]
+        if is_last:
+            if ADD:
+                weights = norm_weights(norm, col, chunks[0], N)
+                mine, theirs = (i + WHICH) % STAGES, (i + 1 - WHICH) % STAGES
+                mbarrier.wait(ready.index(theirs), ((i + 1 - WHICH) // STAGES) & 1)
+                gl.thread_barrier()
+                mbarrier.arrive(free.index(theirs), count=1)
+                mbarrier.wait(ready.index(mine), ((i + WHICH) // STAGES) & 1)
+                residual = residual_chunks(w_tiles, mine, residual_desc)
+                sums = gl.zeros([HALF], gl.int64, gl.SliceLayout(1, chunks[0].type.layout))
+                their_rows = row + gl.arange(0, HALF, sums.type.layout)
+            for n in range(len(chunks)):
+                at = col + n * CHUNK
+                if ADD:
+                    now = weights
+                    weights = norm_weights(norm, at + CHUNK, chunks[0], N)  # a chunk ahead
+                    sums += add_chunk(
+                        *(pick(chunks, n), residual.index(n), now, bias, row, at, next_squares),
+                        *(out_desc, scaled_desc, buffers, own, N, BIAS),
+                    )
+                else:
+                    finish_chunk(
+                        *(pick(chunks, n), pick(ups, n), factor, row, at, bias, out_desc, buffers.index(n % 2)),
+                        *(N, SCALE, BIAS, GATE),
+                    )
+            if ADD:
+                gl.thread_barrier()
+                mbarrier.arrive(free.index(mine), count=1)
+                i += 2
+                gl.atomic_add(next_squares + 2 * their_rows, sums, mask=their_rows >= own, sem="relaxed")
+                if col == 0:
+                    reset_squares(stale_squares, their_rows, M)
+            if SPLIT > 1:
+                kept, kept_too = nothing, nothing
+    if SPLIT == 1 and not ADD and half_tile >= 0:
+        last_row, _, last_col = place_of(half_tile // 2, M, COL_TILES)
+        top, left = last_row + WHICH * HALF, (2 * last_col + half_tile % 2) * (OUT_COLS // 2)
+        half_total, i = multiply(x_tiles, w_halves, ready, free, lead, i, WHICH, STEPS)
+        few, few_ups = in_chunks(half_total, GATE)
+        last_factor = row_factors(squares, top, eps, K, SCALE)
+        for n in range(len(few)):
+            at = left + n * CHUNK
+            finish_chunk(
+                *(pick(few, n), pick(few_ups, n), last_factor, top, at, bias, out_desc, buffers.index(n % 2)),
+                *(N, SCALE, BIAS, GATE),
+            )
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["M"])
+def large_kernel(  # type: ignore[no-untyped-def]
+    x_desc,  # [M, K] in tiles of ROWS x DEPTH
+    w_desc,  # [N, K] in tiles of COLS x DEPTH, or with GATE [2 N, K] in tiles of gates and ups
+    out_desc,  # [M, N] in tiles of HALF x CHUNK
+    scaled_desc,  # likewise, with ADD
+    residual_desc,  # likewise
+    bias,
+    squares,
+    norm,
+    next_squares,
+    stale_squares,
+    partial,
+    arrived,
+    M,
+    eps,
+    N: gl.constexpr,
+    K: gl.constexpr,
+    SCALE: gl.constexpr,
+    BIAS: gl.constexpr,
+    GATE: gl.constexpr,
+    ADD: gl.constexpr,
+    SPLIT: gl.constexpr,
+    PAIRS: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    """Further arguments are those of `linear_kernel`. With PAIRS two programs have one part of a tile each."""
+    STEPS: gl.constexpr = K // SPLIT // DEPTH
+    OUT_COLS: gl.constexpr = COLS // 2 if GATE else COLS
+    COL_TILES: gl.constexpr = (N + OUT_COLS - 1) // OUT_COLS
+    w_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COLS // 2, DEPTH], w_desc.dtype)
+    x_tiles = gl.allocate_shared_memory(x_desc.dtype, [STAGES, ROWS, DEPTH], x_desc.layout)
+    w_halves = gl.allocate_shared_memory(w_desc.dtype, [2 * STAGES, COLS // 2, DEPTH], w_layout)
+    w_tiles = w_halves._reinterpret(w_desc.dtype, [STAGES, COLS, DEPTH], w_layout)
+    first_buffers = gl.allocate_shared_memory(out_desc.dtype, [2, HALF, CHUNK], out_desc.layout)
+    second_buffers = gl.allocate_shared_memory(out_desc.dtype, [2, HALF, CHUNK], out_desc.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    lead = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    for place in gl.static_range(STAGES):
+        mbarrier.init(ready.index(place), count=1)
+        mbarrier.init(free.index(place), count=2)
+    mbarrier.init(lead, count=1)
+    fence_async_shared()
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    items = (M + ROWS - 1) // ROWS * COL_TILES * (SPLIT if PAIRS else 1)
+    count = (items - program + programs - 1) // programs * (1 if PAIRS else SPLIT)
+    half_tile = -1
+    if SPLIT == 1 and not ADD:
+        # Tiles that would keep only half of the programs busy at the end are halved.
+        left = items % programs
+        halved = 2 * left <= programs
+        count = gl.where(halved, items // programs, count)
+        half_tile = gl.where(halved & (program < 2 * left), 2 * (items - left) + program, -1)
+    work = (count, half_tile, M)
+    ring = (x_tiles, w_tiles, w_halves, ready, free, lead)
+    pointers = (bias, norm, next_squares, stale_squares)
+    first = (out_desc, scaled_desc, residual_desc, first_buffers)
+    second = (out_desc, scaled_desc, residual_desc, second_buffers)
+    scratch = (partial, arrived, squares)
+    gl.warp_specialize(
+        [
+            (
+                finish_tiles,
+                (
+                    0,
+                    work,
+                    ring,
+                    pointers,
+                    first,
+                    scratch,
+                    eps,
+                    STEPS,
+                    SPLIT,
+                    COL_TILES,
+                    PAIRS,
+                    N,
+                    K,
+                    SCALE,
+                    BIAS,
+                    GATE,
+                    ADD,
+                ),
+            ),
+            (
+                finish_tiles,
+                (
+                    1,
+                    work,
+                    ring,
+                    pointers,
+                    second,
+                    scratch,
+                    eps,
+                    STEPS,
+                    SPLIT,
+                    COL_TILES,
+                    PAIRS,
+                    N,
+                    K,
+                    SCALE,
+                    BIAS,
+                    GATE,
+                    ADD,
+                ),
+            ),
+            (copy_tiles, (x_desc, w_desc, residual_desc, work, ring, STEPS, SPLIT, COL_TILES, PAIRS, GATE, ADD)),
+        ],
+        [4, 1],
+        [240, 24],  # registers per thread of the last two kinds; the first has the rest, 240 too
+    )
+
+
+def weight_tiles(matrix: Tensor, gate: bool) -> TensorDescriptor:
+    """The TMA descriptor of a weight in halves of a tile, with `gate` of 8 gates, 8 ups and so on."""
+    if not gate:
+        return tiled(matrix, COLS.value // 2, DEPTH.value)
+    outputs, inputs = matrix.shape[0] // 2, matrix.shape[1]
+    block = [COLS.value // 32, 2, 8, DEPTH.value]
+    layout = gl.NVMMASharedLayout.get_default_for(block, NUMBERS[matrix.dtype])
+    shape, strides = [outputs // 8, 2, 8, inputs], [8 * inputs, outputs * inputs, inputs, 1]
+    return TensorDescriptor(matrix, shape, strides, block, layout)

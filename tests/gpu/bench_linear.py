@@ -1,0 +1,92 @@
+"""The linear layers of Llama-3.1-8B for many rows beside the library's matrix product, on a GPU: prints JSON.
+
+    PYTHONPATH=src python tests/gpu/bench_linear.py [--rows 512 1024 2048 4096 8192]
+
+The library multiplies only; ours also divides by the norm, gates, or adds to the residual stream. Both are recorded in
+graphs over copies of the weight that are together larger than the device's cache, and replayed in turn, so that both
+see the same clocks. "ratio" is the library's time over ours.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+from gpu.test_linear import WEIGHTS, Problem, make_problem
+from peregrine.bench.device import COLD_BYTES, new_event
+from peregrine.engine.graphs import Graphs
+from peregrine.hardware import read_hardware
+from peregrine.kernels.linear.triton import Addition, TritonWeight, run
+
+REPEATS, GRAPH_S, PEAK = 15, 3e-3, 700e12
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192])
+    asked = parser.parse_args()
+    names = [name for name in WEIGHTS if name != "head"]
+    with torch.inference_mode():
+        lines = [measure(name, rows) for name in names for rows in asked.rows]
+    command = "python tests/gpu/bench_linear.py --rows " + " ".join(map(str, asked.rows))
+    print(json.dumps({"command": command, "machine": asdict(read_hardware()), "lines": lines}, indent=2))
+
+
+def measure(name: str, rows: int) -> dict[str, object]:
+    """One weight and number of rows: microseconds, operations per second and the ratio of both."""
+    outputs, inputs, part = WEIGHTS[name]
+    problem = make_problem(outputs, inputs, part, False, rows, torch.bfloat16)
+    height = problem.weight.shape[0]
+    copies = [problem.weight, *(torch.randn_like(problem.weight) for _ in range(COLD_BYTES // problem.weight.nbytes))]
+    operations = 2 * rows * height * inputs
+    calls = max(len(copies), round(GRAPH_S * PEAK / operations))
+    product = torch.empty(rows, height, dtype=torch.bfloat16, device="cuda")
+    ours = linear_of(problem)
+    graphs: Graphs[list[Tensor]] = Graphs(torch.device("cuda"))
+    for kind, call in (("ours", ours), ("library", lambda weight: torch.matmul(problem.x, weight.T, out=product))):
+        graphs.record(kind, repeated(call, copies, calls))
+    times: dict[str, list[float]] = {"ours": [], "library": []}
+    for _ in range(REPEATS):
+        for kind, taken in times.items():
+            before, after = new_event(), new_event()
+            before.record()
+            graphs.replay(kind)
+            after.record()
+            after.synchronize()
+            taken.append(float(before.elapsed_time(after)) * 1e3 / calls)
+    ours_us, library_us = (statistics.median(taken[2:]) for taken in times.values())
+    facts = {"weight": name, "outputs": height, "inputs": inputs, "rows": rows, "us": round(ours_us, 2)}
+    tflops = {"tflops": round(operations / ours_us / 1e6), "library_tflops": round(operations / library_us / 1e6)}
+    return facts | {"library_us": round(library_us, 2)} | tflops | {"ratio": round(library_us / ours_us, 3)}
+
+
+def repeated(call: Callable[[Tensor], object], copies: list[Tensor], calls: int) -> Callable[[], list[Tensor]]:
+    """The call on one copy of the weight after the other."""
+
+    def all_calls() -> list[Tensor]:
+        for i in range(calls):
+            call(copies[i % len(copies)])
+        return []
+
+    return all_calls
+
+
+def linear_of(problem: Problem) -> Callable[[Tensor], None]:
+    """The fused linear of a problem, as a function of the weight."""
+    out, scaled = torch.empty_like(problem.residual), torch.empty_like(problem.residual)
+    squares, stale = torch.zeros_like(problem.squares), torch.zeros_like(problem.squares)
+    add = Addition(problem.residual, problem.norm, scaled, squares, stale) if problem.part == "add" else None
+    scale, gate = None if add else (problem.squares, 1e-5), problem.part == "gate"
+    return lambda weight: run(problem.x, TritonWeight(weight, None), out, scale=scale, gate=gate, add=add)
+
+
+if __name__ == "__main__":
+    main()
