@@ -9,11 +9,16 @@ import openai
 import pytest
 
 from peregrine import LLM
+from peregrine.engine.admission import matcher_limits
 from peregrine.engine.request import Delta, Output
 from peregrine.errors import RequestError
+from peregrine.grammar import MatcherLimits
+from peregrine.sampling import Constraint
 from peregrine.serve.choices import ChatWriter
 from peregrine.serve.job import Job, chat_job
 from peregrine.serve.protocol import ChatBody
+from peregrine.text.tool_formats import bracketed
+from peregrine.text.tools import auto_grammar
 from serve.conftest import Served
 
 FLY = {
@@ -34,6 +39,7 @@ LAND = {
     "type": "function",
     "function": {"name": "land", "parameters": {"type": "object", "additionalProperties": False}},
 }
+NOTHING = {"type": "object", "additionalProperties": False}
 USER = {"role": "user", "content": "Fly to Rome."}
 ASKED = {"model": "merlin", "messages": [USER], "tools": [FLY, LAND], "temperature": 1.0, "max_tokens": 150}
 
@@ -158,3 +164,48 @@ def test_a_grammar_begins_after_the_thoughts_or_is_refused(server: Served) -> No
     with pytest.raises(RequestError, match="turn thinking off"):
         job_of(server, **constrained)
     assert job_of(server, regex="a+").params[0].grammar_after is None
+
+
+OSLO, BERN = '{"to":"Oslo","km":7}', '{"to":"Bern","km":7}'
+CALLS = {
+    "hermes": 'Well. <tool_call>\n{"name": "fly", "arguments": %s}\n</tool_call>',
+    "mistral": "Well. [TOOL_CALLS]fly[ARGS]%s",
+    "deepseek": "".join(
+        bracketed(mark) if mark[:4] == "tool" else mark
+        for mark in ("tool_calls_begin", "tool_call_begin", "fly", "tool_sep", "%s", "tool_call_end", "tool_calls_end")
+    ),
+    "llama3_json": '[{"name":"fly","parameters":%s}]',
+    "generic": '[{"name":"fly","arguments":%s}]',
+}
+
+
+@pytest.mark.parametrize("format", CALLS)
+def test_strict_tools_are_held_to_their_schemas_where_the_model_decides(server: Served, format: str) -> None:
+    llm = server.llm
+    strict = {"type": "function", "function": {**FLY["function"], "strict": True}}  # type: ignore[dict-item]
+    asked = {"messages": [USER], "tools": [strict, LAND], "tool_parser": format}
+    params = chat_job(ChatBody.model_validate(asked), llm).params[0]
+    assert params.constraint is not None
+    limits = matcher_limits(params, llm.engine.limits, llm.tokenizer.special_ids)
+    land = CALLS[format].replace("fly", "land") % '{"any":[1]}'
+    for text, legal in (
+        ("Hello there.", True),
+        (CALLS[format] % OSLO, True),
+        (CALLS[format] % BERN, False),
+        (land, True),
+    ):
+        assert llm.engine.grammars is not None
+        matcher = llm.engine.grammars.matcher(params.constraint, limits)
+        ids = llm.tokenizer.encode(text, add_special=False)
+        assert (matcher.advance(ids) == len(ids) and matcher.state.is_accepting()) == legal, text
+
+
+def test_marks_that_are_special_tokens_are_written_by_their_ids(server: Served) -> None:
+    grammars, ends = server.llm.engine.grammars, frozenset(server.llm.engine.limits.eos_ids)
+    mark = max(server.llm.tokenizer.special_ids - ends)
+    assert grammars is not None
+    written = {"[TOOL_CALLS]": f"<[{mark}]>"}
+    text = auto_grammar("mistral", {"land": NOTHING}, ["land"], lambda text: written.get(text, json.dumps(text)))
+    matcher = grammars.matcher(Constraint("grammar", text), MatcherLimits(ends, ends, 0, None))
+    ids = [*server.llm.tokenizer.encode("Hm", False), mark, *server.llm.tokenizer.encode("land[ARGS]{}", False)]
+    assert matcher.advance(ids) == len(ids)

@@ -66,17 +66,13 @@ class Engine:
             problem = f"there is no tokenizer: {self.tokenizer.missing}"
             raise RequestError("detokenize", True, problem, "or pass detokenize=False for token ids alone")
         request = admit(next(self._ids), prompt, params, self.limits)
-        request.matcher = self._matcher(params)
+        request.matcher = self.compile(params)
         if self.tokenizer is not None and params.detokenize:
             request.make_text(self.tokenizer)
         return request
 
-    def compile(self, params: SamplingParams) -> None:
-        """Compile the request's grammar, if it has one, ahead of `prepare`; RequestError if it cannot be honoured."""
-        self._matcher(params)
-
-    def _matcher(self, params: SamplingParams) -> Matcher | None:
-        """The beginning of the request's grammar, if it has one; compiled here, in the caller's thread."""
+    def compile(self, params: SamplingParams) -> Matcher | None:
+        """The beginning of the request's grammar, if any; compiled in the caller's thread, and kept for `prepare`."""
         constraint = params.constraint
         if constraint is None:
             return None

@@ -100,6 +100,8 @@ def library_grammar(constraint: Constraint) -> str:
         case "choice":
             texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in json.loads(constraint.text))
             return str(LLMatcher.grammar_from_lark(f"start: {texts}"))
+        case _ if constraint.text.startswith("%llguidance"):
+            return str(LLMatcher.grammar_from_lark(constraint.text))
         case _:
             return str(grammar_from("grammar", constraint.text))  # in Lark's or GBNF's syntax
 

@@ -10,7 +10,7 @@ from peregrine.llm import LLM
 from peregrine.sampling import SamplingParams
 from peregrine.serve.protocol import ChatBody, CompletionBody, Generation, Message
 from peregrine.serve.structured import StructuredFields, asked_constraint
-from peregrine.serve.tools import ToolPlan, plain_calls, template_variables, told_messages, tool_plan
+from peregrine.serve.tools import ToolPlan, plain_calls, sampling_of_tools, template_variables, told_messages, tool_plan
 from peregrine.text.chat import render_chat
 from peregrine.text.reasoning import ReasoningStream
 
@@ -56,6 +56,7 @@ def named_as_in(body: CompletionBody | ChatBody) -> Iterator[None]:
     if isinstance(body, ChatBody):
         used = "max_tokens" if body.max_tokens is not None else "max_completion_tokens"
         names |= {"max_tokens": used, "logprobs": "top_logprobs", "prompt": "messages", "text": "messages"}
+        names |= {"json_schema": "tools", "grammar": "tools"} if body.tools else {}
     constraint = asked_constraint(body)
     if constraint is not None:
         names[constraint.option] = constraint.field
@@ -173,9 +174,8 @@ def constraint_of_tools(body: ChatBody, plan: ToolPlan | None, opened: bool, llm
         if asked is not None:
             problem = "the text cannot be both constrained and a call"
             raise RequestError(asked.field, asked.value, problem, "set tool_choice to none, or leave it out")
-        if plan.schema is not None:
-            more["json_schema"] = plan.schema
-    if opened and (asked is not None or "json_schema" in more):
+        more = sampling_of_tools(plan, llm.tokenizer)
+    if opened and (asked is not None or more):
         mark = llm.tokenizer.backend.token_to_id(ReasoningStream.end)
         if mark is None:
             problem = "the model thinks first, and the end of its thoughts is no token"

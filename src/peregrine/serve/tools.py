@@ -11,8 +11,9 @@ from pydantic import BaseModel, Field
 
 from peregrine.errors import RequestError
 from peregrine.text.reasoning import ReasoningStream
+from peregrine.text.tokenizer import Tokenizer
 from peregrine.text.tool_formats import Call, format_of
-from peregrine.text.tools import ToolStream, call_schema
+from peregrine.text.tools import ToolStream, auto_grammar, call_schema
 
 MAX_TOOLS = 128
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
@@ -57,6 +58,7 @@ class ToolPlan:
     named: str | None  # the tool that must be called; its arguments are the whole text
     required: bool  # the text is a list of calls
     parallel: bool
+    strict: frozenset[str]  # tools whose calls must follow their schemas, even if the model decides whether it calls
 
     @property
     def schema(self) -> Mapping[str, object] | None:
@@ -76,11 +78,13 @@ def tool_plan(body: ToolFields, template: str | None) -> ToolPlan | None:
     if len(body.tools) > MAX_TOOLS:
         raise RequestError("tools", f"{len(body.tools)} tools", "are too many", f"send at most {MAX_TOOLS}")
     schemas: dict[str, Mapping[str, object]] = {}
+    strict: set[str] = set()
     for place, tool in enumerate(body.tools):
-        name, schema = checked_tool(f"tools[{place}]", tool)
+        name, schema, is_strict = checked_tool(f"tools[{place}]", tool)
         if name in schemas:
             raise RequestError(f"tools[{place}].function.name", name, "is there twice", "give each tool its own name")
         schemas[name] = schema
+        strict |= {name} if is_strict else set()
     if choice == "none":
         return None
     named = None
@@ -93,11 +97,24 @@ def tool_plan(body: ToolFields, template: str | None) -> ToolPlan | None:
         raise RequestError("tool_choice", choice, "is not a choice", "use auto, none, required or a function")
     required = choice == "required"
     style = "generic" if required else format_of(template, body.tool_parser or "auto")
-    return ToolPlan(schemas, body.tools, style, named, required, body.parallel_tool_calls is not False)
+    parallel = body.parallel_tool_calls is not False
+    return ToolPlan(schemas, body.tools, style, named, required, parallel, frozenset(strict))
 
 
-def checked_tool(field: str, tool: dict[str, Any]) -> tuple[str, Mapping[str, object]]:
-    """A tool's name and the schema of its arguments."""
+def sampling_of_tools(plan: ToolPlan, tokenizer: Tokenizer) -> Json:
+    """The constraint that a plan puts on the text, as sampling parameters; empty: none."""
+    if plan.schema is not None:
+        return {"json_schema": plan.schema}
+
+    def mark(text: str) -> str:
+        token = tokenizer.backend.token_to_id(text)
+        return f"<[{token}]>" if token in tokenizer.special_ids else json.dumps(text)
+
+    return {"grammar": auto_grammar(plan.format, plan.schemas, plan.strict, mark)} if plan.strict else {}
+
+
+def checked_tool(field: str, tool: dict[str, Any]) -> tuple[str, Mapping[str, object], bool]:
+    """A tool's name, the schema of its arguments, and whether calls must follow it."""
     function = tool.get("function")
     if tool.get("type") != "function" or not isinstance(function, dict):
         remedy = 'send {"type": "function", "function": {"name": "...", "parameters": {...}}}'
@@ -107,7 +124,7 @@ def checked_tool(field: str, tool: dict[str, Any]) -> tuple[str, Mapping[str, ob
         raise RequestError(f"{field}.function.name", name, "is not a name", "use 1 to 64 letters, digits, _ or -")
     if schema is not None and not isinstance(schema, dict):
         raise RequestError(f"{field}.function.parameters", schema, "is not a JSON schema", "send an object")
-    return name, schema or {"type": "object"}
+    return name, schema or {"type": "object"}, function.get("strict") is True
 
 
 def told_messages(messages: list[Json], plan: ToolPlan | None, template: str | None) -> list[Json]:

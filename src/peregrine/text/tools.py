@@ -4,11 +4,14 @@ One machine reads settled text. What it decides depends on the text alone and ne
 tokens may come at once. Text that looks like a call but is none is given back as text.
 """
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from peregrine.text.reasoning import partial_suffix
-from peregrine.text.tool_formats import FORMATS, Call, Tools
+from peregrine.text.tool_formats import FORMATS, SEPARATOR, Call, Tools
+
+LARK = "%llguidance {}"  # the first line of a grammar that is in Lark's syntax for sure
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,13 +127,13 @@ class ToolStream:
         return calls if all(call.name in self._tools for call in calls) else []
 
 
-def call_schema(tools: Tools, most: int | None) -> dict[str, object]:
-    """The JSON schema of a list of calls, one at least."""
+def call_schema(tools: Tools, most: int | None, key: str = "arguments") -> dict[str, object]:
+    """The JSON schema of a list of calls, one at least; `key` is where a call's arguments stand."""
     items = [
         {
             "type": "object",
-            "properties": {"name": {"const": name}, "arguments": {"$ref": f"#/$defs/{name}"}},
-            "required": ["name", "arguments"],
+            "properties": {"name": {"const": name}, key: {"$ref": f"#/$defs/{name}"}},
+            "required": ["name", key],
             "additionalProperties": False,
         }
         for name in tools
@@ -150,3 +153,38 @@ def moved(schema: object, root: str) -> object:
             for key, value in schema.items()
         }
     return [moved(item, root) for item in schema] if isinstance(schema, list) else schema
+
+
+COMPACT = {"x-guidance": {"whitespace_flexible": False}}
+
+
+def auto_grammar(format: str, tools: Tools, strict: Collection[str], mark: Callable[[str], str]) -> str:
+    """A grammar in Lark's syntax: any text, with calls in this format; arguments of strict tools follow their schemas.
+
+    `mark` writes a mark of the format as Lark does: a special token by its id, other text as a string.
+    """
+    schemas = {
+        name: {**(schema if name in strict else {"type": "object"}), **COMPACT} for name, schema in tools.items()
+    }
+    begin, end = FORMATS[format].begin, FORMATS[format].end
+    if begin is None:
+        key = "parameters" if format == "llama3_json" else "arguments"
+        lists = json.dumps({**call_schema(schemas, None, key), **COMPACT})
+        lines = ["start: calls | text", f"calls: %json {lists}", r"text: /([^\s\[{](.|\n)*)?/"]
+        return "\n".join([LARK, *lines])
+    bodies = []
+    for name, schema in schemas.items():
+        arguments = f"%json {json.dumps(schema)}"
+        if format == "mistral":
+            bodies.append(f"{json.dumps(name)} {mark('[ARGS]')} {arguments}")
+        elif format == "deepseek":
+            bodies.append(f"{json.dumps(name)} {mark(SEPARATOR)} {arguments} {mark(str(end))}")
+        else:
+            head = json.dumps(f'\n{{"name": "{name}", "arguments": ')
+            bodies.append(f"{head} {arguments} {json.dumps('}' + chr(10))} {mark(str(end))}")
+    skipped = " | ".join(mark(text) for text in FORMATS[format].skipped)
+    free = f"(TEXT ({skipped}))* TEXT" if skipped else "TEXT"
+    special = mark(begin).startswith("<[")
+    lines = [f"start: call* {free}", "call: trigger body", "body: " + " | ".join(bodies), r"TEXT: /(.|\n)*/"]
+    lines.append(f"trigger: {free} {mark(begin)}" if special else f"trigger[lazy]: TEXT {mark(begin)}")
+    return "\n".join([LARK, *lines])
