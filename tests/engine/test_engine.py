@@ -14,7 +14,7 @@ from peregrine.sampling import SamplingParams
 from peregrine.text.stream import TextStream
 from peregrine.text.tokenizer import Tokenizer
 from spec import reference
-from spec.harness import Case, accept_length, build, cases, copy_model, noisy_model, run, tiny_model, tokens
+from spec.harness import Case, accept_length, build, cases, copy_model, noisy_model, prompts, run, tiny_model, tokens
 from spec.test_identity import naive_logits
 from text.conftest import byte_fallback, write_folder
 
@@ -75,6 +75,18 @@ def test_logits_that_are_not_finite_end_one_request_alone(options: dict[str, obj
     assert outputs[1].token_ids == []
     assert "NaN or inf" in str(outputs[1].error)
     assert tokens([outputs[0], outputs[2]]) == tokens(run(build().engine, good))
+
+
+@pytest.mark.parametrize("shape", [(3, 2, 6), (3, 3, 10)])
+def test_trees_change_no_token_of_cold_requests(shape: tuple[int, int, int]) -> None:
+    """Divided by a small temperature, log-probabilities are so far apart that a child ties with its parent."""
+    some = [
+        Case(prompt, SamplingParams(temperature=cold, seed=i, max_tokens=40, ignore_eos=True))
+        for i, prompt in enumerate(prompts(12, seed=4))
+        for cold in (1e-2, 1e-3, 1e-30)
+    ]
+    expected = tokens(run(build(max_rows=32).engine, some))
+    assert tokens(run(build(drafter=str(noisy_model()), tree=shape, max_rows=32).engine, some)) == expected
 
 
 class Panic(BaseException):

@@ -101,7 +101,7 @@ def compile_rounds() -> None:
 
         growth, frontier = Growth.begin(rows, depth, width, ids, sampling, Features(sampled=True)), None
         for level, count in enumerate((1, width)):
-            fields = round_gpu.grow(growth, logits[:, :count], at[:, :count], frontier, level, 1e-3)
+            fields = round_gpu.grow(growth, logits[:, :count], at[:, :count], frontier, level, (1e-3, -256.0))
             frontier = Frontier(*fields)
         round_gpu.select(growth, nodes, depth)
 

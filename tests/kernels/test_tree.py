@@ -6,9 +6,10 @@ import torch
 
 from kernels.exact_sampling import Params, sampling_of
 from kernels.interpreted import needs_interpreter
-from peregrine.kernels.round.tree import STEP_COST, Frontier, Growth, grow_torch, select_torch
+from peregrine.kernels.round.tree import LEAST, STEP_COST, Frontier, Growth, grow_torch, select_torch
 from peregrine.kernels.sampling.params import Features
 
+STEP = STEP_COST, LEAST
 VOCAB, ROWS = 30, [Params(temperature=0.7, seed=3), Params(temperature=0.0)]
 SHAPES = [(1, 3, 4), (2, 2, 5), (3, 3, 13), (3, 4, 30)]
 
@@ -84,7 +85,7 @@ def test_the_kernel_grows_the_twins_tree(depth, width, nodes, sampled, named, mo
         logits = torch.randn(len(ROWS), count, VOCAB, generator=generator) * 2
         positions = torch.tensor([[5], [9]]).expand(-1, count) + level
         expected = grow_torch(twin, logits, positions, expected, level)
-        got = Frontier(*round_gpu.grow(kernel, logits, positions, got, level, STEP_COST))
+        got = Frontier(*round_gpu.grow(kernel, logits, positions, got, level, STEP))
         for name in ("tokens", "origins", "numbers", "words"):
             assert torch.equal(getattr(got, name), getattr(expected, name)), name
         torch.testing.assert_close(got.scores, expected.scores)
@@ -102,8 +103,46 @@ def test_a_nan_score_is_never_a_child():
     growth = Growth.begin(2, 2, 3, None, sampling_of(ROWS), Features())
     logits = torch.randn(2, 1, VOCAB, generator=torch.Generator().manual_seed(0))
     logits[0, 0, ::2] = torch.nan
-    tokens, *_ = round_gpu.grow(growth, logits, torch.zeros(2, 1).long(), None, 0, STEP_COST)
+    tokens, *_ = round_gpu.grow(growth, logits, torch.zeros(2, 1).long(), None, 0, STEP)
     assert (tokens[:3] % 2 == 1).all()
     logits[0] = torch.nan
-    tokens, *_ = round_gpu.grow(growth, logits, torch.zeros(2, 1).long(), None, 0, STEP_COST)
+    tokens, *_ = round_gpu.grow(growth, logits, torch.zeros(2, 1).long(), None, 0, STEP)
     assert ((tokens >= 0) & (tokens < VOCAB)).all()
+
+
+def extreme_logits(kind, count):
+    """Draft logits whose log-probabilities are far apart, equal, or no numbers at all."""
+    logits = torch.randn(len(ROWS), count, VOCAB, generator=torch.Generator().manual_seed(count)) * 2
+    match kind:
+        case "cold":
+            return logits * 1e30
+        case "tied":
+            return logits.sign() * 1e6
+        case "nan":
+            return logits.masked_fill(logits > 1, torch.nan)
+        case "all nan":
+            return torch.full_like(logits, torch.nan)
+    return torch.full_like(logits, -torch.inf)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("by_kernel", [False, True], ids=["twin", "kernel"])
+@pytest.mark.parametrize("kind", ["cold", "tied", "nan", "all nan", "-inf"])
+@pytest.mark.parametrize(("depth", "width", "nodes"), [(3, 2, 6), (4, 3, 13)])
+def test_a_kept_nodes_parent_is_kept_whatever_the_scores_are(depth, width, nodes, kind, by_kernel):
+    """A node whose parent was dropped would be judged at another depth than it was read at."""
+    from peregrine.kernels.round import triton as round_gpu
+
+    growth = Growth.begin(len(ROWS), depth, width, None, sampling_of(ROWS), Features())
+    frontier = None
+    for level in range(depth):
+        logits = extreme_logits(kind, 1 if frontier is None else width)
+        places = torch.zeros(len(ROWS), logits.shape[1], dtype=torch.int64)
+        if by_kernel:
+            frontier = Frontier(*round_gpu.grow(growth, logits, places, frontier, level, STEP))
+        else:
+            frontier = grow_torch(growth, logits, places, frontier, level)
+    _, parents, depths, words = (round_gpu.select if by_kernel else select_torch)(growth, nodes, depth)
+    assert torch.equal(depths[:, 1:], depths.gather(1, parents)[:, 1:] + 1)
+    assert ((growth.tokens >= 0) & (growth.tokens < VOCAB)).all()
+    assert torch.equal(words[:, 1:], words.gather(1, parents)[:, 1:] | (1 << torch.arange(1, nodes)))

@@ -19,8 +19,9 @@ from peregrine.kernels.sampling import Features, SamplingTensors, pick_scores
 
 _triton = DeviceFile("peregrine.kernels.round.triton")
 
-# Joint log-probabilities are made to fall strictly with depth, so that a certain child never ties its parent.
-STEP_COST = 1e-3
+# Joint log-probabilities are made to fall strictly with depth, so that a certain child never ties its parent. A step's
+# own is at least LEAST, NaN included: past MAX_DRAFTS steps of it float32 still tells STEP_COST from nothing.
+STEP_COST, LEAST = 1e-3, -256.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ def grow(growth: Growth, logits: Tensor, positions: Tensor, before: Frontier | N
     0 `before` is None and n is 1.
     """
     if triton_ready(logits):
-        return Frontier(*_triton.grow(growth, logits, positions, before, level, STEP_COST))
+        return Frontier(*_triton.grow(growth, logits, positions, before, level, (STEP_COST, LEAST)))
     return grow_torch(growth, logits, positions, before, level)
 
 
@@ -78,15 +79,16 @@ def grow_torch(growth: Growth, logits: Tensor, positions: Tensor, before: Fronti
     width, (rows, count, _) = growth.width, logits.shape
     scores = pick_scores(logits, positions, growth.target_ids, growth.sampling, growth.features)
     best, ids = scores.log_softmax(dim=2).topk(width, dim=2)  # [R, n, w]
+    best = torch.where(best > LEAST, best, LEAST) - STEP_COST
     ids = ids if growth.target_ids is None else growth.target_ids[ids]
     columns = growth.level(level)
     tokens, joint, parents = (x[:, columns] for x in (growth.tokens, growth.scores, growth.parents))
     tokens.copy_(ids.flatten(1))
     if before is None:
-        joint.copy_((best - STEP_COST).flatten(1))
+        joint.copy_(best.flatten(1))
         parents.zero_()
     else:
-        joint.copy_((before.scores[:, :, None] + best - STEP_COST).flatten(1))
+        joint.copy_((before.scores[:, :, None] + best).flatten(1))
         parents.view(rows, count, width).copy_(before.numbers[:, :, None])
 
     best, chosen = joint.topk(width, dim=1)  # [R, w] of this level's n * w

@@ -497,9 +497,9 @@ def _find_repeats(  # type: ignore[no-untyped-def]
 
 
 def grow(
-    growth: Growth, logits: Tensor, positions: Tensor, before: Frontier | None, level: int, step_cost: float
+    growth: Growth, logits: Tensor, positions: Tensor, before: Frontier | None, level: int, step: tuple[float, float]
 ) -> tuple[Tensor, ...]:
-    """The fields of the next Frontier; the level's candidates are written to `growth`."""
+    """The fields of the next Frontier; the level's candidates are written to `growth`. `step`: STEP_COST and LEAST."""
     logits = logits.contiguous()
     rows, count, vocab_size = logits.shape
     width, ids, sampling, device = growth.width, growth.target_ids, growth.sampling, logits.device
@@ -527,7 +527,7 @@ def grow(
         (rows,),
         *(keys, masses, keys if ids is None else ids, growth.scores, growth.tokens, growth.parents),
         *(*old, tokens, origins, scores, numbers, words),
-        *(count, num_spans, growth.scores.shape[1], growth.level(level).start, level, step_cost),
+        *(count, num_spans, growth.scores.shape[1], growth.level(level).start, level, *step),
         WIDTH=width,
         NODES=max(2, triton.next_power_of_2(count)),
         CHILDREN=max(2, triton.next_power_of_2(width)),
@@ -625,6 +625,7 @@ def _grow(  # type: ignore[no-untyped-def]
     first_column,
     level,
     step_cost,
+    least,
     WIDTH: tl.constexpr,
     NODES: tl.constexpr,
     CHILDREN: tl.constexpr,
@@ -662,7 +663,8 @@ def _grow(  # type: ignore[no-untyped-def]
     token = tl.where(inside, number_of_key(best), 0)
     if NAMED:
         token = tl.load(ids + token, mask=inside, other=0)
-    score = score_of_key(best) - norm[:, None] - step_cost
+    score = score_of_key(best) - norm[:, None]
+    score = tl.where(score > least, score, least) - step_cost  # NaN is not above it
     number = tl.zeros([NODES], tl.int64)
     if not FIRST:
         score += tl.load(old_scores + flat_node, mask=is_node, other=0.0)[:, None]
