@@ -17,6 +17,7 @@ from tokenizers import Tokenizer as Backend
 
 from peregrine.errors import CheckpointError, PeregrineError, RequestError
 from peregrine.files import MAX_TOKENIZER_BYTES, REMEDY, parse_object, read_object, read_text
+from peregrine.text.template_files import chat_templates
 
 _TOKEN_ID = re.compile(r"[0-9]{1,9}")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -61,7 +62,7 @@ class Tokenizer:
         folder = Path(folder)
         backend, decoders = _read_backend(folder)
         config = _read_config(folder)
-        return cls.of(f"{folder}/tokenizer_config.json", backend, decoders, config, _chat_templates(folder, config))
+        return cls.of(f"{folder}/tokenizer_config.json", backend, decoders, config, chat_templates(folder, config))
 
     @classmethod
     def absent(cls, reason: str) -> "Tokenizer":
@@ -281,26 +282,3 @@ def _named_id(source: str, backend: Backend, named_tokens: Mapping[str, str], na
             "name a token of the vocabulary, or null for none"
         )
     return id
-
-
-def _chat_templates(folder: Path, config: Mapping[str, object]) -> dict[str, str]:
-    """Chat templates by name; files take precedence over tokenizer_config.json."""
-    files = sorted((folder / "chat_templates").glob("*.jinja"))
-    templates = {path.stem: read_text(path) for path in files}
-    single = folder / "chat_template.jinja"
-    if single.exists():
-        templates["default"] = read_text(single)
-    if templates:
-        return templates
-    written = config.get("chat_template")
-    if isinstance(written, str):
-        return {"default": written}
-    if written is None:
-        return {}
-    try:
-        return {str(entry["name"]): str(entry["template"]) for entry in written}  # type: ignore[attr-defined]
-    except (TypeError, KeyError) as error:
-        raise CheckpointError(
-            f"{folder}/tokenizer_config.json: chat_template is neither a string nor a list of "
-            '{"name": ..., "template": ...}; correct it, or put the template in chat_template.jinja'
-        ) from error
