@@ -168,7 +168,7 @@ def test_answers_to_something_else_do_not_count(batch: Run, tmp_path: Path) -> N
     write(tmp_path / "in.jsonl", asked)
     code, _, err = batch()
     assert code == 2
-    assert "body, model or sampling defaults have changed since 'b' was answered, and 0 others" in err
+    assert "have changed since it answered 1 of the requests ('b' first)" in err
     assert "--redo" in err
     assert target.read_bytes() == before
     assert batch("--name", "other")[0] == 2
@@ -228,7 +228,7 @@ ANSWER = {
         (json.dumps(request("a")) + "\n", "line 1: is not a line"),
         (json.dumps(ANSWER) + "\nnotes", "line 2: is not a line"),
         (2 * (json.dumps(ANSWER) + "\n"), "line 2: answers 'a' again"),
-        (json.dumps(ANSWER) + "\n", "have changed since 'a'"),  # of another program
+        (json.dumps(ANSWER) + "\n", "1 of the requests ('a' first)"),  # of another program
         (json.dumps({**ANSWER, "custom_id": "b"}) + '\n{"id": "batch_req_', "answers 'b', which is not asked"),
     ],
 )

@@ -10,7 +10,7 @@ from peregrine import __version__
 from peregrine.cli.checkpoint_report import checkpoint_lines, checkpoint_report
 from peregrine.cli.flags import ENGINE_FLAGS, Commands, add_flags, add_parser, engine_options, open_llm
 from peregrine.errors import PeregrineError
-from peregrine.log import style
+from peregrine.log import style, visible
 
 if TYPE_CHECKING:
     import torch
@@ -219,15 +219,15 @@ def model_lines(model: Report | None) -> list[str]:
     title = style(f"model {model['model']}", "bold")
     if model["error"] is not None:
         return [title, failed(model["error"])]
-    return [title, passed("loads"), *(f"      {decision}" for decision in model["decisions"])]
+    return [title, passed("loads"), *(f"      {visible(decision)}" for decision in model["decisions"])]
 
 
 def passed(text: str) -> str:
-    return f"  {style('yes', 'green')} {text}"
+    return f"  {style('yes', 'green')} {visible(text)}"
 
 
 def failed(text: str) -> str:
-    return f"  {style('no', 'red')}  {text}"
+    return f"  {style('no', 'red')}  {visible(text)}"
 
 
 def gibibytes(count: int | None) -> str:
