@@ -13,7 +13,7 @@ PIP := $(PY) -m pip --disable-pip-version-check install --no-input -c constraint
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test storm lint format bench doctor install browser clean
+.PHONY: help demo test storm lint kernels format bench doctor install browser clean
 
 help:
 	@echo "Peregrine: an LLM inference engine built around speculative decoding."
@@ -49,9 +49,16 @@ lint: $(STAMP)
 	@echo "[types] mypy --strict src"
 	@$(PY) -m mypy --no-error-summary
 
-test: lint browser
+# The kernels are compiled beside mypy, once for all workers. Only the plugins in use are loaded: pytest would rewrite
+# the assertions of every file of the others in each worker.
+test: browser
+	@$(MAKE) --no-print-directory -j 2 lint kernels
 	@echo "[tests] pytest, $(JOBS) workers"
-	@$(PY) -m pytest -q -n $(JOBS) --dist worksteal
+	@PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(PY) -m pytest -q -p xdist -p hypothesispytest -n $(JOBS) --dist worksteal
+
+kernels: $(STAMP)
+	@echo "[kernels] compile those of the CPU"
+	@$(PY) -c 'from peregrine.kernels.runtime.cpu import load_kernels; list(load_kernels())'
 
 storm: $(STAMP)
 	@$(PY) tests/serve/stress.py

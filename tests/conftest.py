@@ -4,6 +4,7 @@ import importlib.util
 import os
 import shutil
 import socket
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import pytest
 
 # Set before torch, Triton or transformers is imported: few threads per worker, no hub, the interpreter without a GPU.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that wait for each other leave the cores to other workers
+os.environ.setdefault("ONEDNN_JIT_PROFILE", "0")  # else torch leaves a /tmp/perf-*.map per process on ARM
 if shutil.which("nvidia-smi") is None:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1"
@@ -21,6 +24,17 @@ from peregrine.synthetic.interpreter import mend_interpreter
 
 GPU_FOLDER = Path(__file__).parent / "gpu"
 LOOPBACK = ("127.", "::1", "localhost")
+# Single tests of these take seconds; started first, they leave short ones to even out the workers at the end.
+SLOW = (
+    "test_compiled_gpu.py",
+    "test_mla_compiled_gpu.py",
+    "test_hopper_compiled.py",
+    "test_attention_compiled_gpu.py",
+    "test_row_bits.py",
+    "test_without_numba.py",
+    "test_batch.py",
+    "test_stress.py",
+)
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 mend_interpreter()
@@ -33,8 +47,19 @@ if importlib.util.find_spec("hypothesis"):
     settings.load_profile("peregrine")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Put temporary files of this process and its children into one folder, which goes when the tests end."""
+    os.environ.setdefault(
+        "PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir()
+    )  # pytest keeps tmp_path of the last runs itself
+    folder = tempfile.mkdtemp(prefix="peregrine-tests-")
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
+    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what lies in tests/gpu, and skip it without CUDA."""
+    """Mark what lies in tests/gpu, and skip it without CUDA. Slow tests come first."""
+    items.sort(key=lambda item: item.path.name not in SLOW)
     no_gpu = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:
         if GPU_FOLDER in item.path.parents:

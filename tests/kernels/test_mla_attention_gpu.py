@@ -121,8 +121,9 @@ def test_a_window_across_a_change_of_split_widths() -> None:
 
 
 def test_a_tree_across_a_change_of_split_widths() -> None:
+    """The root and its children still have the narrow splits, nodes deeper than that the wide ones."""
     parents = [-1, 0, 0, 1, 1, 2, 3]
-    row = tree(BORDER - 2, parents, HEADS)
+    row = tree(BORDER - 2, parents, (2, *HEADS[1:]))  # two heads of seven nodes fill one tile
     whole = decode([row], 4)
     assert torch.equal(whole, context([row], 16))
     for node in (1, 6):

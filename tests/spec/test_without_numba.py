@@ -12,7 +12,7 @@ SCRIPT = """
 import sys
 sys.modules["numba"] = None
 import pytest
-sys.exit(pytest.main(["-q", "-x", "-n0", "-p", "no:cacheprovider", *sys.argv[1:]]))
+sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *sys.argv[1:]]))
 """
 
 

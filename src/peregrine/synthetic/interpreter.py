@@ -1,6 +1,7 @@
 """Triton's interpreter, which runs the GPU kernels on CPU tensors: slow, for tests, conformance and benchmarks."""
 
 import inspect
+from dataclasses import replace
 from typing import Any
 
 from peregrine.kernels.runtime.gpu import TRITON_PRESENT
@@ -35,3 +36,60 @@ def mend_interpreter() -> None:
 
     interpreter._patch_lang_tensor = patch_and_mend
     interpreter.InterpretedFunction.__call__ = call_device_function
+    # Checks for overflow are computed and then dropped unless `debug` is set.
+    builder = interpreter.interpreter_builder
+    builder.options = replace(builder.options, sanitize_overflow=builder.options.debug)
+    _share_types()
+
+
+def _share_types() -> None:
+    """Make each block type once, with what a tensor derives from its type: this was most of the interpreter's time."""
+    import triton.language as tl
+    from triton.language import core
+    from triton.language.semantic import TritonSemantic
+    from triton.runtime import interpreter
+
+    begin_type, begin_tensor, np_dtype = tl.block_type.__init__, tl.tensor.__init__, interpreter._get_np_dtype
+    unwrap, broadcast = core._unwrap_if_constexpr, TritonSemantic.broadcast_impl_value
+
+    def shared_type(cls: Any, *fields: Any) -> Any:
+        if cls is not tl.block_type:
+            return object.__new__(cls)
+        element, shape = fields
+        blocks = element.__dict__.setdefault("blocks", {})
+        return blocks.setdefault(tuple(map(faster_unwrap, shape)), None) or object.__new__(cls)
+
+    def begin_type_once(self: Any, element: Any, shape: Any) -> None:
+        if "numel" not in self.__dict__:
+            begin_type(self, element, shape)
+            element.__dict__["blocks"][tuple(self.shape)] = self
+
+    def begin_tensor_faster(self: Any, handle: Any, type: Any) -> None:
+        derived = type.__dict__.get("derived")
+        if derived is None:
+            begin_tensor(self, handle, type)
+            type.derived = (self.shape, self.numel, self.dtype)
+        else:
+            self.handle, self.type = handle, type
+            self.shape, self.numel, self.dtype = derived
+
+    def np_dtype_once(kind: Any) -> Any:
+        found = kind.__dict__.get("np_dtype")
+        if found is None:
+            found = kind.np_dtype = np_dtype(kind)
+        return found
+
+    def faster_unwrap(value: Any) -> Any:
+        kind = type(value)
+        if kind is core.constexpr:
+            return value.value
+        return value if kind is int or kind is core.tensor or kind is core.dtype else unwrap(value)
+
+    def faster_broadcast(self: Any, left: Any, right: Any) -> Any:
+        return (left, right) if left.type is right.type else broadcast(self, left, right)
+
+    tl.block_type.__new__, tl.block_type.__init__ = shared_type, begin_type_once
+    tl.tensor.__init__ = begin_tensor_faster
+    interpreter._get_np_dtype = np_dtype_once
+    core._unwrap_if_constexpr = faster_unwrap
+    TritonSemantic.broadcast_impl_value = faster_broadcast
