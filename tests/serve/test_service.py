@@ -116,6 +116,8 @@ def test_wrong_routes_have_the_same_shape(http: httpx.Client, method: str, path:
         b'{"prompt": ""}',
         b'{"prompt": []}',
         b'{"prompt": [[]]}',
+        b'{"prompt": [-1], "echo": true}',
+        b'{"prompt": [9223372036854775808], "echo": true}',
     ],
 )
 def test_no_body_causes_a_server_error(http: httpx.Client, content: bytes) -> None:

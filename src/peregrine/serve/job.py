@@ -120,6 +120,8 @@ def completion_job(body: CompletionBody, llm: LLM) -> Job:
         for prompt in prompts:
             if isinstance(prompt, str):
                 check_length("prompt", len(prompt), llm)
+            else:
+                llm.engine.limits.check_ids("prompt", prompt)  # before they are decoded
         ids = [llm.encode(prompt) for prompt in prompts]
         echoes = None
         if body.echo:

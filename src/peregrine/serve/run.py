@@ -47,7 +47,7 @@ def serve(model: str, open_llm: Callable[[], LLM], settings: ServeConfig) -> int
         end_within(settings.drain_seconds + SHUTDOWN_S + GRACE_S)
 
     def open_and_freeze() -> LLM:
-        """What is there now stays: garbage collection, during which nothing else runs, need not look at it again."""
+        """Garbage collection stops every thread: it need not look again and again at what is loaded."""
         llm = open_llm()
         gc.collect()
         gc.freeze()
