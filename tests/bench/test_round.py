@@ -27,6 +27,7 @@ from peregrine.engine.engine import Engine
 from peregrine.errors import ConfigError
 from peregrine.sampling import SamplingParams
 from peregrine.spec.round import no_mark
+from spec.block_heads import RANK, block_head
 from spec.expert_models import mla_mtp_model
 from spec.harness import (
     HEAD_DIM,
@@ -90,6 +91,18 @@ def test_a_borrowed_output_head_is_read_too() -> None:
     engine = build(drafter=str(eagle_head()), num_drafts=2).engine
     each = LAST_LAYER + linear(HIDDEN, 2 * HIDDEN) + OUTPUT
     assert num_bytes(engine, 1, 0) == MODEL + 2 * each
+
+
+def test_a_block_head_reads_its_layers_once_and_its_markov_head_for_every_draft() -> None:
+    plain = num_bytes(build().engine, 2, 100)
+    kinds: tuple[dict[str, Any], ...] = ({}, {"layout": "deepspec", "markov": "vanilla"})
+    for kind in kinds:
+        engine = build(drafter=str(block_head(**kind)), num_drafts=4).engine
+        layer = linear(Q, HIDDEN) + linear(KV, HIDDEN) + linear(HIDDEN, Q) + linear(2 * INNER, HIDDEN)
+        own = linear(HIDDEN, 2 * HIDDEN) + 2 * (layer + linear(HIDDEN, INNER)) + linear(VOCAB, HIDDEN)
+        own += 4 * linear(VOCAB, RANK) if kind else 0
+        assert num_bytes(engine, 2, 100) == plain + own + 2 * KEYS * 2 * 100
+        assert len(stores_of(engine)) == 2
 
 
 def test_a_draft_model_is_read_on_every_pass() -> None:

@@ -20,6 +20,7 @@ from peregrine.models.draft_heads import Eagle3Head
 from peregrine.models.experts import Experts
 from peregrine.models.layers import Linear
 from peregrine.models.mla import PerHeadLinear
+from peregrine.spec.block import BlockDrafter
 from peregrine.spec.chain import ChainDrafter
 from peregrine.spec.readers import DraftReader, HeadReader, ModelReader
 from peregrine.spec.tree import TreeDrafter
@@ -79,6 +80,15 @@ def round_passes(engine: Engine, rows: int) -> Iterator[Pass]:
             weights = [(part, num_tokens) for part in parts] + [(part, path) for part in fuse if index == 0]
             yield Pass(weights, reader.store, head.layer_config.num_heads, num_tokens)
 
+    drafter = engine.runner.drafter
+    if isinstance(drafter, BlockDrafter):
+        block, tokens = drafter.head, rows * drafter.num_inputs
+        out = block.lender.head if block.head is None else block.head
+        blocks = [(block.fc, path), *((layer, tokens) for layer in block.layers), (out, rows * shape.depth)]
+        if block.markov is not None:  # once for each draft of the path
+            blocks += [(block.markov, rows * shape.width)] * shape.depth
+        yield Pass(blocks, drafter.store, block.layer_config.num_heads, tokens)
+
 
 def weight_work(module: nn.Module, num_tokens: int) -> Work:
     """Every linear of a module, read once and applied to each token."""
@@ -130,6 +140,7 @@ def stores_of(engine: Engine) -> list[KVStore]:
     reader = reader_of(engine)
     own = reader.model.store if isinstance(reader, ModelReader) else None
     own = reader.store if isinstance(reader, HeadReader) else own
+    own = engine.runner.drafter.store if isinstance(engine.runner.drafter, BlockDrafter) else own
     return [engine.runner.target.store] + ([own] if own is not None else [])
 
 
