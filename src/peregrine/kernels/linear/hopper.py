@@ -6,6 +6,8 @@ launches, where small batches would leave it idle. The tensor memory accelerator
 STAGES slots; each step multiplies one tile and requests the one that takes its slot.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -27,8 +29,13 @@ NUMBERS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 def tiled(matrix: Tensor, rows: int, depth: int) -> TensorDescriptor:
     """The TMA descriptor of a matrix in tiles of rows x depth; rows past the last read as zeros."""
-    layout = gl.NVMMASharedLayout.get_default_for([rows, depth], NUMBERS[matrix.dtype])
-    return TensorDescriptor.from_tensor(matrix, [rows, depth], layout)
+    return TensorDescriptor.from_tensor(matrix, [rows, depth], tile_layout((rows, depth), matrix.dtype))
+
+
+@functools.cache
+def tile_layout(shape: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    """How a tile lies in shared memory; remembered, since Gluon takes longer to find it than to make a descriptor."""
+    return gl.NVMMASharedLayout.get_default_for(list(shape), NUMBERS[dtype])
 
 
 @gluon.jit

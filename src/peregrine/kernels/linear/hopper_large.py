@@ -28,7 +28,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from peregrine.kernels.linear import tiles
 from peregrine.kernels.linear.epilogue import gated, reset_squares
-from peregrine.kernels.linear.hopper import NUMBERS, tiled
+from peregrine.kernels.linear.hopper import tile_layout, tiled
 from peregrine.kernels.residual.reference import MAX_SQUARE, SQUARE_UNIT
 from peregrine.kernels.residual.triton import counted_square, fine_square, is_small, root_mean_square, weighted
 
@@ -601,6 +601,6 @@ def weight_tiles(matrix: Tensor, gate: bool) -> TensorDescriptor:
         return tiled(matrix, COLS.value // 2, DEPTH.value)
     outputs, inputs = matrix.shape[0] // 2, matrix.shape[1]
     block = [COLS.value // 32, 2, 8, DEPTH.value]
-    layout = gl.NVMMASharedLayout.get_default_for(block, NUMBERS[matrix.dtype])
+    layout = tile_layout(tuple(block), matrix.dtype)
     shape, strides = [outputs // 8, 2, 8, inputs], [8 * inputs, outputs * inputs, inputs, 1]
     return TensorDescriptor(matrix, shape, strides, block, layout)
