@@ -101,7 +101,7 @@ def test_a_shape_has_no_folder_to_draft_from() -> None:
     source = ShapeSource("shape:llama-3.1-8b", MERLIN)
     target = Decoder.__new__(Decoder)  # nothing of it is read
     with pytest.raises(
-        ConfigError, match=r"drafter='mtp': this shape has no such drafter.* choose eagle3, none, ngram"
+        ConfigError, match=r"drafter='mtp': this shape has no such drafter.* choose .*eagle3, none, ngram"
     ):
         source.drafter("mtp", target)
     assert source.drafter("ngram", target).network is None
