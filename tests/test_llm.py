@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from peregrine import LLM, SamplingParams
 from peregrine.errors import ConfigError, EngineFault, RequestError
@@ -152,3 +153,12 @@ print(len(next(stream).token_ids))
     for _ in range(2):
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
         assert (done.returncode, done.stdout, done.stderr) == (0, "1\n", "")
+
+
+def test_bfloat16_on_a_cpu_holds_weights_and_computes_in_float32() -> None:
+    with LLM(str(tiny_model()), dtype="bfloat16", drafter="none", num_pages=50) as made:
+        assert made.generate("Once", GREEDY)[0].finish_reason == "length"
+        decoder, store = made.engine.runner.target.decoder, made.engine.runner.target.store
+        chosen = next(decision for decision in made.decisions if decision.field == "dtype")
+    assert (chosen.value, "arithmetic is float32" in chosen.because) == ("bfloat16", True)
+    assert store.keys.dtype is decoder.embedding.dtype is torch.float32

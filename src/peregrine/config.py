@@ -90,7 +90,9 @@ class EngineConfig:
         None, "draft a tree instead of a chain: its depth, children per node, and nodes with the root", "D,W,N"
     )
     device: str = option("auto", "auto, cpu, cuda or cuda:INDEX", "DEVICE")
-    dtype: str = option("auto", "auto (CPU: float32, GPU: the checkpoint's own), float32, bfloat16 or float16", "DTYPE")
+    dtype: str = option(
+        "auto", "what weights are held in: auto (CPU: float32, GPU: as stored), float32, bfloat16 or float16", "DTYPE"
+    )
     kv_dtype: str = option(
         "auto", "of cached keys and values: auto (as computed), or float8 (e4m3) to save memory", "DTYPE"
     )

@@ -172,7 +172,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_dtype(name: str, device: torch.device, stored: torch.dtype) -> torch.dtype:
-    """The dtype of arithmetic; "auto" is float32 on the CPU and the checkpoint's own on CUDA."""
+    """The dtype that weights are held in; "auto" is float32 on the CPU and the checkpoint's own on CUDA."""
     if name == "auto":
         if device.type == "cpu":
             return torch.float32
@@ -182,6 +182,11 @@ def resolve_dtype(name: str, device: torch.device, stored: torch.dtype) -> torch
     if name not in DTYPES:
         raise ConfigError(f"dtype={name!r}: no such dtype; choose one of auto, {', '.join(DTYPES)}")
     return DTYPES[name]
+
+
+def arithmetic_dtype(held: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype of activations: that of the weights, but float32 on a CPU, whose compiled kernels know no other."""
+    return torch.float32 if device.type == "cpu" else held
 
 
 def resolve_kv_dtype(name: str, dtype: torch.dtype) -> torch.dtype:

@@ -122,6 +122,19 @@ def test_half_precision_takes_the_twin(dtype):
 
 
 @needs_numba
+@pytest.mark.parametrize("shape", [(16, 4), (100, 129), (17, 1), (384, 320)])
+def test_weights_held_in_bfloat16_have_the_bits_of_their_values_in_float32(shape):
+    x, weight, bias = _case(*shape)
+    held, rounded = pack_weight(weight, bias, held=torch.bfloat16), weight.bfloat16().float()
+    expected = pack_weight(rounded, bias)
+    assert held.num_bytes * 2 == expected.num_bytes
+    for num_rows in range(1, 18):  # more than 5: a panel is widened first
+        assert torch.equal(linear(x[:num_rows], held), linear(x[:num_rows], expected))
+    assert torch.equal(held.unpack().weight, rounded)
+    assert not torch.equal(linear(x, pack_weight(weight, bias)), linear(x, held))
+
+
+@needs_numba
 def test_one_layout_is_kept():
     _, weight, bias = _case(40, 33)
     compiled, plain = pack_weight(weight), pack_weight(weight.bfloat16(), bias.bfloat16())

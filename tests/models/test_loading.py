@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from peregrine.errors import CheckpointError
+from peregrine.kernels.runtime.cpu import NUMBA_PRESENT
 from peregrine.models.checkpoint.plan import Plan
 from peregrine.models.checkpoint.weights import INDEX, Weights
 from peregrine.models.layers import Linear
@@ -208,16 +209,29 @@ def test_prediction_layers_beside_the_decoder_are_left_for_the_head(
 def test_each_linear_is_packed_before_the_next_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fill, behind = Weights.fill, []
 
-    def watched(self: Weights, module: nn.Module, plan: Plan) -> None:
+    def watched(self: Weights, module: nn.Module, plan: Plan, held: torch.dtype | None) -> None:
         linears = [part for part in module.modules() if isinstance(part, Linear)]
         filled = [part for part in linears if part.weight is None or part.packed is not None]
         behind.append(len(filled))
         assert all(part.weight is None for part in filled), "a packed linear still holds its plain weight"
-        fill(self, module, plan)
+        fill(self, module, plan, held)
 
     monkeypatch.setattr(Weights, "fill", watched)
     load_decoder(folder)
     assert sorted(set(behind)) == list(range(14))  # 4 linears in each layer, one more in the last, the head
+
+
+def test_weights_held_in_bfloat16_are_those_of_the_rounded_checkpoint(folder: Path) -> None:
+    held = load_decoder(folder, dtype=torch.bfloat16)
+    rewrite(folder, lambda tensors: tensors.update({name: value.bfloat16() for name, value in tensors.items()}))
+    rounded = load_decoder(folder)
+    assert torch.equal(held.embedding, rounded.embedding)
+    assert torch.equal(held.norm.weight, rounded.norm.weight)
+    for one, other in zip(held.modules(), rounded.modules(), strict=True):
+        if isinstance(one, Linear) and isinstance(other, Linear):
+            x = torch.randn(3, one.format.shape[1])
+            assert torch.equal(one.forward(x), other.forward(x))
+            assert one.format.num_bytes == other.format.num_bytes // (2 if NUMBA_PRESENT else 1)
 
 
 def test_plan_covers_every_parameter_and_every_tensor(folder: Path) -> None:

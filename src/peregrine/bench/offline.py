@@ -20,6 +20,7 @@ from peregrine.bench.clock import timed_rounds
 from peregrine.bench.generation import PROMPTS, decided, first_prompts, generate
 from peregrine.engine.request import Output
 from peregrine.errors import ConfigError, need_packages
+from peregrine.hardware import DTYPES
 from peregrine.llm import LLM
 from peregrine.models.loading import num_weights
 
@@ -178,7 +179,7 @@ def start_up_seconds(model: str, options: dict[str, object]) -> float:
 def memory_facts(llm: LLM, before: float) -> dict[str, float]:
     """Mebibytes: weights, KV pages, and the engine's peak beyond both since `before`."""
     runner = llm.engine.runner
-    weights = num_weights(runner.target.decoder.config) * runner.target.store.keys.element_size() / MIB
+    weights = num_weights(runner.target.decoder.config) * DTYPES[decided(llm, "dtype")].itemsize / MIB
     pages = runner.target.store.num_bytes / MIB
     return {
         "weights_mib": round(weights, 1),

@@ -81,9 +81,11 @@ def operations() -> Iterator[Operation]:
 def _layers(draw: _Draw) -> Iterator[Operation]:
     x, residual = draw.floats(ROWS, WIDTH), draw.floats(ROWS, WIDTH)
     for inputs, outputs in ((WIDTH, ROWS), (33, 17), (64, VOCAB), (256, 256)):
-        packed = pack_weight(draw.floats(outputs, inputs, scale=inputs**-0.5), draw.floats(outputs))
-        rows = draw.floats(ROWS, inputs)
-        yield Operation(f"linear {inputs}x{outputs}", (rows,), packed.linear)
+        weight, bias = draw.floats(outputs, inputs, scale=inputs**-0.5), draw.floats(outputs)
+        name, rows = f"linear {inputs}x{outputs}", draw.floats(ROWS, inputs)
+        yield Operation(name, (rows,), pack_weight(weight, bias).linear)
+        if weight.dtype is torch.float32:
+            yield Operation(f"{name}, held in bfloat16,", (rows,), pack_weight(weight, bias, torch.bfloat16).linear)
     heads = pack_per_head(draw.floats(3, 33, 65, scale=0.1))
     yield Operation("per_head_linear", (draw.floats(ROWS, 3, 65),), heads.linear)
     weight, head_weight, embedding = draw.floats(WIDTH), draw.floats(65), draw.floats(VOCAB, WIDTH)

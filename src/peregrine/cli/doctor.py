@@ -75,7 +75,7 @@ def target_report(device_name: str, dtype_name: str) -> Report:
     """The device and dtype that the flags resolve to, and each attention backend's reasons not to serve them."""
     import torch
 
-    from peregrine.hardware import resolve_device, resolve_dtype
+    from peregrine.hardware import arithmetic_dtype, resolve_device, resolve_dtype
 
     try:
         device = resolve_device(device_name)
@@ -84,6 +84,7 @@ def target_report(device_name: str, dtype_name: str) -> Report:
     except PeregrineError as error:
         return {"device": None, "dtype": None, "backends": {}, "kernels": {}, "error": str(error)}
     names = {"device": str(device), "dtype": str(dtype).removeprefix("torch.")}
+    dtype = arithmetic_dtype(dtype, device)
     backends = backend_reasons(device, dtype)
     return {**names, "backends": backends, "kernels": kernel_reasons(backends, device, dtype), "error": None}
 

@@ -25,7 +25,7 @@ from peregrine.engine.runner import VARIANTS, Runner
 from peregrine.engine.sources import ModelSource, open_source
 from peregrine.errors import ConfigError
 from peregrine.grammar import GRAMMARS_PRESENT, GrammarCompiler
-from peregrine.hardware import current_device, resolve_device, resolve_dtype, resolve_kv_dtype
+from peregrine.hardware import arithmetic_dtype, current_device, resolve_device, resolve_dtype, resolve_kv_dtype
 from peregrine.kernels.linear import workspace_bytes
 from peregrine.kernels.runtime.cpu import COMPILED, load_kernels
 from peregrine.kernels.runtime.gpu import TRITON_PRESENT
@@ -103,6 +103,7 @@ def _build(asked: EngineConfig, device: torch.device) -> Built:
         compile_kernels()
 
     shapes = [store_shape_of(target)] + ([draft.store_shape] if draft.store_shape else [])
+    dtype = arithmetic_dtype(dtype, device)
     kv_dtype = resolve_kv_dtype(asked.kv_dtype, dtype)
     backend, why = pick_backend(asked, target, draft, shapes, dtype, kv_dtype)
     decisions.take("attention", (backend.name, why))
@@ -173,9 +174,13 @@ def check_tokenizer(tokenizer: Tokenizer, config: ModelConfig) -> None:
 
 
 def pick_dtype(asked: EngineConfig, device: torch.device, source: ModelSource) -> tuple[torch.dtype, str]:
-    """The dtype of weights and arithmetic, and why."""
-    automatic = "exact on any CPU" if device.type == "cpu" else "as stored"
-    return resolve_dtype(asked.dtype, device, source.dtype), "asked for" if asked.dtype != "auto" else automatic
+    """The dtype that weights are held in, and why."""
+    dtype, automatic = resolve_dtype(asked.dtype, device, source.dtype), "as stored"
+    wanted = "asked for"
+    if device.type == "cpu":
+        automatic = "exact on any CPU"
+        wanted += "; weights are held in it, arithmetic is float32" if dtype != torch.float32 else ""
+    return dtype, wanted if asked.dtype != "auto" else automatic
 
 
 def pick_backend(

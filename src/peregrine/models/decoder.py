@@ -56,9 +56,9 @@ class Decoder(nn.Module):
         """How each layer attends, for `bind`."""
         return self.config.layer_attention()
 
-    def pack(self) -> "Decoder":
-        """Pack every linear, for inference; it can no longer be trained."""
-        pack_linears(self, self.head if self.config.shares_embedding else None)
+    def pack(self, held: torch.dtype | None = None) -> "Decoder":
+        """Pack every linear, for inference, its weight held in this dtype on a CPU; it can no longer be trained."""
+        pack_linears(self, self.head if self.config.shares_embedding else None, held)
         return self
 
     def forward(

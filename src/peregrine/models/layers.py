@@ -31,6 +31,7 @@ class Packable(nn.Module, ABC, Generic[Format]):
     weight: nn.Parameter | None
     bias: nn.Parameter | None
     packed: Format | None
+    held: torch.dtype | None = None  # what a CPU's float32 weight is rounded to and held in
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()
@@ -43,10 +44,11 @@ class Packable(nn.Module, ABC, Generic[Format]):
         """The weight in the format of its device; before it is packed, in one that trains."""
         return self._pack(train=True) if self.packed is None else self.packed
 
-    def pack(self, keep_weight: bool = False) -> None:
+    def pack(self, keep_weight: bool = False, held: torch.dtype | None = None) -> None:
         """Switch to the format of the device; the plain weight goes, unless another module shares it."""
         if self.weight is None:
             raise RuntimeError(f"this {type(self).__name__} is packed already")
+        self.held = held
         self.packed = self._pack(train=False)
         self.bias = None
         if not keep_weight:
@@ -65,7 +67,7 @@ class Linear(Packable[WeightFormat]):
 
     def _pack(self, train: bool) -> WeightFormat:
         assert self.weight is not None
-        return PlainWeight(self.weight, self.bias) if train else pack_weight(self.weight, self.bias)
+        return PlainWeight(self.weight, self.bias) if train else pack_weight(self.weight, self.bias, self.held)
 
     def forward(self, x: Tensor) -> Tensor:
         """[N, in] -> [N, out]."""
@@ -199,12 +201,12 @@ def add_linear(
     return add_to_residual(out_norm.forward(linear.forward(x)), residual, next_norm)
 
 
-def pack_linears(module: nn.Module, shared: Linear | None = None) -> None:
+def pack_linears(module: nn.Module, shared: Linear | None = None, held: torch.dtype | None = None) -> None:
     """Pack every linear, for inference; the module can no longer be trained. `shared` keeps its plain weight."""
     module.requires_grad_(False)
     for part in module.modules():
         if isinstance(part, Packable) and part.packed is None:
-            part.pack(keep_weight=part is shared)
+            part.pack(keep_weight=part is shared, held=held)
     cache_attributes(module)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from peregrine.errors import CheckpointError
+from peregrine.hardware import arithmetic_dtype
 from peregrine.log import logger
 from peregrine.models.checkpoint.plan import Piece, Plan
 from peregrine.models.checkpoint.weights import Weights
@@ -26,13 +27,18 @@ def load_decoder(
     pack: bool = True,
     num_positions: int | None = None,
 ) -> Decoder:
-    """The decoder of a checkpoint, opened or not, cast to dtype; packed for inference, or plain to be trained on."""
+    """The decoder of a checkpoint, opened or not, cast to dtype; packed for inference, or plain to be trained on.
+
+    On a CPU a packed decoder computes in float32; dtype is what its weights are rounded to and held in.
+    """
     weights = Weights.of(source)
     config, plan = check_decoder(weights)
     _tell_float8(weights.float8_size(plan), dtype)
-    decoder = Decoder(config, device, dtype, num_positions)
+    computed = arithmetic_dtype(dtype, torch.device(device)) if pack else dtype
+    decoder = Decoder(config, device, computed, num_positions)
     if pack:
-        weights.fill_and_pack(decoder, plan, shared=[decoder.head] if config.shares_embedding else [])
+        held = dtype if computed != dtype else None
+        weights.fill_and_pack(decoder, plan, shared=[decoder.head] if config.shares_embedding else [], held=held)
     else:
         weights.fill(decoder, plan)
     if config.embedding_factor != 1:  # rounded to the model's dtype first, as in training

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from peregrine.errors import ConfigError
+from peregrine.hardware import arithmetic_dtype
 from peregrine.models.checkpoint.folder import Fields
 from peregrine.models.config import ModelConfig
 from peregrine.models.decoder import Decoder
@@ -122,9 +123,9 @@ def draw_decoder(
     config: ModelConfig, device: torch.device, dtype: torch.dtype, seed: int = 0, num_positions: int | None = None
 ) -> Decoder:
     """A decoder with random weights, drawn and packed on the device."""
-    decoder = Decoder(config, device, dtype, num_positions)
+    decoder = Decoder(config, device, arithmetic_dtype(dtype, device), num_positions)
     draw_here(decoder, seed)
-    return decoder.pack()
+    return decoder.pack(held=dtype)
 
 
 @torch.no_grad()

@@ -2,21 +2,26 @@
 
 Every output of a tile is its own chain of fused multiply-adds, so the tile's height changes speed and no bit. Five rows
 are what 32 registers of four floats hold; with four, loads and arithmetic are balanced best.
+
+Weights may be held in bfloat16: the kernel then reads half the bytes. They are widened to float32 exactly, so the bits
+are those of the same values held in float32.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from llvmlite import ir
-from numba import types
+from numba import njit, types
 from numba.extending import intrinsic
 from torch import Tensor
 
 from peregrine.kernels.linear.reference import DenseWeight, WeightFormat
-from peregrine.kernels.runtime.cpu import numba_ready, pieces_for
+from peregrine.kernels.runtime.cpu import FLOAT32, numba_ready, pieces_for
 from peregrine.kernels.runtime.cpu_jit import (
+    BFLOAT16,
     FLOAT,
     INT64,
     arguments_of,
@@ -26,6 +31,7 @@ from peregrine.kernels.runtime.cpu_jit import (
     cpu_kernel,
     fused_multiply_add,
     load_vector,
+    load_widened,
     store_vector,
     words_of,
 )
@@ -33,6 +39,7 @@ from peregrine.kernels.runtime.cpu_jit import (
 PANEL = 16  # outputs that lie together
 UNROLL = 4  # inputs of a row that are loaded by one vector load
 SERIAL_WORK = 1 << 15  # multiply-adds below which a second thread costs more than it saves
+WIDEN_ROWS = 5  # with more rows than this a panel of bfloat16 is widened once for all of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,22 +48,25 @@ class PanelWeight(WeightFormat):
 
     is_recordable = True
     num_outputs: int
-    panels: Tensor  # [ceil(O / PANEL), I, PANEL]; outputs past the last are zero
+    panels: (
+        Tensor  # [ceil(O / PANEL), I, PANEL], float32, or bfloat16 where that holds the same values; padded with zeros
+    )
     bias: Tensor  # [ceil(O / PANEL) * PANEL]
 
     @classmethod
-    def pack(cls, dense: DenseWeight) -> "PanelWeight":
+    def pack(cls, dense: DenseWeight, held: torch.dtype | None = None) -> "PanelWeight":
         """Lay out weight [O, I] and bias [O]."""
         weight, bias = dense.weight, dense.bias
         num_outputs, num_inputs = weight.shape
         padding = -num_outputs % PANEL
         padded = F.pad(weight, (0, 0, 0, padding)).view(-1, PANEL, num_inputs)
         offsets = F.pad(weight.new_zeros(num_outputs) if bias is None else bias, (0, padding))
-        return cls(num_outputs, padded.transpose(1, 2).contiguous(), offsets)
+        kept = padded.bfloat16() if held is torch.bfloat16 else padded
+        return cls(num_outputs, kept.transpose(1, 2).contiguous(), offsets)
 
     def unpack(self) -> DenseWeight:
         """The plain tensors, for the twin."""
-        weight = self.panels.transpose(1, 2).flatten(0, 1)[: self.num_outputs]
+        weight = self.panels.float().transpose(1, 2).flatten(0, 1)[: self.num_outputs]
         return DenseWeight(weight, self.bias[: self.num_outputs])
 
     @property
@@ -84,17 +94,22 @@ class PanelWeight(WeightFormat):
         y = x.new_empty(num_rows, columns)
         pieces = pieces_for(num_panels, num_rows * columns * width, SERIAL_WORK)
         pointers = x.data_ptr(), self.panels.data_ptr(), self.bias.data_ptr(), y.data_ptr()
-        _linear(pieces, *pointers, num_rows, stride, width, num_panels)
+        shape = num_rows, stride, width, num_panels
+        if self.panels.dtype is FLOAT32:
+            _linear(pieces, *pointers, *shape)
+        else:
+            wide = x.new_empty((pieces, width, PANEL) if num_rows > WIDEN_ROWS else 0)  # a panel for each thread
+            _linear_bf16(pieces, *pointers, *shape, wide.data_ptr())
         return y if columns == self.num_outputs else y[:, : self.num_outputs].contiguous()
 
 
-def _tile(rows: int) -> Any:
+def _tile(rows: int, weight: ir.Type) -> Any:
     """The intrinsic (x, x_stride, panel, bias, width, y, y_stride) for so many rows; strides count floats."""
 
     @intrinsic
     def tile(context: Any, x: Any, x_stride: Any, panel: Any, bias: Any, width: Any, y: Any, y_stride: Any) -> Any:
         def build(codegen: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
-            _build_tile(builder, rows, arguments)
+            _build_tile(builder, rows, weight, arguments)
             return codegen.get_dummy_value()
 
         return types.void(*[types.int64] * 7), build
@@ -102,7 +117,7 @@ def _tile(rows: int) -> Any:
     return tile
 
 
-def _build_tile(builder: ir.IRBuilder, rows: int, arguments: Sequence[ir.Value]) -> None:
+def _build_tile(builder: ir.IRBuilder, rows: int, held_in: ir.Type, arguments: Sequence[ir.Value]) -> None:
     x, x_stride, panel, bias, width, y, y_stride = arguments
 
     def row_pointers(address: ir.Value, stride: ir.Value) -> list[ir.Value]:
@@ -110,14 +125,14 @@ def _build_tile(builder: ir.IRBuilder, rows: int, arguments: Sequence[ir.Value])
         return [builder.gep(first, [builder.mul(stride, INT64(row))]) for row in range(rows)]
 
     inputs, outputs = row_pointers(x, x_stride), row_pointers(y, y_stride)
-    weights = builder.inttoptr(panel, FLOAT.as_pointer())
+    weights = builder.inttoptr(panel, held_in.as_pointer())
 
     def add_inputs(sums: list[ir.Value], first: ir.Value, count: int) -> list[ir.Value]:
         """Add the products of `count` consecutive inputs to every row's sums."""
         taken = [load_vector(builder, builder.gep(row, [first]), count) for row in inputs]
         for lane in range(count):
             start = builder.mul(builder.add(first, INT64(lane)), INT64(PANEL))
-            weight = load_vector(builder, builder.gep(weights, [start]), PANEL)
+            weight = load_widened(builder, builder.gep(weights, [start]), PANEL)
             factors = [broadcast_lane(builder, vector, lane, PANEL) for vector in taken]
             pairs = zip(factors, sums, strict=True)
             sums = [fused_multiply_add(builder, factor, weight, total) for factor, total in pairs]
@@ -132,7 +147,74 @@ def _build_tile(builder: ir.IRBuilder, rows: int, arguments: Sequence[ir.Value])
         store_vector(builder, builder.fadd(total, offsets), pointer)
 
 
-_tile1, _tile2, _tile3, _tile4, _tile5 = (_tile(rows) for rows in range(1, 6))
+_tile1, _tile2, _tile3, _tile4, _tile5 = (_tile(rows, FLOAT) for rows in range(1, 6))
+_short1, _short2, _short3, _short4, _short5 = (_tile(rows, BFLOAT16) for rows in range(1, 6))
+
+
+@intrinsic
+def _widen(context: Any, source: Any, target: Any, count: Any) -> Any:
+    """Write `count` bfloat16, a multiple of PANEL, as floats."""
+
+    def build(codegen: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
+        source, target, count = arguments
+        short, wide = builder.inttoptr(source, BFLOAT16.as_pointer()), builder.inttoptr(target, FLOAT.as_pointer())
+
+        def step(values: list[ir.Value], index: ir.Value, size: int) -> list[ir.Value]:
+            store_vector(builder, load_widened(builder, builder.gep(short, [index]), size), builder.gep(wide, [index]))
+            return values
+
+        counted_loop(builder, INT64(0), count, PANEL, [], step)
+        return codegen.get_dummy_value()
+
+    return types.void(*[types.int64] * 3), build
+
+
+@njit
+def _rows(x, stride, panel, offsets, width, y, y_stride, rows):  # type: ignore[no-untyped-def]
+    """All rows of one panel of floats."""
+    row = 0
+    while row < rows:
+        source, target = x + row * stride * 4, y + row * y_stride * 4
+        left = rows - row
+        if left == 4 or left > 5:
+            _tile4(source, stride, panel, offsets, width, target, y_stride)
+            row += 4
+        elif left == 5:
+            _tile5(source, stride, panel, offsets, width, target, y_stride)
+            row += 5
+        elif left == 3:
+            _tile3(source, stride, panel, offsets, width, target, y_stride)
+            row += 3
+        elif left == 2:
+            _tile2(source, stride, panel, offsets, width, target, y_stride)
+            row += 2
+        else:
+            _tile1(source, stride, panel, offsets, width, target, y_stride)
+            row += 1
+
+
+@njit
+def _short_rows(x, stride, panel, offsets, width, y, y_stride, rows):  # type: ignore[no-untyped-def]
+    """All rows of one panel of bfloat16."""
+    row = 0
+    while row < rows:
+        source, target = x + row * stride * 4, y + row * y_stride * 4
+        left = rows - row
+        if left == 4 or left > 5:
+            _short4(source, stride, panel, offsets, width, target, y_stride)
+            row += 4
+        elif left == 5:
+            _short5(source, stride, panel, offsets, width, target, y_stride)
+            row += 5
+        elif left == 3:
+            _short3(source, stride, panel, offsets, width, target, y_stride)
+            row += 3
+        elif left == 2:
+            _short2(source, stride, panel, offsets, width, target, y_stride)
+            row += 2
+        else:
+            _short1(source, stride, panel, offsets, width, target, y_stride)
+            row += 1
 
 
 @cpu_kernel("qqqqqqqq")
@@ -145,23 +227,24 @@ def _linear(block):  # type: ignore[no-untyped-def]
     while piece < pieces:
         for j in range(piece * num_panels // pieces, (piece + 1) * num_panels // pieces):
             panel, offsets = panels + j * width * PANEL * 4, bias + j * PANEL * 4
-            row = 0
-            while row < rows:
-                source, target = x + row * stride * 4, y + (row * y_stride + j * PANEL) * 4
-                left = rows - row
-                if left == 4 or left > 5:
-                    _tile4(source, stride, panel, offsets, width, target, y_stride)
-                    row += 4
-                elif left == 5:
-                    _tile5(source, stride, panel, offsets, width, target, y_stride)
-                    row += 5
-                elif left == 3:
-                    _tile3(source, stride, panel, offsets, width, target, y_stride)
-                    row += 3
-                elif left == 2:
-                    _tile2(source, stride, panel, offsets, width, target, y_stride)
-                    row += 2
-                else:
-                    _tile1(source, stride, panel, offsets, width, target, y_stride)
-                    row += 1
+            _rows(x, stride, panel, offsets, width, y + j * PANEL * 4, y_stride, rows)
+        piece = claim(words)
+
+
+@cpu_kernel("qqqqqqqqq")
+def _linear_bf16(block):  # type: ignore[no-untyped-def]
+    words = words_of(block)
+    pieces = words[1]
+    x, panels, bias, y, rows, stride, width, num_panels, scratch = arguments_of(block, 9)
+    y_stride = num_panels * PANEL
+    piece = claim(words)
+    while piece < pieces:
+        wide = scratch + piece * width * PANEL * 4
+        for j in range(piece * num_panels // pieces, (piece + 1) * num_panels // pieces):
+            panel, offsets, target = panels + j * width * PANEL * 2, bias + j * PANEL * 4, y + j * PANEL * 4
+            if rows > WIDEN_ROWS:
+                _widen(panel, wide, width * PANEL)
+                _rows(x, stride, wide, offsets, width, target, y_stride, rows)
+            else:
+                _short_rows(x, stride, panel, offsets, width, target, y_stride, rows)
         piece = claim(words)

@@ -103,8 +103,11 @@ class PlainWeight(DenseWeight):
         return F.linear(x, self.weight, self.bias)
 
 
-def pack_weight(weight: Tensor, bias: Tensor | None = None) -> WeightFormat:
-    """The values of weight [O, I] and bias [O] in the format of their device; no gradient will reach them."""
+def pack_weight(weight: Tensor, bias: Tensor | None = None, held: torch.dtype | None = None) -> WeightFormat:
+    """The values of weight [O, I] and bias [O] in the format of their device; no gradient will reach them.
+
+    `held` is what a CPU's float32 weights may be rounded to and held in.
+    """
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias has shape {tuple(bias.shape)}, the weight has {weight.shape[0]} outputs")
     dense = DenseWeight(weight.detach(), None if bias is None else bias.detach())
@@ -112,7 +115,7 @@ def pack_weight(weight: Tensor, bias: Tensor | None = None) -> WeightFormat:
     if triton_ready(weight):
         packed = _triton.TritonWeight(dense.weight, dense.bias)
     elif weight.numel() and numba_ready(dense.weight, *(() if dense.bias is None else (dense.bias,))):
-        packed = _cpu.PanelWeight.pack(dense)
+        packed = _cpu.PanelWeight.pack(dense, held)
     return packed
 
 

@@ -16,7 +16,7 @@ from peregrine.kernels.runtime.cpu_cache import compile_cached
 
 MAX_WORDS = 32
 INT64 = ir.IntType(64)
-FLOAT = ir.FloatType()
+FLOAT, BFLOAT16 = ir.FloatType(), ir.IntType(16)  # a bfloat16 is the upper half of a float
 ROUND = 12582912.0  # 1.5 * 2**23: added to a float, it leaves the nearest integer in the low bits
 LN2_HIGH, LN2_LOW = 0.693145751953125, 1.428606765330187045e-06
 EXP_TERMS = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
@@ -115,6 +115,17 @@ def load_vector(builder: ir.IRBuilder, pointer: ir.Value, width: int) -> ir.Valu
     vector = builder.load(builder.bitcast(pointer, ir.VectorType(FLOAT, width).as_pointer()))
     vector.align = 4
     return vector
+
+
+def load_widened(builder: ir.IRBuilder, pointer: ir.Value, width: int) -> ir.Value:
+    """`width` floats from a pointer to floats or to bfloat16, of any alignment."""
+    if pointer.type.pointee == FLOAT:
+        return load_vector(builder, pointer, width)
+    short = builder.load(builder.bitcast(pointer, ir.VectorType(BFLOAT16, width).as_pointer()))
+    short.align = 2
+    numbers = ir.VectorType(ir.IntType(32), width)
+    upper = builder.shl(builder.zext(short, numbers), ir.Constant(numbers, [16] * width))
+    return builder.bitcast(upper, ir.VectorType(FLOAT, width))
 
 
 def store_vector(builder: ir.IRBuilder, vector: ir.Value, pointer: ir.Value) -> None:

@@ -133,27 +133,29 @@ class Weights:
         names = {piece.name for pieces in plan.values() for piece in pieces if piece.name in self._scales}
         return sum(math.prod(self.shape(name)) for name in names)
 
-    def fill(self, module: nn.Module, plan: Plan) -> None:
-        """Copy the plan's tensors into the module's parameters, cast and moved one at a time."""
+    def fill(self, module: nn.Module, plan: Plan, held: torch.dtype | None = None) -> None:
+        """Copy the plan's tensors into the module's parameters, rounded to `held`, cast and moved one at a time."""
         with torch.no_grad():
             for name, pieces in plan.items():
                 parameter, start = module.get_parameter(name), 0
                 for piece in pieces:
                     stored = self.tensor(piece.name)
                     taken = stored if piece.take is None else piece.take(stored)
-                    parameter[start : start + taken.shape[0]].copy_(taken)
+                    parameter[start : start + taken.shape[0]].copy_(taken if held is None else taken.to(held))
                     start += taken.shape[0]
 
-    def fill_and_pack(self, module: nn.Module, plan: Plan, shared: Iterable[Linear] = ()) -> None:
-        """`fill` and pack each linear as soon as its weight is complete, so that only one weight is held twice."""
+    def fill_and_pack(
+        self, module: nn.Module, plan: Plan, shared: Iterable[Linear] = (), held: torch.dtype | None = None
+    ) -> None:
+        """`fill` and pack each linear as soon as its weight is complete, so that only one weight is there twice."""
         kept = list(shared)
         module.requires_grad_(False)
         for path, part in module.named_modules():
             prefix = f"{path}." if path else ""
             names = [prefix + name for name, _ in part.named_parameters(recurse=False)]
-            self.fill(module, {name: plan[name] for name in names if name in plan})
+            self.fill(module, {name: plan[name] for name in names if name in plan}, held)
             if isinstance(part, Packable) and part.packed is None:
-                part.pack(keep_weight=any(part is other for other in kept))
+                part.pack(keep_weight=any(part is other for other in kept), held=held)
         cache_attributes(module)
 
 
