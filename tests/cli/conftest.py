@@ -88,6 +88,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
         def __init__(self, **options: object) -> None:
             record.options.append(options)
+            self.plain = options.get("drafter", "none") == "none"
             self.decisions = (Decision("drafter", options.get("drafter", "none"), "asked for"),)
             if options.get("model") == "broken":
                 raise CheckpointError("no config.json in 'broken'; give another folder")
@@ -117,7 +118,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
         def stream(self, prompt: object, params: SamplingParams) -> Iterator[Delta]:
             record.prompts.append(prompt)
             record.params.append(params)
-            plain = record.options[-1].get("drafter", "none") == "none"
+            plain = self.plain
             tokens = [0, 1, 2, 3, 4] if plain else record.tokens_with_drafter
             drafted = [not plain and 0 < i < 3 for i in range(len(tokens))]
             output = make_output(tokens, drafted, record.reason, prompt, params)
