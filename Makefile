@@ -8,7 +8,10 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 LOG := $(VENV)/install.log
-PIP := $(PY) -m pip --disable-pip-version-check install --no-input -c constraints.txt
+# On Linux PyPI's torch brings 5 GB of CUDA libraries; without an NVIDIA driver the build for CPUs is taken.
+TORCH_INDEX := $(shell [ "$$(uname -sm)" = "Linux x86_64" ] && [ ! -e /dev/nvidiactl ] && \
+	echo --extra-index-url https://download.pytorch.org/whl/cpu)
+PIP := $(PY) -m pip --disable-pip-version-check install --no-input -c constraints.txt $(TORCH_INDEX)
 # Workers for pytest; each one holds a torch of its own.
 JOBS ?= 2
 

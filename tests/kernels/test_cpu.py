@@ -11,6 +11,7 @@ import torch
 from peregrine.kernels.linear import DenseWeight, pack_weight
 from peregrine.kernels.runtime import cpu
 from peregrine.kernels.runtime.cpu import NUMBA_PRESENT, numba_ready
+from peregrine.log import logger
 
 needs_numba = pytest.mark.skipif(not NUMBA_PRESENT, reason="numba is not installed")
 
@@ -41,6 +42,15 @@ def test_without_numba_the_twin_serves(monkeypatch):
     packed = pack_weight(torch.ones(3, 7))
     assert type(packed) is DenseWeight
     assert torch.equal(packed.linear(torch.ones(2, 7)), torch.full((2, 3), 7.0))
+
+
+def test_the_absence_of_numba_is_said_once(monkeypatch):
+    said = []
+    monkeypatch.setattr(cpu, "NUMBA_PRESENT", False)
+    monkeypatch.setattr(logger, "warning", said.append)
+    cpu.warn_without_numba.cache_clear()
+    assert list(cpu.load_kernels()) == list(cpu.load_kernels()) == []
+    assert said == ["numba is not installed: generation takes about three times as long; run: pip install numba"]
 
 
 @needs_numba

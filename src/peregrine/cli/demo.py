@@ -99,7 +99,8 @@ def decode(title: str, llm: "LLM", asked: "str | list[dict[str, str]]", params: 
 
 def measure(slow: "LLM", fast: "LLM", prompt: list[int], params: SamplingParams) -> "list[tuple[Output, Output]]":
     """The same generation in turns, plain and with speculation: RUNS times, fewer if that takes longer than MOST_S."""
-    began, runs = time.perf_counter(), []
+    began = time.perf_counter()
+    runs: list[tuple[Output, Output]] = []
     while len(runs) < RUNS and (not runs or time.perf_counter() - began < MOST_S):
         pair = [llm.generate([prompt], params, progress=False)[0] for llm in (slow, fast)]
         runs.append((pair[0], pair[1]))

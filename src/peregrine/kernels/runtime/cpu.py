@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from peregrine.log import logger
+
 NUMBA_PRESENT = importlib.util.find_spec("numba") is not None
 FLOAT32 = torch.float32
 COMPILED = ("linear.cpu", "norm.cpu", "rope.cpu", "activation.cpu", "attention.cpu", "sampling.cpu", "round.cpu")
@@ -37,9 +39,17 @@ def numba_ready(*tensors: Tensor) -> bool:
 
 def load_kernels() -> Iterator[str]:
     """Load every compiled kernel, one name at a time; the first time on a machine this compiles them."""
+    if not NUMBA_PRESENT:
+        warn_without_numba()
     for name in COMPILED if NUMBA_PRESENT else ():
         yield name
         importlib.import_module(f"peregrine.kernels.{name}")
+
+
+@functools.cache
+def warn_without_numba() -> None:
+    """Say, once, what its absence costs."""
+    logger.warning("numba is not installed: generation takes about three times as long; run: pip install numba")
 
 
 def pieces_for(num_items: int, work: int, serial_work: int) -> int:
