@@ -180,6 +180,8 @@ def test_other_files_are_refused_by_what_they_are(small: Path, tmp_path: Path) -
         ("llama", {"block_count": None}, ["llama.block_count=None", "missing"]),
         ("llama", {"embedding_length": None}, ["llama.embedding_length=None", "missing"]),
         ("llama", {"attention.head_count": None}, ["llama.attention.head_count=None", "missing"]),
+        ("llama", {"attention.head_count": 0}, ["llama.attention.head_count=0", "at least 1"]),
+        ("llama", {"attention.key_length": 0}, ["llama.attention.key_length=0", "at least 1"]),
         ("llama", {"rope.scaling.type": "wild", "rope.scaling.factor": 2.0}, ["'wild'", "not supported"]),
     ],
 )

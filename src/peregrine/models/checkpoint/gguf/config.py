@@ -59,7 +59,7 @@ def stop_ids(fields: Fields) -> list[int]:
 def _rope(metadata: Metadata) -> dict[str, Any]:
     """Rotated part of a head, and the scaling of its frequencies."""
     heads, size = metadata.whole("attention.head_count"), metadata.whole("embedding_length")
-    head_dim = metadata.whole("attention.key_length", size // max(heads, 1))
+    head_dim = metadata.whole("attention.key_length", max(size // heads, 1))
     rotated = metadata.whole("rope.dimension_count", head_dim)
     values: dict[str, Any] = {"partial_rotary_factor": rotated / head_dim} if rotated != head_dim else {}
     scaling = _scaling(metadata)

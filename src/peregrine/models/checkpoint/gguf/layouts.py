@@ -32,7 +32,8 @@ class Metadata:
         return f"{self.architecture}.{name}"
 
     def whole(self, name: str, default: int | None = None) -> int:
-        return self.all.whole(self.key(name), default, minimum=0)
+        """A whole number above zero, unless zero is the default."""
+        return self.all.whole(self.key(name), default, minimum=min(1, 1 if default is None else default))
 
     def number(self, name: str, default: float | None = None) -> float:
         return self.all.number(self.key(name), default)
