@@ -61,7 +61,8 @@ def logits_of(rows: int, nodes: int, vocab_size: int, dtype: torch.dtype, seed: 
 
 def on_gpu(values: Any) -> Any:
     """A copy of a dataclass with its tensors on the GPU."""
-    return replace(values, **{field.name: getattr(values, field.name).cuda() for field in fields(values)})
+    given = {field.name: getattr(values, field.name) for field in fields(values)}
+    return replace(values, **{name: value.cuda() for name, value in given.items() if value is not None})
 
 
 def params_of(rows: int) -> list[Params]:

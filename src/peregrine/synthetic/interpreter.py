@@ -8,11 +8,18 @@ from peregrine.kernels.runtime.gpu import TRITON_PRESENT
 
 
 def mend_interpreter() -> None:
-    """Make the interpreter of Triton 3.6 work with numpy 2.4, and faster; call it before the first kernel runs."""
+    """Make the interpreter of Triton 3.6 work with numpy 2.4, and faster; call it before the first kernel runs.
+
+    Does nothing where kernels are compiled: the compiler needs the language as it is.
+    """
     if not TRITON_PRESENT:
         return
+    import triton
     import triton.language as tl
     from triton.runtime import interpreter
+
+    if not triton.knobs.runtime.interpret:
+        return
 
     patch = interpreter._patch_lang_tensor
     if patch.__module__ == __name__:
