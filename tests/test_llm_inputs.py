@@ -62,7 +62,7 @@ def error_of(call: Callable[[], object]) -> str:
         (list(ids) for ids in [[5, 6, 7]]),
         iter([np.array([5, 6, 7])]),
     ],
-    ids=repr,
+    ids=lambda prompts: type(prompts).__name__,
 )
 def test_ids_may_come_in_any_list_array_or_tensor(llm: LLM, expected: list[int], prompts: Any) -> None:
     outputs = llm.generate(prompts, GREEDY)
