@@ -1,5 +1,9 @@
 """The torch reference of attention in edge cases, and the compiled CPU kernel against it."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -175,3 +179,13 @@ def test_sizes_that_do_not_fit_the_plan_are_refused() -> None:
         paged_attention_cpu(torch.zeros(2, 1, 16), stored(keys, values), plan, 1.0, None, None)
     with pytest.raises(ValueError, match="k has 2 tokens, but slots has 1"):
         write_cpu(stored(keys, values), torch.tensor([3]), *torch.zeros(2, 2, 1, 16))
+
+
+@needs_numba
+def test_other_threads_may_allocate_while_it_runs() -> None:
+    """Memory that a kernel still uses must not be free: here threads share one heap, and one of them fills it."""
+    script, root = Path(__file__).with_name("attention_beside_threads.py"), Path(__file__).parents[2]
+    paths = os.pathsep.join([str(root / "src"), str(root / "tests")])
+    environment = {**os.environ, "PYTHONPATH": paths, "MALLOC_ARENA_MAX": "1"}
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, "0"), done.stderr[-2000:]

@@ -37,8 +37,10 @@ def test_both_ways_give_the_same_texts(server: Served, monkeypatch: pytest.Monke
 def test_bench_serve_against_our_own_server(server: Served, tmp_path: Path, peregrine: Command) -> None:
     out = tmp_path / "result.json"
     flags = ["--requests", "4", "--max-tokens", "12", "--ignore-eos", "--slo-ttft", "1e9", "--json", "--out", str(out)]
-    code, printed, _ = peregrine("bench", "serve", "--url", server.url, "--concurrency", "2", "--rate", "50", *flags)
-    assert code == 0
+    code, printed, errors = peregrine(
+        "bench", "serve", "--url", server.url, "--concurrency", "2", "--rate", "50", *flags
+    )
+    assert code == 0, errors
     result = json.loads(out.read_text())
     assert json.loads(printed) == result
     assert result["model"] == "merlin"

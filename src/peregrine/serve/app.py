@@ -203,13 +203,13 @@ def service_routes(service: Service) -> APIRouter:
 
 async def drop_cached(gateway: Gateway, seconds: float) -> int:
     """Empty the prefix cache as soon as nothing runs; ApiError if that takes too long."""
+    freed = await gateway.drop_cached()  # not under the timeout: with 0 seconds it would end before the engine answers
     try:
         async with asyncio.timeout(seconds):
-            while (freed := await gateway.drop_cached()) is None:
-                if not seconds:
-                    raise TimeoutError
+            while freed is None:
                 await gateway.idle.wait()
                 await asyncio.sleep(POLL_S)  # the engine ends its last round a little later
+                freed = await gateway.drop_cached()
             return freed
     except TimeoutError:
         count = gateway.llm.engine.num_requests

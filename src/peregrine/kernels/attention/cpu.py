@@ -529,6 +529,7 @@ def _attend_rows(  # type: ignore[no-untyped-def]
             own = scores + i * scores_pitch + shared * 4
             target = out + i * value_dim * 4
             _add_values(1, own, 0, marks[OWN, i], values, value_pitch, limit - shared, target, value_dim)
+    buffer[0] = 0.0  # numba frees an array after its last use, and does not know that of its address
 
 
 @cpu_kernel("qqqqqqqqqqqqqqqqqqqqqd")
