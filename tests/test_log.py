@@ -61,7 +61,7 @@ def test_unknown_level_is_refused_with_the_known_ones(monkeypatch: pytest.Monkey
         start_logging()
 
 
-def test_a_log_that_nobody_reads_holds_nobody() -> None:
+def test_a_log_that_nobody_reads_holds_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """Writing to a full pipe blocks; the event loop of a server must not."""
     go_on, written = threading.Event(), list[str]()
 
@@ -70,7 +70,8 @@ def test_a_log_that_nobody_reads_holds_nobody() -> None:
             go_on.wait()
             written.append(record.getMessage())
 
-    logger.addHandler(pipe := Pipe())
+    pipe = Pipe()
+    monkeypatch.setattr(logger, "handlers", [pipe])  # other tests may have left handlers of their own
     logger.setLevel(logging.INFO)
     with background_logging():
         for number in range(3000):  # far more than a pipe or the queue holds
