@@ -147,10 +147,6 @@ def _build_tile(builder: ir.IRBuilder, rows: int, held_in: ir.Type, arguments: S
         store_vector(builder, builder.fadd(total, offsets), pointer)
 
 
-_tile1, _tile2, _tile3, _tile4, _tile5 = (_tile(rows, FLOAT) for rows in range(1, 6))
-_short1, _short2, _short3, _short4, _short5 = (_tile(rows, BFLOAT16) for rows in range(1, 6))
-
-
 @intrinsic
 def _widen(context: Any, source: Any, target: Any, count: Any) -> Any:
     """Write `count` bfloat16, a multiple of PANEL, as floats."""
@@ -169,52 +165,36 @@ def _widen(context: Any, source: Any, target: Any, count: Any) -> Any:
     return types.void(*[types.int64] * 3), build
 
 
-@njit
-def _rows(x, stride, panel, offsets, width, y, y_stride, rows):  # type: ignore[no-untyped-def]
-    """All rows of one panel of floats."""
-    row = 0
-    while row < rows:
-        source, target = x + row * stride * 4, y + row * y_stride * 4
-        left = rows - row
-        if left == 4 or left > 5:
-            _tile4(source, stride, panel, offsets, width, target, y_stride)
-            row += 4
-        elif left == 5:
-            _tile5(source, stride, panel, offsets, width, target, y_stride)
-            row += 5
-        elif left == 3:
-            _tile3(source, stride, panel, offsets, width, target, y_stride)
-            row += 3
-        elif left == 2:
-            _tile2(source, stride, panel, offsets, width, target, y_stride)
-            row += 2
-        else:
-            _tile1(source, stride, panel, offsets, width, target, y_stride)
-            row += 1
+def _rows_by(tile1: Any, tile2: Any, tile3: Any, tile4: Any, tile5: Any) -> Any:
+    """All rows of one panel, by tiles of one to five rows."""
+
+    @njit
+    def rows_of_panel(x, stride, panel, offsets, width, y, y_stride, rows):  # type: ignore[no-untyped-def]
+        row = 0
+        while row < rows:
+            source, target = x + row * stride * 4, y + row * y_stride * 4
+            left = rows - row
+            if left == 4 or left > 5:
+                tile4(source, stride, panel, offsets, width, target, y_stride)
+                row += 4
+            elif left == 5:
+                tile5(source, stride, panel, offsets, width, target, y_stride)
+                row += 5
+            elif left == 3:
+                tile3(source, stride, panel, offsets, width, target, y_stride)
+                row += 3
+            elif left == 2:
+                tile2(source, stride, panel, offsets, width, target, y_stride)
+                row += 2
+            else:
+                tile1(source, stride, panel, offsets, width, target, y_stride)
+                row += 1
+
+    return rows_of_panel
 
 
-@njit
-def _short_rows(x, stride, panel, offsets, width, y, y_stride, rows):  # type: ignore[no-untyped-def]
-    """All rows of one panel of bfloat16."""
-    row = 0
-    while row < rows:
-        source, target = x + row * stride * 4, y + row * y_stride * 4
-        left = rows - row
-        if left == 4 or left > 5:
-            _short4(source, stride, panel, offsets, width, target, y_stride)
-            row += 4
-        elif left == 5:
-            _short5(source, stride, panel, offsets, width, target, y_stride)
-            row += 5
-        elif left == 3:
-            _short3(source, stride, panel, offsets, width, target, y_stride)
-            row += 3
-        elif left == 2:
-            _short2(source, stride, panel, offsets, width, target, y_stride)
-            row += 2
-        else:
-            _short1(source, stride, panel, offsets, width, target, y_stride)
-            row += 1
+_rows = _rows_by(*(_tile(rows, FLOAT) for rows in range(1, 6)))
+_short_rows = _rows_by(*(_tile(rows, BFLOAT16) for rows in range(1, 6)))
 
 
 @cpu_kernel("qqqqqqqq")

@@ -46,10 +46,7 @@ class BlockHead(DraftHead):
             self.norm = RMSNorm(layer.hidden_size, layer.norm_eps)
             self.head = Linear(layer.hidden_size, config.draft_vocab_size) if config.own_head else None
             self.markov, self.confidence = small_heads(config)
-        self.place(device, dtype, target)
-        self.register_buffer(
-            "draft_to_target", None if draft_to_target is None else draft_to_target.to(device), persistent=False
-        )
+        self.place(device, dtype, target, draft_to_target)
 
     def fuse(self, tapped: Tensor) -> Tensor:
         """[N, len(taps) * Ht] -> [N, H]."""
@@ -58,12 +55,11 @@ class BlockHead(DraftHead):
 
     def remember(self, fused: Tensor, positions: Tensor, attend: Attend) -> None:
         """Give every layer keys and values of tokens that the target has read: fused taps [N, H], positions [N]."""
-        none = fused[:0]
+        seen, none = Residual(fused, fused), LiveRows(Residual(fused[:0], fused[:0]), positions[:0])
         for layer in self.layers:
             assert isinstance(layer, Layer)
             assert isinstance(layer.attention, Attention)
-            rows = LiveRows(Residual(none, none), positions[:0])
-            qkv = layer.attention.project(Residual(fused, fused), positions, self.rope_table, rows)
+            qkv = layer.attention.project(seen, positions, self.rope_table, none)
             qkv.attend(attend, layer.attention.layer)
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:

@@ -22,8 +22,6 @@ class EagleHead(StepHead):
     There is no norm before the first layer and none before the output head.
     """
 
-    draft_to_target: Tensor | None = None
-
     def __init__(
         self,
         layer: ModelConfig,

@@ -70,10 +70,7 @@ class Eagle3Head(StepHead):
             self.layers = nn.ModuleList(Layer(layer, i, i == last) for i in range(1, layer.num_layers))
             self.norm = RMSNorm(hidden_size, layer.norm_eps)
             self.head = Linear(hidden_size, config.draft_vocab_size) if config.own_head else None
-        self.place(device, dtype, target)
-        self.register_buffer(
-            "draft_to_target", None if draft_to_target is None else draft_to_target.to(device), persistent=False
-        )
+        self.place(device, dtype, target, draft_to_target)
 
     def fuse(self, tapped: Tensor) -> Tensor:
         """[N, len(taps) * Ht] -> [N, H]."""

@@ -44,8 +44,6 @@ class MTPHead(StepHead):
     the hidden state before the embedding.
     """
 
-    draft_to_target: Tensor | None = None
-
     def __init__(
         self,
         layer: ModelConfig,

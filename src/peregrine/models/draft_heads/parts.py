@@ -45,7 +45,9 @@ class DraftHead(nn.Module, ABC):
         self.lender = Lender(target.embedding, target.head)
         self.embedding, self.head = None, None
 
-    def place(self, device: torch.device | str, dtype: torch.dtype, target: Decoder) -> None:
+    def place(
+        self, device: torch.device | str, dtype: torch.dtype, target: Decoder, draft_to_target: Tensor | None = None
+    ) -> None:
         """Allocate the parameters, which were made on the meta device, and a rotary table as long as the target's."""
         self.to(dtype).to_empty(device=device)
         layer, config = self.layer_config, target.config
@@ -53,6 +55,8 @@ class DraftHead(nn.Module, ABC):
         if (layer.rope, layer.rope_dim) != (config.rope, config.rope_dim):
             table = rope_table(layer.rope, layer.rope_dim, len(table) - SPARE_POSITIONS, device)
         self.register_buffer("rope_table", table.to(device), persistent=False)
+        ids = None if draft_to_target is None else draft_to_target.to(device)
+        self.register_buffer("draft_to_target", ids, persistent=False)
 
     @abstractmethod
     def fuse(self, tapped: Tensor) -> Tensor:
