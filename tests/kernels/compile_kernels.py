@@ -51,7 +51,7 @@ def compile_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **option
 
 def compile_rounds() -> None:
     """Every kernel of a round outside the models, for a batch of one row and for one of several."""
-    from peregrine.kernels.round import triton as round_gpu
+    from peregrine.kernels.round import drafts_triton, ngram_triton, places_triton, tree_triton, verdict_triton
     from peregrine.kernels.round.tree import Frontier, Growth
     from peregrine.kernels.round.verdict import Ends, Nodes, Verdict
     from peregrine.kernels.sampling import filters_triton as filters_gpu
@@ -88,22 +88,22 @@ def compile_rounds() -> None:
         choose_gpu.best_tokens(logits[:, :1, :999], at[:, :1], sampling, True, ids, None, False, out)
 
         ends = Ends(whole(rows), whole(rows), whole(rows, 4), torch.zeros(rows, dtype=torch.bool))
-        verdict = Verdict(round_gpu.commit(out, window, ends, history, depth))
+        verdict = Verdict(verdict_triton.commit(out, window, ends, history, depth))
         simulated_gpu.bend_choices(out, window, ends.past_lens, sampling.seeds, 2.5, vocab_size)
-        round_gpu.window_places(whole(rows), out, table, page_size, places)
-        round_gpu.path_places(whole(rows), whole(rows), history, table, page_size, depth + 1, 1, places)
-        round_gpu.ahead_places(whole(rows), table, page_size, 0, depth, width, places)
-        round_gpu.find_repeats(history, whole(rows), depth, 4, 2)
+        places_triton.window_places(whole(rows), out, table, page_size, places)
+        places_triton.path_places(whole(rows), whole(rows), history, table, page_size, depth + 1, 1, places)
+        places_triton.ahead_places(whole(rows), table, page_size, 0, depth, width, places)
+        ngram_triton.find_repeats(history, whole(rows), depth, 4, 2)
         store = torch.zeros(2, 64, 8, 128, dtype=torch.bfloat16)
-        round_gpu.move_path([store, store], whole(rows), verdict, table, page_size)
-        round_gpu.keep_drafts(out, whole(rows), whole(rows), out[:, 1:], depth, [])
-        round_gpu.keep_drafts(out, whole(rows), whole(rows), out[:, 1:], whole(rows), [(out, out)] * 3)
+        drafts_triton.move_path([store, store], whole(rows), verdict, table, page_size)
+        drafts_triton.keep_drafts(out, whole(rows), whole(rows), out[:, 1:], depth, [])
+        drafts_triton.keep_drafts(out, whole(rows), whole(rows), out[:, 1:], whole(rows), [(out, out)] * 3)
 
         growth, frontier = Growth.begin(rows, depth, width, ids, sampling, Features(sampled=True)), None
         for level, count in enumerate((1, width)):
-            fields = round_gpu.grow(growth, logits[:, :count], at[:, :count], frontier, level, (1e-3, -256.0))
+            fields = tree_triton.grow(growth, logits[:, :count], at[:, :count], frontier, level, (1e-3, -256.0))
             frontier = Frontier(*fields)
-        round_gpu.select(growth, nodes, depth)
+        tree_triton.select(growth, nodes, depth)
 
 
 def compile_models() -> None:

@@ -17,10 +17,10 @@ def by(request, monkeypatch):
     """The functions (keep, move) of the twin or of the kernel."""
     if request.param == "twin":
         return keep_drafts_torch, move_path_torch
-    from peregrine.kernels.round import triton as round_gpu
+    from peregrine.kernels.round import drafts_triton
 
-    monkeypatch.setattr(round_gpu, "MOVE_CHUNK", 16)  # an entry takes several blocks, the last one partial
-    return round_gpu.keep_drafts, round_gpu.move_path
+    monkeypatch.setattr(drafts_triton, "MOVE_CHUNK", 16)  # an entry takes several blocks, the last one partial
+    return drafts_triton.keep_drafts, drafts_triton.move_path
 
 
 def whole(generator, *shape, high=99):

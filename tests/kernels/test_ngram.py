@@ -11,10 +11,10 @@ from peregrine.kernels.round.ngram import MAX_GRAM, MIN_GRAM, find_repeats_torch
 def find(request, monkeypatch):
     if request.param == "twin":
         return find_repeats_torch
-    from peregrine.kernels.round import triton as round_gpu
+    from peregrine.kernels.round import ngram_triton
 
-    monkeypatch.setattr(round_gpu, "TEXT_BLOCK", 32)  # several blocks, the last one not whole
-    return lambda history, newest, count: round_gpu.find_repeats(history, newest, count, MAX_GRAM, MIN_GRAM)
+    monkeypatch.setattr(ngram_triton, "TEXT_BLOCK", 32)  # several blocks, the last one not whole
+    return lambda history, newest, count: ngram_triton.find_repeats(history, newest, count, MAX_GRAM, MIN_GRAM)
 
 
 def look_back(text, newest, count):

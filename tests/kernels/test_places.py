@@ -24,12 +24,12 @@ def by(request):
     """The functions (window, path, ahead) of the twin or of the kernel."""
     if request.param == "twin":
         return window_places_torch, path_places_torch, ahead_places_torch
-    from peregrine.kernels.round import triton as round_gpu
+    from peregrine.kernels.round import places_triton
 
     return (
-        lambda *arguments: WindowPlaces(*round_gpu.window_places(*arguments)),
-        lambda *arguments: PathPlaces(*round_gpu.path_places(*arguments)),
-        lambda *arguments: AheadPlaces(*round_gpu.ahead_places(*arguments)),
+        lambda *arguments: WindowPlaces(*places_triton.window_places(*arguments)),
+        lambda *arguments: PathPlaces(*places_triton.path_places(*arguments)),
+        lambda *arguments: AheadPlaces(*places_triton.ahead_places(*arguments)),
     )
 
 

@@ -71,9 +71,9 @@ def test_a_node_sees_its_own_ancestors():
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("named", [False, True])
 def test_the_kernel_grows_the_twins_tree(depth, width, nodes, sampled, named, monkeypatch):
-    from peregrine.kernels.round import triton as round_gpu
+    from peregrine.kernels.round import tree_triton
 
-    monkeypatch.setattr(round_gpu, "SPAN", 16)
+    monkeypatch.setattr(tree_triton, "SPAN", 16)
     generator = torch.Generator().manual_seed(depth)
     ids = torch.randperm(90, generator=generator)[:VOCAB].sort().values if named else None
     twin, kernel = (
@@ -85,28 +85,28 @@ def test_the_kernel_grows_the_twins_tree(depth, width, nodes, sampled, named, mo
         logits = torch.randn(len(ROWS), count, VOCAB, generator=generator) * 2
         positions = torch.tensor([[5], [9]]).expand(-1, count) + level
         expected = grow_torch(twin, logits, positions, expected, level)
-        got = Frontier(*round_gpu.grow(kernel, logits, positions, got, level, STEP))
+        got = Frontier(*tree_triton.grow(kernel, logits, positions, got, level, STEP))
         for name in ("tokens", "origins", "numbers", "words"):
             assert torch.equal(getattr(got, name), getattr(expected, name)), name
         torch.testing.assert_close(got.scores, expected.scores)
     assert torch.equal(kernel.tokens, twin.tokens)
     assert torch.equal(kernel.parents, twin.parents)
-    windows = zip(round_gpu.select(kernel, nodes, depth), select_torch(twin, nodes, depth), strict=True)
+    windows = zip(tree_triton.select(kernel, nodes, depth), select_torch(twin, nodes, depth), strict=True)
     for one, other in windows:
         assert torch.equal(one, other)
 
 
 @needs_interpreter
 def test_a_nan_score_is_never_a_child():
-    from peregrine.kernels.round import triton as round_gpu
+    from peregrine.kernels.round import tree_triton
 
     growth = Growth.begin(2, 2, 3, None, sampling_of(ROWS), Features())
     logits = torch.randn(2, 1, VOCAB, generator=torch.Generator().manual_seed(0))
     logits[0, 0, ::2] = torch.nan
-    tokens, *_ = round_gpu.grow(growth, logits, torch.zeros(2, 1).long(), None, 0, STEP)
+    tokens, *_ = tree_triton.grow(growth, logits, torch.zeros(2, 1).long(), None, 0, STEP)
     assert (tokens[:3] % 2 == 1).all()
     logits[0] = torch.nan
-    tokens, *_ = round_gpu.grow(growth, logits, torch.zeros(2, 1).long(), None, 0, STEP)
+    tokens, *_ = tree_triton.grow(growth, logits, torch.zeros(2, 1).long(), None, 0, STEP)
     assert ((tokens >= 0) & (tokens < VOCAB)).all()
 
 
@@ -131,7 +131,7 @@ def extreme_logits(kind, count):
 @pytest.mark.parametrize(("depth", "width", "nodes"), [(3, 2, 6), (4, 3, 13)])
 def test_a_kept_nodes_parent_is_kept_whatever_the_scores_are(depth, width, nodes, kind, by_kernel):
     """A node whose parent was dropped would be judged at another depth than it was read at."""
-    from peregrine.kernels.round import triton as round_gpu
+    from peregrine.kernels.round import tree_triton
 
     growth = Growth.begin(len(ROWS), depth, width, None, sampling_of(ROWS), Features())
     frontier = None
@@ -139,10 +139,10 @@ def test_a_kept_nodes_parent_is_kept_whatever_the_scores_are(depth, width, nodes
         logits = extreme_logits(kind, 1 if frontier is None else width)
         places = torch.zeros(len(ROWS), logits.shape[1], dtype=torch.int64)
         if by_kernel:
-            frontier = Frontier(*round_gpu.grow(growth, logits, places, frontier, level, STEP))
+            frontier = Frontier(*tree_triton.grow(growth, logits, places, frontier, level, STEP))
         else:
             frontier = grow_torch(growth, logits, places, frontier, level)
-    _, parents, depths, words = (round_gpu.select if by_kernel else select_torch)(growth, nodes, depth)
+    _, parents, depths, words = (tree_triton.select if by_kernel else select_torch)(growth, nodes, depth)
     assert torch.equal(depths[:, 1:], depths.gather(1, parents)[:, 1:] + 1)
     assert ((growth.tokens >= 0) & (growth.tokens < VOCAB)).all()
     assert torch.equal(words[:, 1:], words.gather(1, parents)[:, 1:] | (1 << torch.arange(1, nodes)))

@@ -33,9 +33,9 @@ def by_numba() -> Commit:
 
 
 def by_triton() -> Commit:
-    from peregrine.kernels.round import triton as round_gpu
+    from peregrine.kernels.round import verdict_triton
 
-    return round_gpu.commit
+    return verdict_triton.commit
 
 
 KERNELS = [

@@ -10,7 +10,7 @@ from peregrine.kernels.round.verdict import Verdict
 from peregrine.kernels.runtime.dispatch import DeviceFile
 from peregrine.kernels.runtime.gpu import triton_ready
 
-_triton = DeviceFile("peregrine.kernels.round.triton")
+_triton = DeviceFile("peregrine.kernels.round.drafts_triton")
 
 Copies = Sequence[tuple[Tensor, Tensor]]  # (from, to), both [R, T] i64
 

@@ -6,7 +6,7 @@ from torch import Tensor
 from peregrine.kernels.runtime.dispatch import DeviceFile
 from peregrine.kernels.runtime.gpu import triton_ready
 
-_triton = DeviceFile("peregrine.kernels.round.triton")
+_triton = DeviceFile("peregrine.kernels.round.ngram_triton")
 
 MAX_GRAM = 4  # the longest run of tokens looked for
 MIN_GRAM = 2  # shorter matches are ignored

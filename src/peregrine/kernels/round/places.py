@@ -13,7 +13,7 @@ from torch import Tensor
 from peregrine.kernels.runtime.dispatch import DeviceFile
 from peregrine.kernels.runtime.gpu import triton_ready
 
-_triton = DeviceFile("peregrine.kernels.round.triton")
+_triton = DeviceFile("peregrine.kernels.round.places_triton")
 
 
 @dataclass(frozen=True, slots=True)

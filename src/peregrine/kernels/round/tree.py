@@ -17,7 +17,7 @@ from peregrine.kernels.runtime.dispatch import DeviceFile
 from peregrine.kernels.runtime.gpu import triton_ready
 from peregrine.kernels.sampling import Features, SamplingTensors, pick_scores
 
-_triton = DeviceFile("peregrine.kernels.round.triton")
+_triton = DeviceFile("peregrine.kernels.round.tree_triton")
 
 # Joint log-probabilities are made to fall strictly with depth, so that a certain child never ties its parent. A step's
 # own is at least LEAST, NaN included: past MAX_DRAFTS steps of it float32 still tells STEP_COST from nothing.

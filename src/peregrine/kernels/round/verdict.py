@@ -15,7 +15,7 @@ from peregrine.kernels.runtime.dispatch import DeviceFile
 from peregrine.kernels.runtime.gpu import triton_ready
 
 _cpu = DeviceFile("peregrine.kernels.round.cpu")
-_triton = DeviceFile("peregrine.kernels.round.triton")
+_triton = DeviceFile("peregrine.kernels.round.verdict_triton")
 
 FINISH_NONE, FINISH_STOP, FINISH_LENGTH, FINISH_FAULT = range(4)
 HEADER = 4  # accept, correct, drafted, finish stand before a row's tokens and path
