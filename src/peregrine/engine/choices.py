@@ -1,0 +1,111 @@
+"""What the engine chooses for options that were left open, each with its reason, and what it refuses."""
+
+from collections.abc import Sequence
+
+import torch
+
+from peregrine.attention.backend import AttentionBackend
+from peregrine.attention.routing import choose_backend
+from peregrine.attention.traits import Needs
+from peregrine.config import EngineConfig
+from peregrine.engine.sources import ModelSource
+from peregrine.errors import ConfigError
+from peregrine.hardware import resolve_dtype
+from peregrine.kernels.runtime.gpu import TRITON_PRESENT
+from peregrine.models.config import ModelConfig
+from peregrine.models.decoder import Decoder
+from peregrine.spec.registry import DraftSource, StoreShape
+from peregrine.spec.types import Drafter
+
+MAX_DEFAULT_LEN = 2**20  # tables of positions take memory before the first request comes
+
+
+def pick_dtype(asked: EngineConfig, device: torch.device, source: ModelSource) -> tuple[torch.dtype, str]:
+    """The dtype that weights are held in, and why."""
+    dtype, automatic = resolve_dtype(asked.dtype, device, source.dtype), "as stored"
+    wanted = "asked for"
+    if device.type == "cpu":
+        automatic = "exact on any CPU"
+        wanted += "; weights are held in it, arithmetic is float32" if dtype != torch.float32 else ""
+    return dtype, wanted if asked.dtype != "auto" else automatic
+
+
+def pick_backend(
+    asked: EngineConfig,
+    target: Decoder,
+    draft: DraftSource,
+    shapes: Sequence[StoreShape],
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+) -> tuple[AttentionBackend, str]:
+    """The attention backend of the target and the drafter, and why."""
+    shared_kv = any(shape.kv.shared for shape in shapes)
+    if shared_kv and kv_dtype != dtype:
+        raise ConfigError(f"kv_dtype={asked.kv_dtype!r}: latents (MLA) are held in the model's own dtype; use auto")
+    needs = Needs(
+        device=target.embedding.device.type,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        page_size=asked.page_size,
+        head_dim=target.config.kv_shape.key_dim,
+        tree_masks=asked.tree is not None or draft.sees_both_ways,
+        windows=any(window is not None for window in target.config.windows),
+        sinks=False,
+        caps=target.config.scales.score_cap is not None,
+        shared_kv=shared_kv,
+    )
+    choice = choose_backend(asked.attention, needs)
+    return choice.backend, "; ".join(choice.reasons)
+
+
+def pick_drafter(asked: EngineConfig, source: ModelSource) -> tuple[str, str]:
+    """The drafter's name, and why."""
+    if asked.num_drafts == 0 and asked.tree is None:
+        return "none", "num_drafts=0"
+    return (asked.drafter, "asked for") if asked.drafter != "auto" else source.automatic_drafter()
+
+
+def pick_max_len(asked: EngineConfig, config: ModelConfig) -> tuple[int, str]:
+    """Most tokens of a request, prompt included, and why."""
+    if asked.max_len is not None and asked.max_len > config.max_positions:
+        raise ConfigError(f"max_len={asked.max_len}: the model's context is {config.max_positions}; lower it")
+    if asked.max_len is not None:
+        return asked.max_len, "asked for"
+    if config.max_positions > MAX_DEFAULT_LEN:
+        return MAX_DEFAULT_LEN, f"the model's context is {config.max_positions}; ask for more with max_len"
+    return config.max_positions, "the model's context"
+
+
+def pick_graphs(asked: EngineConfig, device: torch.device) -> tuple[bool, str]:
+    """Whether rounds are recorded as CUDA graphs, and why."""
+    able = device.type == "cuda" and TRITON_PRESENT
+    if asked.graphs and not able:
+        raise ConfigError(
+            f"graphs=True: rounds are recorded on CUDA devices with Triton; this is {device}; leave it out"
+        )
+    if asked.graphs is not None:
+        return asked.graphs, "asked for"
+    return able, "a round is one launch" if able else "rounds are recorded on CUDA devices with Triton"
+
+
+def pick_lag(asked: EngineConfig, device: torch.device) -> tuple[int, str]:
+    """How many rounds are queued before the oldest is read, and why."""
+    if asked.lag is not None:
+        return asked.lag, "asked for"
+    return (0, "nothing to overlap on a CPU") if device.type == "cpu" else (1, "hides the host")
+
+
+def pick_row_sizes(asked: EngineConfig, graphs: bool) -> tuple[int, ...] | None:
+    """The batch sizes that are recorded; None: batches have any size."""
+    if asked.row_sizes is not None or not graphs:
+        return asked.row_sizes
+    return tuple(sorted({min(2**power, asked.max_rows) for power in range(13)}))
+
+
+def check_windows(config: ModelConfig, drafter: Drafter) -> None:
+    """Refuse a tree deeper than a sliding window: its nodes must see all their ancestors."""
+    shortest = min((w for w in config.windows if w is not None), default=None)
+    if not drafter.shape.is_chain and shortest is not None and shortest <= drafter.shape.depth:
+        raise ConfigError(
+            f"tree: depth {drafter.shape.depth} does not fit the model's window of {shortest}; draft a chain"
+        )
