@@ -16,7 +16,7 @@ PIP := $(PY) -m pip --disable-pip-version-check install --no-input -c constraint
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test storm lint kernels format bench doctor install browser clean
+.PHONY: help demo test test-routers storm lint kernels format bench doctor install browser clean
 
 help:
 	@echo "Peregrine: an LLM inference engine built around speculative decoding."
@@ -24,6 +24,7 @@ help:
 	@echo "  make demo      generate text plain and with speculation, side by side; MODEL=smollm2: a real model's"
 	@echo "  make test      everything a change must pass: format, lint, types, tests"
 	@echo "  make storm     the server under load, attack and fault, in full (make test has a short form)"
+	@echo "  make test-routers   sglang-router and vllm-router (installed at first) in front of two servers"
 	@echo "  make lint      format check, lint and types only"
 	@echo "  make format    rewrite the code in the project's format"
 	@echo "  make bench     measure the engine on this machine"
@@ -65,6 +66,11 @@ kernels: $(STAMP)
 
 storm: $(STAMP)
 	@$(PY) tests/serve/stress.py
+
+# The routers' own dependencies are ours already, at our versions.
+test-routers: $(STAMP)
+	@$(PIP) -q sglang-router vllm-router
+	@$(PY) -m pytest -q -n 0 tests/serve/routers.py
 
 format: $(STAMP)
 	@$(PY) -m ruff check --fix --quiet src tests || true

@@ -16,7 +16,7 @@ SRC = Path(__file__).parents[2] / "src"
 BREAKING = """
 import time
 from peregrine.engine.engine import Engine
-from peregrine.serve import app, run
+from peregrine.serve import router_routes, run
 run.SHUTDOWN_S = run.GRACE_S = run.FAULT_S = 1
 step, rounds = Engine.step, [0]
 def breaking(engine):
@@ -25,7 +25,7 @@ def breaking(engine):
         {breaks}
     return step(engine)
 Engine.step = breaking
-app.server_info = lambda service: time.sleep(1000)
+router_routes.server_info = lambda service: time.sleep(1000)
 """
 HANG, FAULT, PANIC = "time.sleep(0.01)", "raise MemoryError('no more')", "raise SystemExit('a panic')"
 

@@ -77,6 +77,10 @@ def test_every_route_is_described(http: httpx.Client) -> None:
         "/livez",
         "/version",
         "/server_info",
+        "/get_server_info",
+        "/model_info",
+        "/get_model_info",
+        "/get_load",
         "/flush_cache",
         "/metrics",
     }

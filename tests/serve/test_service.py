@@ -48,6 +48,22 @@ def test_server_info(server: Served, http: httpx.Client) -> None:
     assert info["internal_states"][0]["avg_spec_accept_length"] == info["acceptance"]["accept_length"]
 
 
+def test_routers_learn_the_model_and_the_load(server: Served, http: httpx.Client) -> None:
+    """As sglang-router reads them: its list of models and its choice by load come from these fields."""
+    for path in ("/server_info", "/get_server_info", "/model_info", "/get_model_info"):
+        told = http.get(path).json()
+        assert (told["model_path"], told["served_model_name"]) == ("merlin", "merlin")
+    server.wait_idle()
+    idle = {"dp_rank": 0, "num_reqs": 0, "num_waiting_reqs": 0, "num_tokens": 0}
+    assert http.get("/get_load").json() == [idle]
+    with http.stream("POST", "/v1/completions", json=ENDLESS | {"prompt": [5] * 40, "n": 2}) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        load = http.get("/get_load").json()[0]
+    assert load["num_reqs"] == 2
+    assert load["num_tokens"] > 80
+
+
 def test_cache_is_dropped_only_when_nothing_runs(server: Served, http: httpx.Client) -> None:
     http.post("/v1/completions", json={"prompt": list(range(200, 264)), "max_tokens": 1})
     server.wait_idle()

@@ -12,24 +12,19 @@ from starlette.responses import PlainTextResponse, Response
 from peregrine import __version__
 from peregrine.errors import PeregrineError
 from peregrine.serve.body_routes import body_route
-from peregrine.serve.errors import ApiError, ErrorBody, api_error, body_error
+from peregrine.serve.errors import ApiError, api_error, body_error, refusals
 from peregrine.serve.gateway import Gateway
-from peregrine.serve.info import server_info
 from peregrine.serve.job import plain_messages
 from peregrine.serve.middleware import AccessMiddleware
 from peregrine.serve.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from peregrine.serve.responses import CHAT_COMPLETIONS, COMPLETIONS, Endpoint, encode_slowly
+from peregrine.serve.router_routes import router_routes
 from peregrine.serve.service import Service
 from peregrine.serve.static_files import static_routes
 from peregrine.serve.streaming import JobResponse, LargeResponse, error_response, json_response
 
 POLL_S = 0.02
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
-
-def refusals(*statuses: int) -> dict[int | str, dict[str, object]]:
-    """For the API's description: which error statuses an endpoint may have."""
-    return {status: {"model": ErrorBody} for status in statuses}
 
 
 def make_app(service: Service) -> FastAPI:
@@ -42,7 +37,7 @@ def make_app(service: Service) -> FastAPI:
         docs_url=None,  # FastAPI's own pages load their scripts from other hosts; static_routes has /docs
         redoc_url=None,
     )
-    for routes in (generation_routes, text_routes, model_routes, service_routes):
+    for routes in (generation_routes, text_routes, model_routes, router_routes, service_routes):
         app.include_router(routes(service))
     app.include_router(static_routes())
     for kind in (RequestValidationError, HTTPException, PeregrineError, Exception):
@@ -182,11 +177,6 @@ def service_routes(service: Service) -> APIRouter:
     async def version() -> Response:
         """The server's version."""
         return json_response({"version": __version__})
-
-    @router.get("/server_info", responses=refusals(503))
-    async def info() -> Response:
-        """What the engine decided and why, its limits, and how speculation went so far."""
-        return json_response(server_info(service))
 
     @router.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:

@@ -63,6 +63,11 @@ class ApiError(PeregrineError):
         return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
 
 
+def refusals(*statuses: int) -> dict[int | str, dict[str, object]]:
+    """For the API's description: which error statuses an endpoint may have."""
+    return {status: {"model": ErrorBody} for status in statuses}
+
+
 def api_error(error: Exception) -> ApiError:
     """Any failure as the error its client gets."""
     match error:

@@ -18,6 +18,9 @@ def server_info(service: Service) -> dict[str, object]:
     return {
         "version": __version__,
         "model": service.name,
+        # sglang-router lists a replica's model by these.
+        "model_path": service.name,
+        "served_model_name": service.name,
         "phase": service.status.phase,
         "pid": os.getpid(),
         "uptime_s": round(time.time() - service.started, 1),

@@ -17,6 +17,7 @@ PATHS = frozenset(
     {
         *("/v1/completions", "/v1/chat/completions", "/v1/models", "/tokenize", "/detokenize"),
         *("/health", "/livez", "/version", "/server_info", "/flush_cache", "/metrics"),
+        *("/get_server_info", "/model_info", "/get_model_info", "/get_load"),
     }
 )
 

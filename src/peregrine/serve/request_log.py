@@ -15,7 +15,7 @@ SCOPE_KEY = "peregrine.record"
 CLIENTS_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 GONE = 499  # as nginx writes it: the client left before it had a response
 # Probes and pages come often and say little.
-QUIET_PATHS = {"/", "/docs", "/openapi.json", "/health", "/livez", "/metrics"}
+QUIET_PATHS = {"/", "/docs", "/openapi.json", "/health", "/livez", "/metrics", "/get_load"}
 MAX_PROMPT_SHOWN = 2000  # characters
 
 
