@@ -65,6 +65,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4": ("Glm4", {}),
     "gemma2": ("Gemma2", {"sliding_window": 13, "query_pre_attn_scalar": 20}),
     "gemma3": ("Gemma3", {"sliding_window": 13, "query_pre_attn_scalar": 20, "sliding_window_pattern": 2}),
+    "gpt-oss": (
+        "GptOss",
+        {"num_local_experts": 8, "num_experts_per_tok": 3, "head_dim": 24, "sliding_window": 13, "swiglu_limit": 2.0},
+    ),
     "deepseek-v2": ("DeepseekV2", {**MLA_FIELDS, "q_lora_rank": None}),
     "deepseek-v3": ("DeepseekV3", {**MLA_FIELDS, "q_lora_rank": 20, "n_group": 4, "topk_group": 2}),
 }

@@ -38,8 +38,14 @@ V3 = RoutingRule(
     normalise=True,
     scale=2.5,
 )
-# rule, hidden size, inner size
-MODELS = {"DeepSeek-V2-Lite": (LITE, 2048, 1408), "Qwen3-30B-A3B": (QWEN3, 2048, 768), "DeepSeek-V3": (V3, 7168, 2048)}
+OSS = replace(LITE, num_experts=32, top_k=4, num_shared=0, normalise=True)
+# rule, hidden size, inner size; the last one has biases and clamps
+MODELS = {
+    "DeepSeek-V2-Lite": (LITE, 2048, 1408),
+    "Qwen3-30B-A3B": (QWEN3, 2048, 768),
+    "DeepSeek-V3": (V3, 7168, 2048),
+    "gpt-oss-20b": (OSS, 2880, 2880),
+}
 
 
 def compile_experts() -> None:
@@ -54,8 +60,11 @@ def compile_experts() -> None:
 
     for rule, hidden, inner in MODELS.values():
         count = rule.num_experts + rule.num_shared
-        gate_up = TritonExperts(shape(count, 2 * inner, hidden))
-        down, router = TritonExperts(shape(count, hidden, inner)), TritonWeight(shape(rule.num_experts, hidden), None)
+        biases = (shape(count, 2 * inner), shape(count, hidden), shape(count, dtype=torch.float32))
+        gate_bias, down_bias, router_bias = biases if rule is OSS else (None, None, None)
+        gate_up = TritonExperts(shape(count, 2 * inner, hidden), gate_bias, 7.0 if rule is OSS else None)
+        down = TritonExperts(shape(count, hidden, inner), down_bias)
+        router = TritonWeight(shape(rule.num_experts, hidden), router_bias)
         norm = RMSNorm(shape(hidden), 1e-6)
         for rows in (4, 4096):
             x, squares = shape(rows, hidden), shape(rows, 2, dtype=torch.int64)

@@ -31,14 +31,14 @@ POINTERS = {
 
 
 def compile_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    """Compile as a launch would: an integer 1 becomes a constant, unless the kernel forbids it."""
+    """Compile as a launch would: None becomes a constant, and so does an integer 1, unless the kernel forbids it."""
     signature: dict[str, str] = {}
     constants: dict[tuple[int], Any] = {}
     for place, (name, value) in enumerate(zip(kernel.arg_names, arguments, strict=False)):
         if isinstance(value, torch.Tensor):
             signature[name] = POINTERS[value.dtype]
-        elif value == 1 and isinstance(value, int) and not kernel.params[place].do_not_specialize:
-            signature[name], constants[(place,)] = "constexpr", 1
+        elif value is None or (type(value) is int and value == 1 and not kernel.params[place].do_not_specialize):
+            signature[name], constants[(place,)] = "constexpr", value
         else:
             signature[name] = "i32" if isinstance(value, int) else "fp32"
     for place, name in enumerate(kernel.arg_names):

@@ -59,7 +59,11 @@ class DenseCache:
             keys, values = wide
             scores = torch.einsum("nhd,shd->hns", q.double(), keys) * spec.scale
             scores = scores if spec.cap is None else spec.cap * (scores / spec.cap).tanh()
-            weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+            scores = scores.masked_fill(~seen, float("-inf"))
+            if spec.sinks is not None:  # a column of its own, with no value
+                sinks = spec.sinks.double().view(-1, 1, 1).expand(-1, len(q), 1)
+                scores = torch.cat([scores, sinks], dim=2)
+            weights = scores.softmax(-1)[:, :, : len(keys)]
             return torch.einsum("hns,shd->nhd", weights, values).to(q.dtype)
 
         return attend

@@ -57,12 +57,32 @@ OTHER_PARTS: dict[str, dict[str, str]] = {
         "mlp.gate_up_proj": "ffn_up",
     },
 }
+OTHER_PARTS["deepseek2"] = {
+    f"mlp.shared_experts.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")
+} | {
+    "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.kv_b_proj": "attn_kv_b",
+}
+OTHER_PARTS["gpt-oss"] = {"post_attention_layernorm": "post_attention_norm", "mlp.router": "ffn_gate_inp"}
 GEMMA = OTHER_PARTS["olmo2"] | {"pre_feedforward_layernorm": "ffn_norm"}
 OTHER_PARTS |= {"gemma2": GEMMA, "gemma3": GEMMA}
 
 
-def tensors_of(model: Any, permute: bool, architecture: str = "llama") -> dict[str, Tensor]:
-    """The model's tensors in llama.cpp's names."""
+def oss_experts(layer: str, name: str, stack: Tensor) -> dict[str, Tensor]:
+    """A stack of gpt-oss's experts, or its biases: gates and ups apart, outputs before inputs."""
+    kind = "bias" if name.endswith("bias") else "weight"
+    stack = stack if kind == "bias" else stack.transpose(1, 2)
+    if "down_proj" in name:
+        return {f"{layer}.ffn_down_exps.{kind}": stack}
+    return {f"{layer}.ffn_gate_exps.{kind}": stack[:, ::2], f"{layer}.ffn_up_exps.{kind}": stack[:, 1::2]}
+
+
+def tensors_of(model: Any, permute: bool, architecture: str = "llama", split: bool = True) -> dict[str, Tensor]:
+    """The model's tensors in llama.cpp's names; `split`: DeepSeek's kv_b in two, as newer files have it."""
     names, found = PARTS | OTHER_PARTS.get(architecture, {}), {}
     offset = 1.0 if architecture.startswith("gemma") else 0.0
     heads = {"attn_q": model.config.num_attention_heads, "attn_k": model.config.num_key_value_heads}
@@ -71,8 +91,19 @@ def tensors_of(model: Any, permute: bool, architecture: str = "llama") -> dict[s
             continue
         if name.endswith("norm.weight"):
             tensor = tensor + offset
+        layer_name = ".".join(["blk", *name.split(".")[2:3]])
         if name in TOP:
             found[TOP[name]] = tensor
+        elif architecture == "gpt-oss" and "mlp.experts" in name:
+            found |= oss_experts(layer_name, name, tensor)
+        elif name.endswith(".sinks"):
+            found[f"{layer_name}.attn_sinks.weight"] = tensor
+        elif name.endswith("e_score_correction_bias"):
+            found[f"{layer_name}.exp_probs_b.bias"] = tensor
+        elif architecture == "deepseek2" and name.endswith("kv_b_proj.weight") and split:
+            heads_of = tensor.view(model.config.num_attention_heads, -1, model.config.kv_lora_rank)
+            keys, values = heads_of.split((model.config.qk_nope_head_dim, model.config.v_head_dim), dim=1)
+            found |= {f"{layer_name}.attn_k_b.weight": keys.transpose(1, 2), f"{layer_name}.attn_v_b.weight": values}
         elif stack := STACK.fullmatch(name):
             cut = tensor.chunk(2, dim=1) if stack[2] == "gate_up_proj" else (tensor,)
             kinds = ("gate", "up") if stack[2] == "gate_up_proj" else ("down",)

@@ -47,6 +47,8 @@ QWEN2_MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size"
 QWEN2_MOE |= {"shared_expert_intermediate_size": 48, "mlp_only_layers": [1]}
 GEMMA = {"head_dim": 12, "sliding_window": 7, "query_pre_attn_scalar": 20, "tie_word_embeddings": True}
 CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
+GPT_OSS = {"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 24, "head_dim": 12}
+GPT_OSS |= {"sliding_window": 7, "swiglu_limit": 0.4, "rope_parameters": {**YARN, "truncate": False}}
 LONG = {
     "rope_type": "longrope",
     "rope_theta": 1e4,
@@ -126,6 +128,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4": ("Glm4", {"head_dim": 16}),
     "gemma2": ("Gemma2", {**GEMMA, **CAPS}),
     "gemma3": ("Gemma3", {**GEMMA, "sliding_window_pattern": 2}),
+    "gpt-oss": ("GptOss", GPT_OSS),
     "mixtral-window": ("Mixtral", {**EXPERTS, "sliding_window": 7, "num_experts_per_tok": 2}),
 }
 

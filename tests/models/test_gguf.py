@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from models.conftest import SHAPE
+from models.deepseek_fields import DEEPSEEK_FIELDS
 from models.gguf_files import close, metadata_of, tensors_of, tokenizer_fields, write_gguf
 from peregrine.errors import CheckpointError
 from peregrine.models.checkpoint.gguf.header import TYPES, read_header
@@ -28,6 +29,15 @@ GRANITE = {"embedding_multiplier": 3.0, "residual_multiplier": 0.22, "attention_
 GRANITE_FIELDS = {"embedding_scale": 3.0, "residual_scale": 0.22, "attention.scale": 0.3, "logit_scale": 4.0}
 LONG: dict[str, Any] = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75}
 LONG |= {"short_factor": [1.0, 1.5, 2.0], "long_factor": [2.0, 3.0, 5.0], "original_max_position_embeddings": 24}
+YARN: dict[str, Any] = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 24}
+STRETCHED = {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707}
+MLA = {**DEEPSEEK_FIELDS, "num_key_value_heads": 6, "routed_scaling_factor": 1.5}
+OLDER = {"attention.head_count_kv": 6, "attention.key_length": 20, "attention.value_length": 10}  # with kv_b whole
+NEWER = {"attention.head_count_kv": 1, "attention.key_length": 40, "attention.value_length": 32}
+NEWER |= {"attention.key_length_mla": 20, "attention.value_length_mla": 10}
+V2_FIELDS = {"attention.kv_lora_rank": 32, "rope.dimension_count": 8, "leading_dense_block_count": 1}
+V2_FIELDS |= {"expert_count": 8, "expert_used_count": 3, "expert_feed_forward_length": 24, "expert_shared_count": 1}
+V2_FIELDS |= {"expert_weights_scale": 1.5}
 # name -> (GGUF's architecture, transformers' family, changes to its config, more metadata, q and k are permuted)
 CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], bool]] = {
     "llama": ("llama", "Llama", {"tie_word_embeddings": True}, {}, True),
@@ -79,6 +89,47 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], bool]] = {
         {"attention.sliding_window": 7},
         False,
     ),
+    "deepseek-v2, older": ("deepseek2", "DeepseekV2", {**MLA, "q_lora_rank": None}, {**V2_FIELDS, **OLDER}, False),
+    "deepseek-v2, groups": (
+        "deepseek2",
+        "DeepseekV2",
+        {**MLA, "q_lora_rank": 20, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
+        {**V2_FIELDS, **NEWER, "attention.q_lora_rank": 20, "expert_group_count": 4, "expert_group_used_count": 2},
+        False,
+    ),
+    "deepseek-v3": (
+        "deepseek2",
+        "DeepseekV3",
+        {**MLA, "q_lora_rank": 20, "n_group": 4, "topk_group": 2, "rope_parameters": STRETCHED},
+        {
+            **V2_FIELDS,
+            **NEWER,
+            "attention.q_lora_rank": 20,
+            "expert_group_count": 4,
+            "expert_group_used_count": 2,
+            "expert_gating_func": 2,
+            "expert_weights_norm": True,
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 4.0,
+            "rope.scaling.original_context_length": 24,
+            "rope.scaling.yarn_log_multiplier": 0.0707,
+        },
+        False,
+    ),
+    "gpt-oss": (
+        "gpt-oss",
+        "GptOss",
+        {**EXPERTS, "head_dim": 12, "sliding_window": 7, "rope_parameters": {**YARN, "truncate": False}},
+        {
+            **EXPERT_FIELDS,
+            "expert_feed_forward_length": 80,
+            "attention.sliding_window": 7,
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 4.0,
+            "rope.scaling.original_context_length": 24,
+        },
+        False,
+    ),
     "qwen3moe": (
         "qwen3moe",
         "Qwen3Moe",
@@ -105,7 +156,7 @@ def random_model(family: str, **changes: Any) -> Any:
 def test_logits_equal_transformers(case: str, tmp_path: Path, dense_cache: Any) -> None:
     architecture, family, changes, metadata, permute = CASES[case]
     model = random_model(family, **changes)
-    tensors = tensors_of(model, permute, architecture)
+    tensors = tensors_of(model, permute, architecture, split="older" not in case)
     if case == "phi3":
         tensors |= {f"rope_factors_{kind}.weight": torch.tensor(LONG[f"{kind}_factor"]) for kind in ("short", "long")}
     if case == "llama3":  # llama.cpp stores what each frequency is divided by

@@ -152,13 +152,17 @@ def _experts(draw: _Draw) -> Iterator[Operation]:
         yield Operation(f"route, {name}", (x,), choice)
     rule = RoutingRule(5, 2, 1, True, 1, 1, False, True, 1.0)
     router, norm = pack_router(draw.floats(5, 48)), _norm(draw.floats(48))
-    gate_up, down = (pack_experts(draw.floats(6 * size, inputs, scale=0.2), 6) for size, inputs in ((70, 48), (48, 35)))
+    for name, limit in (("experts", None), ("experts, biased and clamped", 0.5)):
+        gate_up, down = (
+            pack_experts(draw.floats(6 * size, inputs, scale=0.2), 6, draw.floats(6 * size) if limit else None, limit)
+            for size, inputs in ((70, 48), (48, 35))
+        )
 
-    def mixture(x: Tensor) -> Result:
-        residual = Residual(x, x)
-        return _parts(gate_up.add(down, residual, route(residual, router, rule, None), norm))
+        def mixture(x: Tensor, gate_up=gate_up, down=down) -> Result:  # type: ignore[no-untyped-def]
+            residual = Residual(x, x)
+            return _parts(gate_up.add(down, residual, route(residual, router, rule, None), norm))
 
-    yield Operation("experts", (x[:ROWS],), mixture)
+        yield Operation(name, (x[:ROWS],), mixture)
 
 
 def _attention(draw: _Draw) -> Iterator[Operation]:

@@ -50,7 +50,7 @@ def pick_backend(
         head_dim=target.config.kv_shape.key_dim,
         tree_masks=asked.tree is not None or draft.sees_both_ways,
         windows=any(window is not None for window in target.config.windows),
-        sinks=False,
+        sinks=target.config.sinks,
         caps=target.config.scales.score_cap is not None,
         shared_kv=shared_kv,
     )

@@ -45,6 +45,8 @@ class ExpertsConfig:
     gated_shared: bool = False  # the shared MLP's output is weighted by a gate of its own
     scoring: str = "softmax"  # or "sigmoid"
     has_bias: bool = False  # a stored bias is added to scores for the choice, not for the weights
+    biased: bool = False  # the router's and the experts' linears have biases
+    swiglu_limit: float | None = None  # the experts' activation is clamped (`clamped_mul`); None: silu
     num_groups: int = 1  # a token chooses among the experts of its best groups
     top_groups: int = 1
     group_score: str = "max"  # a group's score: its "max", or the sum of its "top2"
@@ -119,6 +121,7 @@ class ModelConfig:
     input_norms: bool = True  # attention and MLP read a norm of the residual stream
     output_norms: bool = False  # what attention and MLP add to the residual stream is normed
     whole_qk_norm: bool = False  # with qk_norm: over all heads of a token together
+    sinks: bool = False  # a stored logit of each head joins the softmax of attention, and nothing else
 
     @property
     def unfused(self) -> tuple[str, ...]:
@@ -162,6 +165,6 @@ class ModelConfig:
         return self.experts is not None and self.experts.layers[layer]
 
     def layer_attention(self) -> list[LayerAttention]:
-        """Scale and window of each layer's attention."""
+        """Scale and window of each layer's attention; a decoder adds its sinks."""
         scale = self.scales.attention or (self.head_dim**-0.5 if self.mla is None else self.mla.scale)
         return [LayerAttention(scale, window, sinks=None, cap=self.scales.score_cap) for window in self.windows]

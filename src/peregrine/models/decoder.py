@@ -5,6 +5,7 @@ live and which tokens see which. So one forward serves prefill, verify, look-ahe
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +55,11 @@ class Decoder(nn.Module):
 
     def layer_attention(self) -> list[LayerAttention]:
         """How each layer attends, for `bind`."""
-        return self.config.layer_attention()
+        layers = self.config.layer_attention()
+        if not self.config.sinks:
+            return layers
+        sinks = (self.get_parameter(f"layers.{i}.attention.sinks").float() for i in range(len(layers)))
+        return [replace(layer, sinks=own) for layer, own in zip(layers, sinks, strict=True)]
 
     def pack(self, held: torch.dtype | None = None) -> "Decoder":
         """Pack every linear, for inference, its weight held in this dtype on a CPU; it can no longer be trained."""

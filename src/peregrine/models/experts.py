@@ -30,7 +30,7 @@ class Router(Linear):
     """Chooses experts; its logits and the bias of the choice are float32 in every model."""
 
     def __init__(self, in_size: int, experts: ExpertsConfig) -> None:
-        super().__init__(in_size, experts.num_experts + experts.gated_shared)
+        super().__init__(in_size, experts.num_experts + experts.gated_shared, experts.biased)
         self.rule = experts.rule
         bias = torch.empty(experts.num_experts, dtype=torch.float32)
         self.choice_bias = nn.Parameter(bias) if experts.has_bias else None
@@ -44,27 +44,35 @@ class Router(Linear):
 
     def _pack(self, train: bool) -> WeightFormat:
         assert self.weight is not None
-        return super()._pack(train) if train else pack_router(self.weight, self.rule)
+        return super()._pack(train) if train else pack_router(self.weight, self.rule, self.bias)
 
     def choose(self, residual: Residual) -> ExpertChoice:
         """The experts of each row of the normed residual."""
         if self.packed is not None:
             return route(residual, self.packed, self.rule, self.choice_bias)
         assert self.weight is not None
-        logits = F.linear(residual.finish_norm().float(), self.weight.float())
+        bias = None if self.bias is None else self.bias.float()
+        logits = F.linear(residual.finish_norm().float(), self.weight.float(), bias)
         return route_torch(logits, self.rule, self.choice_bias)
 
 
 class ExpertLinear(Packable[ExpertFormat]):
-    """One linear layer of every expert, stacked: weight [E * out, in]."""
+    """One linear layer of every expert, stacked: weight [E * out, in], bias [E * out].
 
-    def __init__(self, num_experts: int, in_size: int, out_size: int) -> None:
-        super().__init__(torch.empty(num_experts * out_size, in_size))
-        self.num_experts = num_experts
+    `limit`: of the activation of gate_up, where it is clamped.
+    """
+
+    def __init__(
+        self, num_experts: int, in_size: int, out_size: int, bias: bool = False, limit: float | None = None
+    ) -> None:
+        stacked = num_experts * out_size
+        super().__init__(torch.empty(stacked, in_size), torch.empty(stacked) if bias else None)
+        self.num_experts, self.limit = num_experts, limit
 
     def _pack(self, train: bool) -> ExpertFormat:
         assert self.weight is not None
-        return (plain_experts if train else pack_experts)(self.weight, self.num_experts)
+        parts = self.weight, self.num_experts, self.bias, self.limit
+        return plain_experts(*parts) if train else pack_experts(*parts, self.held)
 
 
 class Experts(nn.Module):
@@ -76,8 +84,8 @@ class Experts(nn.Module):
         self.config = config.experts
         size, inner, count = config.hidden_size, config.experts.inner_size, stacked_experts(config.experts)
         self.router = Router(size, config.experts)
-        self.gate_up = ExpertLinear(count, size, 2 * inner)
-        self.down = ExpertLinear(count, inner, size)
+        self.gate_up = ExpertLinear(count, size, 2 * inner, self.config.biased, self.config.swiglu_limit)
+        self.down = ExpertLinear(count, inner, size, self.config.biased)
         self.on_choice: Callable[[ExpertChoice], None] | None = None  # benchmarks count the experts that are read
 
     def forward(self, residual: Residual, next_norm: RMSNorm | None, out_norm: RMSNorm | None = None) -> Residual:

@@ -131,6 +131,7 @@ class Attention(nn.Module):
         self.q = Linear(in_size, q_size, config.qkv_bias) if split else None
         self.kv = Linear(in_size, kv_size, config.qkv_bias) if split else None
         self.out = Linear(q_size, config.hidden_size, config.out_bias)
+        self.sinks = nn.Parameter(torch.empty(self.num_heads)) if config.sinks else None
         self.norms_whole = config.whole_qk_norm
         sizes = (q_size, kv_size // 2) if self.norms_whole else (self.head_dim, self.head_dim)
         self.q_norm = RMSNorm(sizes[0], config.norm_eps) if config.qk_norm else None

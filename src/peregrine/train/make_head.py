@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from peregrine.engine.folders import find_model
+from peregrine.engine.sources import FolderSource
 from peregrine.errors import ConfigError
 from peregrine.hardware import resolve_device, resolve_dtype
 from peregrine.models.config import ModelConfig
 from peregrine.models.decoder import Decoder
 from peregrine.models.draft_heads import BlockHead, DraftHead, Eagle3Head, load_head, save_head
 from peregrine.models.families import read_config
-from peregrine.models.loading import load_decoder, stored_dtype
-from peregrine.text.tokenizer import Tokenizer
+from peregrine.models.loading import load_decoder
 from peregrine.train import report
 from peregrine.train.block import fresh_block_head, pick_block_taps
 from peregrine.train.documents import MERLIN_SHARES, open_sources
@@ -37,14 +37,14 @@ FACTS, PROMPTS, TEXTS, UNTRAINED = "options.json", "prompts.json", "texts.npz", 
 
 def make_head(order: HeadOrder) -> Facts:
     """Write the head and its report into `order.out`, resuming an earlier call; returns the report."""
-    folder = find_model(order.target)
-    config, device = read_config(folder), resolve_device(order.device)
-    dtype = resolve_dtype(order.dtype, device, stored_dtype(folder))
+    source, device = FolderSource(find_model(order.target)), resolve_device(order.device)
+    folder, config = source.folder, source.config
+    dtype = resolve_dtype(order.dtype, device, source.dtype)
     claim(order)
     print(check_size(order, config, dtype, device), flush=True)
     check_context(order.plan, config)
 
-    train, held_out = prepare_prompts(order, folder)
+    train, held_out = prepare_prompts(order, source)
     prompts = [prompt.tokens for prompt in train]
     samples = sample(folder, prompts, order.plan, order.work / "samples", device=order.device, dtype=order.dtype)
     facts = train_head(order, folder, samples, device, dtype)
@@ -75,13 +75,13 @@ def check_context(plan: SamplingPlan, config: ModelConfig) -> None:
         )
 
 
-def prepare_prompts(order: HeadOrder, folder: Path) -> tuple[list[Prompt], list[Prompt]]:
+def prepare_prompts(order: HeadOrder, source: FolderSource) -> tuple[list[Prompt], list[Prompt]]:
     """(training, held-out) prompts, made from the data once and kept."""
     kept, plan = order.work / PROMPTS, order.plan
     if not kept.exists():
         book = PromptBook(order.sources or open_sources(order.data, order.shares, MERLIN_SHARES), order.eval_prompts)
         book.check(plan.num_prompts, plan.tokens)
-        tokenizer = Tokenizer.read(folder)
+        tokenizer = source.tokenizer()
         train = book.prompts(tokenizer, plan.num_prompts, plan.prompt_tokens, plan.seed, train=True)
         held_out = book.prompts(tokenizer, order.eval_prompts, plan.prompt_tokens, plan.seed, train=False)
         if order.text_tokens:

@@ -6,8 +6,9 @@ groups, best first, the lowest number first among equals. Weights are the scores
 divided by their sum if the model normalises, times a scale. Shared experts, which every token goes through, come last,
 with weight one or that of a gate. A row with a NaN logit gets valid experts, and NaN weights.
 
-Experts: each is a gated MLP of linear layers with batch-independent rows. A row's expert outputs are weighted one by
-one and added up in the order of its choice; then the residual is added. A row's bits depend on its own choice alone.
+Experts: each is a gated MLP of linear layers with batch-independent rows, with biases in some models. A row's expert
+outputs are weighted one by one and added up in the order of its choice; then the residual is added. A row's bits depend
+on its own choice alone.
 """
 
 from abc import ABC, abstractmethod
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from peregrine.kernels.activation import sigmoid, silu_mul
+from peregrine.kernels.activation import clamped_mul, sigmoid, silu_mul
 from peregrine.kernels.linear import DenseWeight, WeightFormat, pack_weight
 from peregrine.kernels.residual import Norm, Residual, add_to_residual
 from peregrine.kernels.runtime.dispatch import DeviceFile
@@ -57,12 +58,13 @@ class ExpertChoice:
     weights: Tensor  # [N, choices] f32
 
 
-def pack_router(weight: Tensor, rule: RoutingRule | None = None) -> WeightFormat:
-    """A router's weight [E, H] for `route`; logits are float32, whatever the weight's dtype."""
+def pack_router(weight: Tensor, rule: RoutingRule | None = None, bias: Tensor | None = None) -> WeightFormat:
+    """A router's weight [E, H] and bias [E] for `route`; logits are float32, whatever the weight's dtype."""
+    bias = None if bias is None else bias.detach().float()
     if triton_ready(weight):
         gated = rule is not None and rule.gated_shared  # no kernel has a gate yet: the twin routes
-        return DenseWeight(weight.detach().float(), None) if gated else pack_weight(weight)
-    return pack_weight(weight.float())
+        return DenseWeight(weight.detach().float(), bias) if gated else pack_weight(weight, bias)
+    return pack_weight(weight.float(), bias)
 
 
 def route(residual: Residual, router: WeightFormat, rule: RoutingRule, bias: Tensor | None) -> ExpertChoice:
@@ -126,7 +128,8 @@ class ExpertFormat(ABC):
     def add(self, down: "ExpertFormat", residual: Residual, choice: ExpertChoice, norm: Norm | None) -> Residual:
         """The residual plus its experts' outputs, prepared for the norm that comes next.
 
-        `self` is gate_up, gates first: an expert computes down(silu(gate) * up). `down` has the same format.
+        `self` is gate_up, gates first: an expert computes down(silu(gate) * up), or with `clamped_mul` where the format
+        has a limit. `down` has the same format.
         """
 
 
@@ -135,6 +138,7 @@ class LinearExperts(ExpertFormat):
     """For the CPU, and the twin: one weight for each expert. Differentiable if the weights are."""
 
     experts: tuple[WeightFormat, ...]
+    limit: float | None = None  # of gate_up: its activation is `clamped_mul`
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -152,19 +156,33 @@ class LinearExperts(ExpertFormat):
         return add_to_residual(experts_mlp(residual.finish_norm(), choice, self, down), residual, norm)
 
 
-def pack_experts(weight: Tensor, num_experts: int) -> ExpertFormat:
-    """The values of stacked weights [E * O, I] in the format of their device; no gradient will reach them."""
+def pack_experts(
+    weight: Tensor,
+    num_experts: int,
+    bias: Tensor | None = None,
+    limit: float | None = None,
+    held: torch.dtype | None = None,
+) -> ExpertFormat:
+    """The values of stacked weights [E * O, I] and biases [E * O] in the format of their device; without gradients.
+
+    `limit`: of `clamped_mul`, for gate_up. `held` is what a CPU's float32 weights may be rounded to and held in.
+    """
     stacked = weight.detach().view(num_experts, -1, weight.shape[1])
+    biases = None if bias is None else bias.detach().view(num_experts, -1)
     if triton_ready(stacked):
-        packed: ExpertFormat = _triton.TritonExperts(stacked)
+        packed: ExpertFormat = _triton.TritonExperts(stacked, biases, limit)
         return packed
-    return LinearExperts(tuple(pack_weight(own) for own in stacked))
+    each = zip(stacked, [None] * num_experts if biases is None else biases, strict=True)
+    return LinearExperts(tuple(pack_weight(own, own_bias, held) for own, own_bias in each), limit)
 
 
-def plain_experts(weight: Tensor, num_experts: int) -> ExpertFormat:
-    """Stacked weights [E * O, I] as they are, to be trained."""
+def plain_experts(
+    weight: Tensor, num_experts: int, bias: Tensor | None = None, limit: float | None = None
+) -> ExpertFormat:
+    """Stacked weights [E * O, I] and biases [E * O] as they are, to be trained."""
     parts = weight.view(num_experts, -1, weight.shape[1]).unbind(0)
-    return LinearExperts(tuple(DenseWeight(own, None) for own in parts))
+    biases = [None] * num_experts if bias is None else bias.view(num_experts, -1).unbind(0)
+    return LinearExperts(tuple(DenseWeight(*own) for own in zip(parts, biases, strict=True)), limit)
 
 
 def experts_mlp(x: Tensor, choice: ExpertChoice, gate_up: LinearExperts, down: LinearExperts) -> Tensor:
@@ -176,7 +194,8 @@ def experts_mlp(x: Tensor, choice: ExpertChoice, gate_up: LinearExperts, down: L
     outputs, start = x.new_empty(len(flat), down.shape[1]), 0
     for number, count in zip(numbers, counts, strict=True):
         pairs = order[start : start + int(count)]
-        inner = silu_mul(gate_up.experts[int(number)].linear(x.index_select(0, pairs // choices)))
+        both = gate_up.experts[int(number)].linear(x.index_select(0, pairs // choices))
+        inner = silu_mul(both) if gate_up.limit is None else clamped_mul(both, gate_up.limit)
         outputs[pairs] = down.experts[int(number)].linear(inner)
         start += int(count)
     weighted = (outputs.view(num_rows, choices, outputs.shape[1]) * choice.weights[:, :, None]).to(x.dtype)

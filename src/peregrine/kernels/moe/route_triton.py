@@ -56,6 +56,7 @@ def route(residual: Residual, router: TritonWeight, rule: RoutingRule, bias: Ten
         parts if bias is None else bias,
         experts,
         weights,
+        router.bias,
         num_rows,
         eps,
         rule.scale,
@@ -131,6 +132,7 @@ def route_kernel(  # type: ignore[no-untyped-def]
     bias,  # [E] f32
     experts,  # [N, CHOICES] i32
     weights,  # [N, CHOICES] f32
+    logit_bias,  # [E] f32, or None
     N,
     eps,
     scale,
@@ -162,6 +164,8 @@ def route_kernel(  # type: ignore[no-untyped-def]
         logit += tl.load(parts + (part * N + row) * E + index, mask=inside, other=0.0)
     if SCALE:
         logit = logit * (1.0 / root_mean_square(tl.load(squares + 2 * row), tl.load(squares + 2 * row + 1), eps, H))
+    if logit_bias is not None:
+        logit += tl.load(logit_bias + index, mask=inside, other=0.0)
     if SIGMOID:
         score = 1.0 / (1.0 + tl.exp(-logit))
     else:

@@ -1,7 +1,7 @@
 """Mixtures of experts on a GPU: rows are grouped by expert, and an expert's weights are read once for all of its rows.
 
     plan       pairs of (row, place in its choice) are cut into blocks that share an expert
-    gate_up    of each block: silu(gate) * up, with the norm's division
+    gate_up    of each block: silu(gate) * up or another gated activation, with the norm's division
     down       of each block, times the pair's weight
     combine    a row's expert outputs in the order of its choice, and the residual; first half of the next norm
 
@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from peregrine.kernels.activation import STEEPNESS as PLAIN_STEEPNESS
 from peregrine.kernels.linear.tiles import Room, Tile
 from peregrine.kernels.moe.reference import ExpertChoice, ExpertFormat
 from peregrine.kernels.moe.tiles import DIRECT_ROWS, pick_expert_tiles
@@ -33,6 +34,7 @@ COMBINED = 512  # columns of a program that adds up expert outputs
 MAX_RANKED = 4096  # pairs that are sorted by counting, every pair against every other; above it, torch sorts
 RANKED = 64  # pairs whose places one program counts
 CHUNK = 128  # pairs that it compares them with at a time
+STEEPNESS = tl.constexpr(PLAIN_STEEPNESS)
 FIELDS = tl.constexpr(3)  # of a block: expert, first place in the sorted order, end of the expert's pairs
 
 
@@ -41,6 +43,8 @@ class TritonExperts(ExpertFormat):
     """One dense tensor on a GPU."""
 
     weight: Tensor  # [E, O, I]
+    bias: Tensor | None = None  # [E, O]
+    limit: float | None = None  # of gate_up: its activation is `clamped_mul`
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -63,7 +67,8 @@ class TritonExperts(ExpertFormat):
             rows = slice(first, first + MAX_ROWS)
             own = ExpertChoice(choice.experts[rows].contiguous(), choice.weights[rows].contiguous())
             own_scale = None if scale is None else (scale[0][rows], scale[1])
-            outputs = expert_outputs(residual.normed[rows], own_scale, own, self.weight, down.weight)
+            weights, biases = (self.weight, down.weight), (self.bias, down.bias)
+            outputs = expert_outputs(residual.normed[rows], own_scale, own, *weights, None, biases, self.limit)
             made = values[rows], scaled[rows], squares[rows], stale[rows]
             combine(outputs, before[rows], norm.weight if splits_norm(norm, before) else None, made)
         if splits_norm(norm, before):
@@ -78,6 +83,8 @@ def expert_outputs(
     gate_up: Tensor,
     down: Tensor,
     tiles: tuple[Tile, Tile] | None = None,
+    biases: tuple[Tensor | None, Tensor | None] = (None, None),
+    limit: float | None = None,
 ) -> Tensor:
     """The weighted outputs of each row's experts: [N, H] -> [N * choices, H]. `scale` is (squares, eps)."""
     (num_rows, choices), (num_experts, size, inner_size) = choice.experts.shape, down.shape
@@ -93,7 +100,8 @@ def expert_outputs(
     inner, outputs = x.new_empty(num_pairs, inner_size), x.new_empty(num_pairs, size)
     x = dense_rows(x)
     squares, eps = scale or (None, 0.0)
-    for tile, source, weight, out in ((wide, x, gate_up, inner), (narrow, inner, down, outputs)):
+    layers = (wide, x, gate_up, biases[0], inner), (narrow, inner, down, biases[1], outputs)
+    for tile, source, weight, bias, out in layers:
         is_gate = weight is gate_up
         pointers = source, weight, out, choice.experts, order, blocks, out if squares is None else squares
         launch(
@@ -101,6 +109,7 @@ def expert_outputs(
             (triton.cdiv(out.shape[1], tile.cols), most),
             *pointers,
             choice.weights,
+            bias,
             source.stride(0),
             num_pairs,
             eps,
@@ -110,6 +119,7 @@ def expert_outputs(
             N=out.shape[1],
             K=source.shape[1],
             GATE=is_gate,
+            LIMIT=limit if is_gate else None,
             SCALE=squares is not None and is_gate,
             ROWS=tile.rows,
             COLS=tile.cols,
@@ -131,6 +141,7 @@ def block_kernel(  # type: ignore[no-untyped-def]
     blocks,  # [1 + 3 * most] i32
     squares,  # [rows, 2] i64 of the residual, with SCALE
     factors,  # [P] f32 weights of the pairs
+    bias,  # [E, N], or [E, 2 N] with GATE; or None
     x_stride,
     P,
     eps,
@@ -140,6 +151,7 @@ def block_kernel(  # type: ignore[no-untyped-def]
     N: tl.constexpr,
     K: tl.constexpr,
     GATE: tl.constexpr,
+    LIMIT: tl.constexpr,
     SCALE: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
@@ -180,7 +192,17 @@ def block_kernel(  # type: ignore[no-untyped-def]
     if SCALE:
         scale = (1.0 / root_mean_square(coarse, fine, eps, K))[:, None]
         total, up = total * scale, up * scale
-    total = total * tl.sigmoid(total) * up if GATE else total * factor[:, None]
+    if bias is not None:
+        own = bias + expert * ((2 if GATE else 1) * N) + cols % N
+        total += tl.load(own)[None, :]
+        if GATE:
+            up += tl.load(own + N)[None, :]
+    if LIMIT is not None:  # comparisons, since a minimum would lose NaN
+        total = tl.where(total > LIMIT, LIMIT, total)
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+        total = total * tl.sigmoid(STEEPNESS * total) * (up + 1.0)
+    else:
+        total = total * tl.sigmoid(total) * up if GATE else total * factor[:, None]
     out_places = pairs.to(tl.int64)[:, None] * N + cols[None, :]
     tl.store(out + out_places, total.to(out.dtype.element_ty), mask=live[:, None] & (cols < N)[None, :])
 

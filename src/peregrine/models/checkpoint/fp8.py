@@ -8,11 +8,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from peregrine.models.checkpoint import mxfp4
 from peregrine.models.checkpoint.folder import Fields
 
 DTYPE = "F8_E4M3"  # safetensors' word for it
 SCALE_SUFFIX = "_scale_inv"
-_REMEDY = "use the float32, float16 or bfloat16 checkpoint, or float8 in blocks (quant_method fp8)"
+_REMEDY = "use the float32, float16 or bfloat16 checkpoint, float8 in blocks (quant_method fp8) or MXFP4 (mxfp4)"
 
 Blocks = tuple[int, int]  # rows and columns that share a scale
 
@@ -23,6 +24,8 @@ def read_blocks(config: Fields) -> Blocks | None:
         return None
     fields = config.inner("quantization_config")
     method = fields.text("quant_method", "")
+    if method == mxfp4.METHOD:
+        return None
     if method != "fp8":
         raise fields.refusal("quant_method", "weights quantized in this way are not supported", _REMEDY)
     if fields.text("fmt", "e4m3") != "e4m3":

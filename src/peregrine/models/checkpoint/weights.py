@@ -1,6 +1,6 @@
 """A checkpoint's safetensors files, or its GGUF file, as one set of named tensors, mapped and read one at a time.
 
-Pickles are never opened: they run code. Float8 tensors are multiplied by their block scales as they are read; the
+Pickles are never opened: they run code. Float8 and MXFP4 tensors are multiplied by their scales as they are read; the
 scales do not count as tensors. Names and shapes are compared with the plan before anything is allocated, and every
 mismatch is named at once.
 """
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from peregrine.errors import CheckpointError
 from peregrine.files import check_regular, read_object
-from peregrine.models.checkpoint import fp8
+from peregrine.models.checkpoint import fp8, mxfp4
 from peregrine.models.checkpoint.folder import open_folder
 from peregrine.models.checkpoint.gguf.file import GGUFFile
 from peregrine.models.checkpoint.gguf.header import is_gguf
@@ -38,6 +38,7 @@ class Weights:
         for path in _weight_files(self.folder):
             opened = _open(path)
             self._files.update(dict.fromkeys(opened.keys(), opened))
+        self._files = mxfp4.join_stacks(self._files)
         self._blocks = fp8.folder_blocks(self.folder)
         self._scales: dict[str, str] = {}  # float8 tensor -> the tensor that holds its scales
         if self._blocks is not None:
@@ -51,8 +52,10 @@ class Weights:
 
     @property
     def is_quantised(self) -> bool:
-        """Whether weights are dequantised as they are read from a GGUF file."""
-        return any(isinstance(file, GGUFFile) and file.is_quantised for file in set(self._files.values()))
+        """Whether weights are dequantised as they are read, from a GGUF file or from MXFP4."""
+        files = set(self._files.values())
+        quantised = (isinstance(file, GGUFFile) and file.is_quantised for file in files)
+        return any(quantised) or any(isinstance(file, mxfp4.PackedStack) for file in files)
 
     def names(self) -> set[str]:
         """Names of the stored tensors; float8 scales belong to their tensor and are not listed."""

@@ -14,6 +14,7 @@ from peregrine.models.families.deepseek import DeepseekV2, DeepseekV3
 from peregrine.models.families.family import Family
 from peregrine.models.families.gemma import Gemma2, Gemma3
 from peregrine.models.families.glm4 import Glm, Glm4
+from peregrine.models.families.gpt_oss import GptOss
 from peregrine.models.families.granite import Granite
 from peregrine.models.families.llama import Llama
 from peregrine.models.families.mistral import Mistral
@@ -30,7 +31,7 @@ from peregrine.sampling import MAX_EOS_IDS
 
 FAMILIES: tuple[Family, ...] = (
     *(Llama(), Mistral(), Qwen2(), Qwen3(), Qwen3MoE(), Mixtral(), DeepseekV2(), DeepseekV3()),
-    *(Granite(), SmolLM3(), Phi3(), Qwen2MoE(), Olmo2(), Glm(), Glm4(), Gemma2(), Gemma3()),
+    *(Granite(), SmolLM3(), Phi3(), Qwen2MoE(), Olmo2(), Glm(), Glm4(), Gemma2(), Gemma3(), GptOss()),
 )
 ARCHITECTURES = {architecture: family for family in FAMILIES for architecture in family.architectures}
 MAX_LAYERS = 1024
@@ -96,6 +97,7 @@ def parse_config(fields: Fields, generation: Fields | None = None) -> ModelConfi
         input_norms="input_norm" in family.norms,
         output_norms="mlp_out_norm" in family.norms,
         whole_qk_norm=family.whole_qk_norm,
+        sinks=family.sinks,
     )
 
 

@@ -51,6 +51,7 @@ class Family:
     norms = PRE_NORMS  # with attention_out_norm and mlp_out_norm, what a layer adds is normed, too
     norm_offset = 0.0  # is added to a stored norm's weight
     whole_qk_norm = False  # with qk_norm: over all heads of a token together
+    sinks = False  # a stored logit of each head joins the softmax of attention
     tied = False  # whether a config without tie_word_embeddings means true
     interleaved = False  # stored rotation pairs are neighbours, not half of the rotated part apart
     rotates_part = False  # configs may say that only the first part of a head is rotated
@@ -133,6 +134,8 @@ class Family:
                 biases = [replace(piece, name=f"{piece.name}.bias", shape=piece.shape[:1]) for piece in chosen]
                 plan[f"{ours}.{name}.bias"] = tuple(biases)
         plan |= linear_plan(f"{ours}.out", {f"{stored}.o_proj": (config.hidden_size, q_size)}, config.out_bias)
+        if config.sinks:
+            plan[f"{ours}.sinks"] = (Piece(f"{stored}.sinks", (config.num_heads,)),)
         if config.qk_norm:
             whole = config.whole_qk_norm
             for part, size in (("q", q_size), ("k", kv_size)):

@@ -87,6 +87,11 @@ def _scaling(metadata: Metadata) -> dict[str, Any] | None:
     scaling: dict[str, Any] = {"rope_type": kind, "factor": metadata.number("rope.scaling.factor")}
     if kind == "yarn":
         scaling["original_max_position_embeddings"] = original
+        if metadata.architecture == "gpt-oss":  # which files do not say
+            scaling["truncate"] = False
+        if metadata.has("rope.scaling.yarn_log_multiplier"):  # DeepSeek's two magnitudes are equal in all its models
+            magnitude = round(10 * metadata.number("rope.scaling.yarn_log_multiplier"), 6)
+            scaling |= {"mscale": magnitude, "mscale_all_dim": magnitude}
         scaling |= metadata.renamed(
             {"rope.scaling.yarn_beta_fast": "beta_fast", "rope.scaling.yarn_beta_slow": "beta_slow"}
         )

@@ -1,7 +1,7 @@
 """An opened GGUF file: its tensors by Hugging Face's names, with the interface of an opened safetensors file."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -24,21 +24,31 @@ _ROPE = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.we
 class Entry:
     """A tensor under its Hugging Face name: what is stored, and how it is made of that."""
 
-    stored: Stored
+    stored: tuple[Stored, ...]
     index: int | None  # of the first dimension, if it is one of a stack
-    undo: Callable[[Tensor], Tensor] | None  # of what the converter did to it
+    undo: Callable[..., Tensor] | None  # of what the converter did to it, from as many tensors as are stored
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        return self.stored.shape if self.index is None else self.stored.shape[1:]
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Of what is read."""
+        return [part.shape if self.index is None else part.shape[1:] for part in self.stored]
 
     def get_shape(self) -> list[int]:
         """As of a safetensors slice."""
-        return list(self.shape)
+        try:
+            return list(self.made(torch.empty(shape, device="meta") for shape in self.shapes).shape)
+        except RuntimeError:  # the parts do not fit together: the message about the wrong shape has the first one's
+            return list(self.shapes[0])
 
     def get_dtype(self) -> str:
         """As of a safetensors slice: the number format of what is read."""
-        return self.stored.kind if self.stored.kind in FLOATS else "F32"
+        kinds = {part.kind for part in self.stored}
+        return kinds.pop() if len(kinds) == 1 and kinds <= set(FLOATS) else "F32"
+
+    def made(self, parts: Iterable[Tensor]) -> Tensor:
+        """The tensor, from what is stored."""
+        (first, *others) = parts
+        return first if self.undo is None else self.undo(first, *others)
 
     def __getitem__(self, place: slice) -> Tensor:
         """As of a safetensors slice: an empty tensor, for its dtype."""
@@ -58,7 +68,7 @@ class GGUFFile:
     @property
     def is_quantised(self) -> bool:
         """Whether any weight is dequantised as it is read."""
-        return any(entry.stored.kind not in FLOATS for entry in self._entries.values())
+        return any(part.kind not in FLOATS for entry in self._entries.values() for part in entry.stored)
 
     def keys(self) -> list[str]:
         return list(self._entries)
@@ -67,10 +77,12 @@ class GGUFFile:
         return self._entries[name]
 
     def get_tensor(self, name: str) -> Tensor:
-        entry = self._entries[name]
-        start, size = bytes_of(entry.stored, entry.index)
-        values = read_values(self._bytes[start : start + size], entry.stored.kind, entry.shape)
-        return values if entry.undo is None else entry.undo(values)
+        entry, dtype = self._entries[name], FLOATS[self._entries[name].get_dtype()]
+        places = [bytes_of(part, entry.index) for part in entry.stored]
+        return entry.made(
+            read_values(self._bytes[start : start + size], part.kind, shape).to(dtype)
+            for part, shape, (start, size) in zip(entry.stored, entry.shapes, places, strict=True)
+        )
 
 
 def open_header(path: Path) -> Header:
@@ -88,9 +100,16 @@ def _entries(header: Header, config: Fields) -> dict[str, Entry]:
     """Every tensor by its Hugging Face name; one that has none keeps its own."""
     layout = layout_of(Metadata.of(header))
     found: dict[str, Entry] = {}
-    for name, stored in header.tensors.items():
-        if name not in _ROPE:
-            found |= _renamed(name, stored, layout, config)
+    used = set(_ROPE)
+    for i in range(config.whole("num_hidden_layers")):
+        for name, (parts, join) in layout.joins.items():
+            stored = [f"blk.{i}.{part}" for part in parts]
+            if all(part in header.tensors for part in stored):
+                found[f"model.layers.{i}.{name}"] = Entry(tuple(header.tensors[part] for part in stored), None, join)
+                used.update(stored)
+    for name, one in header.tensors.items():
+        if name not in used:
+            found |= _renamed(name, one, layout, config)
     return found
 
 
@@ -98,16 +117,16 @@ def _renamed(name: str, stored: Stored, layout: Layout, config: Fields) -> dict[
     parts, match = PARTS | layout.names, _LAYER.fullmatch(name)
     shifted = partial(torch.sub, other=layout.norm_offset) if layout.norm_offset and "norm." in name else None
     if match is None or match[2] not in parts:
-        return {WHOLE.get(name, name): Entry(stored, None, shifted)}
+        return {WHOLE.get(name, name): Entry((stored,), None, shifted)}
     layer, part, kind = f"model.layers.{match[1]}", parts[match[2]], match[3]
     if match[2].endswith("_exps"):
         names = [f"{layer}.{layout.experts}.{i}.{part}.{kind}" for i in range(stored.shape[0])]
-        return {stacked: Entry(stored, i, None) for i, stacked in enumerate(names)}
+        return {stacked: Entry((stored,), i, None) for i, stacked in enumerate(names)}
     if match[2] == "ffn_gate_inp_shexp" and len(stored.shape) == 1:  # a linear with one output
         stored = replace(stored, shape=(1, *stored.shape))
     heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}.get(match[2])
     undo = partial(_unpaired, heads=config.whole(heads)) if heads is not None and layout.paired else shifted
-    return {f"{layer}.{part}.{kind}": Entry(stored, None, undo)}
+    return {f"{layer}.{part}.{kind}": Entry((stored,), None, undo)}
 
 
 def _unpaired(rows: Tensor, heads: int) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 
 from peregrine.models.checkpoint.folder import Fields
 from peregrine.models.checkpoint.gguf.header import Header
+from peregrine.models.checkpoint.gguf.joins import DEEPSEEK_JOINS, GPT_OSS_JOINS, Join
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,7 @@ class Metadata:
 
 
 MoreFields = Callable[[Metadata], dict[str, Any]]
+SIGMOID = 2  # llama.cpp's number of the gating function
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,7 @@ class Layout:
     paired: bool = False  # rows of a query's or key's head are stored as pairs of what is half a head apart
     experts: str = "mlp.experts"  # where a layer's experts are
     norm_offset: float = 0.0  # the converter added it to every norm's weight
+    joins: dict[str, Join] = field(default_factory=dict)  # whole names in a layer that are made of several tensors
 
 
 PARTS = {
@@ -151,6 +154,52 @@ def _gemma(metadata: Metadata) -> dict[str, Any]:
     return metadata.renamed(capped) | scaling
 
 
+def _deepseek(metadata: Metadata) -> dict[str, Any]:
+    """What V2 and V3 share; files are written without prediction layers (MTP)."""
+    if metadata.whole("nextn_predict_layers", 0):
+        name = metadata.key("nextn_predict_layers")
+        raise metadata.all.refusal(name, "prediction layers in a GGUF file are not read", "convert the model without")
+    rotated = metadata.whole("rope.dimension_count")
+    sizes = {part: f"attention.{part}_length_mla" for part in ("key", "value")}  # older files have them without "_mla"
+    key, value = (metadata.whole(n if metadata.has(n) else n.removesuffix("_mla")) for n in sizes.values())
+    renamed = {
+        "attention.kv_lora_rank": "kv_lora_rank",
+        "expert_count": "n_routed_experts",
+        "expert_used_count": "num_experts_per_tok",
+        "expert_feed_forward_length": "moe_intermediate_size",
+        "expert_shared_count": "n_shared_experts",
+        "expert_group_count": "n_group",
+        "expert_group_used_count": "topk_group",
+        "expert_weights_norm": "norm_topk_prob",
+        "leading_dense_block_count": "first_k_dense_replace",
+    }
+    return metadata.renamed(renamed) | {
+        "num_key_value_heads": metadata.whole("attention.head_count"),
+        "partial_rotary_factor": 1.0,
+        "q_lora_rank": metadata.whole("attention.q_lora_rank", 0) or None,
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": key - rotated,
+        "v_head_dim": value,
+        "routed_scaling_factor": metadata.number("expert_weights_scale", 1.0),
+    }
+
+
+def _deepseek_v2(metadata: Metadata) -> dict[str, Any]:
+    method = "group_limited_greedy" if metadata.whole("expert_group_count", 1) > 1 else "greedy"
+    return {"topk_method": method} | _deepseek(metadata)
+
+
+def _deepseek_v3(metadata: Metadata) -> dict[str, Any]:
+    """Kimi-K2 has one group, which files may leave out."""
+    return {"n_group": 1, "topk_group": 1} | _deepseek(metadata)
+
+
+def _gpt_oss(metadata: Metadata) -> dict[str, Any]:
+    names = {"attention.sliding_window": "sliding_window", "expert_feed_forward_length": "intermediate_size"}
+    names |= {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
+    return metadata.renamed(names)
+
+
 _LLAMA = Layout("LlamaForCausalLM", more=_biases, paired=True)
 _MISTRAL = Layout("MistralForCausalLM", more=_mistral, paired=True)
 _MIXTRAL = Layout(
@@ -160,6 +209,17 @@ _MIXTRAL = Layout(
     paired=True,
     experts="block_sparse_moe.experts",
 )
+_MLA = {
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",  # of older files; newer ones have it in two
+} | {f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")}
+_DEEPSEEK_V2 = Layout("DeepseekV2ForCausalLM", _MLA, more=_deepseek_v2, joins=DEEPSEEK_JOINS)
+_DEEPSEEK_V3 = Layout("DeepseekV3ForCausalLM", _MLA, more=_deepseek_v3, joins=DEEPSEEK_JOINS)
+_GPT_OSS = {"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"}
 _SHARED = {f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")}
 _SHARED |= {"ffn_gate_inp_shexp": "mlp.shared_expert_gate"}
 _OLMO2 = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
@@ -178,18 +238,21 @@ LAYOUTS = {
     "glm4": Layout("Glm4ForCausalLM", _GLM4 | _FUSED_MLP, more=_biases),
     "gemma2": Layout("Gemma2ForCausalLM", _GEMMA, more=_gemma, norm_offset=1.0),
     "gemma3": Layout("Gemma3ForCausalLM", _GEMMA, more=_gemma, norm_offset=1.0),
+    "gpt-oss": Layout("GptOssForCausalLM", _GPT_OSS, more=_gpt_oss, joins=GPT_OSS_JOINS),
     "qwen3moe": Layout("Qwen3MoeForCausalLM", more=lambda metadata: _experts(metadata) | {"norm_topk_prob": True}),
 }
 
 
 def layout_of(metadata: Metadata) -> Layout:
-    """The layout of a file's architecture; "llama" stands for Llama, Mistral and Mixtral."""
+    """The layout of a file's architecture; "llama" stands for Llama, Mistral and Mixtral, "deepseek2" for V2 and V3."""
     if metadata.architecture == "llama":
         if metadata.whole("expert_count", 0):
             return _MIXTRAL
         return _MISTRAL if metadata.whole("attention.sliding_window", 0) else _LLAMA
+    if metadata.architecture == "deepseek2":
+        return _DEEPSEEK_V3 if metadata.whole("expert_gating_func", 1) == SIGMOID else _DEEPSEEK_V2
     if metadata.architecture not in LAYOUTS:
-        supported = ", ".join(["llama", *LAYOUTS])
+        supported = ", ".join(["llama", "deepseek2", *LAYOUTS])
         raise metadata.all.refusal(
             "general.architecture", f"not supported in GGUF files; supported are {supported}", "choose another model"
         )
