@@ -40,6 +40,12 @@ LAND = {
     "function": {"name": "land", "parameters": {"type": "object", "additionalProperties": False}},
 }
 NOTHING = {"type": "object", "additionalProperties": False}
+
+
+def tool_named(name: str, schema: object) -> dict[str, object]:
+    return {"type": "function", "function": {"name": name, "parameters": schema}}
+
+
 USER = {"role": "user", "content": "Fly to Rome."}
 ASKED = {"model": "merlin", "messages": [USER], "tools": [FLY, LAND], "temperature": 1.0, "max_tokens": 150}
 
@@ -85,12 +91,15 @@ def test_a_loop_with_a_real_function(client: openai.OpenAI) -> None:
     assert last.choices[0].message.content
 
 
+DEEP = json.loads('{"items": ' * 70 + "{}" + "}" * 70)
 REFUSED: dict[str, dict[str, object]] = {
     "tool_choice": {"tools": None, "tool_choice": "required"},
     "tools[0]": {"tools": [{"type": "function"}]},
     "tools[1].function.name": {"tools": [LAND, LAND]},
     "tools[0].function.name": {"tools": [{"type": "function", "function": {"name": "a b"}}]},
-    "response_format": {"response_format": {"type": "json_object"}},
+    "guided_regex": {"guided_regex": "a+"},
+    "tools[0].function.parameters": {"tools": [tool_named("deep", DEEP)]},
+    "tools, guided_json": {"guided_json": {"not": {}}},
     "chat_template_kwargs.messages": {"chat_template_kwargs": {"messages": []}},
     "messages[1].tool_calls[0]": {"messages": [USER, {"role": "assistant", "tool_calls": [{"id": "x"}]}]},
 }
@@ -145,8 +154,12 @@ def test_calls_and_reasoning_in_text(server: Served, step: int) -> None:
     streamed = [chunk["delta"] for chunk in chunks]
     assert "".join(delta.get("reasoning", "") for delta in streamed) == "Hm"  # type: ignore[attr-defined]
     assert "".join(delta["content"] or "" for delta in streamed) == "Well. "  # type: ignore[index]
-    (again,) = [call for delta in streamed for call in delta.get("tool_calls", ())]  # type: ignore[attr-defined]
-    assert (again["index"], again["function"]) == (0, call["function"])
+    again, *more = [call for delta in streamed for call in delta.get("tool_calls", ())]  # type: ignore[attr-defined]
+    assert (again["index"], again["type"], again["function"]["name"]) == (0, "function", "fly")
+    assert all(sorted(piece) == ["function", "index"] for piece in more)
+    pieces = [piece["function"]["arguments"] for piece in (again, *more)]
+    assert "".join(pieces) == call["function"]["arguments"]
+    assert len(pieces) == {1: len(pieces[0] + "".join(pieces[1:])), 7: 3, 200: 1}[step]
     assert [chunk["finish_reason"] for chunk in chunks][-1] == "tool_calls"
 
 
@@ -179,25 +192,33 @@ CALLS = {
 }
 
 
+def is_legal(llm: LLM, asked: dict[str, object], text: str) -> bool:
+    """Whether a model that is asked for this may write exactly this."""
+    params = chat_job(ChatBody.model_validate({"messages": [USER], **asked}), llm).params[0]
+    assert params.constraint is not None
+    assert llm.engine.grammars is not None
+    limits = matcher_limits(params, llm.engine.limits, llm.tokenizer.special_ids)
+    matcher = llm.engine.grammars.matcher(params.constraint, limits)
+    ids = llm.tokenizer.encode(text, add_special=False)
+    return matcher.advance(ids) == len(ids) and matcher.state.is_accepting()
+
+
 @pytest.mark.parametrize("format", CALLS)
 def test_strict_tools_are_held_to_their_schemas_where_the_model_decides(server: Served, format: str) -> None:
-    llm = server.llm
     strict = {"type": "function", "function": {**FLY["function"], "strict": True}}  # type: ignore[dict-item]
-    asked = {"messages": [USER], "tools": [strict, LAND], "tool_parser": format}
-    params = chat_job(ChatBody.model_validate(asked), llm).params[0]
-    assert params.constraint is not None
-    limits = matcher_limits(params, llm.engine.limits, llm.tokenizer.special_ids)
+    asked: dict[str, object] = {"tools": [strict, LAND], "tool_parser": format}
     land = CALLS[format].replace("fly", "land") % '{"any":[1]}'
-    for text, legal in (
-        ("Hello there.", True),
-        (CALLS[format] % OSLO, True),
-        (CALLS[format] % BERN, False),
-        (land, True),
-    ):
-        assert llm.engine.grammars is not None
-        matcher = llm.engine.grammars.matcher(params.constraint, limits)
-        ids = llm.tokenizer.encode(text, add_special=False)
-        assert (matcher.advance(ids) == len(ids) and matcher.state.is_accepting()) == legal, text
+    oslo, bern = CALLS[format] % OSLO, CALLS[format] % BERN
+    for text, legal in (("Hello there.", True), (oslo, True), (bern, False), (land, True)):
+        assert is_legal(server.llm, asked, text) == legal, text
+    # With a format for answers, the text is either that or calls, and nothing around them.
+    asked["response_format"] = {"type": "json_schema", "json_schema": {"schema": {"enum": ["yes"]}}}
+    oslo, bern = oslo.removeprefix("Well. "), bern.removeprefix("Well. ")
+    for text, legal in (("Hello there.", False), ('"yes"', True), ('"no"', False), (oslo, True), (bern, False)):
+        assert is_legal(server.llm, asked, text) == legal, text
+    twice = oslo + oslo if format not in ("generic", "llama3_json") else f"{oslo[:-1]},{oslo[1:]}"
+    for parallel in (True, False):
+        assert is_legal(server.llm, {**asked, "parallel_tool_calls": parallel}, twice) == parallel
 
 
 def test_marks_that_are_special_tokens_are_written_by_their_ids(server: Served) -> None:

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from peregrine.errors import ConfigError
 from peregrine.text.reasoning import ReasoningStream
 from peregrine.text.tool_formats import Call, bracketed, format_of
-from peregrine.text.tools import ToolStream, call_schema
+from peregrine.text.tool_stream import Piece, ToolStream
+from peregrine.text.tools import call_schema, closed
 
 TOOLS: dict[str, dict[str, object]] = {
     "fly": {"type": "object", "properties": {"to": {"type": "string"}, "speed": {"type": "integer"}}},
@@ -30,6 +31,20 @@ CASES: dict[str, tuple[str, str, str, list[Call]]] = {
     ),
     "hermes, text after": ("hermes", f"\n<tool_call>{TWO}</tool_call>\n ok", "ok", [LAND]),
     "hermes, cut off": ("hermes", '<tool_call>{"name": "fl', '<tool_call>{"name": "fl', []),
+    "hermes, cut off in its arguments": ("hermes", f"<tool_call>{ONE[:50]}", "", [Call("fly", ONE[29:50])]),
+    "hermes, another order": ("hermes", '<tool_call>{"arguments": {}, "name": "land"}</tool_call>', "", [LAND]),
+    "hermes, arguments in a string": (
+        "hermes",
+        '<tool_call>{"name": "land", "arguments": "{}"}</tool_call>',
+        "",
+        [LAND],
+    ),
+    "hermes, brackets in strings": (
+        "hermes",
+        r'<tool_call>{"name": "fly", "arguments": {"to": "]}\\\"{"}, "id": "}"} ok</tool_call> then',
+        "ok then",
+        [Call("fly", r'{"to": "]}\\\"{"}')],
+    ),
     "hermes, end missing": ("hermes", f"<tool_call>{TWO}", "", [LAND]),
     "hermes, no JSON": ("hermes", "a <tool_call> b </tool_call> c", "a <tool_call> b </tool_call> c", []),
     "hermes, unknown tool": (
@@ -45,6 +60,12 @@ CASES: dict[str, tuple[str, str, str, list[Call]]] = {
         "</function>\n</tool_call>",
         "",
         [FLY],
+    ),
+    "qwen3_coder, nothing closed": (
+        "qwen3_coder",
+        "<tool_call><function=fly><parameter=to>\n\n<i>\n<parameter=speed>fast</tool_call><tool_call><function=land>",
+        "",
+        [Call("fly", '{"to": "\\n<i>", "speed": "fast"}'), LAND],
     ),
     "mistral, list": ("mistral", f"[TOOL_CALLS][{ONE}, {TWO}]", "", [FLY, LAND]),
     "mistral, names": (
@@ -66,14 +87,21 @@ CASES: dict[str, tuple[str, str, str, list[Call]]] = {
     "llama3_json, tagged": ("llama3_json", f"<|python_tag|>{ONE}; {TWO}", "", [FLY, LAND]),
     "llama3_json, text": ("llama3_json", " Hello {", " Hello {", []),
     "generic": ("generic", f" [{ONE}]", "", [FLY]),
+    "generic, text after": ("generic", f"[{ONE}, {TWO}] So be it.", "So be it.", [FLY, LAND]),
     "generic, other JSON": ("generic", '{"name": 3}', '{"name": 3}', []),
 }
 
 
 def parse(format: str, pieces: list[str]) -> tuple[str, list[Call]]:
     stream = ToolStream(format, TOOLS)
-    parts = [*(stream.push(piece) for piece in pieces), stream.finish()]
-    return "".join(part.text for part in parts), [call for part in parts for call in part.calls]
+    text, calls = "", list[Call]()
+    for place, piece in enumerate([*pieces, ""]):
+        parsed = stream.push(piece, final=place == len(pieces))
+        text += parsed.text
+        for part in parsed.pieces:
+            before = calls.pop() if part.name is None else Call(part.name, "")
+            calls.append(Call(before.name, before.arguments + part.arguments))
+    return text, calls
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -91,11 +119,15 @@ def test_any_cut_gives_the_same_calls(name: str, cuts: list[int]) -> None:
 
 
 PIECES = st.sampled_from(
-    ["<tool_call>", "</tool_call>", TWO, "[TOOL_CALLS]", BEGIN, END, SEP, "{", "<", " \n", "x", "land"]
+    [
+        *("<tool_call>", "</tool_call>", ONE, TWO, "[TOOL_CALLS]", BEGIN, END, SEP, "{", "}", "<", " \n", "x", "land"),
+        *('"', "\\", "[", "]", ",", "[ARGS]", "function", "\n```json\n", '{"name": "fly", "arguments": {', "é"),
+        *("<function=fly>", "<parameter=to>", "<parameter=speed>", "</parameter>", "</function>", "\n"),
+    ]
 )
 
 
-@given(st.sampled_from(["hermes", "mistral", "deepseek", "llama3_json"]), st.lists(PIECES, max_size=10))
+@given(st.sampled_from(["hermes", "mistral", "deepseek", "llama3_json"]), st.lists(PIECES, max_size=12))
 def test_any_text_gives_the_same_by_characters_and_at_once(format: str, pieces: list[str]) -> None:
     text = "".join(pieces)
     assert parse(format, list(text)) == parse(format, [text]) == parse(format, pieces)
@@ -105,6 +137,17 @@ def test_text_streams_before_a_call_is_complete() -> None:
     stream = ToolStream("hermes", TOOLS)
     assert stream.push("Let me see <tool").text == "Let me see "
     assert stream.push("box>").text == "<toolbox>"
+
+
+def test_arguments_stream_before_a_call_is_complete() -> None:
+    stream = ToolStream("hermes", TOOLS)
+    assert stream.push('<tool_call>{"name": "fly", "arguments": ').pieces == ()
+    assert stream.push('{"to": "Os').pieces == (Piece("fly", '{"to": "Os'),)
+    assert stream.push('lo"}').pieces == (Piece(None, 'lo"}'),)
+    assert stream.push("}</tool_call>").pieces == ()
+    assert stream.push("<tool_call><function=fly><parameter=to>A long").pieces == (Piece("fly", '{"to": "A long'),)
+    assert stream.push(" way\n</para").pieces == (Piece(None, " way"),)
+    assert stream.push("meter></function>").pieces == (Piece(None, '"}'),)
 
 
 @pytest.mark.parametrize(
@@ -141,6 +184,18 @@ def test_reasoning_is_split_however_the_text_is_cut(opened: bool, text: str) -> 
         stream = ReasoningStream(opened)
         parts = [*(stream.push(piece) for piece in pieces), stream.push("", final=True)]
         assert ("".join(a for a, _ in parts), "".join(b for _, b in parts)) == THOUGHTS[opened, text]
+
+
+def test_a_tools_arguments_are_closed_where_its_schema_leaves_them_open() -> None:
+    inner, shut = {"properties": {"properties": {"type": "string"}}}, {"additionalProperties": False}
+    tool = {"properties": {"a": {"items": inner}, "b": {"anyOf": [inner, {"type": "object"}]}}, "$defs": {"c": inner}}
+    closed_inner = inner | shut
+    assert closed(tool) == shut | {
+        "properties": {"a": {"items": closed_inner}, "b": {"anyOf": [closed_inner, {"type": "object"}]}},
+        "$defs": {"c": closed_inner},
+    }
+    for stays in ({"additionalProperties": True}, {"patternProperties": {}}, {"allOf": [inner]}, {"$ref": "#/$defs/x"}):
+        assert closed(inner | stays) == inner | stays
 
 
 def test_references_move_with_a_tools_schema() -> None:

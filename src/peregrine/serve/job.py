@@ -9,7 +9,7 @@ from peregrine.errors import RequestError
 from peregrine.llm import LLM
 from peregrine.sampling import SamplingParams
 from peregrine.serve.protocol import ChatBody, CompletionBody, Generation, Message
-from peregrine.serve.structured import StructuredFields, asked_constraint
+from peregrine.serve.structured import StructuredFields, answer_schema, asked_constraint
 from peregrine.serve.tools import ToolPlan, plain_calls, sampling_of_tools, template_variables, told_messages, tool_plan
 from peregrine.text.chat import render_chat
 from peregrine.text.reasoning import ReasoningStream
@@ -60,6 +60,8 @@ def named_as_in(body: CompletionBody | ChatBody) -> Iterator[None]:
     constraint = asked_constraint(body)
     if constraint is not None:
         names[constraint.option] = constraint.field
+        if names.get("grammar") == "tools":
+            names["grammar"] = f"tools, {constraint.field}"  # both are in it
     try:
         yield
     except RequestError as error:
@@ -173,10 +175,7 @@ def constraint_of_tools(body: ChatBody, plan: ToolPlan | None, opened: bool, llm
     more: dict[str, Any] = {}
     asked = asked_constraint(body)
     if plan is not None:
-        if asked is not None:
-            problem = "the text cannot be both constrained and a call"
-            raise RequestError(asked.field, asked.value, problem, "set tool_choice to none, or leave it out")
-        more = sampling_of_tools(plan, llm.tokenizer)
+        more = sampling_of_tools(plan, None if asked is None else answer_schema(asked), llm.tokenizer)
     if opened and (asked is not None or more):
         mark = llm.tokenizer.backend.token_to_id(ReasoningStream.end)
         if mark is None:
@@ -210,7 +209,7 @@ def sampling_of(
     if body.speculation is not None:
         asked["num_drafts"] = body.speculation.num_drafts
     constraint = asked_constraint(body)
-    if constraint is not None:
+    if constraint is not None and not more.keys() & {"json_schema", "grammar"}:  # which have it in them
         asked[constraint.option] = constraint.value
     return complete({**asked, **more, "report_drafts": body.return_speculation is True}).generations()
 

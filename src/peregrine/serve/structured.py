@@ -1,11 +1,13 @@
 """Structured output as clients ask for it: OpenAI's response_format, vLLM's and SGLang's fields, as one constraint."""
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel, Field
 
 from peregrine.errors import RequestError
+from peregrine.sampling import check_schema
 
 FORMATS = "text, json_object or json_schema"
 # Fields of a body -> the sampling parameter they are.
@@ -69,6 +71,18 @@ def asked_constraint(body: StructuredFields) -> Asked | None:
     if asked and asked[0].option == "choice" and not asked[0].value:
         raise RequestError(asked[0].field, asked[0].value, "is empty", "pass one text or more")
     return asked[0] if asked else None
+
+
+def answer_schema(asked: Asked) -> dict[str, Any]:
+    """The schema of an answer that may also be calls of tools; RequestError if it is not JSON that was asked for."""
+    if asked.option == "json_object":
+        return {"type": "object"}
+    if asked.option != "json_schema":
+        problem = "the text cannot be both this and a call"
+        raise RequestError(asked.field, asked.value, problem, "set tool_choice to none, or ask for JSON by a schema")
+    check_schema(asked.field, asked.value)
+    schema: Any = asked.value
+    return dict(json.loads(schema) if isinstance(schema, str) else schema)
 
 
 def response_format(given: dict[str, Any]) -> list[Asked]:

@@ -10,10 +10,12 @@ from typing import Any
 from pydantic import BaseModel, Field
 
 from peregrine.errors import RequestError
+from peregrine.sampling import check_schema
 from peregrine.text.reasoning import ReasoningStream
 from peregrine.text.tokenizer import Tokenizer
-from peregrine.text.tool_formats import Call, format_of
-from peregrine.text.tools import ToolStream, auto_grammar, call_schema
+from peregrine.text.tool_formats import format_of
+from peregrine.text.tool_stream import Piece, ToolStream
+from peregrine.text.tools import auto_grammar, call_schema, closed
 
 MAX_TOOLS = 128
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
@@ -65,7 +67,12 @@ class ToolPlan:
         """The JSON schema of the whole text; None: the model decides whether it calls."""
         if self.named is not None:
             return self.schemas[self.named]
-        return call_schema(self.schemas, None if self.parallel else 1) if self.required else None
+        return call_schema(self.schemas, self.most) if self.required else None
+
+    @property
+    def most(self) -> int | None:
+        """The most calls that are wanted; None: any number."""
+        return None if self.parallel else 1
 
 
 def tool_plan(body: ToolFields, template: str | None) -> ToolPlan | None:
@@ -101,16 +108,18 @@ def tool_plan(body: ToolFields, template: str | None) -> ToolPlan | None:
     return ToolPlan(schemas, body.tools, style, named, required, parallel, frozenset(strict))
 
 
-def sampling_of_tools(plan: ToolPlan, tokenizer: Tokenizer) -> Json:
-    """The constraint that a plan puts on the text, as sampling parameters; empty: none."""
+def sampling_of_tools(plan: ToolPlan, answer: Mapping[str, object] | None, tokenizer: Tokenizer) -> Json:
+    """The constraint on the text, as sampling parameters; empty: none. `answer`: the schema of a text without calls."""
     if plan.schema is not None:
         return {"json_schema": plan.schema}
+    if not plan.strict and answer is None:
+        return {}
 
     def mark(text: str) -> str:
         token = tokenizer.backend.token_to_id(text)
         return f"<[{token}]>" if token in tokenizer.special_ids else json.dumps(text)
 
-    return {"grammar": auto_grammar(plan.format, plan.schemas, plan.strict, mark)} if plan.strict else {}
+    return {"grammar": auto_grammar(plan.format, plan.schemas, plan.strict, mark, plan.most, answer)}
 
 
 def checked_tool(field: str, tool: dict[str, Any]) -> tuple[str, Mapping[str, object], bool]:
@@ -122,9 +131,9 @@ def checked_tool(field: str, tool: dict[str, Any]) -> tuple[str, Mapping[str, ob
     name, schema = function.get("name"), function.get("parameters")
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise RequestError(f"{field}.function.name", name, "is not a name", "use 1 to 64 letters, digits, _ or -")
-    if schema is not None and not isinstance(schema, dict):
-        raise RequestError(f"{field}.function.parameters", schema, "is not a JSON schema", "send an object")
-    return name, schema or {"type": "object"}, function.get("strict") is True
+    if schema is not None:
+        check_schema(f"{field}.function.parameters", schema)
+    return name, closed(schema) if schema else {"type": "object"}, function.get("strict") is True
 
 
 def told_messages(messages: list[Json], plan: ToolPlan | None, template: str | None) -> list[Json]:
@@ -167,44 +176,42 @@ class AnswerStream:
         self._reasoning = ReasoningStream(opened)
         self._tools = None if plan is None or plan.named else ToolStream(plan.format, plan.schemas)
         self.num_calls = 0
-        self._begun = False  # the named tool's call
+        self._is_dropped = False  # what comes now belongs to a call too many
 
     def fields(self, text: str, final: bool, whole: bool) -> Json:
         """What this text adds to the message, or is the whole of it."""
         thought, text = self._reasoning.push(text, final) if self._thinks else ("", text)
         calls: list[Json] = []
         if self._plan is not None and self._plan.named:
-            calls, text = self._named_piece(self._plan.named, text, final), ""
+            if text or final:  # the arguments of the named tool are the whole text
+                calls = self._piece(Piece(None if self.num_calls else self._plan.named, text))
+            text = ""
         elif self._tools is not None:
-            parsed = self._tools.push(text)
-            found, text = list(parsed.calls), parsed.text
-            if final:
-                rest = self._tools.finish()
-                found, text = [*found, *rest.calls], text + rest.text
-            calls = [self._call(call) for call in found if self._takes_more()]
-        fields: Json = {"content": None if self.num_calls and not text else text}
+            parsed = self._tools.push(text, final)
+            calls, text = [part for piece in parsed.pieces for part in self._piece(piece)], parsed.text
+        may_call = self.num_calls > 0 if whole else self._plan is not None
+        fields: Json = {"content": None if may_call and not text else text}
         if calls:
             fields["tool_calls"] = [{k: v for k, v in call.items() if not whole or k != "index"} for call in calls]
         if thought or (whole and self._thinks):
             fields |= {"reasoning": thought, "reasoning_content": thought}
         return fields
 
-    def _takes_more(self) -> bool:
+    def _piece(self, piece: Piece) -> list[Json]:
+        """A part of a call as a delta; none of calls beyond the one that the client wants."""
         assert self._plan is not None
-        return self._plan.parallel or self.num_calls == 0
-
-    def _call(self, call: Call) -> Json:
+        self._is_dropped = self._is_dropped or (
+            piece.name is not None and self.num_calls == 1 and not self._plan.parallel
+        )
+        if self._is_dropped or not (piece.name or piece.arguments):
+            return []
+        if piece.name is None:
+            return [{"index": self.num_calls - 1, "function": {"arguments": piece.arguments}}]
         self.num_calls += 1
-        short = self._plan is not None and self._plan.format == "mistral"  # its template wants nine characters
+        short = self._plan.format == "mistral"  # its template wants nine characters
         identity = secrets.token_hex(5)[:9] if short else f"call_{secrets.token_hex(12)}"
-        function = {"name": call.name, "arguments": call.arguments}
-        return {"index": self.num_calls - 1, "id": identity, "type": "function", "function": function}
-
-    def _named_piece(self, name: str, text: str, final: bool) -> list[Json]:
-        """The next piece of the named tool's arguments, which are the whole text."""
-        if self.num_calls == 0 and (text or final):
-            return [self._call(Call(name, text))]
-        return [{"index": 0, "function": {"arguments": text}}] if text else []
+        function = {"name": piece.name, "arguments": piece.arguments}
+        return [{"index": self.num_calls - 1, "id": identity, "type": "function", "function": function}]
 
 
 def plain_calls(calls: Sequence[Any], field: str) -> list[Json]:

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from peregrine.errors import ConfigError
@@ -16,8 +16,6 @@ def bracketed(word: str) -> str:
 
 
 SEPARATOR = bracketed("tool_sep")
-PARAMETER = re.compile(r"<parameter=([^>\n]+)>(.*?)(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
-FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +24,14 @@ class Call:
 
     name: str
     arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What stands before the arguments of a call: group 1 is the tool's name, and the match ends where they begin."""
+
+    pattern: re.Pattern[str]
+    outer: int | None  # braces that are open before the arguments; None: they are tagged, not JSON
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,96 +44,54 @@ class Format:
     begin: str | None
     end: str | None  # None: a call lasts until the next one begins, or to the end
     skipped: tuple[str, ...]  # marks that are neither text nor call
-    read: Callable[[str, Tools], list[Call]]  # a call's body, tools by name -> calls
+    heads: tuple[Head, ...]
 
 
-def as_calls(value: object) -> list[Call]:
-    """Calls from {"name", "arguments" or "parameters"}, or from a list of such; none if it is anything else."""
-    calls = []
-    for entry in value if isinstance(value, list) else [value]:
-        if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
-            return []
-        arguments = entry.get("arguments", entry.get("parameters", {}))
-        if not isinstance(arguments, str):
-            arguments = json.dumps(arguments, ensure_ascii=False)
-        calls.append(Call(entry["name"], arguments))
-    return calls
+JSON_HEAD = Head(
+    re.compile(
+        r'[\s,;\[]*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"([\w-]+)"\s*,\s*'
+        r'"(?:arguments|parameters)"\s*:\s*(?=\{)'
+    ),
+    outer=1,
+)
+TAGGED_HEAD = Head(re.compile(r"\s*<function=([\w-]+)>"), outer=None)  # Qwen3-Coder's
+MISTRAL_HEAD = Head(re.compile(r"\s*([\w-]+)\s*(?:\[CALL_ID\][^\[]*)?\[ARGS\]\s*(?=\{)"), outer=0)
+DEEPSEEK_HEAD = Head(  # version 3 writes function<sep>name and a fenced block
+    re.compile(rf"\s*(?:function{SEPARATOR})?([\w-]+)(?:{SEPARATOR}|\n```json\n)\s*(?=\{{)"), outer=0
+)
 
 
-def read_json(body: str, tools: Tools) -> list[Call]:
-    """Calls from one JSON value, or from several with semicolons or white space between them."""
+def read_json(body: str) -> list[Call]:
+    """Calls from one JSON value, or from several with semicolons, commas or white space between them.
+
+    ValueError if it is no JSON; no calls if it is JSON of another form.
+    """
     decoder, calls, rest = json.JSONDecoder(), list[Call](), body.strip()
     while rest:
         value, end = decoder.raw_decode(rest)
-        found = as_calls(value)
-        if not found:
-            return []
-        calls += found
-        rest = rest[end:].lstrip("; \n\r\t")
+        for entry in value if isinstance(value, list) else [value]:
+            if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
+                return []
+            arguments = entry.get("arguments", entry.get("parameters", {}))
+            if not isinstance(arguments, str):
+                arguments = json.dumps(arguments, ensure_ascii=False)
+            calls.append(Call(entry["name"], arguments))
+        rest = rest[end:].lstrip(",; \n\r\t")
     return calls
-
-
-def read_hermes(body: str, tools: Tools) -> list[Call]:
-    """JSON, or Qwen3-Coder's <function=name><parameter=key>value</parameter></function>."""
-    if not body.lstrip().startswith("<function="):
-        return read_json(body, tools)
-    calls = []
-    for name, inside in FUNCTION.findall(body):
-        schema = tools.get(name, {}).get("properties")
-        kinds = schema if isinstance(schema, dict) else {}
-        arguments = {}
-        for key, value in PARAMETER.findall(inside):
-            arguments[key] = typed(value.removeprefix("\n").removesuffix("\n"), kinds.get(key))
-        calls.append(Call(name, json.dumps(arguments, ensure_ascii=False)))
-    return calls
-
-
-def typed(value: str, schema: object) -> object:
-    """A parameter written as bare text: JSON, unless its schema says that it is a string."""
-    if isinstance(schema, dict) and schema.get("type") == "string":
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
-        return value
-
-
-def read_mistral(body: str, tools: Tools) -> list[Call]:
-    """A list of JSON objects, or name[ARGS]{...}; an id may stand before [ARGS]."""
-    if "[ARGS]" not in body:
-        return read_json(body, tools)
-    name, _, arguments = body.partition("[ARGS]")
-    return [Call(name.partition("[CALL_ID]")[0].strip(), whole_json(arguments))]
-
-
-def read_deepseek(body: str, tools: Tools) -> list[Call]:
-    """name<sep>{...}, or function<sep>name and a fenced block."""
-    name, _, arguments = body.partition(SEPARATOR)
-    if name.strip() == "function":
-        name, _, arguments = arguments.partition("\n")
-        arguments = arguments.strip().removeprefix("```json").removesuffix("```")
-    return [Call(name.strip(), whole_json(arguments))]
-
-
-def whole_json(text: str) -> str:
-    """The text, checked to be one JSON object."""
-    if not isinstance(json.loads(text), dict):
-        raise ValueError("arguments are an object")
-    return text.strip()
 
 
 FORMATS = {
-    "hermes": Format("<tool_call>", "</tool_call>", (), read_hermes),
-    "qwen3_coder": Format("<tool_call>", "</tool_call>", (), read_hermes),
-    "mistral": Format("[TOOL_CALLS]", None, (), read_mistral),
+    "hermes": Format("<tool_call>", "</tool_call>", (), (JSON_HEAD, TAGGED_HEAD)),
+    "qwen3_coder": Format("<tool_call>", "</tool_call>", (), (JSON_HEAD, TAGGED_HEAD)),
+    "mistral": Format("[TOOL_CALLS]", None, (), (MISTRAL_HEAD, JSON_HEAD)),
     "deepseek": Format(
         bracketed("tool_call_begin"),
         bracketed("tool_call_end"),
         (bracketed("tool_calls_begin"), bracketed("tool_calls_end")),
-        read_deepseek,
+        (DEEPSEEK_HEAD,),
     ),
-    "llama3_json": Format(None, None, ("<|python_tag|>",), read_json),
-    "generic": Format(None, None, (), read_json),
+    "llama3_json": Format(None, None, ("<|python_tag|>",), (JSON_HEAD,)),
+    "generic": Format(None, None, (), (JSON_HEAD,)),
 }
 # What a chat template holds -> the format its model writes; the first that fits.
 SIGNS = (

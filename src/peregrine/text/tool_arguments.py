@@ -1,0 +1,126 @@
+"""Arguments of a tool call as they are written: JSON text that is complete so far, piece by piece."""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Protocol
+
+STRUCTURE, IN_STRING = re.compile(r'["{}\[\]]'), re.compile(r'["\\]')
+PARAMETER = re.compile(r"<parameter=([^>\n]+)>|</function>")
+VALUE_END = re.compile(r"</parameter>|(?=<parameter=|</function>)")
+LONGEST_MARK = len("</parameter>")
+
+
+class Arguments(Protocol):
+    """Reads the text from where a call's arguments begin."""
+
+    done: bool  # the call is complete
+
+    def feed(self, text: str, ended: bool) -> tuple[str, str]:
+        """The JSON that this text adds, and what of it stands behind the call; `ended`: no more text belongs to it."""
+
+
+class JsonArguments:
+    """An object, passed on as it is written, inside `outer` further braces."""
+
+    def __init__(self, outer: int) -> None:
+        self.done = False
+        self._outer = self._depth = outer
+        self._inside = True  # in the arguments, not behind them
+        self._quoted = self._escaped = False
+
+    def feed(self, text: str, ended: bool) -> tuple[str, str]:
+        place = len(text) and int(self._escaped)
+        self._escaped = self._escaped and not text
+        own = len(text) if self._inside else 0
+        while not self.done and (found := (IN_STRING if self._quoted else STRUCTURE).search(text, place)):
+            place = found.end()
+            if found[0] == "\\":
+                self._escaped = place == len(text)
+                place += 1
+            elif found[0] == '"':
+                self._quoted = not self._quoted
+            else:
+                self._depth += 1 if found[0] in "{[" else -1
+                if self._depth == self._outer and self._inside:
+                    own, self._inside = place, False
+                self.done = self._depth <= 0
+        return text[:own], text[place:] if self.done else ""
+
+
+class TaggedArguments:
+    """<parameter=key>value</parameter>... </function>, passed on as a JSON object.
+
+    A value is bare text: JSON, unless its schema says that it is a string. Strings are passed on before they end.
+    """
+
+    def __init__(self, schema: Mapping[str, object]) -> None:
+        self.done = False
+        kinds = schema.get("properties")
+        self._kinds = kinds if isinstance(kinds, Mapping) else {}
+        self._text = ""  # not read yet
+        self._key: str | None = None  # of the parameter that is being read
+        self._begun = False  # its value's first part was passed on
+        self._lead = "{"  # stands before the next parameter
+
+    def feed(self, text: str, ended: bool) -> tuple[str, str]:
+        self._text += text
+        written = ""
+        while not self.done and (part := self._value(ended) if self._key is not None else self._tag(ended)) is not None:
+            written += part
+        rest, self._text = (self._text, "") if self.done else ("", self._text)
+        return written, rest
+
+    def _tag(self, ended: bool) -> str | None:
+        """Go behind the next tag, or to the end; None: it is not there yet."""
+        found = PARAMETER.search(self._text)
+        if found is None and not ended:
+            return None
+        self._text = self._text[found.end() :] if found else ""
+        self._key = found[1] if found else None
+        if self._key is not None:
+            return ""
+        self.done = True
+        return "}" if self._lead != "{" else "{}"
+
+    def _value(self, ended: bool) -> str | None:
+        """The value, or the part of a string that is settled; None: nothing is."""
+        assert self._key is not None
+        kind = self._kinds.get(self._key)
+        is_string = isinstance(kind, Mapping) and kind.get("type") == "string"
+        found = VALUE_END.search(self._text)
+        if found is None and not ended:
+            return self._part() if is_string else None
+        value = self._text[: found.start()] if found else self._text
+        self._text = self._text[found.end() :] if found else ""
+        value = value.removesuffix("\n") if self._begun else value.removeprefix("\n").removesuffix("\n")
+        begun, key = self._begun, self._key
+        self._key, self._begun = None, False
+        if begun:
+            return json.dumps(value, ensure_ascii=False)[1:]
+        return self._led(key) + json.dumps(value if is_string else typed(value), ensure_ascii=False)
+
+    def _part(self) -> str | None:
+        """The part of a string that cannot be its last line break or the beginning of a tag."""
+        tag = self._text.rfind("<", max(0, len(self._text) - LONGEST_MARK))
+        cut = len(self._text) if tag < 0 else tag
+        part = self._text[:cut].removesuffix("\n")
+        if not part:
+            return None
+        self._text = self._text[len(part) :]
+        lead = "" if self._begun else self._led(str(self._key)) + '"'
+        part = part if self._begun else part.removeprefix("\n")
+        self._begun = True
+        return lead + json.dumps(part, ensure_ascii=False)[1:-1]
+
+    def _led(self, key: str) -> str:
+        lead, self._lead = self._lead, ", "
+        return f"{lead}{json.dumps(key, ensure_ascii=False)}: "
+
+
+def typed(value: str) -> object:
+    """A value of any type but string, written as bare text; what is no JSON is a string all the same."""
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value

@@ -1,0 +1,169 @@
+"""Tool calls in generated text: what is text, what is a call.
+
+One machine reads settled text. What it decides depends on the text alone and never on how it was cut, so any number of
+tokens may come at once. A call is one from the moment that its tool's name is there and its arguments begin; these are
+passed on as they come, complete or not. What looks like a call but does not get so far is given back as text.
+"""
+
+from dataclasses import dataclass, replace
+
+from peregrine.text.reasoning import partial_suffix
+from peregrine.text.tool_arguments import Arguments, JsonArguments, TaggedArguments
+from peregrine.text.tool_formats import FORMATS, Call, Tools, read_json
+
+BETWEEN = " \n\r\t,;]`"  # may stand behind a call, and means nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a call: its tool's name comes with the first one, and their arguments joined are its JSON."""
+
+    name: str | None  # None: more arguments of the call before
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """What a piece of text turned out to be."""
+
+    text: str
+    pieces: tuple[Piece, ...]
+
+
+class ToolStream:
+    """Splits the text of one answer into text and calls.
+
+    | text ... | begin | head | arguments | ... | end | white space | begin ...
+      sent       held          sent         white space beside calls is dropped
+    """
+
+    def __init__(self, format: str, tools: Tools) -> None:
+        """A call of a tool that is not among these is text."""
+        self._format, self._tools = FORMATS[format], tools
+        self._marks = [mark for mark in (self._format.begin, *self._format.skipped) if mark]
+        self._held = ""  # not settled yet
+        self._opening: str | None = None  # what stood before the body of calls that is being read; None: in text
+        self._called = False  # this body has had a call
+        self._arguments: Arguments | None = None  # those that are being read
+        self._fresh = True  # nothing but white space since the beginning or the last call
+        self._after_call = False
+        self._spaces = ""  # white space at the beginning, kept in case text follows
+        self._text: list[str] = []
+        self._pieces: list[Piece] = []
+
+    def push(self, text: str, final: bool = False) -> Parsed:
+        """Add text; returns what is settled now: everything, if no more text comes."""
+        self._held += text
+        self._text, self._pieces = [], []
+        while self._read_text(final) if self._opening is None else self._read_body(final):
+            pass
+        return Parsed("".join(self._text), tuple(self._pieces))
+
+    def _read_text(self, final: bool) -> bool:
+        """Send text up to the next body of calls; False: there is none yet."""
+        if self._format.begin is None:
+            return self._read_bare_text(final)
+        places = [(self._held.find(mark), mark) for mark in self._marks if mark in self._held]
+        if not places:
+            keep = 0 if final else max(partial_suffix(self._held, mark) for mark in self._marks)
+            cut = len(self._held) - keep
+            self._send(self._held[:cut])
+            self._held = self._held[cut:]
+            return False
+        place, mark = min(places)
+        self._send(self._held[:place])
+        self._held = self._held[place + len(mark) :]
+        if mark == self._format.begin:
+            self._enter(mark, self._held)
+        return True
+
+    def _read_bare_text(self, final: bool) -> bool:
+        """Formats without marks: nothing is sent until it is clear that the text is no call."""
+        bare = self._held.lstrip()
+        for mark in self._format.skipped:
+            bare = bare.removeprefix(mark).lstrip()
+        if self._fresh and bare[:1] in ("{", "["):
+            self._enter(self._held[: len(self._held) - len(bare)], bare)
+            return True
+        may_be = not bare or any(mark.startswith(bare) for mark in self._format.skipped)
+        if final or not (self._fresh and may_be):
+            self._text.append(self._held)
+            self._held, self._fresh = "", False
+        return False
+
+    def _enter(self, opening: str, body: str) -> None:
+        self._opening, self._held, self._called = opening, body, False
+
+    def _read_body(self, final: bool) -> bool:
+        """Read on in a body of calls; False: it needs more text."""
+        limit = self._format.begin if self._format.end is None else self._format.end
+        place = -1 if limit is None else self._held.find(limit)
+        ended = final or place >= 0
+        keep = 0 if ended or limit is None else partial_suffix(self._held, limit)
+        body = self._held[:place] if place >= 0 else self._held[: len(self._held) - keep]
+        behind = self._held[len(body) :]
+        if self._arguments is not None:
+            more, rest = self._arguments.feed(body, ended)
+            self._add(Piece(None, more))
+            self._held = rest + behind
+            if self._arguments.done:
+                self._arguments = None
+                return True
+            body = ""
+        elif self._read_head(body, behind):
+            return True
+        if ended:
+            closing = limit if limit is not None and limit == self._format.end and place >= 0 else ""
+            self._held = behind[len(closing) :]
+            self._leave(body, closing)
+        return ended
+
+    def _read_head(self, body: str, behind: str) -> bool:
+        """Begin a call, if the body begins with one of a tool that is there."""
+        for head in self._format.heads:
+            found = head.pattern.match(body)
+            if found and found[1] in self._tools:
+                tagged = head.outer is None
+                self._arguments = TaggedArguments(self._tools[found[1]]) if tagged else JsonArguments(head.outer or 0)
+                self._add(Piece(found[1], ""))
+                self._called = True
+                self._held = body[found.end() :] + behind
+                return True
+        return False
+
+    def _leave(self, rest: str, closing: str) -> None:
+        """Leave a body whose rest did not begin a call; it may hold calls that are written in another order."""
+        shown = rest.strip(BETWEEN) if self._called else f"{self._opening}{rest}{closing}"
+        calls = self._read_whole(rest.strip(BETWEEN) if self._called else rest)
+        for call in calls:
+            self._add(Piece(call.name, call.arguments))
+        if self._called or calls:
+            self._fresh = self._after_call = True
+        self._opening, self._arguments = None, None
+        if not calls:
+            self._send(shown)
+
+    def _read_whole(self, body: str) -> list[Call]:
+        try:
+            calls = read_json(body)
+        except (ValueError, RecursionError):
+            return []
+        return calls if all(call.name in self._tools for call in calls) else []
+
+    def _add(self, piece: Piece) -> None:
+        """Note a piece; more arguments of the call noted last are one piece with it."""
+        if piece.name is None and self._pieces:
+            last = self._pieces.pop()
+            piece = replace(last, arguments=last.arguments + piece.arguments)
+        if piece.name is not None or piece.arguments:
+            self._pieces.append(piece)
+
+    def _send(self, text: str) -> None:
+        """Text that is part of the answer: white space before or between calls is not."""
+        if not self._fresh:
+            self._text.append(text)
+        elif not text.strip():
+            self._spaces += "" if self._after_call else text
+        else:
+            self._text.append(text.lstrip() if self._after_call else self._spaces + text)
+            self._spaces, self._fresh = "", False
