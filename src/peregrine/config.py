@@ -2,7 +2,7 @@
 
 import os
 from dataclasses import dataclass, field
-from numbers import Integral
+from numbers import Integral, Real
 from types import NoneType
 from typing import TypeVar
 
@@ -109,6 +109,9 @@ class EngineConfig:
         "auto", "sampling defaults: auto (those of the checkpoint's generation_config.json) or none", "auto|none"
     )
     prefix_cache: bool = option(True, "keep the KV of prompts and reuse it for prompts that begin the same way")
+    host_cache: float = option(
+        0.0, "GiB of host memory for pages that the device's prefix cache has no room for", "GIB"
+    )
     lag: int | None = None  # rounds queued before the oldest is read; None: 0 on CPU, 1 elsewhere
     row_sizes: tuple[int, ...] | None = None  # batches are padded to one of these; None: powers of two for graphs
     simulate_accept: float | None = None  # benchmarks only: draw the acceptance length with this mean
@@ -126,6 +129,9 @@ class EngineConfig:
             if not isinstance(getattr(self, name), kinds):
                 wanted = " or ".join("None" if kind is NoneType else kind.__name__ for kind in kinds)
                 raise ConfigError(f"{name}={shown(getattr(self, name))}: is not of the type {wanted}")
+        object.__setattr__(self, "host_cache", check_size("host_cache", self.host_cache))
+        if self.host_cache and not self.prefix_cache:
+            raise ConfigError(f"host_cache={self.host_cache}: it extends the prefix cache; leave prefix_cache on")
         if self.generation_config not in ("auto", "none"):
             raise ConfigError(f"generation_config={shown(self.generation_config)}: use auto or none")
         if self.page_size & (self.page_size - 1):
@@ -151,6 +157,13 @@ def checked_text(name: str, value: object) -> str:
     if not isinstance(text, str):
         raise ConfigError(f"{name}={shown(value)}: is not text; leave it out for the default")
     return text
+
+
+def check_size(name: str, value: object) -> float:
+    """The option as a number of GiB that is not negative."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) < float("inf"):
+        raise ConfigError(f"{name}={shown(value)}: is not a number of GiB, such as 0, 0.5 or 64")
+    return float(value)
 
 
 def check_integer(name: str, value: int | None, low: int, high: int | None) -> int | None:

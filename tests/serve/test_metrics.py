@@ -6,10 +6,13 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from peregrine import SamplingParams
+from peregrine.serve.metrics import Metrics
 from serve.conftest import Served
+from spec.harness import build
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 
@@ -143,3 +146,25 @@ def test_deployment_files_agree_with_each_other() -> None:
     dashboard = json.loads((DEPLOY / "grafana" / "dashboards" / "peregrine.json").read_text())
     uid = data["datasources"][0]["uid"]
     assert {panel["datasource"]["uid"] for panel in dashboard["panels"]} == {uid}
+
+
+def test_the_host_cache_is_counted_in_tokens_and_bytes() -> None:
+    engine = build(page_size=4, max_rows=1, num_pages=20, host_cache=0.001).engine
+    texts = [tuple(range(first, first + 40)) for first in (1, 100, 1)]
+    with torch.inference_mode():
+        for text in texts:
+            engine.enqueue(engine.prepare(list(text), SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)))
+            while engine.has_work:
+                engine.step()
+    metrics = Metrics()
+    metrics.watch(engine, "tiny")
+    families = text_string_to_metric_families(metrics.text().decode())
+    values = {sample.name: sample.value for family in families for sample in family.samples}
+    tier = engine.ledger.tier
+    assert tier is not None
+    size, hits = tier.copies.page_bytes, values["peregrine_host_cache_hit_tokens_total"]
+    assert 0 < hits <= 36
+    assert values["peregrine_host_cache_in_bytes_total"] == hits / 4 * size
+    assert values["peregrine_host_cache_out_bytes_total"] == tier.pages_out * size > 0
+    assert values["peregrine_host_cache_used_bytes"] == tier.num_pages * size
+    assert values["peregrine_host_cache_size_bytes"] == tier.copies.num_slots * size <= 0.001 * 2**30

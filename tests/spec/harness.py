@@ -212,8 +212,11 @@ def run(
 
 
 def check_pages(engine: Engine) -> None:
-    """No page is held when nothing runs: free + cached = all."""
-    pool, tree = engine.ledger.pool, engine.ledger.tree
+    """No page is held when nothing runs and no copy is under way: free + cached = all."""
+    pool, tree, tier = engine.ledger.pool, engine.ledger.tree, engine.ledger.tier
+    while tier is not None and tier.moving:
+        tier.spare = 0  # copies no more pages out
+        engine.ledger.settle([], idle=True)
     assert pool.num_free + (tree.num_cached if tree else 0) == pool.num_pages - 1
     if tree is not None:
         tree.clear()

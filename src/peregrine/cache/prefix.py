@@ -28,8 +28,10 @@ the tree: free + cached + held = all.
             unlock               release          release            release
 """
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 from heapq import heappop, heappush
 
 from peregrine.cache.pages import PagePool
@@ -49,6 +51,15 @@ class Node:
     last_used: int
     children: "dict[Key, Node]" = field(default_factory=dict)
     queued: bool = False  # has an entry in the eviction queue
+    digest: bytes = b""  # of all tokens the page depends on; empty: not computed yet
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """A page taken out of the tree, with the digest of all tokens it depends on."""
+
+    digest: bytes
+    page: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +142,18 @@ class PrefixTree:
 
     def evict(self, num_pages: int) -> int:
         """Free up to `num_pages` pages, least recently used unlocked leaves first; returns how many."""
-        num_freed = 0
+        leaves = self._take_leaves(num_pages)
+        self.pool.release(node.page for node in leaves)
+        return len(leaves)
+
+    def take(self, num_pages: int) -> list[Evicted]:
+        """Take out the pages that `evict` would free; the tree's reference to each becomes the caller's."""
+        return [Evicted(node.digest, node.page) for node in self._take_leaves(num_pages, digested=True)]
+
+    def _take_leaves(self, num_pages: int, digested: bool = False) -> list[Node]:
+        taken: list[Node] = []
         locked = []
-        while num_freed < num_pages and self._queue:
+        while len(taken) < num_pages and self._queue:
             last_used, _, node = heappop(self._queue)
             node.queued = False
             if node.children:
@@ -143,15 +163,36 @@ class PrefixTree:
             elif self.pool.refs(node.page) > 1:
                 locked.append(node)  # at most one leaf per request
             else:
+                if digested:
+                    self._digest(node)
                 self._remove_leaf(node)
-                num_freed += 1
+                taken.append(node)
         for node in locked:
             self._enqueue(node)
-        return num_freed
+        return taken
 
     def clear(self) -> int:
         """Free every page that is not locked; returns how many."""
         return self.evict(self.num_cached)
+
+    def digests(self, tokens: Sequence[int], match: Match) -> Iterator[bytes]:
+        """The digests of the whole pages of `tokens` that follow a match."""
+        digest = self._digest(match.node)
+        for index in range(len(match.pages), self.whole_pages(len(tokens))):
+            digest = _chained(digest, self._key(tokens, index))
+            yield digest
+
+    def _digest(self, node: Node) -> bytes:
+        """The node's digest, which is made from its parent's; computed once."""
+        path: list[Node] = []
+        step = node
+        while not step.digest and step.parent is not None:
+            path.append(step)
+            step = step.parent
+        digest = step.digest  # empty: the root's
+        for step in reversed(path):
+            digest = step.digest = _chained(digest, step.key)
+        return digest
 
     def _key(self, tokens: Sequence[int], index: int) -> Key:
         start = index * self.page_size
@@ -194,7 +235,6 @@ class PrefixTree:
         assert node.parent is not None
         del node.parent.children[node.key]
         self._cached.remove(node.page)
-        self.pool.release([node.page])
         self._enqueue(node.parent)
         node.parent = None
 
@@ -210,3 +250,8 @@ class PrefixTree:
         if node.parent is not None and not node.children and not node.queued:
             node.queued = True
             heappush(self._queue, (node.last_used, node.serial, node))
+
+
+def _chained(digest: bytes, key: Key) -> bytes:
+    """The digest of a page, from that of the page before it (empty: there is none) and its own key."""
+    return sha256(digest + array("q", key).tobytes()).digest()

@@ -9,6 +9,7 @@ from tqdm import tqdm
 
 from peregrine.cache.pages import PagePool
 from peregrine.cache.prefix import PrefixTree
+from peregrine.cache.store import KVStore
 from peregrine.config import Decision, EngineConfig
 from peregrine.engine.admission import Limits
 from peregrine.engine.choices import (
@@ -24,7 +25,14 @@ from peregrine.engine.choices import (
 from peregrine.engine.engine import Engine
 from peregrine.engine.graphs import Graphs
 from peregrine.engine.kernel_costs import choose_kernels, window_shapes
-from peregrine.engine.memory import explain_memory, make_stores, pick_num_pages, scratch_bytes, store_shape_of
+from peregrine.engine.memory import (
+    explain_memory,
+    make_host_tier,
+    make_stores,
+    pick_num_pages,
+    scratch_bytes,
+    store_shape_of,
+)
 from peregrine.engine.page_ledger import PageLedger
 from peregrine.engine.policy import BatchPolicy
 from peregrine.engine.runner import VARIANTS, Runner
@@ -125,27 +133,31 @@ def _build(asked: EngineConfig, device: torch.device) -> Built:
         decisions.made.append(timed)
     drafter = make_drafter(draft, asked.num_drafts, asked.tree, stores[-1], backend)
     check_windows(target.config, drafter)
-    engine = assemble(asked, replace(bound, backend=backend), drafter, tokenizer, max_len, policy)
+    ledger = make_ledger(asked, stores, int(drafter.reads_next_token), decisions)
+    engine = assemble(asked, replace(bound, backend=backend), drafter, tokenizer, max_len, policy, ledger)
     if graphs:
         decisions.made.append(record_graphs(engine, device))
     return Built(engine, tokenizer, target.config, defaults, tuple(decisions.made))
 
 
 def assemble(
-    asked: EngineConfig, target: BoundModel, drafter: Drafter, tokenizer: Tokenizer, max_len: int, policy: BatchPolicy
+    asked: EngineConfig,
+    target: BoundModel,
+    drafter: Drafter,
+    tokenizer: Tokenizer,
+    max_len: int,
+    policy: BatchPolicy,
+    ledger: PageLedger,
 ) -> Engine:
     """Put the engine's parts together."""
     device, num_pages = target.store.keys.device, target.store.num_pages
     num_seats = policy.max_rows if policy.row_sizes is None else max(policy.row_sizes)
     seats = SeatState(num_seats, drafter.shape, max_len, asked.page_size, device)
     verdicts = judge if asked.simulate_accept is None else simulated_judge(asked.simulate_accept, drafter.shape.depth)
-    lookahead = int(drafter.reads_next_token)
-    pool = PagePool(num_pages)
-    tree = PrefixTree(pool, asked.page_size, lookahead) if asked.prefix_cache else None
     config = target.decoder.config
     return Engine(
         runner=Runner(target, drafter, verdicts, seats),
-        ledger=PageLedger(pool, tree, asked.page_size, lookahead),
+        ledger=ledger,
         limits=Limits(
             vocab_size=config.vocab_size,
             max_len=max_len,
@@ -159,6 +171,17 @@ def assemble(
         simulated=asked.simulate_accept is not None,
         grammars=GrammarCompiler(tokenizer, config.vocab_size, config.eos_ids),
     )
+
+
+def make_ledger(asked: EngineConfig, stores: list[KVStore], lookahead: int, decisions: Decisions) -> PageLedger:
+    """The page pool with its prefix cache, and host memory for what that evicts."""
+    pool = PagePool(stores[0].num_pages)
+    tree = PrefixTree(pool, asked.page_size, lookahead) if asked.prefix_cache else None
+    tier = make_host_tier(asked, pool, stores) if asked.host_cache else None
+    if tier is not None:
+        slots, size = tier.copies.num_slots, tier.copies.page_bytes
+        decisions.take("host_cache", (f"{asked.host_cache:g} GiB", f"{slots} evicted pages of {size} bytes"))
+    return PageLedger(pool, tree, asked.page_size, lookahead, tier)
 
 
 def compile_kernels() -> None:

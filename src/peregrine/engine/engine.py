@@ -123,7 +123,8 @@ class Engine:
 
     def _prefill(self) -> None:
         """Read the next chunk of prompts, and seat the requests whose prompts are read."""
-        unread = [request for request in self.reading if request.num_unread]
+        self.ledger.settle(self.reading, idle=not self.running)
+        unread = [request for request in self.reading if request.num_unread and request.arriving is None]
         if unread:
             chunks = next_chunks(unread, self.policy.prefill_chunk)
             read_chunks(self.runner.target, self.runner.drafter, chunks, self.ledger.page_size)

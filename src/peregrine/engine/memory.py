@@ -5,6 +5,9 @@ from contextlib import contextmanager
 
 import torch
 
+from peregrine.cache.host_tier import HostTier
+from peregrine.cache.page_copies import STAGED_BYTES, PageCopies
+from peregrine.cache.pages import PagePool
 from peregrine.cache.store import KVStore
 from peregrine.config import EngineConfig
 from peregrine.errors import ConfigError
@@ -17,6 +20,7 @@ from peregrine.spec.registry import StoreShape
 # Share of pages in the memory left by weights and scratch; on a GPU the rest is for graphs.
 CPU_SHARE, GPU_SHARE = 0.25, 0.85
 SPARE_PAGES = 8  # per request, for places past its length that rounds in flight may write
+SPARE_COPIED = 2  # per row, kept free by copying cached pages to the host ahead
 LATENT_TILE = 64  # most queries times heads in one tile of the MLA kernel
 SHARED_TILES = 80  # most MLA tiles whose keys are split between programs; with more, each tile has one program
 
@@ -59,7 +63,8 @@ def scratch_bytes(asked: EngineConfig, config: ModelConfig, max_len: int, dtype:
     if experts is not None:
         answers = experts.rule.num_choices * (experts.inner_size + config.hidden_size)
         mlp = max(mlp, answers * size + 4 * experts.num_experts)
-    return asked.prefill_chunk * (4 * config.hidden_size * size + max(attention, mlp)) + round_bytes
+    copied_bytes = 2 * STAGED_BYTES if asked.host_cache else 0
+    return asked.prefill_chunk * (4 * config.hidden_size * size + max(attention, mlp)) + round_bytes + copied_bytes
 
 
 def pick_num_pages(
@@ -98,3 +103,15 @@ def make_stores(
         check_room(device, what, size)
     with explain_memory(device, what, "lower num_pages, max_rows or max_len"):
         return [KVStore(s.num_layers, num_pages, page_size, s.kv, dtype, device) for s in shapes]
+
+
+def make_host_tier(asked: EngineConfig, pool: PagePool, stores: Sequence[KVStore]) -> HostTier:
+    """Host memory for pages that the device evicts."""
+    size = sum(store.num_bytes for store in stores) // pool.num_pages
+    num_slots = int(asked.host_cache * GIB) // size
+    if not num_slots:
+        raise ConfigError(f"host_cache={asked.host_cache:g}: less than a page of {size} bytes; give it more, or 0")
+    what = f"host_cache={asked.host_cache:g}, {num_slots} pages in host memory"
+    check_room(torch.device("cpu"), what, num_slots * size)
+    copies = PageCopies(stores, num_slots)
+    return HostTier(pool, copies, spare=SPARE_COPIED * asked.max_rows if copies.is_queued else 0)

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field, replace
 
 from torch import Tensor
 
+from peregrine.cache.host_tier import Transfer
 from peregrine.cache.prefix import Match
 from peregrine.engine.host_copy import HostCopy
 from peregrine.grammar import Matcher
@@ -149,6 +150,7 @@ class Request:
         self.text = ""
         self.stats = Stats()
         self.match: Match | None = None  # the locked prefix while the request holds pages
+        self.arriving: Transfer | None = None  # pages after the match that are being copied from the host
         self.pages: list[int] = []  # in order of place, matched ones first
         self.read_len = 0  # tokens whose KV exists, while the request is in prefill
         self.rounds_in_flight = 0
@@ -193,6 +195,13 @@ class Request:
         self.order = order
         if self.started is None:
             self.started = time.perf_counter()
+            self.stats.cached_tokens = self.read_len
+
+    def arrive(self, num_tokens: int) -> None:
+        """Note that the KV of the next `num_tokens` tokens has arrived from the host."""
+        self.arriving = None
+        self.read_len += num_tokens
+        if not self.stats.preemptions:
             self.stats.cached_tokens = self.read_len
 
     def take(self, tokens: list[int], correct: int, drafted: int) -> None:

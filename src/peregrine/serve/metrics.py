@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from peregrine.cache.host_tier import HostTier
 from peregrine.engine.engine import Engine
 from peregrine.engine.request import Delta, Output
 
@@ -130,6 +131,24 @@ class Metrics(Collector):
         if self.engine is not None:
             for name, (text, count_of) in LOAD.items():
                 yield GaugeMetricFamily(f"peregrine_{name}", text, value=count_of(self.engine))
+            if self.engine.ledger.tier is not None:
+                yield from host_cache(self.engine.ledger.tier, self.engine.ledger.page_size)
+
+
+def host_cache(tier: HostTier, page_size: int) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+    """What went to host memory, what came back, and what is there."""
+    size = tier.copies.page_bytes
+    for name, text, count in (
+        ("hit_tokens", "Prompt tokens whose KV came from host memory.", tier.pages_in * page_size),
+        ("in_bytes", "KV copied from host memory to the device.", tier.pages_in * size),
+        ("out_bytes", "KV copied from the device to host memory.", tier.pages_out * size),
+    ):
+        yield CounterMetricFamily(f"peregrine_host_cache_{name}", text, value=count)
+    for name, text, count in (
+        ("used_bytes", "KV in host memory.", tier.num_pages * size),
+        ("size_bytes", "Host memory for KV.", tier.copies.num_slots * size),
+    ):
+        yield GaugeMetricFamily(f"peregrine_host_cache_{name}", text, value=count)
 
 
 def labelled(
