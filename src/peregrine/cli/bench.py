@@ -2,6 +2,7 @@
 
 import argparse
 
+from peregrine.cli.bench_batches import add_latency, add_throughput
 from peregrine.cli.bench_result import add_number, add_result_flags, finish, plan_from
 from peregrine.cli.bench_serve import add_report, add_serve, add_sweep
 from peregrine.cli.flags import Commands, add_engine_flags, add_parser, engine_flags, engine_options
@@ -49,6 +50,8 @@ def add_command(commands: Commands) -> None:
     kinds = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
     for add in (
         add_offline,
+        add_throughput,
+        add_latency,
         add_http,
         add_contention,
         add_round,

@@ -1,0 +1,78 @@
+"""`peregrine bench throughput` and `latency`: every request has its lengths, rates follow from counts and time."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from peregrine import LLM
+from peregrine.bench import batches
+from peregrine.bench.batches import Load
+from peregrine.errors import ConfigError
+from spec.harness import tiny_model
+
+OPTIONS: dict[str, object] = {"model": str(tiny_model()), "drafter": "ngram", "num_pages": 200}
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """(requests, output tokens) of every measurement, and a clock on which each takes two seconds."""
+    calls: list[tuple[int, int]] = []
+    now = iter(range(0, 1000, 2))
+    real = LLM.generate
+
+    def generate(llm: LLM, prompts: list[list[int]], params: list[object], progress: bool) -> object:
+        outputs = real(llm, prompts, params, progress=False)  # type: ignore[arg-type]
+        calls.append((len(prompts), sum(len(output.token_ids) for output in outputs)))
+        assert all(output.stats.cached_tokens == 0 for output in outputs)
+        return outputs
+
+    monkeypatch.setattr(LLM, "generate", generate)
+    monkeypatch.setattr(batches, "time", SimpleNamespace(perf_counter=lambda: next(now)))  # the engine keeps its own
+    return calls
+
+
+def test_throughput_counts_all_tokens_of_all_requests(seen: list[tuple[int, int]]) -> None:
+    result = batches.run_throughput(Load(5, input_len=20, output_len=10), {**OPTIONS, "max_rows": 4})
+    assert seen == [(4, 4 * 8), (5, 50)]  # a warm-up of a full batch, then the measurement
+    assert (result["num_requests"], result["total_num_tokens"], result["elapsed_time"]) == (5, 150, 2)
+    assert (result["requests_per_second"], result["tokens_per_second"]) == (2.5, 75)
+    assert result["output_tokens_per_second"] == 25
+    assert 0 < result["ttft_ms"]["p50"] <= result["ttft_ms"]["p99"]
+    shown = batches.show(result)
+    assert "5 requests, 20 tokens in, 10 out; up to 4 at a time" in shown
+    assert "Throughput: 2.50 requests/s, 75.00 total tokens/s, 25.00 output tokens/s" in shown
+
+
+def test_latency_measures_one_batch_again_and_again(seen: list[tuple[int, int]]) -> None:
+    result = batches.run_latency(Load(3, input_len=7, output_len=6), 4, 1, OPTIONS)
+    assert seen == [(3, 18)] * 5
+    assert result["latencies"] == [2] * 4
+    assert (result["avg_latency"], result["latency_ms"]["p99"], result["max_rows"]) == (2, 2000, 3)
+    assert result["tpot_ms"]["mean"] > 0
+    assert "Avg latency: 2.0000 seconds" in batches.show(result)
+
+
+def test_prompts_of_a_file_are_used_in_turn(seen: list[tuple[int, int]], tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "one two"}\n{"prompt": "three"}\n')
+    result = batches.run_throughput(Load(3, output_len=1, prompts=file), OPTIONS)
+    with LLM(**OPTIONS) as llm:  # type: ignore[arg-type]
+        lengths = [len(llm.encode(text)) for text in ("one two", "three", "one two")]
+    assert result["total_num_tokens"] == sum(lengths) + 3
+    assert result["tpot_ms"] is None  # a single token has none
+    assert f"prompts of {file}" in batches.show(result)
+
+
+@pytest.mark.parametrize(
+    ("load", "says"),
+    [
+        (Load(0), "count=0: must be at least 1"),
+        (Load(1, input_len=0), "input_len=0"),
+        (Load(1, input_len=700, output_len=100), "output_len=100: with 700 prompt tokens that is more than max_len"),
+    ],
+    ids=["count", "input_len", "too long"],
+)
+def test_what_cannot_be_measured_is_refused(load: Load, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        batches.run_throughput(load, OPTIONS)
