@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 CGROUPS = Path("/sys/fs/cgroup")
-# A parallel kernel ends when all threads of the team have arrived. Threads that wait there spin before they sleep: for
-# 300,000 turns in GNU's library (10 ms where a turn is x86's `pause`), for 200 ms in LLVM's and Intel's. Beside another
-# process one thread of the team is often off its core, and the others spin on the core that it needs.
+# Compiled kernels have threads of their own (`kernels/runtime/cpu_team.py`); this is about torch's. An OpenMP kernel
+# ends when all threads have arrived. Those that wait spin before they sleep: for 300,000 turns in GNU's library (10 ms
+# where a turn is x86's `pause`), for 200 ms in LLVM's and Intel's, on cores that other threads need.
 # 100 turns are what GNU's library itself takes where it has more threads than cores.
 WAITING = {"GOMP_SPINCOUNT": "100", "KMP_BLOCKTIME": "0"}
 

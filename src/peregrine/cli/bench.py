@@ -23,7 +23,6 @@ HTTP_EPILOG = """examples:
 CONTENTION_EPILOG = """examples:
   peregrine bench contention
   peregrine bench contention --busy 1 2 4 --repeats 15 --out contention.json
-  GOMP_SPINCOUNT=300000 peregrine bench contention        how it was if OpenMP's threads spun as they do by default
 
 Run it on a machine that does nothing else: speeds are compared with the one alone, in the same run.
 """

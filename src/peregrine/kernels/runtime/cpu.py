@@ -1,8 +1,7 @@
-"""Which tensors the compiled CPU kernels take, and how a compiled body runs on torch's own threads.
+"""Which tensors the compiled CPU kernels take, and how a compiled body is called, recorded and called again.
 
-numba is optional and slow to import: only `cpu_jit.py` and the folders' `cpu.py` files import it, and those are
-imported at the first call that needs them. Parallel bodies run on the OpenMP threads that torch itself uses. A second
-thread pool would compete with them for the cores, since the workers of both spin while they wait.
+numba is optional and slow to import: only `cpu_jit.py`, `cpu_team.py`, `cpu_cache.py` and the folders' `cpu.py` files
+import it, and those are imported at the first call that needs them.
 """
 
 import ctypes
@@ -14,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -57,8 +56,17 @@ def pieces_for(num_items: int, work: int, serial_work: int) -> int:
     return 1 if work < serial_work else min(num_items, PIECES_PER_THREAD * torch.get_num_threads())
 
 
-# One kernel call as it can be made again: its claim counter, the function to call, its arguments.
-Call = tuple[ctypes.c_int64, Callable[..., Any], tuple[Any, ...]]
+class Team(Protocol):
+    """The threads that kernels run on (`cpu_team.py`)."""
+
+    run: Callable[[bytes], None]  # one call
+    run_all: Callable[[Any, int], None]  # the calls at these addresses
+
+    def helpers(self, wanted: int) -> int:
+        """How many threads may help with a call."""
+
+
+Call = tuple[Team, bytes, ctypes.c_int64]  # as it can be made again: its words, and the claim counter they point at
 
 
 class _Recorder(threading.local):
@@ -93,60 +101,50 @@ def stop_kernel_clock() -> float:
     return seconds or 0.0
 
 
-def run_calls(calls: Sequence[Call]) -> None:
-    """Make recorded calls again, in order."""
-    began = time.perf_counter() if _recorder.seconds is not None else 0.0
-    for counter, function, arguments in calls:
-        counter.value = 0
+def _run(function: Callable[..., None], *arguments: Any) -> None:
+    """Call it, on this thread's kernel clock if that is started."""
+    if _recorder.seconds is None:
         function(*arguments)
-    if _recorder.seconds is not None:
-        _recorder.seconds += time.perf_counter() - began
+        return
+    began = time.perf_counter()
+    function(*arguments)
+    _recorder.seconds += time.perf_counter() - began
+
+
+class Replay:
+    """Recorded calls, made again in order without Python between them."""
+
+    def __init__(self, calls: Sequence[Call]) -> None:
+        self._calls = calls
+        places = [ctypes.cast(ctypes.c_char_p(words), ctypes.c_void_p).value for _, words, _ in calls]
+        self._places = (ctypes.c_void_p * len(places))(*places)
+
+    def __call__(self) -> None:
+        """Make them."""
+        if self._calls:
+            _run(self._calls[0][0].run_all, self._places, len(self._places))
 
 
 class CpuKernel:
     """A compiled body, cut into pieces that threads claim one after the other.
 
-    The body gets one block of eight-byte words: the address of the claim counter, the number of pieces, then the
-    arguments in the order of `layout` ("q" an integer or address, "d" a float). Pieces must be independent: then
-    neither the number of threads nor which of them claims a piece can change a bit.
+    A call is a sequence of eight-byte words: the body's address, how many threads may help, and the block that the body
+    gets: the address of the claim counter, the number of pieces, then the arguments in the order of `layout` ("q" an
+    integer or address, "d" a float). Pieces must be independent: then neither the number of threads nor which of them
+    claims a piece can change a bit.
     """
 
-    def __init__(self, compiled: Any, layout: str) -> None:
+    def __init__(self, compiled: Any, layout: str, team: Team) -> None:
         self._compiled = compiled  # owns the machine code
         self._address: int = compiled.address
-        self._pack = struct.Struct("qq" + layout).pack
-        self._alone = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(self._address)
+        self._pack = struct.Struct("qqqq" + layout).pack
+        self._team = team
 
     def __call__(self, pieces: int, *arguments: float) -> None:
         """Run every piece once and return when all are done; other Python threads may run meanwhile."""
         claimed = ctypes.c_int64(0)
-        block = self._pack(ctypes.addressof(claimed), pieces, *arguments)
-        threads = torch.get_num_threads() if pieces > 1 else 1
-        team = torch_team() if threads > 1 else None
-        call: Call = (claimed, self._alone, (block,))
-        if team is not None:
-            call = (claimed, team, (self._address, block, min(pieces, threads), 0))
-        began = time.perf_counter() if _recorder.seconds is not None else 0.0
-        call[1](*call[2])
-        if _recorder.seconds is not None:
-            _recorder.seconds += time.perf_counter() - began
+        helpers = self._team.helpers(min(pieces, torch.get_num_threads()) - 1) if pieces > 1 else 0
+        call = self._pack(self._address, helpers, ctypes.addressof(claimed), pieces, *arguments)
+        _run(self._team.run, call)
         if _recorder.calls is not None:
-            _recorder.calls.append(call)
-
-
-@functools.cache
-def torch_team() -> Callable[[int, bytes, int, int], Any] | None:
-    """`GOMP_parallel(body, block, threads, flags)` of the OpenMP runtime that torch is linked to, if there is one.
-
-    It runs the body on all threads of the team and returns when they are done. Compilers emit calls of it for `#pragma
-    omp parallel`, so it is a stable interface of libgomp, and libomp offers it too. Without it kernels run on the
-    calling thread.
-    """
-    try:
-        # A name looked up in torch's extension module is also searched in the libraries that it is linked to.
-        team = ctypes.CDLL(torch._C.__file__).GOMP_parallel
-    except (OSError, AttributeError):
-        return None
-    team.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint]
-    team.restype = None
-    return team
+            _recorder.calls.append((self._team, call, claimed))

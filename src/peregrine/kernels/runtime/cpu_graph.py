@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from peregrine.kernels.runtime.cpu import record_calls, run_calls
+from peregrine.kernels.runtime.cpu import Replay, record_calls
 
 aten = torch.ops.aten
 ALLOCATIONS = {aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default}  # allocate, write nothing
@@ -27,8 +27,9 @@ class CpuGraph:
     def __init__(self, step: Step, inputs: Sequence[Tensor]) -> None:
         self.inputs = tuple(inputs)
         keeper = _Keeper()
-        with record_calls() as self._calls, keeper:
+        with record_calls() as calls, keeper:
             self.outputs = step(*inputs)
+        self._replay = Replay(calls)
         self._memory = keeper.made
         self.complete = not keeper.unknown  # False: it did something that cannot be replayed
 
@@ -37,7 +38,7 @@ class CpuGraph:
         for place, value in zip(self.inputs, inputs, strict=True):
             if place is not value:
                 place.copy_(value)
-        run_calls(self._calls)
+        self._replay()
         return self.outputs
 
 

@@ -13,7 +13,9 @@ from numba.extending import intrinsic
 
 from peregrine.kernels.runtime.cpu import CpuKernel
 from peregrine.kernels.runtime.cpu_cache import compile_cached
+from peregrine.kernels.runtime.cpu_team import CpuTeam
 
+TEAM = CpuTeam()
 MAX_WORDS = 32
 INT64 = ir.IntType(64)
 FLOAT, BFLOAT16 = ir.FloatType(), ir.IntType(16)  # a bfloat16 is the upper half of a float
@@ -39,7 +41,7 @@ def cpu_kernel(layout: str) -> Callable[[Body], CpuKernel]:
     def compile_body(body: Body) -> CpuKernel:
         signature = types.void(types.voidptr)
         compiled = compile_cached(body, signature, error_model="numpy", boundscheck=False)
-        return CpuKernel(compiled, layout)
+        return CpuKernel(compiled, layout, TEAM)
 
     return compile_body
 
