@@ -16,7 +16,7 @@ PIP := $(PY) -m pip --disable-pip-version-check install --no-input -c constraint
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-routers storm lint kernels format bench doctor install browser clean
+.PHONY: help demo test test-routers test-ray test-batch storm lint kernels format bench doctor install browser clean
 
 help:
 	@echo "Peregrine: an LLM inference engine built around speculative decoding."
@@ -25,6 +25,8 @@ help:
 	@echo "  make test      everything a change must pass: format, lint, types, tests"
 	@echo "  make storm     the server under load, attack and fault, in full (make test has a short form)"
 	@echo "  make test-routers   sglang-router and vllm-router (installed at first) in front of two servers"
+	@echo "  make test-ray       two replicas on a local Ray (installed at first), one of them killed"
+	@echo "  make test-batch     a batch over two processes, one of them killed"
 	@echo "  make lint      format check, lint and types only"
 	@echo "  make format    rewrite the code in the project's format"
 	@echo "  make bench     measure the engine on this machine"
@@ -71,6 +73,13 @@ storm: $(STAMP)
 test-routers: $(STAMP)
 	@$(PIP) -q sglang-router vllm-router
 	@$(PY) -m pytest -q -n 0 tests/serve/routers.py
+
+test-ray: $(STAMP)
+	@$(PIP) -q 'ray[serve]'
+	@$(PY) -m pytest -q -n 0 -W ignore tests/serve/ray_replicas.py
+
+test-batch: $(STAMP)
+	@$(PY) -m pytest -q -n 0 tests/serve/batch_processes.py
 
 format: $(STAMP)
 	@$(PY) -m ruff check --fix --quiet src tests || true

@@ -23,6 +23,7 @@ from peregrine.kernels.runtime.cpu import load_kernels
 from peregrine.llm import LLM, engine_config
 from peregrine.sampling import SamplingParams
 from peregrine.serve.batch import Batch, check_source
+from peregrine.serve.batch_engines import LocalEngine
 from peregrine.serve.batch_output import BatchOutput
 
 KILLS = 20
@@ -39,7 +40,7 @@ def start_batch(model: str, source: Path, target: Path) -> int:
         with BatchOutput(target) as output, LLM(model, **OPTIONS) as llm:
             wanted = check_source(source, "tiny")
             output.resume(wanted)
-            Batch(source, output, llm, "tiny", wanted).run()
+            Batch(source, output, LocalEngine(llm, "tiny"), wanted).run()
         code = 0
     finally:
         os._exit(code)

@@ -1,21 +1,29 @@
 """Batches: every line appears exactly once even if the run is killed; an error concerns its line alone."""
 
+import contextlib
 import json
+import multiprocessing
 import os
 import random
 import shutil
 import subprocess
 import sys
+import threading
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from peregrine import SamplingParams
+from peregrine import LLM, SamplingParams
 from peregrine.config import EngineConfig
+from peregrine.errors import ConfigError, EngineFault
 from peregrine.serve.batch import Batch, check_source
+from peregrine.serve.batch_engines import Answer, EngineProcesses, LocalEngine
 from peregrine.serve.batch_identity import served_hash
 from peregrine.serve.batch_output import BatchOutput
 from peregrine.spec.state import SeatEntry
@@ -45,7 +53,7 @@ def run(server: Served, source: Path, target: Path, served: str = "", redo: bool
     wanted = check_source(source, served)
     with BatchOutput(target) as output:
         output.resume(wanted, redo)
-        Batch(source, output, server.llm, "merlin", wanted).run()
+        Batch(source, output, LocalEngine(server.llm, "merlin"), wanted).run()
     return output
 
 
@@ -107,6 +115,93 @@ def test_a_line_that_overflows_or_cannot_be_seated_ends_alone(
     statuses = {name: line["response"]["status_code"] for name, line in read(tmp_path / "out.jsonl").items()}
     assert statuses == {"top_k": 400, "min_tokens": 400, "max_tokens": 400, "seed": 400, "fault": 500, "good": 200}
     assert batch.num_refused == 5
+
+
+def test_lines_are_in_the_order_of_the_requests(server: Served, tmp_path: Path) -> None:
+    """Those that end late come first in the file, also when some were answered by an earlier run."""
+    long = [request(str(i), prompt="Once", max_tokens=60 - 10 * i, seed=i, ignore_eos=True) for i in range(6)]
+    source, target = write(tmp_path / "in.jsonl", long[3:]), tmp_path / "out.jsonl"
+    run(server, source, target)
+    early = read(target)
+    run(server, write(source, long), target)
+    assert list(read(target)) == [str(i) for i in range(6)]
+    assert {name: read(target)[name] for name in early} == early
+
+
+class ScriptedProcess:
+    """Stands for an engine's process: a thread with the other end of its connection."""
+
+    pid, exitcode = 7, -9
+
+    def __init__(self, target: Callable[..., None], args: tuple[Any, ...], daemon: bool) -> None:
+        own = Connection(os.dup(args[0].fileno()))  # a process would have its own
+        self._thread = threading.Thread(target=target, args=(own, *args[1:]))
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def join(self, seconds: float) -> None:
+        self._thread.join(seconds)
+
+    def terminate(self) -> None: ...
+    def kill(self) -> None: ...
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_several_engines_share_a_batch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, dies: bool) -> None:
+    """Each has a part of the requests, answers come in any order, and one that dies ends the run with an error."""
+    num_answered: Counter[int] = Counter()
+
+    def answer_some(connection: Connection, index: int, count: int, options: dict[str, object], name: str) -> None:
+        connection.send(4)
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                asked = connection.recv()
+                if dies and index == 1:
+                    break
+                num_answered[index] += 1
+                connection.send([Answer(asked["custom_id"], 200, {"by": index}, num_tokens=3)])
+        connection.close()
+
+    context = multiprocessing.get_context("spawn")
+    monkeypatch.setattr(context, "Process", ScriptedProcess)
+    monkeypatch.setattr("peregrine.serve.batch_engines.answer_all", answer_some)
+    source = write(tmp_path / "in.jsonl", [request(str(i), prompt="x") for i in range(60)])
+    wanted = check_source(source, "")
+    with BatchOutput(tmp_path / "out.jsonl") as output:
+        output.resume(wanted)
+        gone = pytest.raises(EngineFault, match=r"process 7 of the batch has ended \(exit code -9\)")
+        with gone if dies else nullcontext(), EngineProcesses(2, {}, "m") as engines:
+            Batch(source, output, engines, wanted).run()
+    lines = read(tmp_path / "out.jsonl")
+    if not dies:
+        assert list(lines) == [str(i) for i in range(60)]
+        assert (min(num_answered.values()) > 5, sum(num_answered.values())) == (True, 60)
+    assert all(line["response"]["body"]["by"] in (0, 1) for line in lines.values())
+
+
+def test_engines_in_processes_give_the_same_answers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What runs in each process, here in a thread; `make test-batch` has real ones."""
+    monkeypatch.setattr(multiprocessing.get_context("spawn"), "Process", ScriptedProcess)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    bodies = [{"prompt": [5 + i], "max_tokens": 8, "seed": i} for i in range(12)]
+    asked = [request(str(i), **body) for i, body in enumerate(bodies)] + [request("bad", prompt="x", temperature=-1)]
+    source = write(tmp_path / "in.jsonl", asked)
+    wanted, options = check_source(source, ""), {"model": str(tiny_model()), "drafter": "none", "num_pages": 100}
+    with BatchOutput(tmp_path / "out.jsonl") as output:
+        output.resume(wanted)
+        with EngineProcesses(2, dict(options), "tiny") as engines:
+            Batch(source, output, engines, wanted).run()
+        assert engines.num_tokens > 12
+    lines = read(tmp_path / "out.jsonl")
+    assert list(lines) == [line["custom_id"] for line in asked]
+    with LLM(**options) as llm:  # type: ignore[arg-type]
+        for i, body in enumerate(bodies):
+            [expected] = llm.generate([body["prompt"]], SamplingParams(max_tokens=8, seed=i), progress=False)
+            assert lines[str(i)]["response"]["body"]["choices"][0]["text"] == expected.text
+    assert lines["bad"]["response"]["status_code"] == 400
+    with pytest.raises(ConfigError, match="max_rows=0"):
+        EngineProcesses(2, {**options, "max_rows": 0}, "tiny")
 
 
 def test_a_second_run_does_nothing(server: Served, tmp_path: Path) -> None:

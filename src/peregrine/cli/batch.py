@@ -12,11 +12,13 @@ from peregrine.errors import ConfigError, need_packages
 EPILOG = """examples:
   peregrine batch in.jsonl out.jsonl
   peregrine batch in.jsonl out.jsonl --model /models/llama --max-rows 64
+  peregrine batch in.jsonl out.jsonl --model /models/llama --processes 8        one engine on each of 8 GPUs
 
 A line of the input: {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Once"}}
-Lines of the output come in the order they are finished. Run the same command again after an interruption: what has
-an answer is not repeated. If the output holds answers to other bodies, or by another model or other sampling defaults,
-the command stops and changes nothing, unless --redo says to ask those again. The exit code is 1 while refusals stand.
+Lines are written as they are finished, and put into the order of the requests at the end. Run the same command again
+after an interruption: what has an answer is not repeated. If the output holds answers to other bodies, or by another
+model or other sampling defaults, the command stops and changes nothing, unless --redo says to ask those again. The exit
+code is 1 while refusals stand.
 """
 
 
@@ -28,6 +30,8 @@ def add_command(commands: Commands) -> None:
     parser.add_argument("target", type=Path, metavar="OUT", help="responses; made, or continued")
     help = "ask again what was refused or has changed since it was answered; those old lines are dropped"
     parser.add_argument("--redo", action="store_true", help=help)
+    help = "engines, each in a process of its own; they share the cores, and take the GPUs in turn (default: 1)"
+    parser.add_argument("--processes", type=int, default=1, metavar="N", help=help)
     parser.add_argument("--name", metavar="NAME", help="the model's name in bodies (default: the folder's)")
     add_engine_flags(parser)
 
@@ -37,9 +41,12 @@ def run(args: argparse.Namespace) -> int:
     need_packages(*SERVE_PACKAGES)
     from peregrine.llm import engine_config
     from peregrine.serve.batch import Batch, check_source
+    from peregrine.serve.batch_engines import EngineProcesses, LocalEngine
     from peregrine.serve.batch_identity import served_hash
     from peregrine.serve.batch_output import BatchOutput
 
+    if args.processes < 1:
+        raise ConfigError(f"processes={args.processes}: must be 1 or more")
     options = engine_options(args)
     model = str(options.get("model", EngineConfig().model))
     name = args.name or Path(model).name
@@ -50,8 +57,12 @@ def run(args: argparse.Namespace) -> int:
     with BatchOutput(args.target) as output:
         output.resume(wanted, args.redo)
         if len(output.answers) < len(wanted):
-            with open_llm(options) as llm:
-                Batch(args.source, output, llm, name, wanted).run()
+            if args.processes > 1:
+                with EngineProcesses(args.processes, options, name) as engines:
+                    Batch(args.source, output, engines, wanted).run()
+            else:
+                with open_llm(options) as llm:
+                    Batch(args.source, output, LocalEngine(llm, name), wanted).run()
         refused = output.num_refused
     hint = "; --redo asks those again" if refused else ""
     print(f"{len(wanted)} requests answered, {refused} of them refused{hint}", file=sys.stderr)

@@ -68,11 +68,18 @@ class BatchOutput:
             )
         dropped = {name for name, answer in self.answers.items() if answer.refused} | set(stale) if redo else set()
         if dropped:
-            self._rewrite(dropped)
+            self._rewrite([name for name in self.answers if name not in dropped])
         else:  # a last line without its line break was interrupted by a kill and never counted
             os.ftruncate(self._files[-1], self._whole_bytes)
             os.fsync(self._files[-1])
         sync_folder(self.path)
+
+    def sort(self, order: Collection[str]) -> None:
+        """Put the lines into this order, once all of these have one; a file that is in order is left as it is."""
+        names = list(order)
+        if list(self.answers) != names:
+            self._rewrite(names)
+            sync_folder(self.path)
 
     def append(self, lines: Sequence[dict[str, object]]) -> None:
         """Write whole lines; they are on the disk when this returns."""
@@ -111,25 +118,29 @@ class BatchOutput:
                 whole_bytes += len(line)
         return answers, whole_bytes
 
-    def _rewrite(self, dropped: Collection[str]) -> None:
-        """Replace the file by one without these answers, at once; the old one stays locked until the end."""
+    def _rewrite(self, names: Collection[str]) -> None:
+        """Replace the file by one with these answers alone, in this order, at once; the old one stays locked."""
         path = self.path.resolve()
-        made, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        made, written = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         self._files.append(made)
         self._lock()
         try:
             with path.open("rb") as file:
-                for line in file:
+                places: dict[str, int] = {}  # where the line of an answer begins
+                while line := file.readline():
                     answer = parse_answer(line) if line.endswith(b"\n") else None
-                    if answer is not None and answer.custom_id not in dropped:
-                        write_all(made, line, sync=False)
+                    if answer is not None:
+                        places[answer.custom_id] = file.tell() - len(line)
+                for name in names:
+                    file.seek(places[name])
+                    write_all(made, file.readline(), sync=False)
             os.fchmod(made, os.fstat(self._files[0]).st_mode & 0o777)
             os.fsync(made)
-            os.replace(name, path)
+            os.replace(written, path)
         except BaseException:
-            os.unlink(name)
+            os.unlink(written)
             raise
-        self.answers = {name: answer for name, answer in self.answers.items() if name not in dropped}
+        self.answers = {name: self.answers[name] for name in names}
 
 
 def parse_answer(line: bytes) -> Answer | None:
