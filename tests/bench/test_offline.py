@@ -1,6 +1,8 @@
 """`peregrine bench offline`: stage times add up to a round, and tokens are equal with and without speculation."""
 
+import importlib.util
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,16 +11,42 @@ from peregrine import LLM
 from peregrine.bench import offline
 from peregrine.bench.clock import StageClock
 from peregrine.bench.offline_table import show, speeds, text_table
+from peregrine.bench.peers import open_peer
+from peregrine.errors import ConfigError
 from peregrine.kernels.runtime.cpu import NUMBA_PRESENT
 from peregrine.spec.round import no_mark
 
 
+class CountingPeer:
+    """Another engine that writes nothing."""
+
+    name = "llama.cpp"
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, int]] = []
+
+    def write(self, prompts: list[list[int]], tokens: int) -> None:
+        assert all(isinstance(token, int) for prompt in prompts for token in prompt)
+        self.calls.append((len(prompts), tokens))
+
+
+@pytest.mark.parametrize(("name", "package"), [("model.gguf", "xllamacpp"), ("folder", "transformers")])
+def test_a_missing_peer_is_named(name: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=f"{package} not installed; run: pip install {package}, or pass --no-peer"):
+        open_peer(str(tmp_path / name), rows=1, tokens=4)
+
+
 def test_stages_add_up_to_rounds_and_tokens_agree() -> None:
-    plan = offline.Plan(rows=(2,), tokens=8, repeats=1, peer=False)
+    plan = offline.Plan(rows=(2,), tokens=8, repeats=2)
+    peer = CountingPeer()
     with LLM("merlin", num_pages=100) as fast, LLM("merlin", num_pages=100, drafter="none") as slow:
-        line = offline.measure_rows(plan, 2, slow, fast, None)
+        line = offline.measure_rows(plan, 2, slow, fast, peer)
         assert fast.engine.runner.mark is no_mark  # left as it was
     assert line["identical"] is True
+    assert peer.calls == [(2, 8)] * 3  # a warm-up, and one in each turn
+    assert line["llama.cpp"]["tokens_per_s"] > 0
     plain, speculative = (line[name]["stages"] for name in ("plain", "speculative"))  # type: ignore[index]
     assert speculative["propose_ms"] > plain["propose_ms"]
     for stages in (plain, speculative):
@@ -81,6 +109,6 @@ def test_measurements_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offline, "generate", lambda llm, *_: (order.append(llm), ([output], len(order)))[1])
     monkeypatch.setattr(offline, "stage_times", lambda *_: {})
     monkeypatch.setattr(offline, "measure_peer", lambda *_, warm_up: order.append("peer") or [7.0])
-    line = offline.measure_rows(offline.Plan(repeats=3), 1, "slow", "fast", object())  # type: ignore[arg-type]
+    line = offline.measure_rows(offline.Plan(repeats=3), 1, "slow", "fast", CountingPeer())  # type: ignore[arg-type]
     assert order == ["slow", "fast", *["slow", "fast", "peer"] * 3]
     assert line["plain"] == {"tokens_per_s": 6, "slowest": 3, "fastest": 9, "accept_length": 2, "stages": {}}

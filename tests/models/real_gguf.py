@@ -13,16 +13,34 @@ import argparse
 import json
 import tempfile
 import urllib.request
+from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import combinations
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from peregrine.engine.folders import find_model
-from peregrine.llm import LLM
-from peregrine.sampling import SamplingParams
+import torch
+from torch import Tensor
 
+from peregrine.engine.folders import find_model
+from peregrine.kernels.linear import PlainWeight
+from peregrine.llm import LLM
+from peregrine.models.layers import Linear
+from peregrine.models.loading import load_decoder
+from peregrine.sampling import SamplingParams
+from peregrine.train.attend import dense_attend
+
+Answers = dict[str, tuple[list[int], list[int]]]  # question -> prompt ids, and the tokens of the answer
 ROOT = Path(__file__).parents[2]
-QUESTIONS = ("What is the capital of France?", "Write a haiku about the sea.", "Explain what a hash table is.")
+QUESTIONS = (
+    "What is the capital of France?",
+    "Write a haiku about the sea.",
+    "Explain what a hash table is.",
+    "Tell me a short story about a fox.",
+    "How do I boil an egg?",
+    "Why is the sky blue?",
+)
 AWKWARD = (
     "  leading\t\ttabs\r\n\r\nlines \n \n x",
     "Größe, naïve café — “quotes” … 12345 3.14159 ١٢٣ ½",
@@ -79,17 +97,61 @@ def write_float32(path: Path, out: Path) -> Path:
     return out
 
 
-def against_llama_cpp(llm: LLM, path: Path, answers: dict[str, tuple[list[int], list[int]]]) -> None:
+@dataclass(frozen=True, slots=True)
+class RoundedInputs(PlainWeight):
+    """A linear whose inputs are rounded as ggml does for Q4 to Q8 weights: int8, one float16 scale for 32 of them."""
+
+    sums: torch.dtype = torch.float32
+
+    def linear(self, x: Tensor) -> Tensor:
+        blocks = x.view(*x.shape[:-1], -1, 32)
+        scale = blocks.abs().amax(-1, keepdim=True) / 127
+        numbers = (blocks / scale.clamp(min=1e-30)).round()
+        rounded = (numbers * scale.half().float()).flatten(-2)
+        return torch.nn.functional.linear(rounded.to(self.sums), self.weight.to(self.sums)).to(x.dtype)
+
+
+@torch.no_grad()
+def likeliest_tokens(path: Path, answers: Answers, sums: torch.dtype | None = None) -> tuple[list[int], list[float]]:
+    """The likeliest token at each place of the answers, and its lead in logits; with `sums` inputs are rounded."""
+    decoder = load_decoder(path, pack=False)
+    for part in decoder.modules():
+        if isinstance(part, Linear) and sums is not None:
+            assert part.weight is not None
+            part.packed = RoundedInputs(part.weight, part.bias, sums)
+    best, leads = [], []
+    for ids, out in answers.values():
+        tokens = torch.tensor(ids + out[:-1])
+        hidden, _ = decoder(tokens, torch.arange(len(tokens)), dense_attend(decoder.layer_attention(), 1))
+        top = decoder.logits(hidden[len(ids) - 1 :]).topk(2)
+        best += top.indices[:, 0].tolist()
+        leads += (top.values[:, 0] - top.values[:, 1]).tolist()
+    return best, leads
+
+
+def against_llama_cpp(llm: LLM, path: Path, source: Path, answers: Answers) -> None:
     peer = LlamaCpp(path)
     texts = [*AWKWARD, *(file.read_text() for file in (*ROOT.glob("*.md"), *ROOT.glob("src/peregrine/text/*.py")))]
     different = [text[:40] for text in texts if peer.encode(text) != llm.encode(text)]
     print(f"llama.cpp: token ids of {len(texts)} texts, different: {different or 'none'}")
     places = [(ids + out[:i], out[i]) for ids, out in answers.values() for i in range(len(out))]
-    agreed = sum(peer.likeliest(ids) == token for ids, token in places)
-    print(f"llama.cpp: the likeliest token agrees at {agreed} of {len(places)} places ({agreed / len(places):.1%})")
+    ours, leads = likeliest_tokens(source, answers)
+    assert ours == [token for _, token in places], "torch's own forward must choose the engine's tokens"
+    chosen = {"ours": ours, "llama.cpp": [peer.likeliest(ids) for ids, _ in places]}
+    if path == source:
+        for sums in (torch.float32, torch.float64):
+            chosen[f"int8 inputs, {sums} sums"] = likeliest_tokens(source, answers, sums)[0]
+    for one, other in combinations(chosen, 2):
+        agreed = sum(a == b for a, b in zip(chosen[one], chosen[other], strict=True))
+        print(
+            f"{one} and {other}: the likeliest token agrees at {agreed} of {len(places)} ({agreed / len(places):.1%})"
+        )
+    apart = [lead for lead, a, b in zip(leads, ours, chosen["llama.cpp"], strict=True) if a != b]
+    if apart:
+        print(f"our lead in logits, median: {median(leads):.2f}; where llama.cpp disagrees: {median(apart):.2f}")
 
 
-def against_transformers(path: Path, answers: dict[str, tuple[list[int], list[int]]]) -> None:
+def against_transformers(path: Path, answers: Answers) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -113,7 +175,7 @@ def main() -> None:
             print(f"{question} -> {output.text}")
         if find_spec("xllamacpp") is not None:
             file = write_float32(path, Path(folder) / "float32.gguf") if args.float32 else path
-            against_llama_cpp(llm, file, answers)
+            against_llama_cpp(llm, file, path, answers)
     if find_spec("accelerate") is not None:
         against_transformers(path, answers)
 

@@ -1,4 +1,6 @@
-"""`peregrine bench offline`: this engine against itself and against transformers, same prompts, one run.
+"""`peregrine bench offline`: this engine against itself and against a peer, same prompts, one run.
+
+The peer is llama.cpp for a GGUF file, on as many threads, and transformers for a folder.
 
 Reported: tokens/s plain and speculative, acceptance length, time per round by stage, the share of a round outside
 compiled kernels, memory beyond weights and KV pages, time from import to first token.
@@ -14,12 +16,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from peregrine.bench.clock import timed_rounds
 from peregrine.bench.generation import PROMPTS, decided, first_prompts, generate
+from peregrine.bench.peers import Peer, open_peer
 from peregrine.engine.request import Output
-from peregrine.errors import ConfigError, need_packages
+from peregrine.errors import ConfigError
 from peregrine.hardware import DTYPES
 from peregrine.llm import LLM
 from peregrine.models.loading import num_weights
@@ -45,7 +46,7 @@ class Plan:
     tokens: int = 128  # per request
     repeats: int = 3  # the median counts
     temperature: float = 0.0
-    peer: bool = True  # measure transformers, too
+    peer: bool = True  # measure llama.cpp or transformers, too
 
 
 def run(plan: Plan, options: dict[str, object]) -> Json:
@@ -60,7 +61,7 @@ def run(plan: Plan, options: dict[str, object]) -> Json:
         generate(fast, PROMPTS, plan.tokens, plan.temperature)
         memory = memory_facts(fast, before)  # of this engine alone
         slow = opened.enter_context(LLM(model, **plain))
-        peer = load_peer(decided(slow, "model")) if plan.peer else None
+        peer = open_peer(decided(slow, "model"), max(plan.rows), plan.tokens) if plan.peer else None
         lines = [measure_rows(plan, rows, slow, fast, peer) for rows in plan.rows]
         return {
             "model": model,
@@ -75,19 +76,19 @@ def run(plan: Plan, options: dict[str, object]) -> Json:
         }
 
 
-def measure_rows(plan: Plan, rows: int, slow: LLM, fast: LLM, peer: object) -> Json:
-    """Plain, speculative and transformers at one batch size, in turns, so that a busy machine slows all of them."""
+def measure_rows(plan: Plan, rows: int, slow: LLM, fast: LLM, peer: Peer | None) -> Json:
+    """Plain, speculative and the peer at one batch size, in turns, so that a busy machine slows all of them."""
     prompts = first_prompts(rows)
     engines = {"plain": slow, "speculative": fast}
     # The first runs are the warm-up.
     outputs = {name: generate(llm, prompts, plan.tokens, plan.temperature)[0] for name, llm in engines.items()}
-    speeds: dict[str, list[float]] = {name: [] for name in (*engines, "transformers")}
+    speeds: dict[str, list[float]] = {name: [] for name in (*engines, "peer")}
     for attempt in range(plan.repeats):
         for name, llm in engines.items():
             outputs[name], speed = generate(llm, prompts, plan.tokens, plan.temperature)
             speeds[name].append(speed)
         if peer is not None:
-            speeds["transformers"] += measure_peer(peer, slow, rows, plan, warm_up=attempt == 0)
+            speeds["peer"] += measure_peer(peer, slow, rows, plan, warm_up=attempt == 0)
     line: Json = {"rows": rows}
     for name, llm in engines.items():
         line[name] = spread(speeds[name]) | {
@@ -97,7 +98,7 @@ def measure_rows(plan: Plan, rows: int, slow: LLM, fast: LLM, peer: object) -> J
     tokens = [[output.token_ids for output in outputs[name]] for name in engines]
     line["identical"] = tokens[0] == tokens[1]
     if peer is not None:
-        line["transformers"] = spread(speeds["transformers"])
+        line[peer.name] = spread(speeds["peer"])
     return line
 
 
@@ -136,34 +137,14 @@ def stage_times(llm: LLM, prompts: Sequence[str], plan: Plan) -> dict[str, float
     return {name: round(value, 3) for name, value in times.items()}
 
 
-def load_peer(folder: str) -> object:
-    """Load the checkpoint with transformers, in float32."""
-    need_packages("transformers", instead=", or pass --no-peer")
-    from transformers import AutoModelForCausalLM
-
-    model: object = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return model
-
-
-@torch.inference_mode()
-def measure_peer(peer: object, llm: LLM, rows: int, plan: Plan, warm_up: bool) -> list[float]:
-    """Tokens/s of transformers' generate on the same batch; prompts are cut to one length, so that none is padded."""
+def measure_peer(peer: Peer, llm: LLM, rows: int, plan: Plan, warm_up: bool) -> list[float]:
+    """Tokens/s of the peer on the same prompts."""
     ids = [llm.encode(prompt) for prompt in first_prompts(rows)]
-    shortest = min(len(i) for i in ids)
-    batch = torch.tensor([i[:shortest] for i in ids])
-    speeds = []
-    for _ in range(1 + warm_up):
-        start = time.perf_counter()
-        out = peer.generate(  # type: ignore[attr-defined]
-            batch,
-            attention_mask=torch.ones_like(batch),
-            max_new_tokens=plan.tokens,
-            min_new_tokens=plan.tokens,
-            do_sample=False,
-            pad_token_id=0,
-        )
-        speeds.append((out.shape[1] - shortest) * rows / (time.perf_counter() - start))
-    return speeds[-1:]
+    if warm_up:
+        peer.write(ids, plan.tokens)
+    start = time.perf_counter()
+    peer.write(ids, plan.tokens)
+    return [rows * plan.tokens / (time.perf_counter() - start)]
 
 
 def start_up_seconds(model: str, options: dict[str, object]) -> float:

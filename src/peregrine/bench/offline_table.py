@@ -38,7 +38,7 @@ def speeds(line: Json) -> list[Speed]:
     """Everything that was measured at one batch size; figures elsewhere are taken from here, so that they agree."""
     plain = line["plain"]["tokens_per_s"]
     found = []
-    for name in ("transformers", "plain", "speculative"):
+    for name in ("llama.cpp", "transformers", "plain", "speculative"):
         if name in line:
             speed, length = line[name]["tokens_per_s"], line[name].get("accept_length")
             round_ms = None if length is None else 1e3 * line["rows"] * length / speed

@@ -13,8 +13,10 @@ OFFLINE_EPILOG = """examples:
   peregrine bench offline
   peregrine bench offline --drafter ngram --num-drafts 4 --rows 1 --out result.json
   peregrine bench offline --model /models/llama --drafter /models/llama-eagle3 --no-peer
+  peregrine bench offline --model smollm2 --drafter suffix         beside llama.cpp: pip install xllamacpp
 
-Everything is measured in one run: plain decoding, speculative decoding, and transformers on the same prompts.
+Everything is measured in one run, in turns: plain decoding, speculative decoding, and a peer on the same prompts, which
+is transformers for a folder, and for a GGUF file llama.cpp with as many threads.
 """
 HTTP_EPILOG = """examples:
   peregrine bench http
@@ -70,7 +72,7 @@ def add_offline(kinds: Commands) -> None:
     add_number(parser, "--tokens", 128, "per request")
     add_number(parser, "--repeats", 3, "the median counts")
     add_number(parser, "--temperature", 0.0, metavar="T")
-    parser.add_argument("--no-peer", action="store_true", help="leave transformers out")
+    parser.add_argument("--no-peer", action="store_true", help="leave transformers or llama.cpp out")
     add_result_flags(parser)
     add_engine_flags(parser)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from peregrine.attention import Attend
-from peregrine.kernels.residual import Residual, embed_residual
+from peregrine.kernels.residual import Residual, embed_residual, start_residual
 from peregrine.models.checkpoint.plan import Piece, Plan, linear_plan
 from peregrine.models.decoder import Decoder
 from peregrine.models.decoder_layer import Layer
@@ -65,7 +65,11 @@ class BlockHead(DraftHead):
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """The normed hidden state of each token of a block. [N], [N] -> [N, H]"""
         layers = list(self.layers)
-        residual = embed_residual(tokens, self.token_embedding, input_norm(layers[0]))
+        norm = input_norm(layers[0])
+        if self.borrows_scaled:
+            residual = start_residual(self.embed(tokens), norm)
+        else:
+            residual = embed_residual(tokens, self.token_embedding, norm)
         return self.through(layers, residual, positions, attend, None, self.norm).finish_norm()
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, fields, replace
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +19,13 @@ from peregrine.models.rope_table import SPARE_POSITIONS, rope_table
 
 @dataclass(frozen=True, slots=True)
 class Lender:
-    """What a head borrows from its target. A plain value, so that nn.Module does not count it as the head's own."""
+    """What a head borrows from its target. A plain value, so that nn.Module does not count it as the head's own.
+
+    Heads are made with the embedding as it is stored; a target of some families holds it multiplied by `factor`.
+    """
 
     embedding: Tensor  # [V, Ht]
+    factor: float
     head: Linear
 
 
@@ -42,7 +46,7 @@ class DraftHead(nn.Module, ABC):
         self.taps = taps
         self.num_layers = num_layers
         self.kv_shape = layer.kv_shape
-        self.lender = Lender(target.embedding, target.head)
+        self.lender = Lender(target.embedding, target.config.embedding_factor, target.head)
         self.embedding, self.head = None, None
 
     def place(
@@ -72,12 +76,18 @@ class DraftHead(nn.Module, ABC):
 
     @property
     def token_embedding(self) -> Tensor:
-        """[V, H], the head's own or the target's."""
+        """[V, H], the head's own or the target's; for heads that norm it, since the target's may be scaled."""
         return self.lender.embedding if self.embedding is None else self.embedding
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """[N] -> [N, H]."""
-        return F.embedding(tokens, self.token_embedding)
+        """[N] -> [N, H], as stored."""
+        rows = F.embedding(tokens, self.token_embedding)
+        return rows / self.lender.factor if self.borrows_scaled else rows
+
+    @property
+    def borrows_scaled(self) -> bool:
+        """Whether `token_embedding` is not as stored."""
+        return self.embedding is None and self.lender.factor != 1
 
     def score(self, hidden: Tensor) -> Tensor:
         """[n, H] -> [n, Vd], by the head's own output head or the target's."""
@@ -123,8 +133,10 @@ def input_norm(layer: nn.Module) -> RMSNorm | None:
 
 def dense_layers(config: ModelConfig, family: str, num_layers: int) -> ModelConfig:
     """Layers for a new head, as wide as the target's: dense, without biases, with head norms as `family` has them."""
+    plain = {field.name: field.default for field in fields(ModelConfig) if field.default is not MISSING}
     return replace(
         config,
+        **plain,  # nothing of what differs from the plain decoder in a few families
         family=family,
         num_layers=num_layers,
         head_dim=config.head_dim if config.mla is None else config.mla.value_dim,
