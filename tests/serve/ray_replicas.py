@@ -16,7 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 import ray
+import yaml
 from ray import serve
+from ray.serve.schema import ServeDeploySchema
 
 from peregrine import LLM, SamplingParams
 from peregrine.errors import ConfigError
@@ -138,6 +140,13 @@ def test_what_is_about_one_replica_is_refused(url: str) -> None:
         assert client.get("/metrics").status_code == 404
         assert client.post("/v1/completions", content=b"x" * (3 * 2**20)).status_code == 413
         assert "Peregrine" in client.get("/").text
+
+
+def test_the_recipe_for_a_cluster_is_one() -> None:
+    recipe = yaml.safe_load((SRC.parent / "deploy" / "ray" / "serve.yaml").read_text())
+    [application] = ServeDeploySchema.model_validate(recipe).applications
+    assert application.import_path == f"{build.__module__}:{build.__name__}"
+    build(Options.model_validate(application.args))
 
 
 def test_a_wrong_option_is_refused_before_anything_starts() -> None:
