@@ -11,6 +11,7 @@ from peregrine.errors import ConfigError, shown
 MAX_NODES = 64  # a tree node's ancestors are one 64-bit word
 MAX_DRAFTS = 16
 MAX_LAG = 8
+MAX_RANKS = 64
 # Lowest and highest value of whole-number options.
 LIMITS = {
     "num_drafts": (0, MAX_DRAFTS),
@@ -20,6 +21,7 @@ LIMITS = {
     "num_pages": (2, 2**31 - 1),
     "prefill_chunk": (1, 2**20),
     "lag": (0, MAX_LAG),
+    "tensor_parallel": (1, MAX_RANKS),
 }
 
 T = TypeVar("T")
@@ -111,6 +113,9 @@ class EngineConfig:
     prefix_cache: bool = option(True, "keep the KV of prompts and reuse it for prompts that begin the same way")
     host_cache: float = option(
         0.0, "GiB of host memory for pages that the device's prefix cache has no room for", "GIB"
+    )
+    tensor_parallel: int = option(
+        1, "processes that share the model, each with a part of every layer; the same tokens with any number", "RANKS"
     )
     lag: int | None = None  # rounds queued before the oldest is read; None: 0 on CPU, 1 elsewhere
     row_sizes: tuple[int, ...] | None = None  # batches are padded to one of these; None: powers of two for graphs

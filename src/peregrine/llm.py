@@ -53,7 +53,7 @@ class LLM:
         self.engine = built.engine
         self.loop = EngineLoop(built.engine)
         # Also runs at exit: a thread still inside a kernel when the interpreter ends crashes the process.
-        self._close = weakref.finalize(self, self.loop.close)
+        self._close = weakref.finalize(self, close_all, self.loop, built.close)
 
     def generate(
         self, prompts: Prompt | Iterable[Prompt], params: Params | Iterable[Params] = None, *, progress: bool = True
@@ -186,6 +186,12 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def close_all(loop: EngineLoop, close_ranks: Callable[[], None]) -> None:
+    """Stop the engine's thread, then the other ranks of a tensor-parallel engine."""
+    loop.close()
+    close_ranks()
 
 
 def checked(delta: Delta | EngineFault) -> Delta:

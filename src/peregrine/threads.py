@@ -29,12 +29,14 @@ def usable_cores() -> int:
     return max(1, min([count, *(int(quota) for quota in _quotas())]))
 
 
-def pick_threads(current: int) -> tuple[int, str]:
-    """How many threads compute, given how many torch would use, and why."""
+def pick_threads(current: int, ranks: int = 1) -> tuple[int, str]:
+    """How many threads compute in each of `ranks` processes, given how many torch would use, and why."""
     if "OMP_NUM_THREADS" in os.environ:
         return current, "OMP_NUM_THREADS"
     cores = usable_cores()
-    return min(current, cores), f"this process may use {cores} core{'s' if cores > 1 else ''}"
+    shared = f", shared by {ranks} ranks" if ranks > 1 else ""
+    why = f"this process may use {cores} core{'s' if cores > 1 else ''}{shared}"
+    return max(1, min(current, cores) // ranks), why
 
 
 def _quotas() -> Iterator[float]:

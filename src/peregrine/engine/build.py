@@ -1,6 +1,8 @@
 """Builds an engine from its options: every option left open is resolved, and noted as a Decision with its reason."""
 
 import time
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -34,6 +36,7 @@ from peregrine.engine.memory import (
     store_shape_of,
 )
 from peregrine.engine.page_ledger import PageLedger
+from peregrine.engine.parallel import await_ranks, check_ranks, lead, started_ranks
 from peregrine.engine.policy import BatchPolicy
 from peregrine.engine.runner import VARIANTS, Runner
 from peregrine.engine.sources import ModelSource, open_source
@@ -43,6 +46,7 @@ from peregrine.hardware import arithmetic_dtype, current_device, resolve_device,
 from peregrine.kernels.linear import workspace_bytes
 from peregrine.kernels.runtime.cpu import COMPILED, load_kernels
 from peregrine.models.config import ModelConfig
+from peregrine.models.parallel import Ranks
 from peregrine.spec.bound import BoundModel
 from peregrine.spec.judge import judge
 from peregrine.spec.registry import make_drafter
@@ -65,6 +69,7 @@ class Built:
     model: ModelConfig
     sampling_defaults: dict[str, object]  # of requests that do not say otherwise
     decisions: tuple[Decision, ...]
+    close: Callable[[], None] = lambda: None  # ends the other ranks of a tensor-parallel engine
 
 
 class Decisions:
@@ -81,14 +86,19 @@ class Decisions:
         return value
 
 
-def build_engine(asked: EngineConfig) -> Built:
-    """Load the model and its drafter, lay out memory, and put the engine together."""
+def build_engine(asked: EngineConfig, joined: Ranks | None = None) -> Built:
+    """Load the model and its drafter, lay out memory, and put the engine together.
+
+    A tensor-parallel engine starts its other ranks, which end with `Built.close`, or leads those it is given.
+    """
     device = resolve_device(asked.device)
-    with current_device(device):
-        return _build(asked, device)
+    with ExitStack() as until_closed, current_device(device):
+        size = asked.tensor_parallel
+        built = _build(asked, device, lambda: joined or until_closed.enter_context(started_ranks(size)))
+        return replace(built, close=until_closed.pop_all().close)
 
 
-def _build(asked: EngineConfig, device: torch.device) -> Built:
+def _build(asked: EngineConfig, device: torch.device, start_ranks: Callable[[], Ranks]) -> Built:
     source, decisions = open_source(asked.model), Decisions()
     decisions.take("model", source.describe(asked.model))
     decisions.take("device", (device, "asked for" if asked.device != "auto" else "the fastest there is"))
@@ -104,13 +114,17 @@ def _build(asked: EngineConfig, device: torch.device) -> Built:
         decisions.take("system_message", ("in the next user message", "the chat template has no place for it"))
     if device.type == "cuda" and source.config.unfused:
         decisions.take("layers", ("plain", f"not fused: {', '.join(source.config.unfused)}"))
+    if asked.tensor_parallel > 1:
+        decisions.take("tensor_parallel", (asked.tensor_parallel, check_ranks(asked, device, source.config)))
+    ranks = start_ranks()
+    ranks.tell("load", model=asked.model, dtype=dtype, max_len=max_len)
     with explain_memory(device, "the model's weights", "choose a smaller model or another device"):
-        target = source.target(device, dtype, max_len)
+        target = source.target(device, dtype, max_len, ranks)
     name = decisions.take("drafter", pick_drafter(asked, source))
     with explain_memory(device, "the drafter's weights", "choose a smaller drafter, ngram or none"):
         draft = source.drafter(name, target)
     if device.type == "cpu":
-        torch.set_num_threads(decisions.take("threads", pick_threads(torch.get_num_threads())))
+        torch.set_num_threads(decisions.take("threads", pick_threads(torch.get_num_threads(), ranks.size)))
         compile_kernels()
 
     shapes = [store_shape_of(target)] + ([draft.store_shape] if draft.store_shape else [])
@@ -121,12 +135,15 @@ def _build(asked: EngineConfig, device: torch.device) -> Built:
     graphs = decisions.take("graphs", pick_graphs(asked, device))
     scratch = scratch_bytes(asked, target.config, max_len, dtype) if device.type == "cuda" else 0
     scratch += workspace_bytes(device)
-    num_pages = decisions.take("num_pages", pick_num_pages(asked, shapes, max_len, device, kv_dtype, scratch))
+    await_ranks(ranks.pipes)
+    # The ranks share this machine's memory.
+    together = [replace(shapes[0], kv=rank.kv_shape(target.config)) for rank in ranks.everyone()] + shapes[1:]
+    num_pages = decisions.take("num_pages", pick_num_pages(asked, together, max_len, device, kv_dtype, scratch))
     stores = make_stores(shapes, num_pages, asked.page_size, kv_dtype, device)
     lag = decisions.take("lag", pick_lag(asked, device))
     policy = BatchPolicy(asked.max_rows, asked.prefill_chunk, lag, pick_row_sizes(asked, graphs))
 
-    bound = BoundModel(target, target.layer_attention(), stores[0], backend)
+    bound = lead(BoundModel(target, target.layer_attention(), stores[0], backend), ranks)
     if graphs and backend.traits.max_decode_q_len:  # kernels are timed by recording them
         windows = window_shapes(asked, draft, policy.row_sizes or (1, policy.max_rows))
         backend, timed = choose_kernels(bound, windows)

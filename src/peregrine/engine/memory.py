@@ -41,7 +41,7 @@ def explain_memory(device: torch.device, what: str, remedy: str) -> Iterator[Non
 
 def store_shape_of(model: Decoder) -> StoreShape:
     """The shape of a model's KV store."""
-    return StoreShape(model.config.num_layers, model.config.kv_shape)
+    return StoreShape(model.config.num_layers, model.kv_shape)
 
 
 def page_bytes(stores: Sequence[StoreShape], page_size: int, dtype: torch.dtype) -> int:

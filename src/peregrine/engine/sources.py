@@ -16,6 +16,7 @@ from peregrine.models.decoder import Decoder
 from peregrine.models.draft_heads import has_prediction_layer
 from peregrine.models.families import read_config
 from peregrine.models.loading import load_decoder, stored_dtype
+from peregrine.models.parallel import ALONE, Ranks
 from peregrine.spec.registry import DraftSource, find_drafter
 from peregrine.synthetic.shapes import PREFIX
 from peregrine.synthetic.source import ShapeSource
@@ -53,9 +54,11 @@ class FolderSource:
             return Tokenizer.absent(missing_reason(self.folder))
         return Tokenizer.read(self.folder)
 
-    def target(self, device: torch.device, dtype: torch.dtype, num_positions: int | None = None) -> Decoder:
-        """The decoder, for so many positions (None: the model's context)."""
-        return load_decoder(self.weights, device, dtype, num_positions=num_positions)
+    def target(
+        self, device: torch.device, dtype: torch.dtype, num_positions: int | None = None, ranks: Ranks = ALONE
+    ) -> Decoder:
+        """The decoder, for so many positions (None: the model's context); of several ranks each holds its shards."""
+        return load_decoder(self.weights, device, dtype, num_positions=num_positions, ranks=ranks)
 
     def sampling_defaults(self) -> tuple[dict[str, object], str]:
         """Sampling parameters that the checkpoint's authors recommend, and what to say about them."""

@@ -16,7 +16,8 @@ from peregrine.kernels.residual import Residual, embed_residual
 from peregrine.kernels.runtime.cpu_graph import CpuGraphs
 from peregrine.models.config import ModelConfig
 from peregrine.models.decoder_layer import Layer
-from peregrine.models.layers import QKV, Linear, LiveRows, RMSNorm, pack_linears
+from peregrine.models.layers import QKV, Attention, LiveRows, OutputHead, RMSNorm, pack_linears
+from peregrine.models.parallel import ALONE, Ranks
 from peregrine.models.rope_table import rope_table
 
 # Windows whose activations fit in this are replayed from CPU graphs; larger ones do not need it.
@@ -34,17 +35,19 @@ class Decoder(nn.Module):
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         num_positions: int | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         super().__init__()
         self.config = config
+        self.kv_shape = ranks.kv_shape(config)
         token_bytes = 4 * (6 * config.hidden_size + 3 * config.intermediate_size) * config.num_layers
         self.graphs = CpuGraphs(max_rows=MAX_GRAPH_BYTES // token_bytes)
         last = config.num_layers - 1
         with torch.device("meta"):
             self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
-            self.layers = nn.ModuleList(Layer(config, i, split=i == last) for i in range(config.num_layers))
+            self.layers = nn.ModuleList(Layer(config, i, i == last, ranks=ranks) for i in range(config.num_layers))
             self.norm = RMSNorm(config.hidden_size, config.residual_eps)
-            self.head = Linear(config.hidden_size, config.vocab_size)
+            self.head = OutputHead(config.hidden_size, config.vocab_size, ranks)
         self.to(dtype).to_empty(device=device)
         if config.shares_embedding:
             self.head.weight = self.embedding
@@ -58,7 +61,8 @@ class Decoder(nn.Module):
         layers = self.config.layer_attention()
         if not self.config.sinks:
             return layers
-        sinks = (self.get_parameter(f"layers.{i}.attention.sinks").float() for i in range(len(layers)))
+        parts = [self.layer(i).attention for i in range(len(layers))]
+        sinks = [part.own_sinks() for part in parts if isinstance(part, Attention)]
         return [replace(layer, sinks=own) for layer, own in zip(layers, sinks, strict=True)]
 
     def pack(self, held: torch.dtype | None = None) -> "Decoder":

@@ -7,6 +7,7 @@ from peregrine.models.config import ModelConfig
 from peregrine.models.experts import Experts
 from peregrine.models.layers import MLP, Attention, RMSNorm, add_linear
 from peregrine.models.mla import MLAAttention
+from peregrine.models.parallel import ALONE, Ranks
 
 
 class Layer(nn.Module):
@@ -16,18 +17,20 @@ class Layer(nn.Module):
     In some families what is added is normed, too.
     """
 
-    def __init__(self, config: ModelConfig, layer: int, split: bool, normed_input: bool = True) -> None:
+    def __init__(
+        self, config: ModelConfig, layer: int, split: bool, normed_input: bool = True, ranks: Ranks = ALONE
+    ) -> None:
         super().__init__()
         size, eps, out_eps = config.hidden_size, config.residual_eps, config.norm_eps
         self.input_norm = RMSNorm(size, eps) if normed_input and config.input_norms else None
         self.attention: Attention | MLAAttention
         if config.mla is None:
-            self.attention = Attention(config, layer, config.hidden_size, split)
+            self.attention = Attention(config, layer, config.hidden_size, split, ranks)
         else:
-            self.attention = MLAAttention(config, config.mla, layer, split)
+            self.attention = MLAAttention(config, config.mla, layer, split, ranks)
         self.attention_out_norm = RMSNorm(size, out_eps) if config.output_norms else None
         self.post_norm = RMSNorm(size, eps) if config.input_norms else None
-        self.mlp: MLP | Experts = Experts(config) if config.has_experts(layer) else MLP(config)
+        self.mlp: MLP | Experts = Experts(config, ranks) if config.has_experts(layer) else MLP(config, ranks)
         self.mlp_out_norm = RMSNorm(size, out_eps) if config.output_norms else None
 
     def after_attention(self, attended: Tensor, residual: Residual, next_norm: RMSNorm | None) -> Residual:

@@ -15,6 +15,7 @@ from peregrine.kernels.linear import WeightFormat
 from peregrine.kernels.moe import (
     ExpertChoice,
     ExpertFormat,
+    LinearExperts,
     pack_experts,
     pack_router,
     plain_experts,
@@ -24,6 +25,7 @@ from peregrine.kernels.moe import (
 from peregrine.kernels.residual import Residual
 from peregrine.models.config import ExpertsConfig, ModelConfig
 from peregrine.models.layers import Linear, Packable, RMSNorm
+from peregrine.models.parallel import ALONE, Ranks, ShardedExperts
 
 
 class Router(Linear):
@@ -59,33 +61,45 @@ class Router(Linear):
 class ExpertLinear(Packable[ExpertFormat]):
     """One linear layer of every expert, stacked: weight [E * out, in], bias [E * out].
 
-    `limit`: of the activation of gate_up, where it is clamped.
+    `limit`: of the activation of gate_up, where it is clamped. Of several ranks each has its own experts.
     """
 
     def __init__(
-        self, num_experts: int, in_size: int, out_size: int, bias: bool = False, limit: float | None = None
+        self,
+        num_experts: int,
+        in_size: int,
+        out_size: int,
+        bias: bool = False,
+        limit: float | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
-        stacked = num_experts * out_size
+        self.first, end = ranks.span(num_experts)
+        self.num_experts, self.out_size, self.limit, self.ranks = end - self.first, out_size, limit, ranks
+        stacked = self.num_experts * out_size
         super().__init__(torch.empty(stacked, in_size), torch.empty(stacked) if bias else None)
-        self.num_experts, self.limit = num_experts, limit
+        self.shard = ranks.keep(num_experts * out_size, (self.first * out_size, end * out_size))
 
     def _pack(self, train: bool) -> ExpertFormat:
         assert self.weight is not None
         parts = self.weight, self.num_experts, self.bias, self.limit
-        return plain_experts(*parts) if train else pack_experts(*parts, self.held)
+        packed = plain_experts(*parts) if train else pack_experts(*parts, self.held)
+        if self.shard is None:
+            return packed
+        assert isinstance(packed, LinearExperts), "other formats are not split between ranks"
+        return ShardedExperts(packed, self.ranks, self.first, self.out_size)
 
 
 class Experts(nn.Module):
     """The router, and the gated MLPs it chooses from, with gate and up fused."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, ranks: Ranks = ALONE) -> None:
         super().__init__()
         assert config.experts is not None
         self.config = config.experts
         size, inner, count = config.hidden_size, config.experts.inner_size, stacked_experts(config.experts)
         self.router = Router(size, config.experts)
-        self.gate_up = ExpertLinear(count, size, 2 * inner, self.config.biased, self.config.swiglu_limit)
-        self.down = ExpertLinear(count, inner, size, self.config.biased)
+        self.gate_up = ExpertLinear(count, size, 2 * inner, self.config.biased, self.config.swiglu_limit, ranks)
+        self.down = ExpertLinear(count, inner, size, self.config.biased, ranks=ranks)
         self.on_choice: Callable[[ExpertChoice], None] | None = None  # benchmarks count the experts that are read
 
     def forward(self, residual: Residual, next_norm: RMSNorm | None, out_norm: RMSNorm | None = None) -> Residual:

@@ -21,6 +21,7 @@ from peregrine.kernels.residual import Residual, add_to_residual
 from peregrine.kernels.rope import DeferredRope, rope
 from peregrine.kernels.runtime.gpu import triton_ready
 from peregrine.models.config import ModelConfig
+from peregrine.models.parallel import ALONE, LedWeight, Ranks, Shard, ShardedWeight, Span
 
 Format = TypeVar("Format")
 
@@ -32,6 +33,7 @@ class Packable(nn.Module, ABC, Generic[Format]):
     bias: nn.Parameter | None
     packed: Format | None
     held: torch.dtype | None = None  # what a CPU's float32 weight is rounded to and held in
+    shard: Shard | None = None  # which rows of the whole weight it holds; None: all
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()
@@ -62,16 +64,38 @@ class Packable(nn.Module, ABC, Generic[Format]):
 class Linear(Packable[WeightFormat]):
     """x @ weight.T + bias."""
 
-    def __init__(self, in_size: int, out_size: int, bias: bool = False) -> None:
-        super().__init__(torch.empty(out_size, in_size), torch.empty(out_size) if bias else None)
+    def __init__(self, in_size: int, out_size: int, bias: bool = False, shard: Shard | None = None) -> None:
+        own = out_size if shard is None else shard.count
+        super().__init__(torch.empty(own, in_size), torch.empty(own) if bias else None)
+        self.shard = shard
 
     def _pack(self, train: bool) -> WeightFormat:
         assert self.weight is not None
-        return PlainWeight(self.weight, self.bias) if train else pack_weight(self.weight, self.bias, self.held)
+        if train:
+            return PlainWeight(self.weight, self.bias)
+        packed = pack_weight(self.weight, self.bias, self.held)
+        return packed if self.shard is None or self.shard.widths is None else ShardedWeight(packed, self.shard)
 
     def forward(self, x: Tensor) -> Tensor:
         """[N, in] -> [N, out]."""
         return self.format.linear(x)
+
+
+class OutputHead(Linear):
+    """The linear of hidden states to logits, split between ranks by the vocabulary.
+
+    Its weight may be the embedding's, which every rank holds whole: then each packs its own rows of it.
+    """
+
+    def __init__(self, in_size: int, vocab_size: int, ranks: Ranks = ALONE) -> None:
+        super().__init__(in_size, vocab_size, shard=ranks.split(vocab_size))
+
+    def _pack(self, train: bool) -> WeightFormat:
+        assert self.weight is not None
+        if train or self.shard is None:
+            return super()._pack(train)
+        own = self.shard.take(self.weight) if len(self.weight) == self.shard.total else self.weight
+        return LedWeight(pack_weight(own, None, self.held), self.shard)
 
 
 class RMSNorm(nn.Module):
@@ -118,20 +142,32 @@ class Attention(nn.Module):
     """Projections, head norms and rotation around `attend`.
 
     Queries, keys and values are one fused projection. A layer that may be asked for live rows alone (`split`) projects
-    queries apart from keys and values, always, so that a query's bits do not depend on which rows are live.
+    queries apart from keys and values, always, so that a query's bits do not depend on which rows are live. Of several
+    ranks each has its own heads.
     """
 
-    def __init__(self, config: ModelConfig, layer: int, in_size: int, split: bool) -> None:
+    def __init__(self, config: ModelConfig, layer: int, in_size: int, split: bool, ranks: Ranks = ALONE) -> None:
         super().__init__()
-        self.layer = layer
-        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
+        self.layer, self.ranks = layer, ranks
+        self.own, self.own_kv = ranks.heads(config.num_heads, config.num_kv_heads)
+        self.num_heads, self.num_kv_heads = self.own[1] - self.own[0], self.own_kv[1] - self.own_kv[0]
         self.head_dim = config.head_dim
-        q_size, kv_size = self.num_heads * self.head_dim, 2 * self.num_kv_heads * self.head_dim
-        self.qkv = None if split else Linear(in_size, q_size + kv_size, config.qkv_bias)
-        self.q = Linear(in_size, q_size, config.qkv_bias) if split else None
-        self.kv = Linear(in_size, kv_size, config.qkv_bias) if split else None
-        self.out = Linear(q_size, config.hidden_size, config.out_bias)
-        self.sinks = nn.Parameter(torch.empty(self.num_heads)) if config.sinks else None
+        q_size, k_size = config.num_heads * self.head_dim, config.num_kv_heads * self.head_dim
+        kv_size = 2 * k_size
+        self.head_widths, self.kv_widths = ranks.head_widths(config.num_heads, config.num_kv_heads, self.head_dim)
+
+        def rows(own: Span, before: int) -> Span:
+            return before + own[0] * self.head_dim, before + own[1] * self.head_dim
+
+        def linear(size: int, *own: Span) -> Linear:
+            return Linear(in_size, size, config.qkv_bias, ranks.keep(size, *own))
+
+        q, k, v = rows(self.own, 0), rows(self.own_kv, q_size), rows(self.own_kv, q_size + k_size)
+        self.qkv = None if split else linear(q_size + kv_size, q, k, v)
+        self.q = linear(q_size, q) if split else None
+        self.kv = linear(kv_size, rows(self.own_kv, 0), rows(self.own_kv, k_size)) if split else None
+        self.out = Linear(q_size, config.hidden_size, config.out_bias, ranks.split(config.hidden_size))
+        self.sinks = nn.Parameter(torch.empty(config.num_heads)) if config.sinks else None  # of all ranks
         self.norms_whole = config.whole_qk_norm
         sizes = (q_size, kv_size // 2) if self.norms_whole else (self.head_dim, self.head_dim)
         self.q_norm = RMSNorm(sizes[0], config.norm_eps) if config.qk_norm else None
@@ -155,20 +191,35 @@ class Attention(nn.Module):
         if self.out.packed is not None and triton_ready(q) and not self.norms_whole:
             return QKV(q, k, v, self._deferred_rope(q_positions, positions, table))
         if self.q_norm is not None and self.k_norm is not None:
-            whole = self.norms_whole
-            q, k = (
-                norm(x.flatten(1)).view(x.shape) if whole else norm(x)
-                for x, norm in ((q, self.q_norm), (k, self.k_norm))
-            )
+            q, k = self._norm_whole(q, k) if self.norms_whole else (self.q_norm(q), self.k_norm(k))
         elif heads is not None:  # adjacent: one call rotates both
             rotated = rope(heads[:, : q_heads + kv_heads], positions, table)
             q, k = torch.split_with_sizes(rotated, (q_heads, kv_heads), 1)
             return QKV(q, k, v)
         return QKV(rope(q, q_positions, table), rope(k, positions, table), v)
 
+    def own_sinks(self) -> Tensor:
+        """The sinks of this rank's heads, as attention reads them: [heads] f32."""
+        assert self.sinks is not None
+        return self.sinks.float()[self.own[0] : self.own[1]]
+
     def merge_heads(self, attended: Tensor) -> Tensor:
-        """The result of attention as the output projection reads it: [N, Hq, D] -> [N, Hq * D]."""
-        return attended.flatten(1)
+        """The result of attention as the output projection reads it, of all ranks: [N, Hq, D] -> [N, Hq * D]."""
+        return self.ranks.gather(attended.flatten(1), self.head_widths)
+
+    def _norm_whole(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """This rank's queries and keys [N, heads, D], normed over the heads of all ranks together."""
+        normed = []
+        for x, norm, (low, high), widths in (
+            (q, self.q_norm, self.own, self.head_widths),
+            (k, self.k_norm, self.own_kv, self.kv_widths),
+        ):
+            assert norm is not None
+            size, dim = norm.weight.shape[0], self.head_dim
+            heads = self.ranks.gather(x.flatten(1), widths).view(len(x), sum(widths) // dim, dim)
+            copies = sum(widths) // size  # of a KV head, on several ranks
+            normed.append(norm(heads[:, ::copies].flatten(1)).view(len(x), size // dim, dim)[:, low:high])
+        return normed[0], normed[1]
 
     def _deferred_rope(self, q_positions: Tensor, positions: Tensor, table: Tensor) -> DeferredRope:
         q_norm, k_norm = self.q_norm, self.k_norm
@@ -180,11 +231,12 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """The gated feed-forward part, with gate and up fused."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, ranks: Ranks = ALONE) -> None:
         super().__init__()
         self.uses_gelu = config.activation == "gelu"
-        self.gate_up = Linear(config.hidden_size, 2 * config.intermediate_size, config.mlp_bias)
-        self.down = Linear(config.intermediate_size, config.hidden_size, config.mlp_bias)
+        size, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_up = Linear(size, 2 * inner, bias, ranks.split(inner, parts=2))
+        self.down = Linear(inner, size, bias, ranks.split(size))
 
     def forward(self, residual: Residual, next_norm: RMSNorm | None, out_norm: RMSNorm | None = None) -> Residual:
         """The residual plus the MLP of its norm, itself normed if the family says so, prepared for the next norm."""

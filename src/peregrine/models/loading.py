@@ -14,6 +14,7 @@ from peregrine.models.checkpoint.weights import Weights
 from peregrine.models.config import ModelConfig
 from peregrine.models.decoder import Decoder
 from peregrine.models.families import family_of, read_config
+from peregrine.models.parallel import ALONE, Ranks
 
 # Some checkpoints store the rotary frequencies; they follow from the config.
 _ROTARY = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
@@ -26,16 +27,18 @@ def load_decoder(
     *,
     pack: bool = True,
     num_positions: int | None = None,
+    ranks: Ranks = ALONE,
 ) -> Decoder:
     """The decoder of a checkpoint, opened or not, cast to dtype; packed for inference, or plain to be trained on.
 
-    On a CPU a packed decoder computes in float32; dtype is what its weights are rounded to and held in.
+    On a CPU a packed decoder computes in float32; dtype is what its weights are rounded to and held in. Of several
+    ranks each holds its shards.
     """
     weights = Weights.of(source)
     config, plan = check_decoder(weights)
     _tell_float8(weights.float8_size(plan), dtype)
     computed = arithmetic_dtype(dtype, torch.device(device)) if pack else dtype
-    decoder = Decoder(config, device, computed, num_positions)
+    decoder = Decoder(config, device, computed, num_positions, ranks)
     if pack:
         held = dtype if computed != dtype else None
         weights.fill_and_pack(decoder, plan, shared=[decoder.head] if config.shares_embedding else [], held=held)

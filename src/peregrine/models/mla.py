@@ -14,6 +14,7 @@ from peregrine.kernels.residual import Residual
 from peregrine.kernels.runtime.gpu import triton_ready
 from peregrine.models.config import MLAConfig, ModelConfig
 from peregrine.models.layers import QKV, Linear, LiveRows, Packable, RMSNorm
+from peregrine.models.parallel import ALONE, Ranks, Shard
 
 NORM_EPS = 1e-6  # of the norms inside the attention, whatever rms_norm_eps says
 
@@ -21,8 +22,9 @@ NORM_EPS = 1e-6  # of the norms inside the attention, whatever rms_norm_eps says
 class PerHeadLinear(Packable[PerHeadFormat]):
     """One linear layer per head."""
 
-    def __init__(self, num_heads: int, in_size: int, out_size: int) -> None:
+    def __init__(self, num_heads: int, in_size: int, out_size: int, shard: Shard | None = None) -> None:
         super().__init__(torch.empty(num_heads, out_size, in_size))
+        self.shard = shard
 
     def _pack(self, train: bool) -> PerHeadFormat:
         assert self.weight is not None
@@ -36,25 +38,33 @@ class PerHeadLinear(Packable[PerHeadFormat]):
 class MLAAttention(nn.Module):
     """Projections, norms and rotation around `attend`, as in `Attention`.
 
-    `q` projects to the queries themselves or, if the model has a query rank, to a vector of that rank.
+    `q` projects to the queries themselves or, if the model has a query rank, to a vector of that rank. Of several ranks
+    each has its own heads and every latent.
     """
 
-    def __init__(self, config: ModelConfig, latent: MLAConfig, layer: int, split: bool) -> None:
+    def __init__(self, config: ModelConfig, latent: MLAConfig, layer: int, split: bool, ranks: Ranks = ALONE) -> None:
         super().__init__()
-        self.layer, self.latent = layer, latent
-        self.num_heads = config.num_heads
-        hidden, bias = config.hidden_size, config.qkv_bias
-        heads_size = self.num_heads * latent.q_dim
-        self.q_size = heads_size if latent.q_rank is None else latent.q_rank
-        self.qkv = None if split else Linear(hidden, self.q_size + latent.key_dim, bias)
-        self.q = Linear(hidden, self.q_size, bias) if split else None
-        self.kv = Linear(hidden, latent.key_dim, bias) if split else None
+        self.layer, self.latent, self.ranks = layer, latent, ranks
+        own, count = ranks.span(config.num_heads), config.num_heads
+        self.num_heads = own[1] - own[0]
+        hidden, bias, key_dim, ranked = config.hidden_size, config.qkv_bias, latent.key_dim, latent.q_rank is not None
+        heads_size, rows = count * latent.q_dim, (own[0] * latent.q_dim, own[1] * latent.q_dim)
+        q_size = latent.q_rank or heads_size  # of all ranks
+        self.q_size = latent.q_rank or self.num_heads * latent.q_dim
+        both = None if ranked else ranks.keep(q_size + key_dim, rows, (q_size, q_size + key_dim))
+        self.qkv = None if split else Linear(hidden, q_size + key_dim, bias, both)
+        self.q = Linear(hidden, q_size, bias, None if ranked else ranks.keep(q_size, rows)) if split else None
+        self.kv = Linear(hidden, key_dim, bias) if split else None
         self.q_norm = None if latent.q_rank is None else RMSNorm(latent.q_rank, NORM_EPS)
-        self.q_up = None if latent.q_rank is None else Linear(latent.q_rank, heads_size)
+        self.q_up = None
+        if latent.q_rank is not None:
+            self.q_up = Linear(latent.q_rank, heads_size, shard=ranks.keep(heads_size, rows))
         self.kv_norm = RMSNorm(latent.kv_rank, NORM_EPS)
-        self.w_uk = PerHeadLinear(self.num_heads, latent.nope_dim, latent.kv_rank)
-        self.w_uv = PerHeadLinear(self.num_heads, latent.kv_rank, latent.value_dim)
-        self.out = Linear(self.num_heads * latent.value_dim, hidden, config.out_bias)
+        heads = ranks.keep(count, own)
+        self.w_uk = PerHeadLinear(self.num_heads, latent.nope_dim, latent.kv_rank, heads)
+        self.w_uv = PerHeadLinear(self.num_heads, latent.kv_rank, latent.value_dim, heads)
+        self.head_widths, _ = ranks.head_widths(count, 1, latent.value_dim)
+        self.out = Linear(count * latent.value_dim, hidden, config.out_bias, ranks.split(hidden))
 
     def project(self, residual: Residual, positions: Tensor, table: Tensor, live: LiveRows | None = None) -> QKV:
         """Queries and keys of the normed residual [N, in]; queries of the live rows alone, if given."""
@@ -86,5 +96,5 @@ class MLAAttention(nn.Module):
         return q.view(q.shape[0], self.num_heads, self.latent.q_dim), kv
 
     def merge_heads(self, attended: Tensor) -> Tensor:
-        """The result of attention as the output projection reads it: [N, heads, kv_rank] -> [N, heads * value_dim]."""
-        return self.w_uv.forward(attended).flatten(1)
+        """The result of attention as the output projection reads it, of all ranks: -> [N, heads * value_dim]."""
+        return self.ranks.gather(self.w_uv.forward(attended).flatten(1), self.head_widths)

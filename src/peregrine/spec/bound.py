@@ -7,6 +7,7 @@ from torch import Tensor
 
 from peregrine.attention import Attend, AttentionBackend, AttentionMetadata, Deferred, LayerAttention
 from peregrine.cache.store import KVStore
+from peregrine.kernels.round import Verdict, move_path
 from peregrine.models.decoder import Decoder
 
 
@@ -39,3 +40,7 @@ class BoundModel:
         """Read a window for its keys, values and taps alone: the last layer's output is computed only if tapped."""
         no_rows = tokens[:0]
         return self.decoder.forward(tokens, metadata.positions, self.bind(metadata), taps, no_rows)[1]
+
+    def move_path(self, past_lens: Tensor, verdict: Verdict, table: Tensor, page_size: int) -> None:
+        """Move the accepted path's cache entries to the front of a tree's window."""
+        move_path(self.store.parts, past_lens, verdict, table, page_size)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from peregrine.kernels.round import Verdict, WindowPlaces, move_path
+from peregrine.kernels.round import Verdict, WindowPlaces
 from peregrine.kernels.sampling import Features, logprobs
 from peregrine.spec.bound import BoundModel
 from peregrine.spec.judge import Judge
@@ -97,7 +97,7 @@ def settle(
     mark("commit")
     verdict = state.commit(choices)
     if not shape.is_chain:
-        move_path(target.store.parts, places.past_lens, verdict, state.pages.table, state.pages.page_size)
+        target.move_path(places.past_lens, verdict, state.pages.table, state.pages.page_size)
 
     mark("propose")
     if taps is not None:

@@ -13,6 +13,8 @@ from peregrine.models.checkpoint.folder import Fields
 from peregrine.models.config import ModelConfig
 from peregrine.models.decoder import Decoder
 from peregrine.models.families import parse_config
+from peregrine.models.layers import Packable
+from peregrine.models.parallel import ALONE, Ranks
 
 PREFIX = "shape:"
 _LLAMA_ROPE = {
@@ -120,10 +122,15 @@ def shape_config(name: str) -> ModelConfig:
 
 
 def draw_decoder(
-    config: ModelConfig, device: torch.device, dtype: torch.dtype, seed: int = 0, num_positions: int | None = None
+    config: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    seed: int = 0,
+    num_positions: int | None = None,
+    ranks: Ranks = ALONE,
 ) -> Decoder:
     """A decoder with random weights, drawn and packed on the device."""
-    decoder = Decoder(config, device, arithmetic_dtype(dtype, device), num_positions)
+    decoder = Decoder(config, device, arithmetic_dtype(dtype, device), num_positions, ranks)
     draw_here(decoder, seed)
     return decoder.pack(held=dtype)
 
@@ -137,6 +144,12 @@ def draw_here(module: nn.Module, seed: int, scale: float = 0.02) -> None:
             device = parameter.device
             if device not in generators:
                 generators[device] = torch.Generator(device).manual_seed(seed)
-            parameter.normal_(0.0, scale, generator=generators[device])
+            owner = module.get_submodule(name.rpartition(".")[0])
+            shard = owner.shard if isinstance(owner, Packable) else None
+            if shard is None:
+                parameter.normal_(0.0, scale, generator=generators[device])
+            else:  # every rank draws the whole weight and keeps its rows
+                whole = parameter.new_empty(shard.total, *parameter.shape[1:])
+                parameter.copy_(shard.take(whole.normal_(0.0, scale, generator=generators[device])))
         else:
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)

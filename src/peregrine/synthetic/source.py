@@ -10,6 +10,7 @@ from peregrine.hardware import check_room
 from peregrine.models.config import ModelConfig
 from peregrine.models.decoder import Decoder
 from peregrine.models.loading import num_weights
+from peregrine.models.parallel import ALONE, Ranks
 from peregrine.spec.registry import DRAFTERS, DraftSource
 from peregrine.synthetic.heads import SHAPE_DRAFTERS
 from peregrine.synthetic.shapes import draw_decoder, shape_config
@@ -34,9 +35,11 @@ class ShapeSource:
     def tokenizer(self) -> Tokenizer:
         return Tokenizer.read(self.tokenizer_folder)
 
-    def target(self, device: torch.device, dtype: torch.dtype, num_positions: int | None = None) -> Decoder:
-        check_room(device, f"the weights of {self.name}", num_weights(self.config) * dtype.itemsize)
-        return draw_decoder(self.config, device, dtype, num_positions=num_positions)
+    def target(
+        self, device: torch.device, dtype: torch.dtype, num_positions: int | None = None, ranks: Ranks = ALONE
+    ) -> Decoder:
+        check_room(device, f"the weights of {self.name}", num_weights(self.config) * dtype.itemsize // ranks.size)
+        return draw_decoder(self.config, device, dtype, num_positions=num_positions, ranks=ranks)
 
     def sampling_defaults(self) -> tuple[dict[str, object], str]:
         return {}, "a shape has no sampling defaults"

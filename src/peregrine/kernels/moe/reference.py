@@ -167,6 +167,8 @@ def pack_experts(
 
     `limit`: of `clamped_mul`, for gate_up. `held` is what a CPU's float32 weights may be rounded to and held in.
     """
+    if not num_experts:
+        return LinearExperts((), limit)
     stacked = weight.detach().view(num_experts, -1, weight.shape[1])
     biases = None if bias is None else bias.detach().view(num_experts, -1)
     if triton_ready(stacked):
@@ -187,19 +189,36 @@ def plain_experts(
 
 def experts_mlp(x: Tensor, choice: ExpertChoice, gate_up: LinearExperts, down: LinearExperts) -> Tensor:
     """The twin, without the residual: [N, H] -> [N, H]. Only the experts that are chosen are read."""
-    num_rows, choices = choice.experts.shape
+    outputs = expert_outputs(x, choice, gate_up, down, 0, down.shape[1])
+    return weighted_outputs(outputs, choice, x.dtype)
+
+
+def expert_outputs(
+    x: Tensor, choice: ExpertChoice, gate_up: LinearExperts, down: LinearExperts, first: int, num_outputs: int
+) -> Tensor:
+    """What each row's experts say, in its order: [N, H] -> [N * choices, O]; of the experts from `first` on.
+
+    Rows of experts that are not there are zero.
+    """
+    choices, last = choice.experts.shape[1], first + len(gate_up.experts)
     flat = choice.experts.flatten()
     order = flat.argsort(stable=True)  # pairs of row and place, by expert
     numbers, counts = torch.unique_consecutive(flat[order], return_counts=True)
-    outputs, start = x.new_empty(len(flat), down.shape[1]), 0
+    outputs, start = x.new_zeros(len(flat), num_outputs), 0
     for number, count in zip(numbers, counts, strict=True):
-        pairs = order[start : start + int(count)]
-        both = gate_up.experts[int(number)].linear(x.index_select(0, pairs // choices))
-        inner = silu_mul(both) if gate_up.limit is None else clamped_mul(both, gate_up.limit)
-        outputs[pairs] = down.experts[int(number)].linear(inner)
-        start += int(count)
-    weighted = (outputs.view(num_rows, choices, outputs.shape[1]) * choice.weights[:, :, None]).to(x.dtype)
+        pairs, start = order[start : start + int(count)], start + int(count)
+        if first <= int(number) < last:
+            both = gate_up.experts[int(number) - first].linear(x.index_select(0, pairs // choices))
+            inner = silu_mul(both) if gate_up.limit is None else clamped_mul(both, gate_up.limit)
+            outputs[pairs] = down.experts[int(number) - first].linear(inner)
+    return outputs
+
+
+def weighted_outputs(outputs: Tensor, choice: ExpertChoice, dtype: torch.dtype) -> Tensor:
+    """A row's expert outputs [N * choices, O], weighted one by one and added up in the order of its choice: [N, O]."""
+    num_rows, choices = choice.experts.shape
+    weighted = (outputs.view(num_rows, choices, outputs.shape[1]) * choice.weights[:, :, None]).to(dtype)
     total = weighted[:, 0].float()
     for place in range(1, choices):
         total = total + weighted[:, place]
-    return total.to(x.dtype)
+    return total.to(dtype)

@@ -140,12 +140,18 @@ class Weights:
         """Copy the plan's tensors into the module's parameters, rounded to `held`, cast and moved one at a time."""
         with torch.no_grad():
             for name, pieces in plan.items():
-                parameter, start = module.get_parameter(name), 0
+                parameter, start, end = module.get_parameter(name), 0, 0
+                owner = module.get_submodule(name.rpartition(".")[0])
+                shard = owner.shard if isinstance(owner, Packable) else None
                 for piece in pieces:
                     stored = self.tensor(piece.name)
                     taken = stored if piece.take is None else piece.take(stored)
-                    parameter[start : start + taken.shape[0]].copy_(taken if held is None else taken.to(held))
-                    start += taken.shape[0]
+                    rows = [(0, len(taken))] if shard is None else shard.within(start, start + len(taken))
+                    for low, high in rows:
+                        own = taken[low:high]
+                        parameter[end : end + high - low].copy_(own if held is None else own.to(held))
+                        end += high - low
+                    start += len(taken)
 
     def fill_and_pack(
         self, module: nn.Module, plan: Plan, shared: Iterable[Linear] = (), held: torch.dtype | None = None

@@ -1,0 +1,221 @@
+"""The processes of a tensor-parallel engine. Rank 0 is the engine; it starts the others, which follow it.
+
+A follower holds its shards of the target and its part of the KV store, and knows no requests: rank 0 tells it which
+window to read, which logits to compute and which path of a tree to move, and it does the same calls on the same data.
+Scheduling, sampling and drafting are rank 0's alone. A follower ends when rank 0 closes its pipe or is gone; a rank
+that is gone is an EngineFault in the next collective of every other one, so nobody waits for it.
+"""
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from peregrine.attention import AttentionMetadata
+from peregrine.attention.routing import BACKENDS
+from peregrine.config import MAX_RANKS, EngineConfig
+from peregrine.engine.memory import make_stores, store_shape_of
+from peregrine.engine.sources import open_source
+from peregrine.errors import ConfigError, EngineFault, PeregrineError
+from peregrine.kernels.round import Verdict
+from peregrine.kernels.runtime.cpu import NUMBA_PRESENT, load_kernels
+from peregrine.log import logger
+from peregrine.models.config import ModelConfig
+from peregrine.models.decoder import Decoder
+from peregrine.models.parallel import ALONE, Ranks, fields_of
+from peregrine.spec.bound import BoundModel
+from peregrine.threads import pick_threads, usable_cores
+
+ANSWER_SECONDS = 600  # how long a rank waits for another one that has not ended
+END_SECONDS = 30
+# A process of its own and not multiprocessing's: that would run the user's main program again.
+BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from peregrine.engine.parallel import main; main()"
+
+
+@dataclass(frozen=True, slots=True)
+class LeadingModel(BoundModel):
+    """The target on rank 0: what it reads, the others read with it."""
+
+    ranks: Ranks
+
+    def read(self, tokens: Tensor, metadata: AttentionMetadata, taps: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+        """Read a window on all ranks: hidden [N, H] after the final norm, taps [N, len(taps) * H]."""
+        self.ranks.tell("read", tokens=tokens, taps=tuple(taps), **fields_of(metadata))
+        return BoundModel.read(self, tokens, metadata, taps)
+
+    def fill(self, tokens: Tensor, metadata: AttentionMetadata, taps: Sequence[int]) -> Tensor | None:
+        """Read a window on all ranks for its keys, values and taps alone."""
+        self.ranks.tell("fill", tokens=tokens, taps=tuple(taps), **fields_of(metadata))
+        return BoundModel.fill(self, tokens, metadata, taps)
+
+    def move_path(self, past_lens: Tensor, verdict: Verdict, table: Tensor, page_size: int) -> None:
+        """Move the accepted path's cache entries to the front of a tree's window, on all ranks."""
+        self.ranks.tell("move_path", past_lens=past_lens, verdict=verdict.table, table=table, page_size=page_size)
+        BoundModel.move_path(self, past_lens, verdict, table, page_size)
+
+
+def lead(model: BoundModel, ranks: Ranks) -> BoundModel:
+    """The target as rank 0 reads it, once the others have stores like its own."""
+    if ranks.size == 1:
+        return model
+    store, backend = model.store, model.backend.name
+    ranks.tell(
+        "store", num_pages=store.num_pages, page_size=store.page_size, kv_dtype=store.keys.dtype, backend=backend
+    )
+    await_ranks(ranks.pipes)
+    return LeadingModel(**fields_of(model), ranks=ranks)
+
+
+def check_ranks(asked: EngineConfig, device: torch.device, config: ModelConfig) -> str:
+    """What each rank holds; ConfigError if the model cannot be split so, or not here."""
+    size, cores = asked.tensor_parallel, usable_cores()
+    heads, kv_heads = config.num_heads, config.num_kv_heads if config.mla is None else 1
+    able = [n for n in range(1, min(heads, MAX_RANKS) + 1) if n <= kv_heads or n % kv_heads == 0]
+    problem = None
+    if size not in able:
+        problem = f"{heads} heads with {kv_heads} of keys and values cannot be split so; choose one of {able}"
+    elif device.type != "cpu":
+        problem = "models are split between processes of a CPU only, not on CUDA devices; use 1, or device=cpu"
+    elif not NUMBA_PRESENT:
+        problem = "needs compiled kernels, whose bits do not depend on how a layer is split; pip install numba"
+    elif asked.host_cache:
+        problem = f"the host cache ({asked.host_cache:g} GiB) holds pages of one process; use host_cache=0, or 1 rank"
+    elif size > cores:
+        problem = f"this process may use {cores} cores, and each rank needs one; use at most {cores}"
+    if problem is not None:
+        raise ConfigError(f"tensor_parallel={size}: {problem}")
+    widths = Ranks(0, size).head_widths(heads, kv_heads, 1)
+    own, own_kv = ("+".join(map(str, each)) for each in widths)
+    return f"query heads {own}; " + ("every rank holds all latents" if config.mla else f"KV heads {own_kv}")
+
+
+@contextmanager
+def started_ranks(size: int) -> Iterator[Ranks]:
+    """This process as rank 0, and the others started; they end with the context."""
+    if size == 1:
+        yield ALONE
+        return
+    pairs, processes = [Pipe() for _ in range(size - 1)], []
+    with TemporaryDirectory(prefix="peregrine-ranks-") as folder:
+        try:
+            for rank, (_, theirs) in enumerate(pairs, 1):
+                given = json.dumps([folder, rank, size, theirs.fileno()])
+                command = [sys.executable, "-c", BOOT, json.dumps(sys.path), given]
+                processes.append(
+                    subprocess.Popen(
+                        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
+                    )
+                )
+                theirs.close()  # a rank that is gone is then the end of its pipe
+            pipes = tuple(ours for ours, _ in pairs)
+            await_ranks(pipes)  # imported; a rank that could not start would be waited for by the group
+            yield join(folder, 0, size, pipes)
+        finally:
+            for ours, _ in pairs:
+                ours.close()
+            for process in processes:
+                try:
+                    process.wait(END_SECONDS)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+
+
+def join(folder: str, rank: int, size: int, pipes: tuple[Connection, ...]) -> Ranks:
+    """Join the group of ranks that meet in a folder; they talk over this machine's loopback."""
+    known: Any = dist  # torch's stubs know little of this
+    options = known.ProcessGroupGloo._Options()
+    options._timeout = timedelta(seconds=ANSWER_SECONDS)
+    options._devices = [known.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    store = known.FileStore(f"{folder}/store", size)
+    return Ranks(rank, size, known.ProcessGroupGloo(store, rank, size, options), pipes)
+
+
+def await_ranks(pipes: Sequence[Connection]) -> None:
+    """Wait until every other rank has done what it was told; ConfigError with the first problem."""
+    for rank, pipe in enumerate(pipes, 1):
+        try:
+            problem = pipe.recv()
+        except EOFError:
+            problem = "it ended while it started; what it wrote is above"
+        if problem is not None:
+            raise ConfigError(f"tensor_parallel={len(pipes) + 1}: rank {rank}: {problem}")
+
+
+def main() -> None:
+    """A follower's process."""
+    folder, rank, size, number = json.loads(sys.argv[2])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0, which ends the others
+    pipe = Connection(number)
+    pipe.send(None)
+    try:
+        with torch.inference_mode():
+            Follower(join(folder, rank, size, (pipe,))).run()
+    except (EOFError, ConnectionError):
+        pass
+    except EngineFault as fault:
+        logger.error("rank %d: %s", rank, fault)
+        sys.exit(1)
+
+
+class Follower:
+    """A rank other than 0: does what it is told until rank 0 ends."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks, self.device = ranks, torch.device("cpu")
+        self.decoder: Decoder | None = None
+        self.model: BoundModel | None = None
+
+    def run(self) -> None:
+        """Follow; EOFError when rank 0 has closed or is gone."""
+        while True:
+            what, told = self.ranks.hear(self.device)
+            if what in ("load", "store"):
+                self._prepare(self._load if what == "load" else self._make_store, told)
+            elif what == "head":
+                assert self.decoder is not None
+                self.decoder.head.forward(**told)
+            else:
+                self._follow(what, told)
+
+    def _prepare(self, step: Any, told: dict[str, Any]) -> None:
+        """Take a step of starting, and answer with what is wrong with it."""
+        try:
+            step(**told)
+            self.ranks.pipes[0].send(None)
+        except PeregrineError as error:
+            self.ranks.pipes[0].send(str(error))
+
+    def _load(self, model: str, dtype: torch.dtype, max_len: int) -> None:
+        torch.set_num_threads(pick_threads(torch.get_num_threads(), self.ranks.size)[0])
+        for _ in load_kernels():
+            pass
+        self.decoder = open_source(model).target(self.device, dtype, max_len, self.ranks)
+
+    def _make_store(self, num_pages: int, page_size: int, kv_dtype: torch.dtype, backend: str) -> None:
+        assert self.decoder is not None
+        (store,) = make_stores([store_shape_of(self.decoder)], num_pages, page_size, kv_dtype, self.device)
+        chosen = next(known for known in BACKENDS if known.name == backend)
+        self.model = BoundModel(self.decoder, self.decoder.layer_attention(), store, chosen)
+
+    def _follow(self, what: str, told: dict[str, Any]) -> None:
+        """One call of `LeadingModel`."""
+        model = self.model
+        assert model is not None
+        if what == "move_path":
+            model.move_path(told["past_lens"], Verdict(told["verdict"]), told["table"], told["page_size"])
+        else:
+            tokens, taps = told.pop("tokens"), told.pop("taps")
+            (model.read if what == "read" else model.fill)(tokens, AttentionMetadata(**told), taps)

@@ -1,0 +1,255 @@
+"""Tensor parallel: which rows of each weight a rank holds, and how the ranks' results become whole rows.
+
+Every linear layer is split by its outputs and its ranks' results are gathered, so no sum of floats crosses ranks: an
+output is computed by one rank as one rank alone would compute it, and the bits are those of one device. Queries, keys
+and values are split by heads and stay on their rank through attention. Experts are split by expert; their outputs are
+put together as whole numbers (every rank but one adds zero bits), and each row adds them up in its own order.
+
+Rank 0 leads: it tells the others what to compute, plain values through a pipe to each and tensors by one broadcast.
+"""
+
+import pickle
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.nn import functional as F
+
+from peregrine.cache.store import KVShape
+from peregrine.errors import EngineFault
+from peregrine.kernels.linear import WeightFormat
+from peregrine.kernels.moe import ExpertChoice, ExpertFormat, LinearExperts, expert_outputs, weighted_outputs
+from peregrine.kernels.residual import Norm, Residual, add_to_residual
+from peregrine.models.config import ModelConfig
+
+Span = tuple[int, int]  # from the first up to, and not including, the second
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes that share one model; this one is number `rank` of `size`. One rank alone needs no group."""
+
+    rank: int = 0
+    size: int = 1
+    group: dist.ProcessGroup | None = None
+    pipes: tuple[Connection, ...] = ()  # rank 0: to each of the others; they: to rank 0
+
+    def everyone(self) -> "list[Ranks]":
+        """All ranks in order, to ask what they hold."""
+        return [Ranks(rank, self.size) for rank in range(self.size)]
+
+    def span(self, total: int) -> Span:
+        """This rank's share of `total` things; shares differ by one at most."""
+        return share(total, self.rank, self.size)
+
+    def heads(self, num_heads: int, num_kv_heads: int) -> tuple[Span, Span]:
+        """This rank's query heads and the KV heads that they see.
+
+        With as many KV heads as ranks or more, each rank has its own; with fewer, ranks hold the same one and share the
+        queries that see it.
+        """
+        group = num_heads // num_kv_heads
+        if num_kv_heads >= self.size:
+            low, high = self.span(num_kv_heads)
+            return (low * group, high * group), (low, high)
+        holders = self.size // num_kv_heads  # of one KV head
+        kv_head, place = divmod(self.rank, holders)
+        low, high = share(group, place, holders)
+        return (kv_head * group + low, kv_head * group + high), (kv_head, kv_head + 1)
+
+    def head_widths(self, num_heads: int, num_kv_heads: int, dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Entries of a row of query heads, and of a row of KV heads, that each rank has."""
+        spans = [rank.heads(num_heads, num_kv_heads) for rank in self.everyone()]
+        q, kv = (tuple((high - low) * dim for low, high in own) for own in zip(*spans, strict=True))
+        return q, kv
+
+    def kv_shape(self, config: ModelConfig) -> KVShape:
+        """What a token leaves in each layer's store on this rank; latents (MLA) are the same on all."""
+        if config.mla is not None:
+            return config.kv_shape
+        low, high = self.heads(config.num_heads, config.num_kv_heads)[1]
+        return KVShape.of_heads(high - low, config.head_dim)
+
+    def split(self, total: int, parts: int = 1) -> "Shard | None":
+        """A weight of `parts` blocks of `total` outputs, each block split between ranks; None: one rank has it all."""
+        if self.size == 1:
+            return None
+        low, high = self.span(total)
+        widths = tuple(end - start for start, end in (rank.span(total) for rank in self.everyone()))
+        return Shard(self, tuple((n * total + low, n * total + high) for n in range(parts)), total * parts, widths)
+
+    def keep(self, total: int, *rows: Span) -> "Shard | None":
+        """A weight of `total` rows of which this rank holds some, whose outputs stay here."""
+        return None if self.size == 1 else Shard(self, rows, total, widths=None)
+
+    def gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
+        """Outputs of all ranks side by side, block by block: [N, blocks * own width] -> [N, blocks * all widths]."""
+        if self.size == 1:
+            return x
+        blocks = x.reshape(len(x), x.shape[1] // widths[self.rank], widths[self.rank])
+        padded = F.pad(blocks, (0, max(widths) - blocks.shape[2])).contiguous()
+        out = padded.new_empty(self.size * len(x), *padded.shape[1:])
+        self._collective("_allgather_base", out, padded)
+        parts = out.view(self.size, *padded.shape)
+        return torch.cat([own[:, :, :width] for own, width in zip(parts, widths, strict=True)], dim=2).flatten(1)
+
+    def merge(self, x: Tensor) -> Tensor:
+        """Values of which every one is set by one rank and zero bits on the others."""
+        self._collective("allreduce", x.view(torch.int32))
+        return x
+
+    def tell(self, what: str, **values: object) -> None:
+        """Rank 0 tells the others what to compute; `hear` returns it. Other ranks say nothing."""
+        if self.size == 1 or self.rank:
+            return
+        tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+        header = pickle.dumps((what, {n: v for n, v in values.items() if n not in tensors}, shapes))
+        try:
+            for pipe in self.pipes:
+                pipe.send_bytes(header)
+        except OSError as error:
+            raise EngineFault(LOST) from error
+        if tensors:
+            ordered = (tensors[name] for name in by_size(shapes))
+            self._collective("broadcast", torch.cat([x.contiguous().view(-1).view(torch.uint8) for x in ordered]), 0)
+
+    def hear(self, device: torch.device) -> tuple[str, dict[str, Any]]:
+        """What rank 0 told last; waits for it. EOFError if rank 0 is gone or has closed."""
+        what, values, shapes = pickle.loads(self.pipes[0].recv_bytes())
+        if shapes:
+            sizes = {name: shape.numel() * dtype.itemsize for name, (shape, dtype) in shapes.items()}
+            data, start = torch.empty(sum(sizes.values()), dtype=torch.uint8, device=device), 0
+            self._collective("broadcast", data, 0)
+            for name in by_size(shapes):
+                shape, dtype = shapes[name]
+                values[name] = data[start : start + sizes[name]].view(dtype).view(shape)
+                start += sizes[name]
+        return what, values
+
+    def _collective(self, name: str, data: Tensor, *others: object) -> None:
+        """Run a collective of the group and wait for it; EngineFault if a rank is gone."""
+        if data.numel():  # of no rows there is nothing to send
+            try:
+                getattr(self.group, name)(data, *others).wait()
+            except RuntimeError as error:
+                raise EngineFault(LOST) from error
+
+
+def share(total: int, rank: int, size: int) -> Span:
+    """One of `size` shares of `total` things, which differ by one at most."""
+    return rank * total // size, (rank + 1) * total // size
+
+
+LOST = "a rank of this tensor-parallel engine is gone; its log says why. Start the engine again"
+ALONE = Ranks()
+
+
+def by_size(shapes: dict[str, tuple[torch.Size, torch.dtype]]) -> list[str]:
+    """Names of tensors, those of the widest dtype first: packed in this order every one is aligned."""
+    return sorted(shapes, key=lambda name: -shapes[name][1].itemsize)
+
+
+def fields_of(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass by name, as they are."""
+    return {field.name: getattr(value, field.name) for field in fields(value)}
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """What a rank holds of one weight."""
+
+    ranks: Ranks
+    rows: tuple[Span, ...]  # of the whole weight, ascending
+    total: int  # rows of the whole weight
+    widths: tuple[int, ...] | None  # each rank's outputs of a block, to be gathered; None: outputs stay on their rank
+
+    @property
+    def count(self) -> int:
+        """How many rows it holds."""
+        return sum(high - low for low, high in self.rows)
+
+    def within(self, start: int, end: int) -> Iterator[Span]:
+        """Its rows between `start` and `end`, counted from `start`."""
+        for low, high in self.rows:
+            if max(low, start) < min(high, end):
+                yield max(low, start) - start, min(high, end) - start
+
+    def take(self, whole: Tensor) -> Tensor:
+        """Its rows of the whole weight or bias."""
+        return torch.cat([whole[low:high] for low, high in self.rows])
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedWeight(WeightFormat):
+    """A rank's rows of a weight; the outputs are those of the whole one, on every rank."""
+
+    own: WeightFormat
+    shard: Shard
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(outputs, inputs) of the whole weight."""
+        return self.shard.total, self.own.shape[1]
+
+    @property
+    def num_bytes(self) -> int:
+        """What this rank reads."""
+        return self.own.num_bytes
+
+    def linear(self, x: Tensor) -> Tensor:
+        """x @ weight.T + bias: [N, I] -> [N, O]."""
+        return self._gather(self.own.linear(x))
+
+    def linear_normed(self, residual: Residual) -> Tensor:
+        """The linear of the normed residual: -> [N, O]."""
+        return self._gather(self.own.linear_normed(residual))
+
+    def gated(self, residual: Residual) -> Tensor:
+        """silu(first half) * second half: each rank computes it for its outputs. -> [N, O / 2]"""
+        return self._gather(self.own.gated(residual))
+
+    def _gather(self, own: Tensor) -> Tensor:
+        assert self.shard.widths is not None
+        return self.shard.ranks.gather(own, self.shard.widths)
+
+
+@dataclass(frozen=True, slots=True)
+class LedWeight(ShardedWeight):
+    """The output head: rank 0 alone asks for logits, for the target and for drafters that borrow it."""
+
+    def linear(self, x: Tensor) -> Tensor:
+        """x @ weight.T + bias: [N, I] -> [N, O]; on rank 0 it makes the others do the same."""
+        self.shard.ranks.tell("head", x=x)
+        return self._gather(self.own.linear(x))
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedExperts(ExpertFormat):
+    """A rank's experts of one linear layer, the `first` of all and those after it."""
+
+    own: LinearExperts
+    ranks: Ranks
+    first: int
+    outputs: int  # of an expert
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(experts of this rank, outputs, inputs)."""
+        return self.own.shape if self.own.experts else (0, self.outputs, 0)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of this rank's experts in memory."""
+        return self.own.num_bytes
+
+    def add(self, down: ExpertFormat, residual: Residual, choice: ExpertChoice, norm: Norm | None) -> Residual:
+        """The residual plus its experts' outputs, prepared for the norm that comes next."""
+        assert isinstance(down, ShardedExperts)
+        x = residual.finish_norm()
+        outputs = expert_outputs(x, choice, self.own, down.own, self.first, down.outputs)
+        return add_to_residual(weighted_outputs(self.ranks.merge(outputs), choice, x.dtype), residual, norm)

@@ -1,0 +1,104 @@
+"""Tensor parallel against one process: every family, chains and trees, the same tokens and log-probabilities.
+
+`test_parallel.py` runs a short form. The long one, with more ranks, requests and tokens:
+
+    PYTHONPATH=src:tests python tests/engine/parallel_cases.py
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import pytest
+
+from engine.test_against_transformers import FAMILIES, checkpoint
+from peregrine.engine import parallel
+from peregrine.engine.build import build_engine
+from peregrine.engine.parallel import started_ranks
+from peregrine.engine.request import Output
+from peregrine.llm import engine_config
+from peregrine.models.parallel import ALONE, Ranks
+from peregrine.sampling import SamplingParams
+from spec.block_heads import block_head, calm_model
+from spec.expert_models import expert_model, mla_mtp_model
+from spec.harness import Case, eagle3_head, eagle_head, mtp_model, noisy_model, prompts, run, tiny_model
+
+Engines = dict[str, dict[str, Any]]  # name -> options
+
+
+def families() -> Engines:
+    """Every family of transformers' checkpoints: 6 heads and 2 of keys and values, or 1, or latents; odd sizes."""
+    made: Engines = {}
+    for name, (family, fields) in FAMILIES.items():
+        folder = Path(mkdtemp(prefix="peregrine-family-"))
+        checkpoint(family, fields, folder)
+        made[name] = {"model": folder, "drafter": "ngram"}
+    return made
+
+
+def drafters() -> Engines:
+    """Chains, trees and blocks; heads with and without an output head of their own; few pages, small chunks."""
+    tree, mtp = {"tree": (3, 2, 8)}, {"model": mla_mtp_model(), "drafter": "mtp"}
+    return {
+        "merlin, eagle3": {"model": "merlin", "drafter": "eagle3"},
+        "merlin, eagle3 tree, bfloat16": {"model": "merlin", "drafter": "eagle3", "dtype": "bfloat16", **tree},
+        "a draft model": {"drafter": noisy_model(), "num_drafts": 4, "prefill_chunk": 8},
+        "a draft model's tree, float8": {"drafter": noisy_model(), "kv_dtype": "float8", **tree},
+        "eagle tree": {"drafter": eagle_head(), **tree},
+        "eagle3, few pages": {"drafter": eagle3_head(), "page_size": 4, "num_pages": 24, "max_rows": 3},
+        "mtp tree": {"model": mtp_model(), "drafter": "mtp", **tree},
+        "mtp on latents and experts": mtp,
+        "mtp tree on latents and experts": {**mtp, **tree},
+        "experts": {"model": expert_model(), "drafter": "none"},
+        "block head": {"model": calm_model(), "drafter": block_head()},
+    }
+
+
+def requests(count: int, longest: int) -> list[Case]:
+    """Greedy, sampled, filtered, penalised and scored requests."""
+    settings: list[dict[str, Any]] = [
+        {"temperature": 0, "logprobs": 3},
+        {"temperature": 0.9, "seed": 5, "top_p": 0.9, "logprobs": 1},
+        {"temperature": 1.2, "seed": 6, "frequency_penalty": 0.4, "prompt_logprobs": 2, "min_tokens": 4},
+    ]
+    asked = prompts(count, seed=11, high=30)
+    return [
+        Case(prompt, SamplingParams(max_tokens=longest, ignore_eos=True, detokenize=False, **settings[i % 3]))
+        for i, prompt in enumerate(asked)
+    ]
+
+
+def outputs(options: dict[str, Any], ranks: Ranks, cases: Sequence[Case]) -> list[Output]:
+    """What an engine led by this process generates."""
+    given = {"model": tiny_model(), "num_pages": 200, "max_len": 160, **options}
+    config = engine_config(str(given.pop("model")), {**given, "tensor_parallel": ranks.size})
+    return run(build_engine(config, ranks).engine, cases)
+
+
+def differences(engines: Engines, sizes: dict[int, Sequence[str]], cases: Sequence[Case]) -> Iterator[str]:
+    """Names of engines whose tokens or log-probabilities are not those of one process, with the number of ranks.
+
+    `sizes` says which engines are run with how many ranks.
+    """
+    alone = {name: told(outputs(options, ALONE, cases)) for name, options in engines.items()}
+    for size, names in sizes.items():
+        with started_ranks(size) as ranks:
+            for name in names:
+                if told(outputs(engines[name], ranks, cases)) != alone[name]:
+                    yield f"{name}, {size} ranks"
+
+
+def told(made: list[Output]) -> list[object]:
+    """Everything a user sees of the outputs; floats are compared by every digit."""
+    assert all(output.finish_reason == "length" for output in made)
+    return [(output.token_ids, output.drafted, repr(output.logprobs), repr(output.prompt_logprobs)) for output in made]
+
+
+if __name__ == "__main__":
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parallel, "usable_cores", lambda: 64)
+        engines = families() | drafters()
+        found = list(differences(engines, {2: [*engines], 3: [*engines], 4: [*engines]}, requests(9, 40)))
+    print("\n".join(found) or "no difference")
+    raise SystemExit(bool(found))

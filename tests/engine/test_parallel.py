@@ -1,0 +1,160 @@
+"""Tensor parallel: the bits of one process, and ends instead of hangs."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from engine.parallel_cases import differences, drafters, families, requests
+from peregrine.config import EngineConfig
+from peregrine.engine import parallel
+from peregrine.engine.parallel import check_ranks, started_ranks
+from peregrine.engine.sources import open_source
+from peregrine.errors import ConfigError, EngineFault
+from peregrine.llm import LLM
+from peregrine.models.decoder import Decoder
+from peregrine.models.parallel import Ranks
+from peregrine.sampling import SamplingParams
+from peregrine.synthetic.shapes import draw_here
+from spec.harness import mla_model, tiny_model
+
+# One of each kind: KV heads shared by ranks, norms over all heads, gelu, experts, latents, trees, borrowed heads.
+FOUR_RANKS = ("llama, untied", "olmo2", "gemma2", "gpt-oss", "deepseek-v2", "eagle tree", "mtp on latents and experts")
+CPU = torch.device("cpu")
+LONG = SamplingParams(max_tokens=150, ignore_eos=True, detokenize=False)
+
+
+@pytest.fixture(autouse=True)
+def many_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel, "usable_cores", lambda: 64)
+
+
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch) -> "list[subprocess.Popen[bytes]]":
+    """The ranks that are started."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    class Noted(subprocess.Popen[bytes]):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            started.append(self)
+
+    monkeypatch.setattr(parallel.subprocess, "Popen", Noted)
+    return started
+
+
+def test_every_family_and_drafter_has_the_bits_of_one_process(processes: "list[subprocess.Popen[bytes]]") -> None:
+    engines = families() | drafters()
+    assert list(differences(engines, {2: [*engines], 4: FOUR_RANKS}, requests(3, 4))) == []
+    assert [process.returncode for process in processes] == [0] * 4
+
+
+def test_a_rank_that_is_killed_ends_every_request(processes: "list[subprocess.Popen[bytes]]") -> None:
+    with LLM(tiny_model(), tensor_parallel=2, drafter="none", num_pages=200) as llm:
+        other = llm.stream([4, 5, 6], LONG)
+        first = llm.stream([1, 2, 3], LONG)
+        next(first), next(other)
+        processes[0].kill()
+        for stream in (first, other):
+            with pytest.raises(EngineFault, match="a rank of this tensor-parallel engine is gone"):
+                list(stream)
+        with pytest.raises(EngineFault, match="is gone"):
+            llm.generate([1, 2], LONG)
+    assert processes[0].wait(1) == -signal.SIGKILL
+
+
+def test_ranks_end_when_rank_0_is_killed() -> None:
+    program = (
+        "import sys\n"
+        "from peregrine.engine import parallel\n"
+        "parallel.usable_cores = lambda: 2\n"
+        "start = parallel.subprocess.Popen\n"
+        "def noted(*given, **options):\n"
+        "    process = start(*given, **options)\n"
+        "    print(process.pid, flush=True)\n"
+        "    return process\n"
+        "parallel.subprocess.Popen = noted\n"
+        "from peregrine import LLM, SamplingParams\n"
+        f"llm = LLM({str(tiny_model())!r}, tensor_parallel=2, drafter='none', num_pages=200)\n"
+        "for delta in llm.stream([1, 2, 3], SamplingParams(max_tokens=500, ignore_eos=True, detokenize=False)):\n"
+        "    print('delta', flush=True)\n"
+    )
+    command = [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}\n{program}"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as leader:
+        assert leader.stdout is not None
+        rank = int(leader.stdout.readline())
+        assert leader.stdout.readline() == "delta\n"
+        leader.kill()
+    for _ in range(600):
+        if not is_running(rank):
+            return
+        time.sleep(0.1)
+    os.kill(rank, signal.SIGKILL)
+    pytest.fail("the other rank is still there")
+
+
+def is_running(process: int) -> bool:
+    """Whether a process that is not our child is there; one that has ended may wait to be noticed by its parent."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return not subprocess.run(["ps", "-o", "stat=", "-p", str(process)], capture_output=True).stdout.startswith(b"Z")
+
+
+def test_a_rank_that_cannot_start_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel, "BOOT", "raise SystemExit(3)")
+    with pytest.raises(ConfigError, match="tensor_parallel=2: rank 1: it ended while it started"), started_ranks(2):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("ranks", "change", "device", "said"),
+    [
+        (4, {"num_heads": 6, "num_kv_heads": 3}, "cpu", r"6 heads with 3 .* choose one of \[1, 2, 3, 6\]"),
+        (7, {}, "cpu", "6 heads"),
+        (2, {}, "cuda", "CPU only"),
+        (3, {"num_heads": 65, "num_kv_heads": 65}, "cpu", "may use 2 cores"),
+    ],
+)
+def test_impossible_numbers_of_ranks_are_refused(
+    ranks: int, change: dict[str, Any], device: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parallel, "usable_cores", lambda: 2)
+    asked, config = EngineConfig(tensor_parallel=ranks), replace(open_source(str(tiny_model())).config, **change)
+    with pytest.raises(ConfigError, match=f"^tensor_parallel={ranks}: .*{said}"):
+        check_ranks(asked, torch.device(device), config)
+
+
+def test_ranks_need_the_compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel, "NUMBA_PRESENT", False)
+    with pytest.raises(ConfigError, match=r"tensor_parallel=2: needs compiled kernels.*pip install numba"):
+        LLM(tiny_model(), tensor_parallel=2)
+
+
+def test_what_ranks_hold_is_a_decision() -> None:
+    asked = EngineConfig(tensor_parallel=4)
+    assert check_ranks(asked, CPU, open_source(str(tiny_model())).config) == "query heads 1+2+1+2; KV heads 1+1+1+1"
+    assert check_ranks(asked, CPU, open_source(str(mla_model())).config).endswith("every rank holds all latents")
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_ranks_draw_their_rows_of_random_weights(size: int) -> None:
+    """Sizes that divide nothing; every row of every weight is on some rank, and latents and routers on all."""
+    config = open_source(str(mla_model())).config
+    whole = Decoder(config)
+    draw_here(whole, seed=1)
+    for rank in range(size):
+        own = Decoder(config, ranks=Ranks(rank, size))
+        draw_here(own, seed=1)
+        for path, part in own.named_modules():
+            for name, parameter in part.named_parameters(recurse=False):
+                expected = whole.get_parameter(f"{path}.{name}" if path else name)
+                shard = part.__dict__.get("shard")
+                assert torch.equal(parameter, expected if shard is None else shard.take(expected))
