@@ -15,11 +15,11 @@ MAX_RANKS = 64
 # Lowest and highest value of whole-number options.
 LIMITS = {
     "num_drafts": (0, MAX_DRAFTS),
-    "page_size": (1, 1024),
-    "max_rows": (1, 4096),
+    "page_size": (0, 1024),
+    "max_rows": (0, 4096),
     "max_len": (2, 2**31 - 1),
     "num_pages": (2, 2**31 - 1),
-    "prefill_chunk": (1, 2**20),
+    "prefill_chunk": (0, 2**20),
     "lag": (0, MAX_LAG),
     "tensor_parallel": (1, MAX_RANKS),
 }
@@ -73,7 +73,7 @@ KINDS: dict[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """The options of an engine; "auto", and None where it is the default, leave the choice to it.
+    """The options of an engine; "auto", and None or 0 where it is the default, leave the choice to it.
 
     Paths may stand for text, numpy's integers for integers, and (depth, width, nodes) for a TreeShape. drafter=None is
     "none", and so is generation_config=None.
@@ -100,13 +100,18 @@ class EngineConfig:
     )
     graphs: bool | None = option(None, "record rounds as CUDA graphs; by default where device and backend can")
     attention: str = option("auto", "auto, or the name of an attention backend (see peregrine doctor)", "BACKEND")
-    page_size: int = option(16, "tokens per page of the KV cache, a power of two", "TOKENS")
+    page_size: int = option(0, "tokens per page of the KV cache, a power of two; 0: chosen", "TOKENS")
     num_pages: int | None = option(
         None, "pages of the KV cache; by default all rows at full length, if they fit", "PAGES"
     )
-    max_rows: int = option(8, "requests that run together in one batch", "ROWS")
+    max_rows: int = option(0, "requests that run together in one batch; 0: what the device has room for", "ROWS")
     max_len: int | None = option(None, "tokens per request, prompt included; by default the model's context", "TOKENS")
-    prefill_chunk: int = option(256, "prompt tokens read in one forward, shared by the prompts that wait", "TOKENS")
+    prefill_chunk: int = option(
+        0, "prompt tokens read in one forward, shared by the prompts that wait; 0: as --max-stall-ms allows", "TOKENS"
+    )
+    max_stall_ms: float = option(
+        100.0, "milliseconds for which reading prompts may hold up running requests, between two rounds", "MS"
+    )
     generation_config: str = option(
         "auto", "sampling defaults: auto (those of the checkpoint's generation_config.json) or none", "auto|none"
     )
@@ -124,6 +129,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name in TEXTS:
             object.__setattr__(self, name, checked_text(name, getattr(self, name)))
+        for name in ("page_size", "max_rows", "prefill_chunk"):
+            object.__setattr__(self, name, 0 if getattr(self, name) is None else getattr(self, name))
         for name, (low, high) in LIMITS.items():
             object.__setattr__(self, name, check_integer(name, getattr(self, name), low, high))
         if isinstance(self.tree, list | tuple):
@@ -134,7 +141,9 @@ class EngineConfig:
             if not isinstance(getattr(self, name), kinds):
                 wanted = " or ".join("None" if kind is NoneType else kind.__name__ for kind in kinds)
                 raise ConfigError(f"{name}={shown(getattr(self, name))}: is not of the type {wanted}")
-        object.__setattr__(self, "host_cache", check_size("host_cache", self.host_cache))
+        object.__setattr__(self, "host_cache", check_number("host_cache", self.host_cache, "GiB, such as 0, 0.5 or 64"))
+        stall = check_number("max_stall_ms", self.max_stall_ms, "milliseconds, such as 20 or 100")
+        object.__setattr__(self, "max_stall_ms", stall)
         if self.host_cache and not self.prefix_cache:
             raise ConfigError(f"host_cache={self.host_cache}: it extends the prefix cache; leave prefix_cache on")
         if self.generation_config not in ("auto", "none"):
@@ -164,10 +173,10 @@ def checked_text(name: str, value: object) -> str:
     return text
 
 
-def check_size(name: str, value: object) -> float:
-    """The option as a number of GiB that is not negative."""
+def check_number(name: str, value: object, unit: str) -> float:
+    """The option as a number that is not negative."""
     if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) < float("inf"):
-        raise ConfigError(f"{name}={shown(value)}: is not a number of GiB, such as 0, 0.5 or 64")
+        raise ConfigError(f"{name}={shown(value)}: is not a number of {unit}")
     return float(value)
 
 

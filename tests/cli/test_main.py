@@ -78,7 +78,7 @@ def test_refusal_is_one_line_and_code_2(calls: object, peregrine: Run) -> None:
         (["generate", "hi", "--temprature=0.5"], "did you mean --temperature?"),
         (["generate", "hi", "--temp", "0.5"], "no such option; did you mean --temperature?"),
         (["generate", "hi", "--pres", "1"], "did you mean --presence-penalty?"),
-        (["generate", "hi", "--max", "5"], "did you mean --max-tokens or --max-rows or --max-len?"),
+        (["generate", "hi", "--max", "5"], "did you mean --max-tokens or --max-rows or --max-len or --max-stall-ms?"),
         (
             ["bench", "offline", "--drafer", "ngram"],
             "peregrine bench offline has no such option; did you mean --drafter",

@@ -158,14 +158,14 @@ def test_min_tokens_above_max_tokens():
     [
         ({"num_pages": 0}, "num_pages=0: must be between 2 and"),
         ({"page_size": 24}, "power of two"),
-        ({"max_rows": 0}, "max_rows=0"),
+        ({"max_rows": -1}, "max_rows=-1: must be between 0 and 4096"),
         ({"num_drafts": -1}, "num_drafts=-1: must be between 0 and 16"),
         ({"num_drafts": 99}, "between 0 and 16"),
         ({"tree": (3, 2)}, "is not (depth, width, nodes)"),
         ({"tree": (3, 2, 65)}, "nodes counts the window"),
         ({"tree": (0, 2, 4)}, "at least 1"),
         ({"warp": 9}, "warp=9: no such option"),
-        ({"row_sizes": (2, 4)}, "row_sizes=(2, 4)"),
+        ({"row_sizes": (2, 4), "max_rows": 8}, "row_sizes=(2, 4)"),
         ({"lag": True}, "not an integer"),
     ],
 )

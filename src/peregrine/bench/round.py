@@ -18,6 +18,7 @@ from peregrine.bench.roofline import Work, experts_read, mixtures_of, round_work
 from peregrine.bench.seating import mean_tokens, seat, step, unseat
 from peregrine.config import EngineConfig
 from peregrine.engine.build import build_engine
+from peregrine.engine.choices import pick_page_size
 from peregrine.engine.engine import Engine
 from peregrine.engine.request import Request
 from peregrine.engine.sources import open_source
@@ -106,13 +107,15 @@ def engine_config(options: dict[str, object], cases: Sequence[Case], rounds: int
     asked = parse_options(model, named)
     depth = asked.num_drafts if asked.tree is None else asked.tree.depth
     growth = (rounds + REST) * (depth + 1) + 128
-    pages = 1 + max(case.rows * (-(-(case.context + growth) // asked.page_size) + 8) for case in cases)
+    page_size, _ = pick_page_size(asked)
+    pages = 1 + max(case.rows * (-(-(case.context + growth) // page_size) + 8) for case in cases)
     needed: dict[str, object] = {
         "max_rows": max(case.rows for case in cases),
         "row_sizes": tuple(sorted({case.rows for case in cases})),
         "max_len": max(case.context for case in cases) + growth,
         "num_pages": pages,
         "prefill_chunk": 2048,
+        "page_size": page_size,
     }
     return parse_options(model, needed | named)
 

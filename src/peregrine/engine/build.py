@@ -22,6 +22,9 @@ from peregrine.engine.choices import (
     pick_graphs,
     pick_lag,
     pick_max_len,
+    pick_max_rows,
+    pick_page_size,
+    pick_prefill_chunk,
     pick_row_sizes,
 )
 from peregrine.engine.engine import Engine
@@ -31,6 +34,7 @@ from peregrine.engine.memory import (
     explain_memory,
     make_host_tier,
     make_stores,
+    page_bytes,
     pick_num_pages,
     scratch_bytes,
     store_shape_of,
@@ -100,6 +104,7 @@ def build_engine(asked: EngineConfig, joined: Ranks | None = None) -> Built:
 
 def _build(asked: EngineConfig, device: torch.device, start_ranks: Callable[[], Ranks]) -> Built:
     source, decisions = open_source(asked.model), Decisions()
+    max_stall_s = None if asked.prefill_chunk else asked.max_stall_ms / 1e3  # a size that was asked for is kept
     decisions.take("model", source.describe(asked.model))
     decisions.take("device", (device, "asked for" if asked.device != "auto" else "the fastest there is"))
     dtype = decisions.take("dtype", pick_dtype(asked, device, source))
@@ -127,12 +132,14 @@ def _build(asked: EngineConfig, device: torch.device, start_ranks: Callable[[], 
         torch.set_num_threads(decisions.take("threads", pick_threads(torch.get_num_threads(), ranks.size)))
         compile_kernels()
 
+    asked = replace(asked, page_size=decisions.take("page_size", pick_page_size(asked)))
     shapes = [store_shape_of(target)] + ([draft.store_shape] if draft.store_shape else [])
     dtype = arithmetic_dtype(dtype, device)
     kv_dtype = resolve_kv_dtype(asked.kv_dtype, dtype)
     backend, why = pick_backend(asked, target, draft, shapes, dtype, kv_dtype)
     decisions.take("attention", (backend.name, why))
     graphs = decisions.take("graphs", pick_graphs(asked, device))
+    asked = with_sizes(asked, target.config, page_bytes(shapes, 1, kv_dtype), max_len, device, dtype, decisions)
     scratch = scratch_bytes(asked, target.config, max_len, dtype) if device.type == "cuda" else 0
     scratch += workspace_bytes(device)
     await_ranks(ranks.pipes)
@@ -141,7 +148,7 @@ def _build(asked: EngineConfig, device: torch.device, start_ranks: Callable[[], 
     num_pages = decisions.take("num_pages", pick_num_pages(asked, together, max_len, device, kv_dtype, scratch))
     stores = make_stores(shapes, num_pages, asked.page_size, kv_dtype, device)
     lag = decisions.take("lag", pick_lag(asked, device))
-    policy = BatchPolicy(asked.max_rows, asked.prefill_chunk, lag, pick_row_sizes(asked, graphs))
+    policy = BatchPolicy(asked.max_rows, asked.prefill_chunk, max_stall_s, lag, pick_row_sizes(asked, graphs))
 
     bound = lead(BoundModel(target, target.layer_attention(), stores[0], backend), ranks)
     if graphs and backend.traits.max_decode_q_len:  # kernels are timed by recording them
@@ -155,6 +162,22 @@ def _build(asked: EngineConfig, device: torch.device, start_ranks: Callable[[], 
     if graphs:
         decisions.made.append(record_graphs(engine, device))
     return Built(engine, tokenizer, target.config, defaults, tuple(decisions.made))
+
+
+def with_sizes(
+    asked: EngineConfig,
+    config: ModelConfig,
+    token_bytes: int,
+    max_len: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    decisions: Decisions,
+) -> EngineConfig:
+    """The options with the sizes of batches and prompt chunks chosen, where they were left open."""
+    rows = decisions.take("max_rows", pick_max_rows(asked, config, token_bytes, max_len, device))
+    asked = replace(asked, max_rows=rows)
+    chunk = decisions.take("prefill_chunk", pick_prefill_chunk(asked, config, max_len, device, dtype))
+    return replace(asked, prefill_chunk=chunk)
 
 
 def assemble(

@@ -1,6 +1,7 @@
 """What the engine chooses for options that were left open, each with its reason, and what it refuses."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -8,15 +9,22 @@ from peregrine.attention.backend import AttentionBackend
 from peregrine.attention.routing import choose_backend
 from peregrine.attention.traits import Needs
 from peregrine.config import EngineConfig
+from peregrine.engine.memory import GPU_SHARE, scratch_bytes
 from peregrine.engine.sources import ModelSource
 from peregrine.errors import ConfigError
-from peregrine.hardware import resolve_dtype
+from peregrine.hardware import free_bytes, resolve_dtype
 from peregrine.kernels.runtime.gpu import TRITON_PRESENT
 from peregrine.models.config import ModelConfig
 from peregrine.models.decoder import Decoder
 from peregrine.spec.registry import DraftSource, StoreShape
 from peregrine.spec.types import Drafter
 
+PAGE_SIZE = 16
+MAX_ROWS, CPU_ROWS, CPU_CHUNK = 256, 8, 256
+ROW_TOKENS = 1024  # a row that memory is planned for has so many tokens, or the context if that is less
+# What a recorded round takes, in float32 logits of its nodes: 1.1 GiB for 32 rows of 4 nodes and 128,256 tokens.
+ROUND_LOGITS = 18
+CHUNK_SHARE = 0.05  # of free memory, for the largest chunk to work in
 MAX_DEFAULT_LEN = 2**20  # tables of positions take memory before the first request comes
 
 
@@ -95,11 +103,57 @@ def pick_lag(asked: EngineConfig, device: torch.device) -> tuple[int, str]:
     return (0, "nothing to overlap on a CPU") if device.type == "cpu" else (1, "hides the host")
 
 
+def pick_page_size(asked: EngineConfig) -> tuple[int, str]:
+    """Tokens per page, and why."""
+    return (asked.page_size, "asked for") if asked.page_size else (PAGE_SIZE, "prefixes are shared in steps of it")
+
+
+def pick_max_rows(
+    asked: EngineConfig, config: ModelConfig, token_bytes: int, max_len: int, device: torch.device
+) -> tuple[int, str]:
+    """Requests that run together, and why: on CUDA a power of two that memory has room for, on a CPU a few.
+
+    `token_bytes`: of one token in all KV stores. On CUDA the weights must be loaded, so that the rest is free.
+    """
+    if asked.max_rows:
+        return asked.max_rows, "asked for"
+    most = max(asked.row_sizes) if asked.row_sizes is not None else MAX_ROWS
+    free = free_bytes(device)
+    if device.type == "cpu" or free is None:
+        return min(CPU_ROWS, most), "rows share the cores"
+    tokens = int(free * GPU_SHARE / token_bytes)
+    nodes = asked.num_drafts + 1 if asked.tree is None else asked.tree.nodes
+    round_bytes = nodes * config.vocab_size * 4 * ROUND_LOGITS
+    room = min(tokens // min(max_len, ROW_TOKENS), int(free * (1 - GPU_SHARE) / round_bytes))
+    rows = min(most, 2 ** max(0, room.bit_length() - 1))
+    return rows, f"the KV cache holds {tokens} tokens, {tokens // rows} for each, beside {rows} rows of logits"
+
+
+def pick_prefill_chunk(
+    asked: EngineConfig, config: ModelConfig, max_len: int, device: torch.device, dtype: torch.dtype
+) -> tuple[int, str]:
+    """Most prompt tokens of one forward, and why."""
+    if asked.prefill_chunk:
+        return asked.prefill_chunk, "asked for"
+    limit = f"less where it would hold up running requests for more than {asked.max_stall_ms:g} ms"
+    free = free_bytes(device)
+    if device.type == "cpu" or free is None:
+        return CPU_CHUNK, limit
+    for chunk in (4096, 2048, 1024, 512):
+        if scratch_bytes(replace(asked, prefill_chunk=chunk), config, max_len, dtype) <= CHUNK_SHARE * free:
+            return chunk, limit
+    return 256, f"memory is short; {limit}"
+
+
 def pick_row_sizes(asked: EngineConfig, graphs: bool) -> tuple[int, ...] | None:
-    """The batch sizes that are recorded; None: batches have any size."""
+    """The batch sizes that are recorded; None: batches have any size.
+
+    Powers of two, and from 32 on one between each two: there a padding row costs what a row costs.
+    """
     if asked.row_sizes is not None or not graphs:
         return asked.row_sizes
-    return tuple(sorted({min(2**power, asked.max_rows) for power in range(13)}))
+    sizes = {2**power for power in range(13)} | {3 * 2**power for power in range(4, 12)}
+    return tuple(sorted({size for size in sizes if size < asked.max_rows} | {asked.max_rows}))
 
 
 def check_windows(config: ModelConfig, drafter: Drafter) -> None:

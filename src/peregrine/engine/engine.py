@@ -5,6 +5,7 @@ from collections import deque
 from dataclasses import replace
 
 from peregrine.engine.admission import Limits, admit, features_of, matcher_limits, seat_entry
+from peregrine.engine.chunk_size import ChunkSize
 from peregrine.engine.page_ledger import PageLedger
 from peregrine.engine.policy import BatchPolicy, next_admitted
 from peregrine.engine.prefill import next_chunks, read_chunks
@@ -40,6 +41,7 @@ class Engine:
         self.runner, self.ledger, self.limits, self.tokenizer = runner, ledger, limits, tokenizer
         self.grammars = grammars
         self.policy, self.simulated = policy, simulated
+        self.chunk_size = ChunkSize(policy.prefill_chunk, policy.max_stall_s, runner.device)
         self.waiting: deque[Request] = deque()
         self.reading: list[Request] = []  # in prefill, in order of admission
         self.running: list[Request] = []  # index = seat
@@ -126,8 +128,9 @@ class Engine:
         self.ledger.settle(self.reading, idle=not self.running)
         unread = [request for request in self.reading if request.num_unread and request.arriving is None]
         if unread:
-            chunks = next_chunks(unread, self.policy.prefill_chunk)
-            read_chunks(self.runner.target, self.runner.drafter, chunks, self.ledger.page_size)
+            chunks = next_chunks(unread, self.chunk_size.tokens(bool(self.running)))
+            with self.chunk_size.timed(sum(chunk.end - chunk.start for chunk in chunks)):
+                read_chunks(self.runner.target, self.runner.drafter, chunks, self.ledger.page_size)
         self._seat_read(share=True)
 
     def seat_unread(self) -> None:
@@ -207,9 +210,7 @@ class Engine:
     def _launch(self) -> bool:
         if not self.running:
             return False
-        count = len(self.running)
-        if self.policy.row_sizes is not None:
-            count = min(size for size in self.policy.row_sizes if size >= count)
+        count = self.policy.padded(len(self.running))
         rows = self.runner.rows(count, lambda: max(map(self._reach, self.running)) + 2)
         if self._features is None:
             self._features = features_of(self.running)

@@ -15,9 +15,14 @@ class BatchPolicy:
     """How requests are batched."""
 
     max_rows: int
-    prefill_chunk: int  # prompt tokens read in one step
+    prefill_chunk: int  # most prompt tokens read in one step
+    max_stall_s: float | None  # for which reading prompts may hold up rows; None: every chunk may be the largest
     lag: int  # rounds queued before the oldest is read
     row_sizes: tuple[int, ...] | None  # batches are padded to one of these
+
+    def padded(self, num_rows: int) -> int:
+        """The rows of a round for so many requests."""
+        return num_rows if self.row_sizes is None else min(size for size in self.row_sizes if size >= num_rows)
 
 
 def next_admitted(
