@@ -48,21 +48,28 @@ doctor: $(STAMP)
 bench: $(STAMP)
 	@$(PY) -m peregrine.cli bench offline
 
-lint: $(STAMP)
+lint: style types
+
+style: $(STAMP)
 	@echo "[format] ruff format --check"
 	@$(PY) -m ruff format --check src tests || { echo "run: make format"; exit 1; }
 	@echo "[lint] ruff check"
 	@$(PY) -m ruff check --quiet src tests
+
+types: $(STAMP)
 	@echo "[types] mypy --strict src"
 	@$(PY) -m mypy --no-error-summary
 
-# The kernels are compiled beside mypy, once for all workers. Only the plugins in use are loaded: pytest would rewrite
-# the assertions of every file of the others in each worker.
-test: browser
-	@$(MAKE) --no-print-directory -j 2 lint kernels
+# mypy, on one core for a minute or two where it has no cache, runs beside the kernels' compilation and the tests.
+test: browser style
+	@$(MAKE) --no-print-directory -j 2 types tests
+
+# Only the plugins in use are loaded: pytest would rewrite the assertions of every file of the others in each worker.
+tests: kernels
 	@echo "[tests] pytest, $(JOBS) workers"
 	@PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(PY) -m pytest -q -p xdist -p hypothesispytest -n $(JOBS) --dist worksteal
 
+# Compiled once for all workers.
 kernels: $(STAMP)
 	@echo "[kernels] compile those of the CPU"
 	@$(PY) -c 'from peregrine.kernels.runtime.cpu import load_kernels; list(load_kernels())'

@@ -32,6 +32,9 @@ SLOW = (
     "test_attention_compiled_gpu.py",
     "test_row_bits.py",
     "test_without_numba.py",
+    "test_gpu_round.py",
+    "test_conformance.py",
+    "test_make_head.py",
     "test_batch.py",
     "test_stress.py",
 )

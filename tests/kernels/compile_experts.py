@@ -39,12 +39,12 @@ V3 = RoutingRule(
     scale=2.5,
 )
 OSS = replace(LITE, num_experts=32, top_k=4, num_shared=0, normalise=True)
-# rule, hidden size, inner size; the last one has biases and clamps
+# rule, hidden size, inner size, numbers of rows: few and many take other kernels. The last model has biases and clamps.
 MODELS = {
-    "DeepSeek-V2-Lite": (LITE, 2048, 1408),
-    "Qwen3-30B-A3B": (QWEN3, 2048, 768),
-    "DeepSeek-V3": (V3, 7168, 2048),
-    "gpt-oss-20b": (OSS, 2880, 2880),
+    "DeepSeek-V2-Lite": (LITE, 2048, 1408, (4,)),
+    "Qwen3-30B-A3B": (QWEN3, 2048, 768, (4096,)),
+    "DeepSeek-V3": (V3, 7168, 2048, (4, 4096)),
+    "gpt-oss-20b": (OSS, 2880, 2880, (4, 4096)),
 }
 
 
@@ -58,7 +58,7 @@ def compile_experts() -> None:
     def shape(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device="meta")
 
-    for rule, hidden, inner in MODELS.values():
+    for rule, hidden, inner, sizes in MODELS.values():
         count = rule.num_experts + rule.num_shared
         biases = (shape(count, 2 * inner), shape(count, hidden), shape(count, dtype=torch.float32))
         gate_bias, down_bias, router_bias = biases if rule is OSS else (None, None, None)
@@ -66,7 +66,7 @@ def compile_experts() -> None:
         down = TritonExperts(shape(count, hidden, inner), down_bias)
         router = TritonWeight(shape(rule.num_experts, hidden), router_bias)
         norm = RMSNorm(shape(hidden), 1e-6)
-        for rows in (4, 4096):
+        for rows in sizes:
             x, squares = shape(rows, hidden), shape(rows, 2, dtype=torch.int64)
             bias = shape(rule.num_experts, dtype=torch.float32) if rule.sigmoid else None
             residual = Residual(x, x, squares, squares, 1e-6)

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from peregrine.kernels.linear.tiles import HOPPER_TABLES
 from peregrine.kernels.runtime.gpu import TRITON_PRESENT
 
 ROOT = Path(__file__).parents[2]
 MOST_SHARED = 227 * 1024  # bytes that a program can have
-DENSE, MLA, LARGE = "hopper_decode_kernel", "mla_hopper_kernel", "large_kernel"
+DENSE, MLA, LINEAR, LARGE = "hopper_decode_kernel", "mla_hopper_kernel", "hopper_kernel", "large_kernel"
 ATTENTION = (DENSE, MLA)
 
 
@@ -34,8 +35,22 @@ pytestmark = pytest.mark.skipif(not TRITON_PRESENT, reason="needs triton")
 
 
 def test_all_fit_a_multiprocessor(compiled: list[dict[str, int | str]]) -> None:
-    assert len(compiled) == 17
+    assert len(compiled) == 13
     assert all(0 < int(facts["shared"]) <= MOST_SHARED for facts in compiled)
+
+
+def test_every_line_of_the_tables_fits(compiled: list[dict[str, int | str]]) -> None:
+    """A linear takes its ring of tiles and little more: what is compiled of the tables shows it, the rest follows."""
+    rings = {
+        (kind, rows): stages * (rows + cols * (2 if kind == "gated" else 1)) * depth * 2
+        for kind, lines in HOPPER_TABLES.items()
+        for rows, (cols, depth, _, stages) in lines.items()
+    }
+    linears = {(f["kind"], f["rows"]): int(f["shared"]) for f in compiled if f["kernel"] == LINEAR}
+    assert {kind for kind, _ in linears} == set(HOPPER_TABLES)
+    more = max(shared - rings[line] for line, shared in linears.items())  # type: ignore[index]
+    assert 0 <= more <= 1024
+    assert max(rings.values()) + more <= MOST_SHARED
 
 
 def test_two_programs_of_attention_fit_beside_each_other(compiled: list[dict[str, int | str]]) -> None:
