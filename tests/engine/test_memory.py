@@ -7,10 +7,12 @@ from peregrine import hardware
 from peregrine.cache.store import KVShape
 from peregrine.config import EngineConfig
 from peregrine.engine import memory
-from peregrine.engine.memory import explain_memory, make_stores, page_bytes, pick_num_pages, scratch_bytes
+from peregrine.engine.memory import explain_memory, make_stores, mask_bytes, page_bytes, pick_num_pages, scratch_bytes
 from peregrine.errors import ConfigError
 from peregrine.hardware import Gpu, check_room
 from peregrine.spec.registry import StoreShape
+from peregrine.spec.state import SeatState
+from peregrine.spec.types import DraftShape
 from peregrine.synthetic.shapes import shape_config
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -101,6 +103,16 @@ def test_scratch_is_set_aside_before_pages(monkeypatch: pytest.MonkeyPatch) -> N
     assert chosen == (34, "85% of the free memory beside 0.0 GiB that rounds and prompts work in")
     with pytest.raises(ConfigError, match="holds 0 pages"):
         pick_num_pages(config, SHAPES, 100, CUDA, torch.bfloat16, scratch=70 * size)
+
+
+def test_masks_of_grammars_are_counted() -> None:
+    for drafts in (0, 3):
+        state = SeatState(5, DraftShape.chain(drafts, lookahead=0), 100, 16, CPU)
+        state.hold_masks(1000)
+        assert state.masks is not None
+        assert state.forced is not None
+        held = sum(x.numel() * x.element_size() for x in (state.masks.rows, state.masks.words, state.forced))
+        assert mask_bytes(EngineConfig(num_drafts=3), "suffix" if drafts else "none", 5, 1000)[0] == held
 
 
 def test_scratch_counts_mla_and_experts() -> None:

@@ -510,6 +510,36 @@ def test_small_screens_dark_mode_and_no_motion(page: Page) -> None:
     assert page.value("document.getElementById('run').getBoundingClientRect().bottom <= innerHeight")
 
 
+def test_structured_output(page: Page) -> None:
+    """A schema, wrong ones, and a regular expression, on a phone."""
+    page.resize(360, 740)
+    page.click("#structure summary")
+    page.click("#schema-example")
+    wanted = json.loads(page.value("document.getElementById('schema').value"))["required"]
+    page.fill(temperature=0, max_tokens=120)
+    run(page)
+    value = json.loads(page.text(".lane .text"))
+    assert list(value) == wanted
+    assert page.text(".lane .value") == json.dumps(value, indent=2, ensure_ascii=False)
+    assert page.value("document.documentElement.scrollWidth") <= 360
+    for schema, problem in (("{", "is not valid JSON"), ('{"type": "strin"}', "Invalid type: strin")):
+        page.fill(schema=schema)
+        run(page)
+        assert problem in page.text("#schema-problem")
+        assert page.value("document.getElementById('problem').hidden")
+    kind = "document.getElementById('constraint')"
+    page.value(f"{kind}.value = 'regex', {kind}.dispatchEvent(new Event('change'))")
+    assert page.value("document.getElementById('schema-problem').hidden")
+    page.click("#run")  # an empty box is pointed at, nothing is sent
+    assert page.value("document.activeElement.id") == "schema"
+    page.fill(schema="[a-c]{3}")
+    run(page)
+    assert re.fullmatch("[a-c]{3}", page.text(".lane .text"))
+    assert page.value("document.querySelector('.lane .value').hidden")
+    assert [line for line in page.complaints if "status of 400" not in line] == []
+    page.complaints.clear()
+
+
 def test_introduction_is_for_the_first_visit(page: Page) -> None:
     assert page.value("document.getElementById('intro').open")
     page.click("#intro summary")

@@ -17,6 +17,7 @@ SCHEMA = {
     "required": ["bird", "wings"],
     "additionalProperties": False,
 }
+OPEN = {key: value for key, value in SCHEMA.items() if key != "additionalProperties"}
 GBNF = 'root ::= "<" [a-c]+ ">"'
 
 
@@ -33,6 +34,7 @@ CODE = r"[a-z]{2}-\d{2}"
 ASKED = {
     "OpenAI": ({"response_format": {"type": "json_schema", "json_schema": {"name": "b", "schema": SCHEMA}}}, is_bird),
     "vLLM json": ({"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}}, is_bird),
+    "vLLM json, closed": ({"structured_outputs": {"json": OPEN, "disable_additional_properties": True}}, is_bird),
     "vLLM regex": ({"structured_outputs": {"regex": CODE}}, is_code),
     "vLLM choice": ({"structured_outputs": {"choice": ["up", "down"]}}, ["up", "down"].__contains__),
     "guided_json": ({"guided_json": json.dumps(SCHEMA)}, is_bird),
@@ -91,6 +93,12 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
         {"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}},
         'Unimplemented keys: ["not"]',
     ),
+    "response_format.foo": ({"response_format": {"type": "json_object", "foo": 1}}, "use type"),
+    "response_format.json_schema.foo": (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "foo": 1}}},
+        "use name, description, schema, strict",
+    ),
+    "structured_outputs.regex": ({"structured_outputs": {"regex": "((x{999}){999}){999}"}}, "is too complex"),
     "structured_outputs.structural_tag": ({"structured_outputs": {"structural_tag": "{}"}}, "is not supported"),
     "structured_outputs": ({"structured_outputs": {}}, "asks for nothing"),
     "guided_choice": ({"guided_choice": []}, "is empty"),

@@ -97,12 +97,36 @@ REFUSED: dict[str, dict[str, object]] = {
     "tools[0]": {"tools": [{"type": "function"}]},
     "tools[1].function.name": {"tools": [LAND, LAND]},
     "tools[0].function.name": {"tools": [{"type": "function", "function": {"name": "a b"}}]},
+    "tool_parser": {"tool_parser": "pythonic"},
+    "tools[0].function.strict": {"tools": [{"type": "function", "function": {"name": "a", "strict": "yes"}}]},
+    "tools[1].function.parameters": {"tools": [LAND, tool_named("a", "{}")]},
+    "tools[2].function.parameters": {"tools": [FLY, LAND, tool_named("a", {"type": "string"})]},
+    "guided_json": {"guided_json": [1]},
     "guided_regex": {"guided_regex": "a+"},
     "tools[0].function.parameters": {"tools": [tool_named("deep", DEEP)]},
     "tools, guided_json": {"guided_json": {"not": {}}},
     "chat_template_kwargs.messages": {"chat_template_kwargs": {"messages": []}},
     "messages[1].tool_calls[0]": {"messages": [USER, {"role": "assistant", "tool_calls": [{"id": "x"}]}]},
 }
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        *("maybe", 1, {"type": "banana", "function": {"name": "fly"}}, {"type": "function", "function": {"name": []}}),
+        *({"type": "allowed_tools"}, {"type": "allowed_tools", "allowed_tools": {"mode": "x", "tools": [FLY]}}),
+    ],
+)
+def test_choices_that_are_none_are_refused(http: httpx.Client, choice: object) -> None:
+    response = http.post("/v1/chat/completions", json={**ASKED, "tool_choice": choice})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "tool_choice"), response.text
+
+
+def test_only_allowed_tools_are_called(server: Served) -> None:
+    allowed = {"mode": "required", "tools": [{"type": "function", "function": {"name": "land"}}]}
+    job = job_of(server, tools=[FLY, LAND], tool_choice={"type": "allowed_tools", "allowed_tools": allowed})
+    assert job.tools is not None
+    assert (list(job.tools.schemas), job.tools.required, len(job.tools.described)) == (["land"], True, 2)
 
 
 @pytest.mark.parametrize("field", REFUSED)

@@ -34,6 +34,7 @@ from peregrine.engine.memory import (
     explain_memory,
     make_host_tier,
     make_stores,
+    mask_bytes,
     page_bytes,
     pick_num_pages,
     scratch_bytes,
@@ -141,6 +142,8 @@ def _build(asked: EngineConfig, device: torch.device, start_ranks: Callable[[], 
     graphs = decisions.take("graphs", pick_graphs(asked, device))
     asked = with_sizes(asked, target.config, page_bytes(shapes, 1, kv_dtype), max_len, device, dtype, decisions)
     scratch = scratch_bytes(asked, target.config, max_len, dtype) if device.type == "cuda" else 0
+    seats = max(pick_row_sizes(asked, graphs) or (asked.max_rows,))
+    scratch += decisions.take("grammar_mask_bytes", mask_bytes(asked, name, seats, target.config.vocab_size))
     scratch += workspace_bytes(device)
     await_ranks(ranks.pipes)
     # The ranks share this machine's memory.

@@ -20,6 +20,8 @@ INSTALL = "run: pip install llguidance"
 MAX_KEPT = 128  # compiled grammars
 # Compact JSON: a model that may write white space may write it for ever. A schema's own options do not count.
 JSON_OPTIONS = {"whitespace_flexible": False, "lenient": False, "coerce_one_of": False}
+# A fifth and a quarter of the library's own limits, with which a hostile regex took seconds for its first mask.
+LIMITS = {"initial_lexer_fuel": 200_000, "step_lexer_fuel": 50_000, "verbose_errors": False}
 MAX_PROBLEM = 300  # characters of the library's own explanation
 
 
@@ -72,7 +74,7 @@ def compile_constraint(constraint: Constraint, tokenizer: Any) -> Any:
         grammar = library_grammar(constraint)
     except ValueError as error:
         raise RequestError(constraint.kind, constraint.text, str(error), "correct it") from None
-    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
     first = matcher.deep_copy()
     if not matcher.is_error():
         # Some contradictions, and texts that can never end, show only at the first steps.
@@ -111,7 +113,7 @@ def explain(constraint: Constraint, error: str) -> tuple[str, str]:
     problem = " ".join(error.replace("<non-verbose/>", "").split())[:MAX_PROBLEM]
     if "NoExtension" in problem:
         return "no text can satisfy it", "correct it"
-    if "Too many items" in problem or "too large" in problem or "max is" in problem:
+    if any(sign in problem for sign in ("Too many items", "too many", "too large", "max is", "fuel")):
         return f"is too complex ({problem})", "simplify it; a reference must be able to end"
     if constraint.kind in ("json_schema", "json_object"):
         remedy = "leave the keyword out, or state it another way (anyOf, enum, const, pattern)"

@@ -2,12 +2,13 @@
 
 import json
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Discriminator, Field, Tag
 
 from peregrine.errors import RequestError
 from peregrine.sampling import check_schema
+from peregrine.text.tools import closed
 
 FORMATS = "text, json_object or json_schema"
 # Fields of a body -> the sampling parameter they are.
@@ -20,16 +21,27 @@ SAME = {
     "regex": "regex",
     "ebnf": "grammar",
 }
-# Fields of vLLM's structured_outputs -> the sampling parameter they are; None: they change nothing here.
+# Fields of vLLM's structured_outputs -> the sampling parameter they are; None: they ask for no text of their own.
 OUTPUTS = {
     "json": "json_schema",
     "regex": "regex",
     "choice": "choice",
     "grammar": "grammar",
     "json_object": "json_object",
+    "disable_additional_properties": None,
     "disable_any_whitespace": None,
     "disable_fallback": None,
 }
+
+
+def object_or_text(value: Any) -> str:
+    """The tag of a value that may be an object or a text."""
+    return "<object>" if isinstance(value, dict) else "<text>"
+
+
+ObjectOrText = Annotated[
+    Annotated[dict[str, Any], Tag("<object>")] | Annotated[str, Tag("<text>")], Discriminator(object_or_text)
+]
 
 
 class StructuredFields(BaseModel):
@@ -41,11 +53,11 @@ class StructuredFields(BaseModel):
     structured_outputs: dict[str, Any] | None = Field(
         None, description="vLLM: an object with one of json, regex, choice, grammar, json_object."
     )
-    guided_json: dict[str, Any] | str | None = Field(None, description="vLLM: a JSON schema.")
+    guided_json: ObjectOrText | None = Field(None, description="vLLM: a JSON schema.")
     guided_regex: str | None = Field(None, description="vLLM: a regular expression for the whole text.")
     guided_choice: list[str] | None = Field(None, description="vLLM: the texts to choose from.")
     guided_grammar: str | None = Field(None, description="vLLM: a grammar in Lark's or GBNF's syntax.")
-    json_schema: dict[str, Any] | str | None = Field(None, description="SGLang: a JSON schema.")
+    json_schema: ObjectOrText | None = Field(None, description="SGLang: a JSON schema.")
     regex: str | None = Field(None, description="SGLang: a regular expression for the whole text.")
     ebnf: str | None = Field(None, description="SGLang: a grammar in GBNF's or Lark's syntax.")
 
@@ -88,17 +100,27 @@ def answer_schema(asked: Asked) -> dict[str, Any]:
 def response_format(given: dict[str, Any]) -> list[Asked]:
     """OpenAI's field; a schema is honoured whether or not it is called strict."""
     kind = given.get("type")
+    if kind not in ("text", "json_object", "json_schema"):
+        raise RequestError("response_format.type", kind, "is not supported", f"use {FORMATS}")
+    known = ("type", "json_schema") if kind == "json_schema" else ("type",)
+    refuse_unknown("response_format", given, known)
     if kind == "text":
         return []
     if kind == "json_object":
         return [Asked("response_format", "json_object", True)]
-    if kind != "json_schema":
-        raise RequestError("response_format.type", kind, "is not supported", f"use {FORMATS}")
     described = given.get("json_schema")
     if not isinstance(described, dict) or not isinstance(described.get("schema"), dict | str):
         remedy = 'send {"type": "json_schema", "json_schema": {"name": "...", "schema": {...}}}'
         raise RequestError("response_format.json_schema", described, "has no schema", remedy)
+    refuse_unknown("response_format.json_schema", described, ("name", "description", "schema", "strict"))
     return [Asked("response_format.json_schema.schema", "json_schema", described["schema"])]
+
+
+def refuse_unknown(field: str, given: dict[str, Any], known: tuple[str, ...]) -> None:
+    """Refuse keys that would be ignored."""
+    for name, value in given.items():
+        if name not in known and value is not None:
+            raise RequestError(f"{field}.{name}", value, "is not known here", f"use {', '.join(known)}")
 
 
 def structured_outputs(given: dict[str, Any]) -> list[Asked]:
@@ -111,6 +133,9 @@ def structured_outputs(given: dict[str, Any]) -> list[Asked]:
         if name not in OUTPUTS:
             raise RequestError(field, value, "is not supported", f"use one of {', '.join(OUTPUTS)}")
         option = OUTPUTS[name]
+        if option == "json_schema" and given.get("disable_additional_properties") is True:
+            check_schema(field, value)
+            value = closed(json.loads(value) if isinstance(value, str) else value)
         if option is not None:
             asked.append(Asked(field, option, value))
     if not asked:

@@ -11,9 +11,10 @@ from pydantic import BaseModel, Field
 
 from peregrine.errors import RequestError
 from peregrine.sampling import check_schema
+from peregrine.serve.structured import ObjectOrText
 from peregrine.text.reasoning import ReasoningStream
 from peregrine.text.tokenizer import Tokenizer
-from peregrine.text.tool_formats import format_of
+from peregrine.text.tool_formats import FORMATS, format_of
 from peregrine.text.tool_stream import Piece, ToolStream
 from peregrine.text.tools import auto_grammar, call_schema, closed
 
@@ -28,7 +29,7 @@ class ToolFields(BaseModel):
     """Fields of a chat that are about tools and thinking."""
 
     tools: list[dict[str, Any]] | None = Field(None, description="The functions that may be called.")
-    tool_choice: str | dict[str, Any] | None = Field(
+    tool_choice: ObjectOrText | None = Field(
         None, description='auto (default with tools), none, required, or {"type": "function", "function": {"name"}}.'
     )
     parallel_tool_calls: bool | None = Field(None, description="false: at most one call; default true.")
@@ -78,6 +79,8 @@ class ToolPlan:
 def tool_plan(body: ToolFields, template: str | None) -> ToolPlan | None:
     """What the body asks about tools; None: nothing. RequestError names what is wrong."""
     choice = body.tool_choice
+    if body.tool_parser not in (None, "auto", *FORMATS):
+        raise RequestError("tool_parser", body.tool_parser, "is not a format", f"use auto or {', '.join(FORMATS)}")
     if not body.tools:
         if choice not in (None, "none", "auto"):
             raise RequestError("tool_choice", choice, "needs tools", "send tools, or leave it out")
@@ -95,17 +98,31 @@ def tool_plan(body: ToolFields, template: str | None) -> ToolPlan | None:
     if choice == "none":
         return None
     named = None
-    if isinstance(choice, dict):
-        function = choice.get("function")
-        named = function.get("name") if isinstance(function, dict) else choice.get("name")
-        if named not in schemas:
-            raise RequestError("tool_choice", choice, "names no tool", f"use one of {', '.join(schemas)}")
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        allowed = choice.get("allowed_tools")
+        if not isinstance(allowed, dict) or not isinstance(allowed.get("tools"), list) or not allowed["tools"]:
+            remedy = 'send {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [...]}}'
+            raise RequestError("tool_choice", choice, "allows no tool", remedy)
+        schemas = {name: schemas[name] for tool in allowed["tools"] if (name := chosen_name(tool, schemas))}
+        strict &= schemas.keys()
+        choice = allowed.get("mode")
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        named = chosen_name(choice, schemas)
     elif choice not in (None, "auto", "required"):
         raise RequestError("tool_choice", choice, "is not a choice", "use auto, none, required or a function")
     required = choice == "required"
     style = "generic" if required else format_of(template, body.tool_parser or "auto")
     parallel = body.parallel_tool_calls is not False
     return ToolPlan(schemas, body.tools, style, named, required, parallel, frozenset(strict))
+
+
+def chosen_name(choice: Any, schemas: Mapping[str, object]) -> str:
+    """The tool that a choice names: {"type": "function", "function": {"name"}}, or flat, or the name itself."""
+    function = choice.get("function", choice) if isinstance(choice, dict) else {"name": choice}
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str) or name not in schemas:
+        raise RequestError("tool_choice", choice, "names no tool", f"use one of {', '.join(schemas)}")
+    return name
 
 
 def sampling_of_tools(plan: ToolPlan, answer: Mapping[str, object] | None, tokenizer: Tokenizer) -> Json:
@@ -132,7 +149,13 @@ def checked_tool(field: str, tool: dict[str, Any]) -> tuple[str, Mapping[str, ob
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise RequestError(f"{field}.function.name", name, "is not a name", "use 1 to 64 letters, digits, _ or -")
     if schema is not None:
+        if not isinstance(schema, dict) or schema.get("type", "object") != "object":
+            remedy = 'send a JSON schema such as {"type": "object", "properties": {...}}'
+            raise RequestError(f"{field}.function.parameters", schema, "is not the schema of an object", remedy)
         check_schema(f"{field}.function.parameters", schema)
+    for key, kind in (("strict", bool), ("description", str)):
+        if not isinstance(value := function.get(key), kind | None):
+            raise RequestError(f"{field}.function.{key}", value, "is of another type", f"send a {kind.__name__}")
     return name, closed(schema) if schema else {"type": "object"}, function.get("strict") is True
 
 
@@ -190,6 +213,8 @@ class AnswerStream:
             parsed = self._tools.push(text, final)
             calls, text = [part for piece in parsed.pieces for part in self._piece(piece)], parsed.text
         may_call = self.num_calls > 0 if whole else self._plan is not None
+        if self._plan is not None and self._plan.required and self.num_calls:
+            text = ""  # the beginning of a call that was cut off
         fields: Json = {"content": None if may_call and not text else text}
         if calls:
             fields["tool_calls"] = [{k: v for k, v in call.items() if not whole or k != "index"} for call in calls]

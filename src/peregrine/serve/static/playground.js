@@ -12,11 +12,12 @@ const EXAMPLE_ROUND_MS = 90; // at which the recorded run is played
 
 let key = sessionStorage.getItem("key") ?? "";
 
-/** An error response of the server, or a failure to reach it. */
+/** An error response of the server, or a failure to reach it; `field` is the one of the body that it is about. */
 class Refusal extends Error {
-  constructor(status, message) {
+  constructor(status, message, field = null) {
     super(message);
     this.status = status;
+    this.field = field;
   }
 }
 
@@ -32,7 +33,8 @@ async function ask(path, options = {}) {
   }
   if (response.ok) return response;
   const body = await response.json().catch(() => null);
-  throw new Refusal(response.status, body?.error?.message ?? `The server answered ${response.status}.`);
+  const { message, param } = body?.error ?? {};
+  throw new Refusal(response.status, message ?? `The server answered ${response.status}.`, param);
 }
 
 /** The JSON values of a stream of server-sent events, up to its [DONE]. */
@@ -173,6 +175,17 @@ class Lane {
     return why ?? "the stream ended";
   }
 
+  /** Show the complete text as a JSON value beside it, if it is one. */
+  showValue() {
+    const shown = this.element.querySelector(".value");
+    try {
+      shown.textContent = JSON.stringify(JSON.parse(this.content), null, 2);
+      shown.hidden = false;
+    } catch {
+      shown.hidden = true; // it was cut off
+    }
+  }
+
   showFigures() {
     const count = this.ids.length;
     const { first, latest, early } = this.times ?? {};
@@ -278,11 +291,13 @@ function readRequest() {
     top_k: number("top_k"),
     max_tokens: number("max_tokens"),
     seed,
+    ...(find("constraint").value && { [find("constraint").value]: find("schema").value }),
   };
 }
 
 /** Run what the form asks for: once, or as a race. */
 async function run(racing) {
+  if (find("schema").required && !find("schema").value) find("structure").open = true; // it could not be pointed at
   if (running || find(racing ? "race" : "run").disabled || !find("ask").reportValidity()) return;
   example.abort();
   hideCard();
@@ -317,6 +332,7 @@ async function run(racing) {
     }
   }
   running = null;
+  if (request.json_schema && !failed) lanes.forEach((each) => each.showValue());
   if (!lane.element.isConnected) return showRunning(""); // it was cleared away meanwhile
   if (turn) endTurn(turn, lane);
   if (failed) return showFailure(lanes);
@@ -349,16 +365,66 @@ function showRunning(status) {
   find("lanes").setAttribute("aria-busy", String(running !== null));
   find("stop").hidden = running === null;
   for (const id of ["run", "race"]) find(id).setAttribute("aria-disabled", String(running !== null));
-  if (running) find("problem").hidden = true;
+  if (running) find("problem").hidden = find("schema-problem").hidden = true;
 }
 
-/** Show an error; if an API key is missing, ask for it. */
+/** Show an error, one about the schema beside it; if an API key is missing, ask for it. */
 function complain(error) {
   if (!(error instanceof Refusal)) console.error(error);
-  find("problem").textContent = error.message;
-  find("problem").hidden = false;
-  find("problem").scrollIntoView({ block: "nearest" });
+  const place = find(error.field && error.field === find("constraint").value ? "schema-problem" : "problem");
+  if (place.id === "schema-problem") find("structure").open = true;
+  place.textContent = error.message;
+  place.hidden = false;
+  place.scrollIntoView({ block: "nearest" });
   if (error.status === 401) find("key-form").hidden = false;
+}
+
+// ---- Structured output ----------------------------------------------------------------------------------------------
+
+const examples = {
+  json_schema: {
+    schema: JSON.stringify(
+      {
+        type: "object",
+        properties: {
+          name: { type: "string", maxLength: 12 },
+          animal: { enum: ["fox", "falcon", "cat"] },
+          age: { type: "integer", minimum: 1, maximum: 20 },
+          friends: { type: "array", items: { type: "string", maxLength: 12 }, maxItems: 3 },
+        },
+        required: ["name", "animal", "age", "friends"],
+        additionalProperties: false,
+      },
+      null,
+      2,
+    ),
+    text: "Here is the fox of the story as JSON:\n",
+    chat: "Describe the fox of the story as JSON.",
+  },
+  regex: { schema: "[A-Z][a-z]+, \\d{1,2} years old", text: "The fox was called ", chat: "Who is the fox, and how old?" },
+};
+const asked = { json_schema: "", regex: "" }; // each kind keeps its own text
+let constrained = ""; // the kind that is shown
+
+/** Show the box of the chosen kind; off has none. */
+function changeConstraint() {
+  if (constrained) asked[constrained] = find("schema").value;
+  constrained = find("constraint").value;
+  find("schema").hidden = !constrained;
+  find("schema").required = Boolean(constrained);
+  find("schema").value = asked[constrained] ?? "";
+  find("schema-problem").hidden = true;
+}
+
+/** Fill in an example of the chosen kind, and a prompt that suits it. */
+function showSchemaExample() {
+  if (!constrained) {
+    find("constraint").value = "json_schema";
+    changeConstraint();
+  }
+  find("schema").value = examples[constrained].schema;
+  find("prompt").value = examples[constrained][isChat() ? "chat" : "text"];
+  find("schema-problem").hidden = true;
 }
 
 // ---- Chat -----------------------------------------------------------------------------------------------------------
@@ -583,6 +649,9 @@ find("race").addEventListener("click", () => run(true));
 find("stop").addEventListener("click", stop);
 find("forget").addEventListener("click", () => (clearResult(), find("prompt").focus()));
 find("drafts").addEventListener("input", showDrafts);
+find("constraint").addEventListener("change", changeConstraint);
+find("schema").addEventListener("input", () => (find("schema-problem").hidden = true));
+find("schema-example").addEventListener("click", showSchemaExample);
 for (const choice of find("ask").elements.mode) choice.addEventListener("change", changeMode);
 
 find("key-form").addEventListener("submit", (event) => {
