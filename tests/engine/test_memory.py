@@ -106,13 +106,14 @@ def test_scratch_is_set_aside_before_pages(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_masks_of_grammars_are_counted() -> None:
-    for drafts in (0, 3):
+    config = shape_config("shape:llama-3.2-1b")
+    for drafter, drafts in (("none", 0), ("suffix", 3)):
         state = SeatState(5, DraftShape.chain(drafts, lookahead=0), 100, 16, CPU)
-        state.hold_masks(1000)
+        state.hold_masks(config.vocab_size)
         assert state.masks is not None
         assert state.forced is not None
         held = sum(x.numel() * x.element_size() for x in (state.masks.rows, state.masks.words, state.forced))
-        assert mask_bytes(EngineConfig(num_drafts=3), "suffix" if drafts else "none", 5, 1000)[0] == held
+        assert mask_bytes(EngineConfig(num_drafts=3, max_rows=5), drafter, config)[0] == held
 
 
 def test_scratch_counts_mla_and_experts() -> None:

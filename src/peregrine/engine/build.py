@@ -142,9 +142,7 @@ def _build(asked: EngineConfig, device: torch.device, start_ranks: Callable[[], 
     graphs = decisions.take("graphs", pick_graphs(asked, device))
     asked = with_sizes(asked, target.config, page_bytes(shapes, 1, kv_dtype), max_len, device, dtype, decisions)
     scratch = scratch_bytes(asked, target.config, max_len, dtype) if device.type == "cuda" else 0
-    seats = max(pick_row_sizes(asked, graphs) or (asked.max_rows,))
-    scratch += decisions.take("grammar_mask_bytes", mask_bytes(asked, name, seats, target.config.vocab_size))
-    scratch += workspace_bytes(device)
+    scratch += workspace_bytes(device) + decisions.take("grammar_mask_bytes", mask_bytes(asked, name, target.config))
     await_ranks(ranks.pipes)
     # The ranks share this machine's memory.
     together = [replace(shapes[0], kv=rank.kv_shape(target.config)) for rank in ranks.everyone()] + shapes[1:]

@@ -68,17 +68,18 @@ def scratch_bytes(asked: EngineConfig, config: ModelConfig, max_len: int, dtype:
     return asked.prefill_chunk * (4 * config.hidden_size * size + max(attention, mlp)) + round_bytes + copied_bytes
 
 
-def mask_bytes(asked: EngineConfig, drafter: str, seats: int, vocab_size: int) -> tuple[int, str]:
+def mask_bytes(asked: EngineConfig, drafter: str, config: ModelConfig) -> tuple[int, str]:
     """Bytes of grammars' masks and of the tokens they force, at every node of every seat's window; and why."""
     tree = None if drafter == "none" else asked.tree
     depth = 0 if drafter == "none" else asked.num_drafts if tree is None else tree.depth
     nodes = depth + 1 if tree is None else tree.nodes
     if not GRAMMARS_PRESENT:
         return 0, "no structured output without llguidance; pip install llguidance"
-    masks, forced = 4 * -(-vocab_size // 32), 8 * (depth + 1)
+    seats = max(asked.row_sizes or (asked.max_rows,))
+    masks, forced = 4 * -(-config.vocab_size // 32), 8 * (depth + 1)
     return seats * (
         4 + nodes * (masks + forced)
-    ), f"{seats} rows of {nodes} nodes, a bit for each of {vocab_size} tokens"
+    ), f"{seats} rows of {nodes} nodes, a bit for each of {config.vocab_size} tokens"
 
 
 def pick_num_pages(
