@@ -93,7 +93,7 @@ def test_chat_goes_through_the_template(llm: LLM) -> None:
 def test_decisions_have_reasons(llm: LLM) -> None:
     assert {d.field for d in llm.decisions} == {
         *("model", "device", "dtype", "max_len", "generation_config", "drafter", "threads", "attention", "graphs"),
-        *("grammar_mask_bytes", "num_pages", "lag"),
+        *("page_size", "max_rows", "prefill_chunk", "grammar_mask_bytes", "num_pages", "lag"),
     }
     assert all(d.because for d in llm.decisions)
 
