@@ -37,6 +37,7 @@ SLOW = (
     "test_make_head.py",
     "test_batch.py",
     "test_stress.py",
+    "test_parallel.py",
 )
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))

@@ -140,12 +140,11 @@ def _build(asked: EngineConfig, device: torch.device, start_ranks: Callable[[], 
     backend, why = pick_backend(asked, target, draft, shapes, dtype, kv_dtype)
     decisions.take("attention", (backend.name, why))
     graphs = decisions.take("graphs", pick_graphs(asked, device))
-    asked = with_sizes(asked, target.config, page_bytes(shapes, 1, kv_dtype), max_len, device, dtype, decisions)
+    await_ranks(ranks.pipes)  # their weights are in memory, which all share
+    together = [replace(shapes[0], kv=rank.kv_shape(target.config)) for rank in ranks.everyone()] + shapes[1:]
+    asked = with_sizes(asked, target.config, page_bytes(together, 1, kv_dtype), max_len, device, dtype, decisions)
     scratch = scratch_bytes(asked, target.config, max_len, dtype) if device.type == "cuda" else 0
     scratch += workspace_bytes(device) + decisions.take("grammar_mask_bytes", mask_bytes(asked, name, target.config))
-    await_ranks(ranks.pipes)
-    # The ranks share this machine's memory.
-    together = [replace(shapes[0], kv=rank.kv_shape(target.config)) for rank in ranks.everyone()] + shapes[1:]
     num_pages = decisions.take("num_pages", pick_num_pages(asked, together, max_len, device, kv_dtype, scratch))
     stores = make_stores(shapes, num_pages, asked.page_size, kv_dtype, device)
     lag = decisions.take("lag", pick_lag(asked, device))
