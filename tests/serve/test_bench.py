@@ -34,6 +34,20 @@ def test_both_ways_give_the_same_texts(server: Served, monkeypatch: pytest.Monke
     assert "3 streams of 12 tokens" in bench.show(result)
 
 
+def test_bench_fleet_simulates_our_own_server(server: Served, peregrine: Command) -> None:
+    """The server's costs are measured, one replica is simulated with them, and the server gets the same load."""
+    asked = ("--rate", "20", "--requests", "6", "--output-tokens", "6", "--json")
+    code, printed, errors = peregrine("bench", "fleet", "--url", server.url, *asked)
+    assert code == 0, errors
+    result = json.loads(printed)
+    assert [rows for rows, _ in result["costs"]["rounds"]] == [1, 2, 4, 8]
+    assert result["asked"]["rows"] == 8
+    [simulated], measured = result["cases"], result["measured"]
+    assert (simulated["completed"], measured["completed"]) == (6, 6)
+    assert simulated["ttft_ms"]["p50"] > 0
+    assert measured["output_tokens"] == 36
+
+
 def test_bench_serve_against_our_own_server(server: Served, tmp_path: Path, peregrine: Command) -> None:
     out = tmp_path / "result.json"
     flags = ["--requests", "4", "--max-tokens", "12", "--ignore-eos", "--slo-ttft", "1e9", "--json", "--out", str(out)]

@@ -3,6 +3,7 @@
 import argparse
 
 from peregrine.cli.bench_batches import add_latency, add_throughput
+from peregrine.cli.bench_fleet import add_fleet
 from peregrine.cli.bench_result import add_number, add_result_flags, finish, plan_from
 from peregrine.cli.bench_serve import add_report, add_serve, add_sweep
 from peregrine.cli.flags import Commands, add_engine_flags, add_parser, engine_flags, engine_options
@@ -60,6 +61,7 @@ def add_command(commands: Commands) -> None:
         add_tiles,
         add_serve,
         add_sweep,
+        add_fleet,
         add_report,
     ):
         add(kinds)
