@@ -93,7 +93,10 @@ class EngineConfig:
     )
     device: str = option("auto", "auto, cpu, cuda or cuda:INDEX", "DEVICE")
     dtype: str = option(
-        "auto", "what weights are held in: auto (CPU: float32, GPU: as stored), float32, bfloat16 or float16", "DTYPE"
+        "auto",
+        "what weights are held in: auto (GPU: as stored; CPU: float32, or bfloat16 if stored in it and measured "
+        "to be faster), float32, bfloat16 or float16",
+        "DTYPE",
     )
     kv_dtype: str = option(
         "auto", "of cached keys and values: auto (as computed), or float8 (e4m3) to save memory", "DTYPE"

@@ -21,11 +21,13 @@ from peregrine.engine.choices import (
     pick_dtype,
     pick_graphs,
     pick_lag,
+    pick_long_factors,
     pick_max_len,
     pick_max_rows,
     pick_page_size,
     pick_prefill_chunk,
     pick_row_sizes,
+    round_rows,
 )
 from peregrine.engine.engine import Engine
 from peregrine.engine.graphs import Graphs
@@ -108,25 +110,20 @@ def _build(asked: EngineConfig, device: torch.device, start_ranks: Callable[[], 
     max_stall_s = None if asked.prefill_chunk else asked.max_stall_ms / 1e3  # a size that was asked for is kept
     decisions.take("model", source.describe(asked.model))
     decisions.take("device", (device, "asked for" if asked.device != "auto" else "the fastest there is"))
-    dtype = decisions.take("dtype", pick_dtype(asked, device, source))
+    name = decisions.take("drafter", pick_drafter(asked, source))
+    dtype = decisions.take("dtype", pick_dtype(asked, device, source, round_rows(asked, name)))
     # What cannot be served is refused before anything large is loaded.
     max_len = decisions.take("max_len", pick_max_len(asked, source.config))
     defaults = pick_sampling_defaults(asked, source, decisions)
     tokenizer = source.tokenizer()
     check_tokenizer(tokenizer, source.config)
-    if tokenizer.missing is not None:
-        decisions.take("tokenizer", ("none", f"token ids alone are served: {tokenizer.missing}"))
-    if not has_system_place(tokenizer):
-        decisions.take("system_message", ("in the next user message", "the chat template has no place for it"))
-    if device.type == "cuda" and source.config.unfused:
-        decisions.take("layers", ("plain", f"not fused: {', '.join(source.config.unfused)}"))
+    note_model(decisions, source.config, tokenizer, device, max_len)
     if asked.tensor_parallel > 1:
         decisions.take("tensor_parallel", (asked.tensor_parallel, check_ranks(asked, device, source.config)))
     ranks = start_ranks()
     ranks.tell("load", model=asked.model, dtype=dtype, max_len=max_len)
     with explain_memory(device, "the model's weights", "choose a smaller model or another device"):
         target = source.target(device, dtype, max_len, ranks)
-    name = decisions.take("drafter", pick_drafter(asked, source))
     with explain_memory(device, "the drafter's weights", "choose a smaller drafter, ngram or none"):
         draft = source.drafter(name, target)
     if device.type == "cpu":
@@ -229,6 +226,20 @@ def compile_kernels() -> None:
     names = tqdm(load_kernels(), "compiling kernels for this CPU, once", len(COMPILED), delay=3, leave=False)
     for name in names:
         names.set_postfix_str(name, refresh=False)
+
+
+def note_model(
+    decisions: Decisions, config: ModelConfig, tokenizer: Tokenizer, device: torch.device, max_len: int
+) -> None:
+    """Note what is done otherwise for this model than for most."""
+    if (factors := pick_long_factors(config, max_len)) is not None:
+        decisions.take("rope", factors)
+    if tokenizer.missing is not None:
+        decisions.take("tokenizer", ("none", f"token ids alone are served: {tokenizer.missing}"))
+    if not has_system_place(tokenizer):
+        decisions.take("system_message", ("in the next user message", "the chat template has no place for it"))
+    if device.type == "cuda" and config.unfused:
+        decisions.take("layers", ("plain", f"not fused: {', '.join(config.unfused)}"))
 
 
 def check_tokenizer(tokenizer: Tokenizer, config: ModelConfig) -> None:

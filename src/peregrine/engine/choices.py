@@ -13,9 +13,13 @@ from peregrine.engine.memory import GPU_SHARE, scratch_bytes
 from peregrine.engine.sources import ModelSource
 from peregrine.errors import ConfigError
 from peregrine.hardware import free_bytes, resolve_dtype
+from peregrine.kernels.linear import linear_seconds
+from peregrine.kernels.runtime.cpu import NUMBA_PRESENT
 from peregrine.kernels.runtime.gpu import TRITON_PRESENT
 from peregrine.models.config import ModelConfig
 from peregrine.models.decoder import Decoder
+from peregrine.models.loading import num_weights
+from peregrine.models.rope_table import LongScaling
 from peregrine.spec.registry import DraftSource, StoreShape
 from peregrine.spec.types import Drafter
 
@@ -25,17 +29,49 @@ ROW_TOKENS = 1024  # a row that memory is planned for has so many tokens, or the
 # What a recorded round takes, in float32 logits of its nodes: 1.1 GiB for 32 rows of 4 nodes and 128,256 tokens.
 ROUND_LOGITS = 18
 CHUNK_SHARE = 0.05  # of free memory, for the largest chunk to work in
+MEASURED_WEIGHTS = 1e8  # of models with fewer, neither dtype is much faster
 MAX_DEFAULT_LEN = 2**20  # tables of positions take memory before the first request comes
 
 
-def pick_dtype(asked: EngineConfig, device: torch.device, source: ModelSource) -> tuple[torch.dtype, str]:
-    """The dtype that weights are held in, and why."""
-    dtype, automatic = resolve_dtype(asked.dtype, device, source.dtype), "as stored"
-    wanted = "asked for"
-    if device.type == "cpu":
-        automatic = "exact on any CPU"
-        wanted += "; weights are held in it, arithmetic is float32" if dtype != torch.float32 else ""
-    return dtype, wanted if asked.dtype != "auto" else automatic
+def pick_dtype(asked: EngineConfig, device: torch.device, source: ModelSource, rows: int) -> tuple[torch.dtype, str]:
+    """The dtype that weights are held in, and why; `rows` are those of one request's round."""
+    dtype = resolve_dtype(asked.dtype, device, source.dtype)
+    if asked.dtype != "auto":
+        narrow = device.type == "cpu" and dtype != torch.float32
+        return dtype, "asked for" + ("; weights are held in it, arithmetic is float32" if narrow else "")
+    if device.type != "cpu":
+        return dtype, "as stored"
+    if not source.is_bfloat16 or num_weights(source.config) < MEASURED_WEIGHTS or not NUMBA_PRESENT:
+        return dtype, "exact on any CPU"
+    return faster_dtype(rows, source.config.hidden_size)
+
+
+def faster_dtype(rows: int, num_inputs: int) -> tuple[torch.dtype, str]:
+    """float32 or bfloat16 for weights that both hold exactly, by a measurement; tokens are the same."""
+    seconds = {dtype: linear_seconds(dtype, rows, num_inputs) for dtype in (torch.float32, torch.bfloat16)}
+    ratio = seconds[torch.float32] / seconds[torch.bfloat16]
+    rounds = f"at {rows} {'row' if rows == 1 else 'rows'}, measured; bits are the same"
+    if ratio > 1:
+        return torch.bfloat16, f"as stored; {ratio:.2f} times as fast as float32 {rounds}"
+    return torch.float32, f"{1 / ratio:.2f} times as fast as bfloat16 {rounds}"
+
+
+def round_rows(asked: EngineConfig, drafter: str) -> int:
+    """How many tokens of one request a round reads."""
+    if drafter == "none":
+        return 1
+    return asked.num_drafts + 1 if asked.tree is None else asked.tree.nodes
+
+
+def pick_long_factors(config: ModelConfig, max_len: int) -> tuple[str, str] | None:
+    """Which of longrope's two sets of factors all positions have, and why; None for a model without two."""
+    scaling = config.rope.scaling
+    if not isinstance(scaling, LongScaling) or scaling.short_factors == scaling.long_factors:
+        return None
+    original = scaling.original_positions
+    if max_len > original:
+        return "long factors", f"max_len={max_len} is above the original context of {original}; lower it for the short"
+    return "short factors", f"max_len={max_len} is within the original context"
 
 
 def pick_backend(

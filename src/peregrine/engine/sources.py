@@ -42,6 +42,11 @@ class FolderSource:
     def dtype(self) -> torch.dtype:
         return torch.bfloat16 if self.weights.is_quantised else stored_dtype(self.weights)
 
+    @property
+    def is_bfloat16(self) -> bool:
+        """Whether bfloat16 holds every weight exactly."""
+        return all(self.weights.stored_dtype(name) == "BF16" for name in self.weights.names())
+
     def describe(self, asked: str) -> tuple[str, str]:
         """The folder, and why it was taken."""
         why = "asked for" if str(self.folder) == asked else f"where {asked} is"

@@ -52,7 +52,9 @@ class LongScaling:
     """Each frequency divided by a factor of its own; the table is scaled by attention_factor.
 
     Models have two sets of factors, for contexts up to the original length and for longer ones. One of them is chosen
-    once, by the length of the table, so that keys in the cache fit queries of any length.
+    once, by the length of the table (an engine's max_len, as in vLLM), so that keys in the cache fit queries of any
+    length. transformers chooses anew in every forward, by the longest position in it: a text that grows past the
+    original length is then read with keys of both kinds.
     """
 
     short_factors: tuple[float, ...]

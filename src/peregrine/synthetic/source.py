@@ -24,6 +24,7 @@ class ShapeSource:
     name: str
     tokenizer_folder: Path
     dtype: torch.dtype = torch.bfloat16
+    is_bfloat16: bool = False  # weights are drawn in the dtype that is asked for
 
     @property
     def config(self) -> ModelConfig:

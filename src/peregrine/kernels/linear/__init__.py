@@ -1,5 +1,6 @@
 """Linear layers whose rows have the same bits in every batch."""
 
+from peregrine.kernels.linear.measure import linear_seconds
 from peregrine.kernels.linear.per_head import PerHeadFormat, PlainPerHead, pack_per_head
 from peregrine.kernels.linear.reference import DenseWeight, PlainWeight, WeightFormat, pack_weight
 from peregrine.kernels.linear.tiles import workspace_bytes
@@ -10,6 +11,7 @@ __all__ = [
     "PlainPerHead",
     "PlainWeight",
     "WeightFormat",
+    "linear_seconds",
     "pack_per_head",
     "pack_weight",
     "workspace_bytes",
