@@ -149,7 +149,7 @@ def pick_max_rows(
 ) -> tuple[int, str]:
     """Requests that run together, and why: on CUDA a power of two that memory has room for, on a CPU a few.
 
-    `token_bytes`: of one token in all KV stores. On CUDA the weights must be loaded, so that the rest is free.
+    `token_bytes`: of one token in all KV stores. The page size is known, and on CUDA the weights are loaded.
     """
     if asked.max_rows:
         return asked.max_rows, "asked for"
@@ -157,7 +157,7 @@ def pick_max_rows(
     free = free_bytes(device)
     if device.type == "cpu" or free is None:
         return min(CPU_ROWS, most), "rows share the cores"
-    tokens = int(free * GPU_SHARE / token_bytes)
+    tokens = int(free * GPU_SHARE / token_bytes) if asked.num_pages is None else asked.num_pages * asked.page_size
     nodes = asked.num_drafts + 1 if asked.tree is None else asked.tree.nodes
     round_bytes = nodes * config.vocab_size * 4 * ROUND_LOGITS
     room = min(tokens // min(max_len, ROW_TOKENS), int(free * (1 - GPU_SHARE) / round_bytes))
