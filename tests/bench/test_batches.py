@@ -41,6 +41,7 @@ def test_throughput_counts_all_tokens_of_all_requests(seen: list[tuple[int, int]
     assert 0 < result["ttft_ms"]["p50"] <= result["ttft_ms"]["p99"]
     shown = batches.show(result)
     assert "5 requests, 20 tokens in, 10 out; up to 4 at a time" in shown
+    assert shown.startswith(f"{tiny_model()}, drafter ngram, cpu\n")
     assert "Throughput: 2.50 requests/s, 75.00 total tokens/s, 25.00 output tokens/s" in shown
 
 

@@ -48,17 +48,21 @@ def run_throughput(load: Load, options: dict[str, object]) -> Json:
         measured(llm, prompts[:few], replace(load, output_len=min(WARM_UP_TOKENS, load.output_len)), progress=False)
         outputs, seconds = measured(llm, prompts, load, progress=True)
         inputs, made = (sum(map(len, texts)) for texts in (prompts, (output.token_ids for output in outputs)))
-        return facts(llm, load, outputs) | {
-            "benchmark": "throughput",
-            "elapsed_time": round(seconds, 4),
-            "num_requests": load.count,
-            "total_num_tokens": inputs + made,
-            "requests_per_second": round(load.count / seconds, 3),
-            "tokens_per_second": round((inputs + made) / seconds, 2),
-            "output_tokens_per_second": round(made / seconds, 2),
-            "ttft_ms": figures([output.timing.first_token_s for output in outputs]),
-            "tpot_ms": per_token_ms(outputs),
-        }
+        return (
+            {"model": str(options.get("model", "merlin"))}
+            | facts(llm, load, outputs)
+            | {
+                "benchmark": "throughput",
+                "elapsed_time": round(seconds, 4),
+                "num_requests": load.count,
+                "total_num_tokens": inputs + made,
+                "requests_per_second": round(load.count / seconds, 3),
+                "tokens_per_second": round((inputs + made) / seconds, 2),
+                "output_tokens_per_second": round(made / seconds, 2),
+                "ttft_ms": figures([output.timing.first_token_s for output in outputs]),
+                "tpot_ms": per_token_ms(outputs),
+            }
+        )
 
 
 def run_latency(load: Load, num_iters: int, num_iters_warmup: int, options: dict[str, object]) -> Json:
@@ -75,15 +79,19 @@ def run_latency(load: Load, num_iters: int, num_iters_warmup: int, options: dict
         ][num_iters_warmup:]
         outputs = [output for some, _ in runs for output in some]
         latencies = [round(seconds, 5) for _, seconds in runs]
-        return facts(llm, load, outputs) | {
-            "benchmark": "latency",
-            "batch_size": load.count,
-            "avg_latency": round(sum(latencies) / len(latencies), 5),
-            "latency_ms": figures(latencies),
-            "latencies": latencies,
-            "ttft_ms": figures([output.timing.first_token_s for output in outputs]),
-            "tpot_ms": per_token_ms(outputs),
-        }
+        return (
+            {"model": str(options.get("model", "merlin"))}
+            | facts(llm, load, outputs)
+            | {
+                "benchmark": "latency",
+                "batch_size": load.count,
+                "avg_latency": round(sum(latencies) / len(latencies), 5),
+                "latency_ms": figures(latencies),
+                "latencies": latencies,
+                "ttft_ms": figures([output.timing.first_token_s for output in outputs]),
+                "tpot_ms": per_token_ms(outputs),
+            }
+        )
 
 
 def make_prompts(llm: LLM, load: Load) -> list[list[int]]:
@@ -136,7 +144,6 @@ def facts(llm: LLM, load: Load, outputs: Sequence[Output]) -> Json:
     """What was measured, and how the engine was set up for it."""
     stats = [output.stats for output in outputs]
     return {
-        "model": decided(llm, "model"),
         "drafter": decided(llm, "drafter"),
         "device": decided(llm, "device"),
         "input_len": load.input_len if load.prompts is None else None,

@@ -7,8 +7,8 @@ per token, c(n) = f + r n, and r grows with the context. From the last chunk's t
 
     n' = n * allowed / c(n)
 
-whose fixed point is c(n) = allowed, whatever f and r are. While nothing runs, chunks are as large as they may be. How
-prompts are cut changes no token.
+whose fixed point is c(n) = allowed, whatever f and r are. Sizes are rounded to a few, since windows of a new size cost
+more the first time. While nothing runs, chunks are as large as they may be. How prompts are cut changes no token.
 """
 
 import time
@@ -51,7 +51,9 @@ class ChunkSize:
         """Take in what a chunk cost; a small one that was quick says nothing about larger ones."""
         if self.max_stall_s is None or (tokens < self._next and seconds <= self.max_stall_s):
             return
-        self._next = max(self.least, min(self.most, int(tokens * self.max_stall_s / max(seconds, 1e-6))))
+        allowed, step = int(tokens * self.max_stall_s / max(seconds, 1e-6)), max(1, self.least // 4)
+        rounded = allowed // step * step if allowed <= tokens else -(-allowed // step) * step  # a step up at least
+        self._next = max(self.least, min(self.most, rounded))
 
     @contextmanager
     def timed(self, tokens: int) -> Iterator[None]:
