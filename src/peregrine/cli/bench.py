@@ -29,6 +29,12 @@ CONTENTION_EPILOG = """examples:
 
 Run it on a machine that does nothing else: speeds are compared with the one alone, in the same run.
 """
+GRAMMAR_EPILOG = """examples:
+  peregrine bench grammar
+  peregrine bench grammar --model smollm2 --out grammar.json
+
+The drafter is chosen by the benchmark: none, then ngram, so that the only good drafts are those the grammar forces.
+"""
 ROUND_EPILOG = """examples:
   peregrine bench round --model shape:llama-3.1-8b --drafter eagle3 --num-drafts 3 --accept 3
   peregrine bench round --model shape:llama-3.1-8b --drafter none --cases 1x2048 32x2048
@@ -56,6 +62,7 @@ def add_command(commands: Commands) -> None:
         add_latency,
         add_http,
         add_contention,
+        add_grammar,
         add_round,
         add_kernels,
         add_tiles,
@@ -124,6 +131,25 @@ def run_contention(args: argparse.Namespace) -> int:
 
     plan = plan_from(contention.Plan, args)
     finish(contention.run(plan, engine_options(args), engine_flags(args)), contention.show, args)
+    return 0
+
+
+def add_grammar(kinds: Commands) -> None:
+    text = "what structured output costs and saves: masks, rounds, tokens/s against free text"
+    parser = add_parser(kinds, "grammar", run_grammar, text, epilog=GRAMMAR_EPILOG)
+    add_number(parser, "--constrained", [0, 1, 8], "rows with a grammar, of 8")
+    add_number(parser, "--drafts", [3, 5, 7], "most forced drafts of a round")
+    add_number(parser, "--tokens", 200, "most of a request")
+    add_number(parser, "--repeats", 7, "the median counts")
+    add_result_flags(parser)
+    add_engine_flags(parser)
+
+
+def run_grammar(args: argparse.Namespace) -> int:
+    need_packages("llguidance")
+    from peregrine.bench import grammar
+
+    finish(grammar.run(plan_from(grammar.Plan, args), engine_options(args)), grammar.show, args)
     return 0
 
 

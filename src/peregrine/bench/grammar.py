@@ -1,0 +1,115 @@
+"""`peregrine bench grammar`: what structured output costs and saves: masks, rounds beside free rows, tokens per second.
+
+Free text is generated without drafts, and so is a function call; then the call with the drafts that its grammar forces
+(drafter ngram: no head). All texts are greedy. The cost of a mask depends on the vocabulary, so run it per model.
+"""
+
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from peregrine.engine.admission import matcher_limits
+from peregrine.llm import LLM
+from peregrine.sampling import SamplingParams
+
+Json = dict[str, Any]
+ROWS = 8
+PROMPT = "The weather in Paris is"
+CALL: Json = {
+    "type": "object",
+    "properties": {
+        "name": {"const": "get_current_weather"},
+        "arguments": {
+            "type": "object",
+            "properties": {
+                "location": {"type": "string", "maxLength": 24},
+                "unit": {"enum": ["celsius", "fahrenheit"]},
+                "days": {"type": "integer", "minimum": 1, "maximum": 14},
+            },
+            "required": ["location", "unit", "days"],
+            "additionalProperties": False,
+        },
+    },
+    "required": ["name", "arguments"],
+    "additionalProperties": False,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to measure."""
+
+    constrained: tuple[int, ...] = (0, 1, 8)  # rows with a grammar, of 8
+    drafts: tuple[int, ...] = (3, 5, 7)  # most forced drafts of a round
+    tokens: int = 200  # most of a request
+    repeats: int = 7  # the median counts
+
+
+def run(plan: Plan, options: Json) -> Json:
+    """Measure masks, rounds and speeds of one model."""
+    model = str(options.pop("model", "merlin"))
+    free = SamplingParams(temperature=0, max_tokens=plan.tokens, ignore_eos=True)
+    call = SamplingParams(temperature=0, max_tokens=plan.tokens, json_schema=CALL)
+    with LLM(model, **{**options, "drafter": "none", "max_rows": ROWS}) as llm:
+        result: Json = {"model": model, "vocab_size": llm.config.vocab_size, "tokens": plan.tokens}
+        result["mask_us"] = round(time_masks(llm, call, plan.repeats) * 1e6, 1)
+        rounds = {count: time_rounds(llm, count, plan) for count in plan.constrained}
+        result["round_ms"] = {count: round(seconds * 1e3, 3) for count, seconds in rounds.items()}
+        speeds = [speed("free text", 0, llm, free, plan.repeats), speed("function call", 0, llm, call, plan.repeats)]
+    for drafts in plan.drafts:
+        with LLM(model, **{**options, "drafter": "ngram", "num_drafts": drafts, "max_rows": ROWS}) as llm:
+            speeds.append(speed("free text", drafts, llm, free, plan.repeats))
+            speeds.append(speed("function call", drafts, llm, call, plan.repeats))
+    alone = speeds[0]["tokens_per_s"]
+    return result | {"speeds": [{**line, "of_free_text": round(line["tokens_per_s"] / alone, 2)} for line in speeds]}
+
+
+def speed(what: str, drafts: int, llm: LLM, params: SamplingParams, repeats: int) -> Json:
+    """Tokens per second and per round of one request, without its first token's time."""
+    outputs = [llm.generate([PROMPT], params, progress=False)[0] for _ in range(repeats + 1)][1:]
+    per_s = statistics.median(1 / output.timing.per_token_s for output in outputs)
+    per_round = round(outputs[0].stats.accept_length, 2)
+    return {"what": what, "drafts": drafts, "tokens_per_s": round(per_s, 1), "tokens_per_round": per_round}
+
+
+def time_masks(llm: LLM, call: SamplingParams, repeats: int) -> float:
+    """The median time of one mask along a function call, in seconds."""
+    constraint, grammars = call.constraint, llm.engine.grammars
+    assert constraint is not None
+    assert grammars is not None
+    limits = matcher_limits(call, llm.engine.limits, llm.tokenizer.special_ids)
+    tokens = llm.generate([PROMPT], call, progress=False)[0].token_ids
+    times = []
+    for _ in range(repeats):
+        matcher = grammars.matcher(constraint, limits)
+        for token in tokens[:-1]:
+            began = time.perf_counter()
+            matcher.state.compute_bitmask()
+            times.append(time.perf_counter() - began)
+            matcher.advance([token])
+    return statistics.median(times)
+
+
+def time_rounds(llm: LLM, constrained: int, plan: Plan) -> float:
+    """Seconds per round of eight requests of one length, of which so many have a grammar."""
+    free = SamplingParams(temperature=0, max_tokens=plan.tokens, ignore_eos=True)
+    asked = SamplingParams(temperature=0, max_tokens=plan.tokens, regex="[a-z ]{4000}")
+    params = [asked if row < constrained else free for row in range(ROWS)]
+    times = []
+    for _ in range(plan.repeats + 1):  # the first one warms up
+        began = time.perf_counter()
+        outputs = llm.generate([PROMPT] * ROWS, params, progress=False)
+        times.append((time.perf_counter() - began) / max(output.stats.rounds for output in outputs))
+    return statistics.median(times[1:])
+
+
+def show(result: Json) -> str:
+    """The result as a table."""
+    lines = [f"model {result['model']}: a mask takes {result['mask_us']} us at {result['vocab_size']} tokens"]
+    lines += [f"round of {ROWS} rows, {count} with a grammar: {ms} ms" for count, ms in result["round_ms"].items()]
+    lines.append(f"{'':15}  {'drafts':>6}  {'tok/s':>8}  {'tok/round':>9}  of free text without drafts")
+    for line in result["speeds"]:
+        figures = f"{line['tokens_per_s']:>8.1f}  {line['tokens_per_round']:>9.2f}  {line['of_free_text']:.2f}x"
+        lines.append(f"{line['what']:15}  {line['drafts']:>6}  {figures}")
+    return "\n".join(lines)
