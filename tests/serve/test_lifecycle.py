@@ -202,23 +202,23 @@ def test_sigterm_drains_then_cuts_off() -> None:
         with http.stream("POST", "/v1/completions", json={**ENDLESS, "n": 3, "stream": True}) as endless:
             lines = endless.iter_lines()
             next(lines)
-            short: list[httpx.Response] = []
-            body = {"prompt": "Once", "max_tokens": 40, "ignore_eos": True}
-            asked = threading.Thread(target=lambda: short.append(http.post("/v1/completions", json=body)))
-            asked.start()
-            while "peregrine_running 4.0" not in http.get("/metrics").text:
-                time.sleep(0.01)
-            running.send_signal(signal.SIGTERM)
-            while http.get("/health").status_code == 200:
-                time.sleep(0.01)
-            health = http.get("/health").json()["error"]
-            assert (health["code"], "shutting down" in health["message"]) == ("draining", True)
-            assert http.post("/v1/completions", json={"prompt": "x"}).status_code == 503
-            asked.join()
-            assert short[0].json()["usage"]["completion_tokens"] == 40
+            body = {"prompt": "Once", "max_tokens": 40, "ignore_eos": True, "stream": True}
+            with http.stream(
+                "POST", "/v1/completions", json={**body, "stream_options": {"include_usage": True}}
+            ) as short:
+                rest = short.iter_lines()
+                next(rest)
+                running.send_signal(signal.SIGTERM)
+                while http.get("/health").status_code == 200:
+                    time.sleep(0.01)
+                health = http.get("/health").json()["error"]
+                assert (health["code"], "shutting down" in health["message"]) == ("draining", True)
+                assert http.post("/v1/completions", json={"prompt": "x"}).status_code == 503
+                *_, usage, done = (line.removeprefix("data: ") for line in rest if line)
+            assert (json.loads(usage)["usage"]["completion_tokens"], done) == (40, "[DONE]")
             last = [line for line in lines if line][-1]
             assert json.loads(last.removeprefix("data: "))["error"]["code"] == "shutting_down"
-        assert running.wait(timeout=20) == 0
+        assert running.wait(timeout=60) == 0
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_server_in_one_line(

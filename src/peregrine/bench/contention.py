@@ -23,7 +23,7 @@ from peregrine.bench.generation import first_prompts, generate
 from peregrine.hardware import read_cpu
 from peregrine.llm import LLM
 
-BUSY_LOOP = "while True: pass"
+BUSY_LOOP = "print(flush=True)\nwhile True: pass"
 Json = dict[str, Any]
 
 
@@ -88,14 +88,17 @@ def case(busy: int, speeds: list[tuple[float, float]], alone: list[float], fair:
 
 @contextmanager
 def busy_processes(count: int) -> Iterator[None]:
-    """So many processes that compute without a pause inside the block."""
-    processes = [subprocess.Popen([sys.executable, "-c", BUSY_LOOP]) for _ in range(count)]
+    """So many processes that compute without a pause inside the block, from its first line on."""
+    processes = [subprocess.Popen([sys.executable, "-c", BUSY_LOOP], stdout=subprocess.PIPE) for _ in range(count)]
     try:
+        for process in processes:
+            assert process.stdout is not None
+            process.stdout.readline()
         yield
     finally:
         for process in processes:
             process.kill()
-            process.wait()
+            process.communicate()
 
 
 def show(result: Json) -> str:
