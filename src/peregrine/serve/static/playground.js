@@ -387,10 +387,10 @@ const examples = {
       {
         type: "object",
         properties: {
-          name: { type: "string", maxLength: 12 },
+          name: { type: "string", pattern: "^[A-Z][a-z]{2,9}$" },
           animal: { enum: ["fox", "falcon", "cat"] },
           age: { type: "integer", minimum: 1, maximum: 20 },
-          friends: { type: "array", items: { type: "string", maxLength: 12 }, maxItems: 3 },
+          friends: { type: "array", items: { type: "string", pattern: "^[A-Z][a-z]{2,9}$" }, maxItems: 3 },
         },
         required: ["name", "animal", "age", "friends"],
         additionalProperties: false,
