@@ -150,8 +150,8 @@ def test_the_recipe_for_a_cluster_is_one() -> None:
 
 
 def test_a_wrong_option_is_refused_before_anything_starts() -> None:
-    with pytest.raises(ConfigError, match="max_rows='many'"):
-        build(Options(max_rows="many"))  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match="page_size='many'"):
+        build(Options(page_size="many"))  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match="max_replicas=1"):
         build(Options(min_replicas=2))
     with pytest.raises(ConfigError, match="max_row"):

@@ -200,8 +200,8 @@ def test_engines_in_processes_give_the_same_answers(monkeypatch: pytest.MonkeyPa
             [expected] = llm.generate([body["prompt"]], SamplingParams(max_tokens=8, seed=i), progress=False)
             assert lines[str(i)]["response"]["body"]["choices"][0]["text"] == expected.text
     assert lines["bad"]["response"]["status_code"] == 400
-    with pytest.raises(ConfigError, match="max_rows=0"):
-        EngineProcesses(2, {**options, "max_rows": 0}, "tiny")
+    with pytest.raises(ConfigError, match="max_rows=-1"):
+        EngineProcesses(2, {**options, "max_rows": -1}, "tiny")
 
 
 def test_a_second_run_does_nothing(server: Served, tmp_path: Path) -> None:

@@ -40,8 +40,9 @@ def test_bench_fleet_simulates_our_own_server(server: Served, peregrine: Command
     code, printed, errors = peregrine("bench", "fleet", "--url", server.url, *asked)
     assert code == 0, errors
     result = json.loads(printed)
-    assert [rows for rows, _ in result["costs"]["rounds"]] == [1, 2, 4, 8]
-    assert result["asked"]["rows"] == 8
+    rows = server.llm.engine.policy.max_rows
+    assert [size for size, _ in result["costs"]["rounds"]] == [1, rows // 4, rows // 2, rows]
+    assert result["asked"]["rows"] == rows
     [simulated], measured = result["cases"], result["measured"]
     assert (simulated["completed"], measured["completed"]) == (6, 6)
     assert simulated["ttft_ms"]["p50"] > 0

@@ -54,6 +54,7 @@ class Options(BaseModel):
     min_replicas: int = Field(1, ge=1)
     max_replicas: int = Field(1, ge=1)
     fronts: int = Field(1, ge=1)
+    max_rows: int = Field(16, ge=1)  # of each replica; routing and scaling go by it, so it is not left to the engine
     cpus: float = Field(1, ge=0)  # of each replica
     gpus: float = Field(0, ge=0)
     target_ongoing: int | None = Field(None, ge=1)  # requests per replica that scaling aims at; default: its rows
@@ -76,7 +77,7 @@ class Options(BaseModel):
     def engine(self) -> dict[str, object]:
         """The engine options, read from text where they are text (`serve run` passes all as text)."""
         hints, known = get_type_hints(EngineConfig), {entry.name for entry in fields(EngineConfig)}
-        read: dict[str, object] = {}
+        read: dict[str, object] = {"max_rows": self.max_rows}
         for option, value in (self.model_extra or {}).items():
             try:
                 read[option] = TypeAdapter(hints[option]).validate_python(value) if option in known else value
@@ -89,7 +90,7 @@ class Options(BaseModel):
 def build(options: Options) -> serve.Application:
     """The application for `serve run` and `serve deploy`; ConfigError if an option cannot be honoured."""
     engine, settings = options.engine(), options.settings()
-    rows = engine_config(options.model, engine).max_rows
+    rows = engine_config(options.model, engine).max_rows  # checks all options
     if options.max_replicas < options.min_replicas:
         raise ConfigError(f"max_replicas={options.max_replicas}: is less than min_replicas={options.min_replicas}")
     replicas = serve.deployment(
