@@ -157,7 +157,11 @@ def await_ranks(pipes: Sequence[Connection]) -> None:
 def main() -> None:
     """A follower's process."""
     folder, rank, size, number = json.loads(sys.argv[2])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0, which ends the others
+    for ending in (
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # for rank 0, which may finish its requests first; then this one ends
+        signal.signal(ending, signal.SIG_IGN)
     pipe = Connection(number)
     pipe.send(None)
     try:
