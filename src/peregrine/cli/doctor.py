@@ -26,7 +26,7 @@ EPILOG = """examples:
 The exit code is 1 if a device, dtype or model that was asked for cannot be used, or if on this CPU the bits of a row
 depend on the batch that it is computed in.
 """
-ASKABLE = tuple(flag for flag in ENGINE_FLAGS if flag.field in ("model", "device", "dtype"))
+ASKABLE = tuple(flag for flag in ENGINE_FLAGS if flag.field in ("model", "device", "dtype", "tensor_parallel"))
 # The shape attention backends are asked about: what most dense checkpoints have.
 HEAD_DIM, PAGE_SIZE = 128, 16
 THREADS = (1, 2)  # with which the bits are checked
