@@ -17,7 +17,7 @@ from peregrine.models.decoder_layer import Layer
 from peregrine.models.draft_heads.block_config import BlockConfig, read_block_config
 from peregrine.models.draft_heads.markov import ConfidenceHead, MarkovHead, confidence_plan, markov_plan
 from peregrine.models.draft_heads.opened import Blueprint, OpenedHead, is_ignorable, read_draft_to_target
-from peregrine.models.draft_heads.parts import DraftHead, input_norm
+from peregrine.models.draft_heads.parts import DraftHead, input_norm, own_tables
 from peregrine.models.families import family_of
 from peregrine.models.layers import Attention, Linear, LiveRows, RMSNorm
 
@@ -34,11 +34,9 @@ class BlockHead(DraftHead):
         draft_to_target: Tensor | None = None,
     ) -> None:
         layer = config.layer
-        super().__init__(layer, layer.num_layers, config.taps, target)
+        super().__init__(layer, layer.num_layers, config.taps, target, config.own_embedding)
         self.config = config
         with torch.device("meta"):
-            if config.own_embedding:
-                self.embedding = nn.Parameter(torch.empty(layer.vocab_size, layer.hidden_size))
             self.fc = Linear(len(config.taps) * config.target_hidden_size, layer.hidden_size)
             self.hidden_norm = RMSNorm(layer.hidden_size, layer.norm_eps)
             # Keys and values are asked for without queries, for the tokens of the context.
@@ -104,10 +102,7 @@ def block_plan(config: BlockConfig) -> Plan:
     plan |= {f"{name}.weight": (Piece(f"{name}.weight", (hidden,)),) for name in ("hidden_norm", "norm")}
     for i in range(layer.num_layers):
         plan |= family_of(layer).layer_plan(layer, f"layers.{i}", f"layers.{i}", hidden, split=True)
-    if config.own_embedding:
-        plan["embedding"] = (Piece("embed_tokens.weight", (layer.vocab_size, hidden)),)
-    if config.own_head:
-        plan["head.weight"] = (Piece("lm_head.weight", (config.draft_vocab_size, hidden)),)
+    plan |= own_tables(layer, config.own_embedding, config.draft_vocab_size if config.own_head else None)
     with torch.device("meta"):
         markov, confidence = small_heads(config)
     return (

@@ -5,13 +5,13 @@ from torch import Tensor, nn
 
 from peregrine.attention import Attend
 from peregrine.kernels.residual import Residual
-from peregrine.models.checkpoint.plan import Piece, linear_plan
+from peregrine.models.checkpoint.plan import linear_plan
 from peregrine.models.config import ModelConfig
 from peregrine.models.decoder import Decoder
 from peregrine.models.decoder_layer import Layer
 from peregrine.models.draft_heads.formats import plain_layer_config
 from peregrine.models.draft_heads.opened import Blueprint, OpenedHead, is_ignorable, require_same
-from peregrine.models.draft_heads.parts import StepHead
+from peregrine.models.draft_heads.parts import StepHead, own_tables
 from peregrine.models.families import family_of
 from peregrine.models.layers import Linear
 
@@ -32,11 +32,9 @@ class EagleHead(StepHead):
         own_head: bool,
         fuse_bias: bool,
     ) -> None:
-        super().__init__(layer, layer.num_layers, (target.config.num_layers,), target)
+        super().__init__(layer, layer.num_layers, (target.config.num_layers,), target, own_embedding)
         hidden_size, last = layer.hidden_size, layer.num_layers - 1
         with torch.device("meta"):
-            if own_embedding:
-                self.embedding = nn.Parameter(torch.empty(layer.vocab_size, hidden_size))
             self.fc = Linear(2 * hidden_size, hidden_size, fuse_bias)
             self.layers = nn.ModuleList(
                 Layer(layer, i, split=i == last, normed_input=i > 0) for i in range(layer.num_layers)
@@ -73,10 +71,7 @@ def eagle_blueprint(source: OpenedHead, target: Decoder) -> Blueprint:
     for i in range(layer.num_layers):
         plan |= family_of(layer).layer_plan(layer, f"layers.{i}", f"layers.{i}", hidden, i == layer.num_layers - 1)
     del plan["layers.0.input_norm.weight"]
-    if own_embedding:
-        plan["embedding"] = (Piece("embed_tokens.weight", (layer.vocab_size, hidden)),)
-    if own_head:
-        plan["head.weight"] = (Piece("lm_head.weight", (layer.vocab_size, hidden)),)
+    plan |= own_tables(layer, own_embedding, layer.vocab_size if own_head else None)
     return Blueprint(
         plan, is_ignorable, lambda device, dtype: EagleHead(layer, target, device, dtype, own_embedding, own_head, bias)
     )

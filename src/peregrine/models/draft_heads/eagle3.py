@@ -15,7 +15,7 @@ from peregrine.models.decoder import Decoder
 from peregrine.models.decoder_layer import Layer
 from peregrine.models.draft_heads.formats import plain_layer_config, read_taps, read_variant
 from peregrine.models.draft_heads.opened import Blueprint, OpenedHead, is_ignorable, read_draft_to_target, require_same
-from peregrine.models.draft_heads.parts import StepHead, input_norm
+from peregrine.models.draft_heads.parts import StepHead, input_norm, own_tables
 from peregrine.models.families import family_of
 from peregrine.models.layers import MLP, QKV, Attention, Linear, LiveRows, RMSNorm
 
@@ -54,13 +54,11 @@ class Eagle3Head(StepHead):
         draft_to_target: Tensor | None = None,
     ) -> None:
         layer = config.layer
-        super().__init__(layer, layer.num_layers, config.taps, target)
+        super().__init__(layer, layer.num_layers, config.taps, target, config.own_embedding)
         self.config = config
         hidden_size, last = layer.hidden_size, layer.num_layers - 1
         tapped_size = len(config.taps) * config.target_hidden_size
         with torch.device("meta"):
-            if config.own_embedding:
-                self.embedding = nn.Parameter(torch.empty(layer.vocab_size, hidden_size))
             self.fc = Linear(tapped_size, hidden_size, config.fuse_bias)
             self.tap_norms = nn.ModuleList(
                 RMSNorm(config.target_hidden_size, layer.norm_eps) for _ in config.taps if config.norm_each_tap
@@ -192,10 +190,7 @@ def eagle3_plan(config: Eagle3Config) -> Plan:
     plan |= family_of(layer).mlp_plan(layer, "first.mlp", "midlayer.mlp")
     for i in range(1, layer.num_layers):
         plan |= family_of(layer).layer_plan(layer, f"layers.{i - 1}", f"layers.{i}", hidden, i == layer.num_layers - 1)
-    if config.own_embedding:
-        plan["embedding"] = (Piece("embed_tokens.weight", (layer.vocab_size, hidden)),)
-    if config.own_head:
-        plan["head.weight"] = (Piece("lm_head.weight", (config.draft_vocab_size, hidden)),)
+    plan |= own_tables(layer, config.own_embedding, config.draft_vocab_size if config.own_head else None)
     return plan
 
 

@@ -54,11 +54,9 @@ class MTPHead(StepHead):
         own_embedding: bool = False,
         own_head: bool = False,
     ) -> None:
-        super().__init__(layer, 1, (target.config.num_layers,), target)
+        super().__init__(layer, 1, (target.config.num_layers,), target, own_embedding)
         self.hidden_first = hidden_first
         with torch.device("meta"):
-            if own_embedding:
-                self.embedding = nn.Parameter(torch.empty(layer.vocab_size, layer.hidden_size))
             self.embedding_norm = RMSNorm(layer.hidden_size, layer.norm_eps)
             self.hidden_norm = RMSNorm(layer.hidden_size, layer.norm_eps)
             self.fc = Linear(2 * layer.hidden_size, layer.hidden_size)

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from peregrine.attention import Attend, LayerAttention
 from peregrine.kernels.residual import Residual
+from peregrine.models.checkpoint.plan import Piece, Plan
 from peregrine.models.config import ModelConfig
 from peregrine.models.decoder import Decoder
 from peregrine.models.decoder_layer import Layer
@@ -40,7 +41,9 @@ class DraftHead(nn.Module, ABC):
     head: Linear | None
     draft_to_target: Tensor | None  # [Vd] i64 target id of each draft id; None: the same vocabulary
 
-    def __init__(self, layer: ModelConfig, num_layers: int, taps: tuple[int, ...], target: Decoder) -> None:
+    def __init__(
+        self, layer: ModelConfig, num_layers: int, taps: tuple[int, ...], target: Decoder, own_embedding: bool
+    ) -> None:
         super().__init__()
         self.layer_config = layer
         self.taps = taps
@@ -48,6 +51,8 @@ class DraftHead(nn.Module, ABC):
         self.kv_shape = layer.kv_shape
         self.lender = Lender(target.embedding, target.config.embedding_factor, target.head)
         self.embedding, self.head = None, None
+        if own_embedding:
+            self.embedding = nn.Parameter(torch.empty(layer.vocab_size, layer.hidden_size, device="meta"))
 
     def place(
         self, device: torch.device | str, dtype: torch.dtype, target: Decoder, draft_to_target: Tensor | None = None
@@ -150,3 +155,12 @@ def dense_layers(config: ModelConfig, family: str, num_layers: int) -> ModelConf
         experts=None,
         num_extra_layers=0,
     )
+
+
+def own_tables(layer: ModelConfig, embedding: bool, head_size: int | None) -> Plan:
+    """The plan of what a head might borrow but has: an embedding, an output head of `head_size` tokens."""
+    tables = {"embedding": ("embed_tokens.weight", layer.vocab_size if embedding else None)}
+    tables["head.weight"] = ("lm_head.weight", head_size)
+    return {
+        ours: (Piece(name, (rows, layer.hidden_size)),) for ours, (name, rows) in tables.items() if rows is not None
+    }

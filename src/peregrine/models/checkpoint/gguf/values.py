@@ -8,7 +8,6 @@ from peregrine.errors import CheckpointError
 from peregrine.models.checkpoint.gguf.header import TYPES, Header, Stored
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-QUANTISED = tuple(kind for kind, _, _ in TYPES.values() if kind not in FLOATS)
 
 
 def require_readable(header: Header) -> None:
