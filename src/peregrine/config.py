@@ -10,6 +10,7 @@ from peregrine.errors import ConfigError, shown
 
 MAX_NODES = 64  # a tree node's ancestors are one 64-bit word
 MAX_DRAFTS = 16
+FIXED_DRAFTS = 3  # where windows are not planned and no number is asked for
 MAX_LAG = 8
 MAX_RANKS = 64
 # Lowest and highest value of whole-number options.
@@ -61,7 +62,7 @@ class TreeShape:
             )
 
 
-TEXTS = ("model", "drafter", "device", "dtype", "kv_dtype", "attention", "generation_config")
+TEXTS = ("model", "drafter", "device", "dtype", "kv_dtype", "attention", "generation_config", "windows")
 KINDS: dict[str, tuple[type, ...]] = {
     "tree": (TreeShape, NoneType),
     "graphs": (bool, NoneType),
@@ -87,9 +88,14 @@ class EngineConfig:
         "auto, none, ngram, suffix, eagle3, mtp (the checkpoint's own layer), or a folder: a head or a small model",
         "DRAFTER",
     )
-    num_drafts: int = option(3, "tokens drafted per round; 0: plain decoding with any drafter", "K")
+    num_drafts: int | None = option(
+        None, "most tokens drafted per round; 0: plain decoding; by default auto: what pays (on a GPU 3)", "K|auto"
+    )
     tree: TreeShape | None = option(
         None, "draft a tree instead of a chain: its depth, children per node, and nodes with the root", "D,W,N"
+    )
+    windows: str = option(
+        "auto", "auto: each round has the windows that pay, on a CPU; fixed: always num_drafts", "auto|fixed"
     )
     device: str = option("auto", "auto, cpu, cuda or cuda:INDEX", "DEVICE")
     dtype: str = option(
@@ -130,6 +136,9 @@ class EngineConfig:
     simulate_accept: float | None = None  # benchmarks only: draw the acceptance length with this mean
 
     def __post_init__(self) -> None:
+        for name in ("num_drafts", "tree"):
+            if getattr(self, name) == "auto":
+                object.__setattr__(self, name, None)
         for name in TEXTS:
             object.__setattr__(self, name, checked_text(name, getattr(self, name)))
         for name in ("page_size", "max_rows", "prefill_chunk"):
@@ -149,12 +158,21 @@ class EngineConfig:
         object.__setattr__(self, "max_stall_ms", stall)
         if self.host_cache and not self.prefix_cache:
             raise ConfigError(f"host_cache={self.host_cache}: it extends the prefix cache; leave prefix_cache on")
+        if self.windows not in ("auto", "fixed"):
+            raise ConfigError(f"windows={shown(self.windows)}: use auto or fixed")
         if self.generation_config not in ("auto", "none"):
             raise ConfigError(f"generation_config={shown(self.generation_config)}: use auto or none")
         if self.page_size & (self.page_size - 1):
             raise ConfigError(f"page_size={self.page_size}: must be a power of two, such as 16, 32 or 64")
         if self.row_sizes is not None and (not self.row_sizes or max(self.row_sizes) < self.max_rows):
             raise ConfigError(f"row_sizes={self.row_sizes}: the largest must be at least max_rows={self.max_rows}")
+
+    @property
+    def depth(self) -> int:
+        """The most drafts on a path; where the engine may choose, the number of a fixed window."""
+        if self.tree is not None:
+            return self.tree.depth
+        return FIXED_DRAFTS if self.num_drafts is None else self.num_drafts
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,7 +94,7 @@ def test_malformed_values_are_refused_by_flag(
 
 def test_help_shows_the_defaults_of_the_classes(parser: argparse.ArgumentParser) -> None:
     text = " ".join(parser.format_help().split())
-    assert f"(default: {EngineConfig().num_drafts})" in text
+    assert f"(default: {EngineConfig().page_size})" in text
     assert f"(default: {SamplingParams().max_tokens})" in text
 
 

@@ -60,7 +60,7 @@ def test_work_done_by_torch_is_noticed(mlp) -> None:
 
 def test_graphs_run_what_cannot_be_recorded(mlp) -> None:
     step, clean = mlp
-    graphs = CpuGraphs(max_rows=8, max_kept=2)
+    graphs = CpuGraphs(max_rows=8, kept_rows=5)
     for seed in range(3):
         for rows in (1, 2, 3, 20):
             for index, function in enumerate((step, clean)):

@@ -107,7 +107,7 @@ def wait_ready(served: Served) -> None:
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Served]:
-    served = start(lambda: LLM("merlin", num_pages=400))
+    served = start(lambda: LLM("merlin", num_pages=400, windows="fixed"))
     wait_ready(served)
     yield served
     served.stop()

@@ -172,8 +172,9 @@ def mtp_model() -> Path:
 
 
 def build(model: Path | None = None, **options: object) -> Built:
-    """An engine on the tiny model."""
-    return build_engine(engine_config(str(model or tiny_model()), {"num_pages": 600, "drafter": "none", **options}))
+    """An engine on the tiny model; windows have a fixed shape unless asked otherwise."""
+    defaults = {"num_pages": 600, "drafter": "none", "windows": "fixed"}
+    return build_engine(engine_config(str(model or tiny_model()), {**defaults, **options}))
 
 
 @dataclass(frozen=True)

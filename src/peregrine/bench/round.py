@@ -105,8 +105,7 @@ def engine_config(options: dict[str, object], cases: Sequence[Case], rounds: int
     model = str(options.get("model", EngineConfig().model))
     named = {name: value for name, value in options.items() if name != "model"}
     asked = parse_options(model, named)
-    depth = asked.num_drafts if asked.tree is None else asked.tree.depth
-    growth = (rounds + REST) * (depth + 1) + 128
+    growth = (rounds + REST) * (asked.depth + 1) + 128
     page_size, _ = pick_page_size(asked)
     pages = 1 + max(case.rows * (-(-(case.context + growth) // page_size) + 8) for case in cases)
     needed: dict[str, object] = {

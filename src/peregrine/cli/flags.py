@@ -33,8 +33,8 @@ class Flag:
 
 
 def whole_or_none(text: str) -> int | None:
-    """A whole number, or the word none."""
-    return None if text.lower() == "none" else int(text)
+    """A whole number, or the word none or auto."""
+    return None if text.lower() in ("none", "auto") else int(text)
 
 
 def tree_shape(text: str) -> tuple[int, int, int]:
@@ -89,6 +89,8 @@ def flag_of(entry: "Field[Any]", hint: Any) -> Flag:
         parse = PARSERS[kind] if kind in PARSERS else PARSERS[get_args(kind)[0]]
         if entry.metadata["metavar"] == "FILE":
             parse = text_of
+        if "auto" in entry.metadata["metavar"] and kind is int:
+            parse = whole_or_none
         if NoneType in kinds and entry.default is not None:
             parse = whole_or_none  # None differs from the default, so there is a word for it
         repeated = get_origin(kind) in (Sequence, tuple, Mapping)

@@ -47,6 +47,7 @@ from peregrine.engine.parallel import await_ranks, check_ranks, lead, started_ra
 from peregrine.engine.policy import BatchPolicy
 from peregrine.engine.runner import VARIANTS, Runner
 from peregrine.engine.sources import ModelSource, open_source
+from peregrine.engine.window_choice import AUTO, add_planner, pick_num_drafts, pick_windows
 from peregrine.errors import ConfigError
 from peregrine.grammar import GRAMMARS_PRESENT, GrammarCompiler
 from peregrine.hardware import arithmetic_dtype, current_device, resolve_device, resolve_kv_dtype
@@ -146,16 +147,20 @@ def _build(asked: EngineConfig, device: torch.device, start_ranks: Callable[[], 
     stores = make_stores(shapes, num_pages, asked.page_size, kv_dtype, device)
     lag = decisions.take("lag", pick_lag(asked, device))
     policy = BatchPolicy(asked.max_rows, asked.prefill_chunk, max_stall_s, lag, pick_row_sizes(asked, graphs))
+    windows = decisions.take("windows", pick_windows(asked, draft, device, policy))
+    asked = replace(asked, num_drafts=decisions.take("num_drafts", pick_num_drafts(asked, draft, windows)))
 
     bound = lead(BoundModel(target, target.layer_attention(), stores[0], backend), ranks)
     if graphs and backend.traits.max_decode_q_len:  # kernels are timed by recording them
-        windows = window_shapes(asked, draft, policy.row_sizes or (1, policy.max_rows))
-        backend, timed = choose_kernels(bound, windows)
+        shapes_run = window_shapes(asked, draft, policy.row_sizes or (1, policy.max_rows))
+        backend, timed = choose_kernels(bound, shapes_run)
         decisions.made.append(timed)
-    drafter = make_drafter(draft, asked.num_drafts, asked.tree, stores[-1], backend)
+    drafter = make_drafter(draft, asked.depth, asked.tree, stores[-1], backend)
     check_windows(target.config, drafter)
     ledger = make_ledger(asked, stores, int(drafter.reads_next_token), decisions)
     engine = assemble(asked, replace(bound, backend=backend), drafter, tokenizer, max_len, policy, ledger)
+    if windows == AUTO:
+        decisions.made.append(add_planner(engine.runner, draft, policy.max_rows))
     if graphs:
         decisions.made.append(record_graphs(engine, device))
     return Built(engine, tokenizer, target.config, defaults, tuple(decisions.made))

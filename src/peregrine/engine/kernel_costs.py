@@ -56,7 +56,7 @@ def window_shapes(asked: EngineConfig, draft: DraftSource, row_sizes: Sequence[i
     The target verifies a window of all nodes. A drafter's network reads the accepted path (a draft model with the root
     before it), its last layer one query per row; then it steps, in a tree over `width` nodes at once.
     """
-    depth = asked.num_drafts if asked.tree is None else asked.tree.depth
+    depth = asked.depth
     q_lens = {1: False}
     if draft.network is not None:
         q_lens[depth + 2 if isinstance(draft.network, Decoder) else depth + 1] = False

@@ -58,7 +58,7 @@ def scratch_bytes(asked: EngineConfig, config: ModelConfig, max_len: int, dtype:
         # Queries before and after w_uk, accumulators in float32, outputs before and after w_uv.
         entries = latent.q_dim + latent.key_dim + latent.kv_rank + latent.value_dim
         attention = config.num_heads * (entries * size + 4 * latent.kv_rank)
-        nodes = asked.num_drafts + 1 if asked.tree is None else asked.tree.nodes
+        nodes = asked.depth + 1 if asked.tree is None else asked.tree.nodes
         tiles = min(SHARED_TILES, asked.max_rows * -(-nodes * config.num_heads // LATENT_TILE))
         round_bytes = tiles * mla_num_splits(max_len) * LATENT_TILE * 4 * latent.kv_rank
     if experts is not None:

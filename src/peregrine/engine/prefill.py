@@ -4,6 +4,7 @@ A prompt is read up to, and not including, its last token. That token is the roo
 tokens are chosen in one place only, and a prompt that is cached up to its last token needs no prefill at all.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -69,6 +70,27 @@ def _read_group(target: BoundModel, drafter: Drafter, chunks: list[PromptChunk],
     drafter.absorb(Chunk(tokens=tokens, next_tokens=following, taps=taps, metadata=metadata))
     for chunk in chunks:
         chunk.request.read_len = chunk.end
+
+
+def absorb_held(drafter: Drafter, requests: Sequence[Request], page_size: int, device: torch.device) -> None:
+    """Let the drafter absorb what it missed while no row was drafted for, all in one chunk."""
+    chunks = []
+    for request in requests:
+        count = min(len(request.held), request.num_tokens - 1 - request.held_from)
+        if count > 0:
+            chunks.append(PromptChunk(request, request.held_from, request.held_from + count))
+    if chunks:
+        taps = [row for chunk in chunks for row in chunk.request.held[: chunk.end - chunk.start] if row is not None]
+        drafter.absorb(
+            Chunk(
+                tokens=_flat([c.request.tokens[c.start : c.end] for c in chunks], device),
+                next_tokens=_flat([c.request.tokens[c.start + 1 : c.end + 1] for c in chunks], device),
+                taps=torch.stack(taps) if taps else None,
+                metadata=chunk_metadata(chunks, page_size, device),
+            )
+        )
+    for request in requests:
+        request.held = []
 
 
 def _score(target: BoundModel, hidden: Tensor, following: Tensor, chunks: list[PromptChunk]) -> None:

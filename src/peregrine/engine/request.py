@@ -11,6 +11,7 @@ from peregrine.cache.prefix import Match
 from peregrine.engine.host_copy import HostCopy
 from peregrine.grammar import Matcher
 from peregrine.sampling import SamplingParams
+from peregrine.spec.odds import Guess, RequestOdds
 from peregrine.text.stream import TextStream
 from peregrine.text.tokenizer import Tokenizer
 
@@ -155,6 +156,10 @@ class Request:
         self.read_len = 0  # tokens whose KV exists, while the request is in prefill
         self.rounds_in_flight = 0
         self.seat: int | None = None  # while it runs
+        self.guesses: list[Guess] = []  # the drafts of its window, for the planner of windows
+        self.odds = RequestOdds()
+        self.held: list[Tensor | None] = []  # taps of its last tokens, which the drafter has not absorbed
+        self.held_from = 0  # place of the first of them
         self.order = 0  # of admission; the last one admitted is preempted first
         self.arrived = time.perf_counter()
         self.started: float | None = None

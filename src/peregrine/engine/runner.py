@@ -1,5 +1,6 @@
 """Queues rounds on the device and reads their verdicts later."""
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +13,10 @@ from torch import Tensor
 from peregrine.engine.graphs import Graphs
 from peregrine.engine.host_copy import Ring
 from peregrine.engine.masks import MaskWriter
+from peregrine.engine.planning import RoundPlan, WindowPlanner
+from peregrine.engine.prefill import absorb_held
 from peregrine.engine.request import Request, RoundDrafts
+from peregrine.engine.round_costs import RoundTimes
 from peregrine.grammar import Matcher, Window
 from peregrine.kernels.round import FINISH_FAULT, HEADER, Verdict
 from peregrine.kernels.sampling import Features
@@ -22,6 +26,7 @@ from peregrine.spec.judge import Judge
 from peregrine.spec.round import Logprobs, Mark, Verified, no_mark, run_round, settle, verify
 from peregrine.spec.state import Rows, SeatState
 from peregrine.spec.types import Drafter
+from peregrine.spec.windows import Plan
 
 # The recorded variants of a round, cheapest first. In the last one rows pay for the parts that they use themselves.
 VARIANTS = (
@@ -57,6 +62,7 @@ class RoundInFlight:
     logprobs: tuple[Tensor, Tensor, Tensor] | None
     windows: Tensor | None  # [R, 3, T] i64 on the host: tokens, parents, offered or not; for report_drafts
     ready: torch.cuda.Event | None
+    planned: tuple[RoundPlan, RoundTimes] | None
 
 
 class Runner:
@@ -67,6 +73,8 @@ class Runner:
     ) -> None:
         self.target, self.drafter, self.judge, self.seats = target, drafter, judge, seats
         self.graphs = graphs
+        self.planner: WindowPlanner | None = None  # None: every round has whole windows
+        self._proposing = self._launched = 0.0  # when the last round began to draft, and when it was done
         self._masks: MaskWriter | None = None  # made for the first batch with a grammar
         self.device = seats.device
         self.eager = False  # True: recorded graphs are not used; for benchmarks whose host must see a round's values
@@ -105,14 +113,16 @@ class Runner:
         are being verified; after it no round is in flight and the matchers know all tokens.
         """
         self.mark("launch")
+        began = time.thread_time()
+        plan = None if self.planner is None else self._plan(self.planner, requests, rows)
         windows = None
         if features.masked or any(r.params.report_drafts for r in requests):
             windows = self._to_host(self._windows(rows))
         if features.masked and windows is not None:
             matchers = [request.matcher for request in requests]
-            verdict, logprobs = self._masked_round(matchers, windows, rows, features, catch_up)
+            verdict, logprobs = self._masked_round(matchers, windows, rows, features, catch_up, plan)
         elif self.graphs is None or self.eager:
-            verdict, logprobs = self._round(rows, features)
+            verdict, logprobs = self._round(rows, features, plan)
         else:
             verdict, logprobs = self._replay(rows, features)
         self.mark("copy")
@@ -123,11 +133,42 @@ class Runner:
         ready = event_after(verdict.table)
         for request in requests:
             request.rounds_in_flight += 1
-        self.in_flight.append(RoundInFlight(list(requests), packed, values, windows, ready))
+        planned = None if plan is None else (plan, self._times(began))
+        self.in_flight.append(RoundInFlight(list(requests), packed, values, windows, ready, planned))
         self.mark("launched")
 
-    def _round(self, rows: Rows, features: Features) -> tuple[Verdict, Logprobs | None]:
-        return run_round(self.target, self.drafter, self.judge, self.seats, rows, features, self.mark)
+    def _plan(self, planner: WindowPlanner, requests: list[Request], rows: Rows) -> RoundPlan:
+        """The windows of the next round, and what the drafter missed if it is needed again."""
+        offered = self.seats.view(rows).offered
+        held = offered.tolist()
+        plan = planner.plan(requests, held)
+        verified = [length - 1 for length in plan.windows.lens]
+        if verified != held:
+            offered.copy_(torch.tensor(verified))
+        if planner.must_absorb(plan):
+            self.absorb_held(requests)
+        return plan
+
+    def absorb_held(self, requests: Sequence[Request]) -> None:
+        """Let the drafter read what these requests hold for it."""
+        if any(request.held for request in requests):
+            absorb_held(self.drafter, requests, self.seats.page_size, self.device)
+
+    def _times(self, began: float) -> RoundTimes:
+        """Milliseconds of the round that began then and has just been done."""
+        now, between = time.thread_time(), began - self._launched
+        self._launched, verify = now, self._proposing - began
+        # A longer pause was not the host's work of one round, but prompts or nothing to do.
+        host_ms = 1e3 * between if between < verify / 2 else None
+        return RoundTimes(1e3 * verify, 1e3 * (now - self._proposing), host_ms)
+
+    def _mark(self, stage: str) -> None:
+        if stage == "propose":
+            self._proposing = time.thread_time()
+        self.mark(stage)
+
+    def _round(self, rows: Rows, features: Features, plan: Plan | None = None) -> tuple[Verdict, Logprobs | None]:
+        return run_round(self.target, self.drafter, self.judge, self.seats, rows, features, self._mark, plan)
 
     def _masked_round(
         self,
@@ -136,11 +177,12 @@ class Runner:
         rows: Rows,
         features: Features,
         catch_up: Callable[[], None],
+        plan: Plan | None,
     ) -> tuple[Verdict, Logprobs | None]:
         """A round in two parts: masks are computed while the first one runs."""
         copied = event_after(self.seats.view(rows).past_lens)
         recorded = None if self.eager else self.graphs
-        verified = self._verify(rows) if recorded is None else recorded.replay((rows, VERIFY))
+        verified = self._verify(rows, plan) if recorded is None else recorded.replay((rows, VERIFY))
         catch_up()
         if copied is not None:
             copied.synchronize()
@@ -153,12 +195,12 @@ class Runner:
         result: tuple[Verdict, Logprobs | None] = recorded.replay((rows, MASKED))
         return result
 
-    def _verify(self, rows: Rows) -> Verified:
+    def _verify(self, rows: Rows, plan: Plan | None = None) -> Verified:
         self.mark("verify")
-        return verify(self.target, self.drafter, self.seats, rows)
+        return verify(self.target, self.drafter, self.seats, rows, plan)
 
     def _settle(self, verified: Verified, rows: Rows, features: Features) -> tuple[Verdict, Logprobs | None]:
-        return settle(verified, self.target, self.drafter, self.judge, self.seats, rows, features, self.mark)
+        return settle(verified, self.target, self.drafter, self.judge, self.seats, rows, features, self._mark)
 
     def _replay(self, rows: Rows, features: Features) -> tuple[Verdict, Logprobs | None]:
         """Replay the cheapest recorded variant that covers the features."""
@@ -185,6 +227,9 @@ class Runner:
             flight.ready.synchronize()
         self.mark("read")
         lines = flight.verdict.tolist()
+        if flight.planned is not None and self.planner is not None:
+            plan, times = flight.planned
+            self.planner.learn(plan, [line[1] for line in lines], [line[3] != 0 for line in lines], times)
         results = []
         for row, (request, line) in enumerate(zip(flight.requests, lines, strict=False)):  # pads come last
             request.rounds_in_flight -= 1

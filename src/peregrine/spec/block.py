@@ -56,12 +56,15 @@ class BlockDrafter:
 
     def propose(self, seen: Seen) -> Drafts:
         assert seen.taps is not None
-        num_rows, depth, pages = len(seen.past_lens), self.shape.depth, seen.pages
-        path = pages.window(seen.past_lens, self._depths.expand(num_rows, -1))
-        attend = self.backend.bind(self.store, self.layers, pages.uniform(path.positions, path.past_lens, path.slots))
-        self.head.remember(self.head.fuse(seen.taps.flatten(0, 1)), path.positions.flatten(), attend)
-
-        newest = seen.history.gather(1, seen.new_past_lens[:, None])  # [R, 1]
+        depth, plan = self.shape.depth, seen.plan
+        self._remember(seen)
+        if plan is not None and plan.rows is not None and not len(plan.rows):
+            return Drafts(seen.past_lens.new_zeros(len(seen.past_lens), depth), 0, None)
+        newest, total = seen.history.gather(1, seen.new_past_lens[:, None]), len(seen.past_lens)  # [R, 1]
+        if plan is not None and plan.rows is not None:
+            newest = newest.index_select(0, plan.rows)
+        seen = seen.drafted()
+        num_rows, pages = len(seen.past_lens), seen.pages
         block = pages.window(seen.new_past_lens, self._depths[:, : self.num_inputs].expand(num_rows, -1))
         tokens = torch.cat((newest, self._masks[:, 1:].expand(num_rows, -1)), dim=1)
         attend = self._bind_block(pages, block.positions, block.past_lens, block.slots)
@@ -70,7 +73,26 @@ class BlockDrafter:
         scores = self.head.logits(hidden.flatten(0, 1)).view(num_rows, depth, -1)  # [R, K, Vd]
         places = block.past_lens[:, None] + 1 + self._depths[:, :depth]  # [R, K] of the drafts
         draft = self._pick if self.shape.is_chain else self._grow
-        return draft(_Block(hidden, scores, newest[:, 0], places), seen)
+        drafts = draft(_Block(hidden, scores, newest[:, 0], places), seen)
+        if plan is None:
+            return drafts
+        tokens = drafts.tokens
+        if plan.rows is not None:
+            tokens = tokens.new_zeros(total, depth).index_copy_(0, plan.rows, tokens)
+        return Drafts(tokens, plan.depths(), None)
+
+    def _remember(self, seen: Seen) -> None:
+        """Keys and values of the round's path."""
+        assert seen.taps is not None
+        pages, plan, num_rows = seen.pages, seen.plan, len(seen.past_lens)
+        path = pages.window(seen.past_lens, self._depths.expand(num_rows, -1))
+        if plan is None:
+            metadata = pages.uniform(path.positions, path.past_lens, path.slots)
+        else:
+            packed = plan.windows.pack(path.positions), path.past_lens, plan.windows.pack(path.slots)
+            metadata = plan.windows.metadata(pages, *packed)
+        attend = self.backend.bind(self.store, self.layers, metadata)
+        self.head.remember(self.head.fuse(seen.taps.flatten(0, -2)), metadata.positions, attend)
 
     def _bind_block(self, pages: RowPages, positions: Tensor, past_lens: Tensor, slots: Tensor) -> Attend:
         """Attention of a block: both ways, or by position in causal layers."""
@@ -95,6 +117,8 @@ class BlockDrafter:
         if head.markov is None:
             drafts = torch.empty_like(block.places)
             pick(block.scores, block.places, *given, out=drafts)
+            for step in range(depth if seen.plan is not None else 0):
+                self._report(seen, block, step, block.scores[:, step], block.newest)
             return Drafts(drafts, depth, None)
         steps = block.places.new_empty(depth, num_rows, 1)  # a dense piece for each step
         before, state = block.newest, None
@@ -102,8 +126,16 @@ class BlockDrafter:
             added, state = head.markov(before, block.hidden[:, step], state)
             scores = (block.scores[:, step] + added)[:, None]  # [R, 1, Vd]
             pick(scores, block.places[:, step, None].contiguous(), *given, out=steps[step])
+            self._report(seen, block, step, scores[:, 0], before)
             before = steps[step, :, 0]
         return Drafts(steps[:, :, 0].T, depth, None)
+
+    def _report(self, seen: Seen, block: "_Block", step: int, scores: Tensor, before: Tensor) -> None:
+        """Tell the plan how sure the head is of a step's drafts: its confidence head's word, or the top probability."""
+        if seen.plan is not None and self.head.confidence is not None:
+            seen.plan.add(self.head.confidences(block.hidden[:, step], before))
+        elif seen.plan is not None:
+            seen.plan.add(scores.softmax(dim=1).amax(dim=1))
 
     def _grow(self, block: "_Block", seen: Seen) -> Drafts:
         """A tree: the block's scores of a level are shared by its nodes, each corrected by its own token."""

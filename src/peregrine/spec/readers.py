@@ -5,6 +5,7 @@ drafted tokens. Place 0 of its look-ahead is `first_place` past the newest cache
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -38,6 +39,36 @@ class DraftReader(Protocol):
         """Scores of the next token. [n, H] -> [n, Vd]"""
 
 
+@dataclass(frozen=True, slots=True)
+class Path:
+    """How a reader reads the round's path: keys and values of all its entries, the rest of the live ones alone."""
+
+    tokens: Tensor  # [N]
+    live: Tensor  # [n] place among them of each live entry: one per row that is drafted for
+    body: AttentionMetadata  # of all entries
+    last: AttentionMetadata  # of the live ones, while all keys are written
+
+    @staticmethod
+    def of(seen: Seen, first: int) -> "Path":
+        """The path; `first` is 1 if the entry before it is read once more, and an entry's token is its own."""
+        pages, plan, width = seen.pages, seen.plan, seen.next_tokens.shape[1] + first
+        places = pages.path(seen.past_lens, seen.new_past_lens, seen.history, width, behind=1 - first)
+        if plan is None:
+            body = pages.uniform(places.positions, seen.past_lens, places.slots)
+            last = pages.uniform(places.live_positions, places.live_positions[:, 0], places.slots)
+            return Path(places.tokens, places.live, body, last)
+        windows = plan.windows.longer(first) if first else plan.windows
+        tokens, positions, slots = (windows.pack(x) for x in (places.tokens, places.positions, places.slots))
+        body = windows.metadata(pages, positions, seen.past_lens, slots)
+        live, live_positions = places.live + windows.moved, places.live_positions
+        if plan.rows is not None:
+            live, live_positions = (x.index_select(0, plan.rows) for x in (live, live_positions))
+        if not len(live):
+            return Path(tokens, live, body, body)
+        last = seen.drafted().pages.uniform(live_positions, live_positions[:, 0], slots)
+        return Path(tokens, live, body, last)
+
+
 class HeadReader:
     """EAGLE, EAGLE-3 and MTP heads: the entry at position p is (the target's hidden state at p, the token at p + 1)."""
 
@@ -58,16 +89,12 @@ class HeadReader:
 
     def read(self, seen: Seen) -> Tensor:
         assert seen.taps is not None
-        pages, width = seen.pages, seen.next_tokens.shape[1]
-        places = pages.path(seen.past_lens, seen.new_past_lens, seen.history, width, behind=1)
-        last = pages.uniform(places.live_positions, places.live_positions[:, 0], places.slots)
-        attend = self.backend.bind(self.store, self.layers, last)
+        path = Path.of(seen, first=0)
+        attend = self.backend.bind(self.store, self.layers, path.last)
         if self.head.num_layers > 1:
-            body = pages.uniform(places.positions, seen.past_lens, places.slots)
-            attend = last_layer(self.backend.bind(self.store, self.layers, body), attend, self.head.num_layers)
-        hidden = self.head.fuse(seen.taps.flatten(0, 1))
-        positions = places.positions.flatten()
-        return self.head.forward(places.tokens, hidden, positions, attend, places.live)
+            attend = last_layer(self.backend.bind(self.store, self.layers, path.body), attend, self.head.num_layers)
+        hidden = self.head.fuse(seen.taps.flatten(0, -2))
+        return self.head.forward(path.tokens, hidden, path.body.positions, attend, path.live)
 
     def step(self, tokens: Tensor, hidden: Tensor, metadata: AttentionMetadata) -> Tensor:
         attend = self.backend.bind(self.store, self.layers, metadata)
@@ -93,13 +120,10 @@ class ModelReader:
 
     def read(self, seen: Seen) -> Tensor:
         # The root is read again with the path: a chain that was wholly right left its last draft unread.
-        pages, width = seen.pages, seen.next_tokens.shape[1] + 1
-        places = pages.path(seen.past_lens, seen.new_past_lens, seen.history, width, behind=0)
-        body = self.model.bind(pages.uniform(places.positions, seen.past_lens, places.slots))
-        last = self.model.bind(pages.uniform(places.live_positions, places.live_positions[:, 0], places.slots))
+        path = Path.of(seen, first=1)
+        body, last = self.model.bind(path.body), self.model.bind(path.last)
         attend = last_layer(body, last, self.model.decoder.config.num_layers)
-        positions = places.positions.flatten()
-        return self.model.decoder.forward(places.tokens, positions, attend, (), places.live)[0]
+        return self.model.decoder.forward(path.tokens, path.body.positions, attend, (), path.live)[0]
 
     def step(self, tokens: Tensor, hidden: Tensor, metadata: AttentionMetadata) -> Tensor:
         return self.model.read(tokens, metadata, ())[0]

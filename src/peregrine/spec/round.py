@@ -24,6 +24,7 @@ from peregrine.spec.bound import BoundModel
 from peregrine.spec.judge import Judge
 from peregrine.spec.state import Rows, RowState, SeatState
 from peregrine.spec.types import Drafter, DraftShape, Seen
+from peregrine.spec.windows import Plan, Windows
 
 Mark = Callable[[str], None]  # called with the name of each stage as it begins; benchmarks time stages with it
 
@@ -46,8 +47,10 @@ class Verified:
     """What the target computed from the windows."""
 
     places: WindowPlaces
-    logits: Tensor  # [R, T, V]
-    taps: Tensor | None  # [R * T, taps * H]
+    logits: Tensor  # [R, T, V]; [N, V] of packed windows
+    taps: Tensor | None  # [R * T, taps * H]; [N, taps * H] of packed windows
+    plan: Plan | None
+    windows: Windows | None  # None: every row has its whole window
 
 
 def run_round(
@@ -58,22 +61,34 @@ def run_round(
     rows: Rows,
     features: Features,
     mark: Mark = no_mark,
+    plan: Plan | None = None,
 ) -> tuple[Verdict, Logprobs | None]:
-    """Advance every row by 1 to K + 1 tokens; `seats` is read and written in place."""
+    """Advance every row by 1 to K + 1 tokens; `seats` is read and written in place.
+
+    A plan is the host's choice for this round of chains, on a CPU: which drafts are read, and which rows get new ones.
+    """
     mark("verify")
-    verified = verify(target, drafter, seats, rows)
+    verified = verify(target, drafter, seats, rows, plan)
     return settle(verified, target, drafter, judge, seats, rows, features, mark)
 
 
-def verify(target: BoundModel, drafter: Drafter, seats: SeatState, rows: Rows) -> Verified:
+def verify(target: BoundModel, drafter: Drafter, seats: SeatState, rows: Rows, plan: Plan | None = None) -> Verified:
     """Score every node of the windows."""
     state, shape = seats.view(rows), seats.shape
+    windows = None if plan is None or plan.windows.is_full else plan.windows
     num_rows, num_nodes = state.window_tokens.shape
     places = state.pages.window(state.past_lens, state.links.depths)
+    if windows is not None:
+        packed = (windows.pack(x) for x in (state.window_tokens, places.positions, places.slots))
+        tokens, positions, slots = packed
+        metadata = windows.metadata(state.pages, positions, places.past_lens, slots)
+        hidden, taps = target.read(tokens, metadata, drafter.taps)  # [N, H]
+        return Verified(places, target.decoder.logits(hidden), taps, plan, windows)
     ancestors = None if shape.is_chain else state.links.ancestors
     metadata = state.pages.uniform(places.positions, places.past_lens, places.slots, ancestors)
     hidden, taps = target.read(state.window_tokens.flatten(), metadata, drafter.taps)  # [R * T, H]
-    return Verified(places, target.decoder.logits(hidden).view(num_rows, num_nodes, -1), taps)
+    logits = target.decoder.logits(hidden).view(num_rows, num_nodes, -1)
+    return Verified(places, logits, taps, plan, None)
 
 
 def settle(
@@ -89,10 +104,11 @@ def settle(
     """Judge, commit and propose."""
     state, shape = seats.view(rows), seats.shape
     places, logits, taps = verified.places, verified.logits, verified.taps
+    plan, windows = verified.plan, verified.windows
     num_rows, num_nodes = state.window_tokens.shape
 
     mark("judge")
-    choices = judge(logits, places, state, features)  # [R, T]
+    choices = judge(logits, places, state, features, windows)  # [R, T]
 
     mark("commit")
     verdict = state.commit(choices)
@@ -100,7 +116,7 @@ def settle(
         target.move_path(places.past_lens, verdict, state.pages.table, state.pages.page_size)
 
     mark("propose")
-    if taps is not None:
+    if taps is not None and windows is None:
         taps = on_path(taps.view(num_rows, num_nodes, -1), verdict, shape)
     forced = state.forced_drafts(verdict) if features.masked else None
     seen = Seen(
@@ -113,10 +129,19 @@ def settle(
         sampling=state.sampling,
         features=features,
         forced=forced,
+        plan=plan,
     )
-    state.keep(drafter.propose(seen))
+    if plan is not None and plan.rests:
+        plan.hold(taps)
+        state.offered.zero_()
+    else:
+        state.keep(drafter.propose(seen))
     if forced is not None:
         state.offer_forced(forced)
+        if plan is not None:
+            plan.force(forced)
+    if windows is not None and features.logprobs is not None:
+        logits = windows.spread(logits, empty=0)
     return verdict, logprobs_of_path(logits, verdict, state, features)
 
 

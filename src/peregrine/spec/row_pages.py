@@ -25,6 +25,10 @@ class RowPages:
     max_len: int  # positions stop below this
     starts: Tensor  # [max_q_len, R + 1] i64, from `even_starts`
 
+    def only(self, rows: Tensor) -> "RowPages":
+        """Some of the rows [n]."""
+        return RowPages(self.table.index_select(0, rows), self.page_size, self.max_len, self.starts[:, : len(rows) + 1])
+
     def window(self, past_lens: Tensor, depths: Tensor) -> WindowPlaces:
         """Where the target reads nodes of these depths [R, T]."""
         return window_places(past_lens, depths, self.table, self.page_size, self.max_len)

@@ -1,6 +1,6 @@
 """Types of speculative decoding: the shape of a window, its links, drafts, and what a drafter is given."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 from peregrine.attention.metadata import AttentionMetadata
 from peregrine.kernels.sampling import Features, SamplingTensors
 from peregrine.spec.row_pages import RowPages
+from peregrine.spec.windows import Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ class Seen:
     """What a round gives the drafter: the accepted path, the tokens after it, and the state. W = K + 1."""
 
     next_tokens: Tensor  # [R, W]  the token that follows each node of the path; past the newest valid, meaningless ids
-    taps: Tensor | None  # [R, W, taps * H]
+    taps: Tensor | None  # [R, W, taps * H], or with a plan [N, taps * H]: packed as its windows are
     past_lens: Tensor  # [R]  tokens cached before the round
     new_past_lens: Tensor  # [R]  and after it; also the newest token's position
     history: Tensor  # [R, C]  every token so far by position, the newest at new_past_lens, then next_tokens
@@ -84,6 +85,22 @@ class Seen:
     sampling: SamplingTensors
     features: Features
     forced: Tensor | None = None  # [R, K]  tokens that a grammar forces after the newest; -1: it leaves a choice
+    plan: Plan | None = None  # which rows are drafted for; None: all, as deep as the shape allows
+
+    def drafted(self) -> "Seen":
+        """The rows that the plan drafts for; what was read in this round is left as it is."""
+        return self if self.plan is None or self.plan.rows is None else self.only(self.plan.rows)
+
+    def only(self, rows: Tensor) -> "Seen":
+        """Some of the rows [n]; what was read in this round is left as it is."""
+        return replace(
+            self,
+            past_lens=self.past_lens.index_select(0, rows),
+            new_past_lens=self.new_past_lens.index_select(0, rows),
+            pages=self.pages.only(rows),
+            sampling=self.sampling.only(rows, Features(sampled=self.features.sampled)),
+            forced=None if self.forced is None else self.forced.index_select(0, rows),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from peregrine.kernels.round import WindowPlaces
 from peregrine.kernels.sampling import Features
 from peregrine.spec.judge import Judge, judge
 from peregrine.spec.state import RowState
+from peregrine.spec.windows import Windows
 from peregrine.synthetic.accept import bend_choices
 
 
@@ -22,8 +23,10 @@ def simulated_judge(accept: float, depth: int) -> Judge:
             "the bonus counted; choose a value in that range"
         )
 
-    def simulated(logits: Tensor, places: WindowPlaces, state: RowState, features: Features) -> Tensor:
-        chosen = judge(logits, places, state, features)  # the real work
-        return bend_choices(chosen, state.nodes(), places.past_lens, state.sampling.seeds, accept, logits.shape[2])
+    def simulated(
+        logits: Tensor, places: WindowPlaces, state: RowState, features: Features, windows: Windows | None = None
+    ) -> Tensor:
+        chosen = judge(logits, places, state, features, windows)  # the real work
+        return bend_choices(chosen, state.nodes(), places.past_lens, state.sampling.seeds, accept, logits.shape[-1])
 
     return simulated

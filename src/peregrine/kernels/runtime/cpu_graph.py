@@ -75,11 +75,11 @@ def _is_view(func: Any, args: tuple[Any, ...], result: Any) -> bool:
 class CpuGraphs:
     """The CPU graphs of some functions that belong together, for each number of rows that they were run with.
 
-    Few numbers of rows occur; when there are too many, the graphs of the least recently used one are dropped.
+    When they hold the memory of too many rows, the graphs of the least recently used number are dropped.
     """
 
-    def __init__(self, max_rows: int, max_kept: int = 12) -> None:
-        self.max_rows, self.max_kept = max_rows, max_kept
+    def __init__(self, max_rows: int, kept_rows: int | None = None) -> None:
+        self.max_rows, self.kept_rows = max_rows, 8 * max_rows if kept_rows is None else kept_rows
         self._graphs: dict[int, dict[int, CpuGraph]] = {}  # number of rows -> index of the function -> graph
 
     def run(self, index: int, step: Step, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -95,7 +95,7 @@ class CpuGraphs:
         graph = graphs.get(index)
         if graph is not None:
             return graph(*inputs) if graph.complete else step(*inputs)
-        if len(self._graphs) > self.max_kept:
+        while sum(self._graphs) > self.kept_rows:
             del self._graphs[next(iter(self._graphs))]
         graphs[index] = CpuGraph(step, inputs)
         return graphs[index].outputs

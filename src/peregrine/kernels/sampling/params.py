@@ -1,6 +1,6 @@
 """The inputs of sampling: which of its parts a batch uses, the rows' parameters, and what came before each node."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -68,6 +68,15 @@ class SamplingTensors:
     logprobs: Tensor  # [R] i64 how many of the likeliest tokens are reported with the chosen one; -1: none at all
     masks: Masks | None = None  # None: no row has a grammar
 
+    def only(self, rows: Tensor, features: Features) -> "SamplingTensors":
+        """The parameters of some rows [n], as far as these features read them; masks are left out."""
+        read = ["temperature", "seeds"]
+        if features.filtered:
+            read += ["top_k", "top_p", "log_min_p"]
+        if features.adjusted:
+            read += ["repetition", "presence", "frequency", "bias_ids", "bias_values", "stop_ids", "min_lens"]
+        return replace(self, masks=None, **{name: getattr(self, name).index_select(0, rows) for name in read})
+
 
 @dataclass(frozen=True, slots=True)
 class Context:
@@ -77,4 +86,4 @@ class Context:
     prompt_lens: Tensor  # [R] i64
     lens: Tensor  # [R] i64; history at and past this is garbage
     window_tokens: Tensor  # [R, T] i64
-    ancestors: Tensor  # [R, T] i64 words: bit 0 (the root), the bits of the node's ancestors and its own
+    ancestors: Tensor  # [R, n] i64 words of the nodes asked about: bit 0 (the root), its ancestors' and its own

@@ -155,8 +155,8 @@ def count_tokens(context: Context, vocab_size: int) -> tuple[Tensor, Tensor]:
 
     The window's root is committed, hence part of the history; another node counts for itself and its descendants.
     """
-    history, window = context.history, context.window_tokens
-    num_rows, num_nodes = window.shape
+    history, window, num_nodes = context.history, context.window_tokens, context.ancestors.shape[1]
+    num_rows = len(window)
     places = torch.arange(history.shape[1], device=history.device)
     committed = places < context.lens[:, None]  # [R, C]
     of_prompt = committed & (places < context.prompt_lens[:, None])
@@ -165,8 +165,8 @@ def count_tokens(context: Context, vocab_size: int) -> tuple[Tensor, Tensor]:
     in_prompt = none.scatter_add(1, ids, of_prompt.float()) > 0
     counts = none.scatter_add_(1, ids, (committed ^ of_prompt).float())[:, None]  # [R, 1, V]
 
-    nodes = torch.arange(1, num_nodes, device=window.device)
-    counted = (context.ancestors[:, :, None] >> nodes) & 1  # [R, T, T - 1]
+    nodes = torch.arange(1, window.shape[1], device=window.device)
+    counted = (context.ancestors[:, :, None] >> nodes) & 1  # [R, n, T - 1]
     drafts = window[:, None, 1:].clamp(0, vocab_size - 1).expand_as(counted)
     # Sums of ones are exact in float32 up to 2^24, whatever their order.
     counts = counts.expand(-1, num_nodes, -1).scatter_add(2, drafts, counted.float())

@@ -1,0 +1,214 @@
+"""Chooses the windows of every round on a CPU: what is verified now, and which rows are drafted for next.
+
+The choice is by measured costs (`engine/round_costs.py`) and learnt odds (`spec/odds.py`), through the pure functions
+of `spec/planner.py`. It changes speed, never a token.
+
+A row that is not drafted for still has to be known to the drafter when it comes back. While some row drafts, the
+drafter absorbs every row's tokens, which costs little beside its other work. While none does, it is not called at all:
+what it has to absorb is held, and read as one prompt-like chunk before the next draft, or before pages are released.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from peregrine.engine.request import Request
+from peregrine.engine.round_costs import RoundCosts, RoundTimes
+from peregrine.spec.odds import Guess, Odds
+from peregrine.spec.planner import Costs, plan_depths, trim_windows, worth_taking
+from peregrine.spec.windows import Windows
+
+MAX_HELD = 64  # rounds whose taps are held
+PROBE_EVERY = 96  # rounds; sooner while there were few
+PROBE_DEPTHS = (3, 1, 2, 5)  # drafts of all rows in a probe
+
+
+class RoundPlan:
+    """The plan of one round; see `spec.windows.Plan`."""
+
+    def __init__(
+        self, planner: "WindowPlanner", requests: Sequence[Request], lens: list[int], drafted: list[int]
+    ) -> None:
+        self._planner, self.requests = planner, requests
+        self.windows = Windows.of(tuple(lens), planner.width)
+        self.rests = not drafted and sum(lens) == len(lens)
+        self.rows = None if len(drafted) == len(lens) else torch.tensor(drafted, dtype=torch.int64)
+        self.guesses: list[list[Guess]] = [[] for _ in requests]  # of the new drafts
+        self.steps: list[int] = []  # rows of each step of the drafter
+        self.expected = 0.0  # tokens of this round
+        self.probe = 0  # drafts that every row gets, to learn what they cost and whether they are right
+        self._active = drafted
+        self._tokens = len(lens)  # of the next round, as far as it is planned
+
+    def add(self, chances: Tensor) -> None:
+        self.steps.append(len(self._active))
+        said = chances.tolist()
+        for row, chance in zip(self._active, said, strict=True):
+            request, line = self.requests[row], self.guesses[row]
+            line.append(self._planner.odds(request).guess(len(line), chance, request.odds))
+        self._tokens += len(said)
+
+    def go_on(self) -> Tensor | None:
+        planner, active = self._planner, self._active
+        depth = len(self.guesses[active[0]])
+        if depth < self.probe:
+            return None
+        survivals = []
+        for place, row in enumerate(active):
+            request = self.requests[row]
+            if depth < planner.cap_of(request):
+                survival = planner.odds(request).expect(depth, request.odds)
+                for guess in self.guesses[row]:
+                    survival *= guess.chance
+                survivals.append((survival, place))
+        survivals.sort(reverse=True)
+        chances = [survival for survival, _ in survivals]
+        count, _ = worth_taking(planner.costs, chances, self._tokens, planner.rate, depth < planner.costs.steps)
+        if count == len(active):
+            return None
+        kept = sorted(place for _, place in survivals[:count])
+        self._active = [active[place] for place in kept]
+        return torch.tensor(kept, dtype=torch.int64)
+
+    def depths(self) -> Tensor:
+        return torch.tensor([len(line) for line in self.guesses])
+
+    def hold(self, taps: Tensor | None) -> None:
+        for row, request in enumerate(self.requests):
+            if not request.held:
+                request.held_from = request.num_tokens - 1
+            request.held.append(None if taps is None else taps[row])
+
+    def force(self, forced: Tensor) -> None:
+        for line, known in zip(self.guesses, (forced >= 0).long().cumprod(dim=1).sum(dim=1).tolist(), strict=True):
+            line[:known] = [Guess(depth, None, 1.0, 1.0) for depth in range(known)]
+
+
+@dataclass(slots=True)
+class PlanRecord:
+    """What was planned and what came of it, for metrics."""
+
+    windows: Counter[int] = field(default_factory=Counter)  # rows by window length
+    rounds: Counter[str] = field(default_factory=Counter)  # rounds by plan: plain, drafted, mixed
+    expected_tokens: float = 0.0
+    tokens: int = 0
+    expected_ms: float = 0.0
+    ms: float = 0.0
+
+
+class WindowPlanner:
+    """Plans rounds, and learns from them."""
+
+    def __init__(self, depth: int, measured: RoundCosts, looks_up: bool) -> None:
+        self.depth, self.width, self.measured, self.looks_up = depth, depth + 1, measured, looks_up
+        self.costs: Costs = measured.costs()
+        self.rate = 0.0  # tokens per millisecond of the last plan
+        self.record = PlanRecord()
+        self._rounds = self._probes = self._next = 0  # rounds, probes so far, and the round of the next
+        self._probing = 0  # drafts of each row that the last round made for a probe
+        self._odds = {False: Odds(), True: Odds()}  # by whether a request is sampled
+
+    def odds(self, request: Request) -> Odds:
+        return self._odds[request.params.temperature > 0]
+
+    def cap_of(self, request: Request) -> int:
+        """The most drafts a request may have after the round to come."""
+        asked = request.params.num_drafts
+        room = request.limit - request.num_tokens - 1
+        return max(0, min(self.depth if asked is None else asked, room))
+
+    @property
+    def calibration_error(self) -> float:
+        """Of greedy and sampled requests together."""
+        counts = [sum(tenth[0] for tenth in odds.tenths) for odds in self._odds.values()]
+        total = sum(counts)
+        errors = [odds.calibration_error for odds in self._odds.values()]
+        return sum(e * n for e, n in zip(errors, counts, strict=True)) / total if total else 0.0
+
+    def plan(self, requests: Sequence[Request], offered: Sequence[int]) -> RoundPlan:
+        """The plan of the next round of the requests in these rows, whose windows hold so many drafts."""
+        if self.measured.changed:
+            self.costs = self.measured.costs()
+        following = plan_depths(self.costs, [self._expected(request) for request in requests])
+        self.rate = following.rate
+        drafted = [row for row, depth in enumerate(following.depths) if depth]
+        probe = self._next_probe(requests)
+        if self.looks_up or probe:
+            drafted = list(range(len(requests)))
+        verified = self.choose_verified(requests, offered)
+        plan = RoundPlan(self, requests, [1 + depth for depth in verified], drafted)
+        self._probing = plan.probe = probe
+        for request, depth in zip(requests, verified, strict=True):
+            plan.expected += 1 + sum(survivals_of(request.guesses[:depth]))
+        return plan
+
+    def _next_probe(self, requests: Sequence[Request]) -> int:
+        """How many drafts every row gets after this round, whether they seem to pay or not; 0: it is no probe.
+
+        A size of window that looks costly, or a request whose drafts were wrong, would never be looked at again.
+        """
+        self._rounds += 1
+        if self._rounds < self._next:
+            return 0
+        depth = min([PROBE_DEPTHS[self._probes % len(PROBE_DEPTHS)], *map(self.cap_of, requests)])
+        if depth:
+            self._probes += 1
+            self._next = self._rounds + min(PROBE_EVERY, 4 << self._probes)
+        return depth
+
+    def must_absorb(self, plan: RoundPlan) -> bool:
+        """Whether the drafter has to absorb what is held before this round."""
+        return any(request.held for request in plan.requests) and (
+            not plan.rests or max(len(request.held) for request in plan.requests) >= MAX_HELD
+        )
+
+    def choose_verified(self, requests: Sequence[Request], offered: Sequence[int]) -> list[int]:
+        """How many drafts of each row are verified."""
+        for request, count in zip(requests, offered, strict=True):
+            line = request.guesses
+            del line[count:]
+            while len(line) < count:  # the drafter said nothing of them
+                line.append(self.odds(request).guess(len(line), None, request.odds))
+        if self._probing or not any(offered):
+            return list(offered)
+        return trim_windows(self.costs, [survivals_of(request.guesses) for request in requests], self.rate)
+
+    def _expected(self, request: Request) -> list[float]:
+        """The survival of drafts that have not been made."""
+        survival, line, odds = 1.0, [], self.odds(request)
+        for depth in range(self.cap_of(request)):
+            survival *= odds.expect(depth, request.odds)
+            line.append(survival)
+        return line
+
+    def learn(self, plan: RoundPlan, correct: Sequence[int], ended: Sequence[bool], times: RoundTimes) -> None:
+        """Take in a round's verdicts and times; drafts after the first wrong one have no verdict."""
+        record, lens = self.record, plan.windows.lens
+        for row, request in enumerate(plan.requests):
+            odds, own, verified = self.odds(request), request.odds, lens[row] - 1
+            own.fade()
+            for guess in request.guesses[: min(correct[row], verified)]:
+                odds.judge(guess, True, own)
+            if correct[row] < verified and not ended[row]:
+                odds.judge(request.guesses[correct[row]], False, own)
+            request.guesses = plan.guesses[row]
+            record.windows[lens[row]] += 1
+            record.tokens += correct[row] + 1
+        tokens = sum(lens)
+        record.rounds["plain" if tokens == len(lens) else "drafts" if min(lens) > 1 else "mixed"] += 1
+        record.expected_tokens += plan.expected
+        record.expected_ms += self.measured.expect(tokens, plan.steps, plan.rests)
+        record.ms += times.verify_ms + times.draft_ms
+        self.measured.learn(tokens, plan.steps, plan.rests, times)
+
+
+def survivals_of(guesses: Sequence[Guess]) -> list[float]:
+    """The chance of each draft that it and all before it are right."""
+    survival, line = 1.0, []
+    for guess in guesses:
+        survival *= guess.chance
+        line.append(survival)
+    return line

@@ -1,0 +1,176 @@
+"""What rounds cost on this machine: timed once when the engine starts, then corrected by every real round.
+
+Milliseconds are processor time of the engine's thread: what other processes take from it is no cost of a round.
+The table says how the parts of a round compare; `speed` says how fast the machine is at the moment. A plan depends on
+the first alone.
+"""
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from peregrine.spec.planner import Costs, ms_at
+from peregrine.spec.windows import Windows
+
+SPEED_SHARE, SHAPE_SHARE = 0.2, 0.03  # how far one round moves the machine's speed, and the table
+FIRST_SHARE = 0.5  # by the first round of a size
+MOST_OFF = 3.0  # a round that takes so many times what it should was interrupted
+REFRESH = 16  # rounds after which plans see the corrected table
+TIME_LIMIT_S = 0.2  # for all measurements
+PASSES = 8  # over all sizes, at most
+
+# (tokens in each window, rows that get two drafts) -> milliseconds of (verify, absorb and draft)
+TimeRound = Callable[[Sequence[int], int], tuple[float, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTimes:
+    """Milliseconds of one real round."""
+
+    verify_ms: float  # everything but the drafter
+    draft_ms: float
+    host_ms: float | None  # between the round before and this one; None: something else was done there
+
+
+class FixedPlan:
+    """A plan of given windows and depths, whatever the drafter says; see `spec.windows.Plan`."""
+
+    rests = False
+
+    def __init__(self, lens: Sequence[int], depths: Sequence[int], width: int) -> None:
+        self.windows = Windows.of(tuple(lens), width)
+        self._depths, self._active = torch.tensor(depths), [row for row, depth in enumerate(depths) if depth]
+        self.rows = None if len(self._active) == len(depths) else torch.tensor(self._active, dtype=torch.int64)
+        self._made = 0
+
+    def add(self, chances: Tensor) -> None:
+        chances.tolist()  # as a real plan does
+        self._made += 1
+
+    def go_on(self) -> Tensor | None:
+        kept = [place for place, row in enumerate(self._active) if self._depths[row] > self._made]
+        if len(kept) == len(self._active):
+            return None
+        self._active = [self._active[place] for place in kept]
+        return torch.tensor(kept, dtype=torch.int64)
+
+    def depths(self) -> Tensor:
+        return self._depths
+
+    def hold(self, taps: Tensor | None) -> None:
+        """It never rests."""
+
+    def force(self, forced: Tensor) -> None:
+        """Depths are as they were given."""
+
+
+class RoundCosts:
+    """The table of costs, corrected as rounds pass."""
+
+    def __init__(self, verify: dict[int, float], absorb: dict[int, float], step: dict[int, float], steps: int) -> None:
+        self._verify, self._absorb, self._step, self._steps = verify, absorb, step, steps
+        self._host = 0.0  # milliseconds between rounds
+        self._speed = 1.0
+        self._rounds = 0
+        self._seen: Counter[tuple[int, int]] = Counter()  # rounds that corrected a size of a part
+        self._known = self.costs()
+
+    @property
+    def changed(self) -> bool:
+        return self._rounds % REFRESH == 0
+
+    def costs(self) -> Costs:
+        """The table as a value; a larger size never costs less than a smaller one."""
+        verify = tuple((size, ms + self._host) for size, ms in rising(self._verify))
+        self._known = Costs(verify, rising(self._absorb), rising(self._step), self._steps)
+        return self._known
+
+    def expect(self, tokens: int, steps: Sequence[int], rests: bool) -> float:
+        """Milliseconds of a round at the machine's present speed."""
+        known = self._known
+        absorbed = 0.0 if rests else known.absorb_ms(tokens)
+        return self._speed * (known.verify_ms(tokens) + absorbed + sum(map(known.step_ms, steps[: self._steps])))
+
+    def learn(self, tokens: int, steps: Sequence[int], rests: bool, times: RoundTimes) -> None:
+        """Take in one real round."""
+        self._rounds += 1
+        if times.host_ms is not None:
+            self._host += SPEED_SHARE * (times.host_ms / self._speed - self._host)
+        expected = ms_at(rising(self._verify), tokens) * self._speed
+        off = times.verify_ms / expected if expected else 1.0
+        self._correct(self._verify, tokens, off)
+        self._speed *= 1 + max(SPEED_SHARE, 1 / self._rounds) * (clipped(off) - 1)
+        expected = self.expect(tokens, steps, rests) - self._known.verify_ms(tokens) * self._speed
+        if rests or not expected:
+            return
+        off = times.draft_ms / expected
+        self._correct(self._absorb, tokens, off)
+        for rows in set(steps[: self._steps]):
+            self._correct(self._step, rows, off)
+
+    def _correct(self, part: dict[int, float], size: int, off: float) -> None:
+        """Change what a size costs, at first by much. Its first round does not count: it allocates memory."""
+        self._seen[id(part), size] += 1
+        if size not in part:
+            part[size] = ms_at(rising(part), size)
+        elif self._seen[id(part), size] > 1:
+            share = max(SHAPE_SHARE, FIRST_SHARE / self._seen[id(part), size])
+            part[size] *= 1 + share * (clipped(off) - 1)
+
+
+def clipped(off: float) -> float:
+    return min(max(off, 1 / MOST_OFF), MOST_OFF)
+
+
+def rising(part: dict[int, float]) -> tuple[tuple[int, float], ...]:
+    """The table in order of size; no size costs more than a larger one, since a disturbance only adds time."""
+    least, points = math.inf, []
+    for size in sorted(part, reverse=True):
+        least = min(least, part[size])
+        points.append((size, least))
+    return tuple(reversed(points))
+
+
+def sizes_up_to(most: int) -> list[int]:
+    """1, 2, 3, 4, 6, 8, 12, 16, ... and the most itself."""
+    sizes = {most, 1, *(base << power for base in (2, 3) for power in range(12))}
+    return sorted(size for size in sizes if size <= most)
+
+
+def measure_costs(time_round: TimeRound, max_rows: int, depth: int, steps: int) -> RoundCosts:
+    """Time rounds of several sizes in passes over all of them, as long as the time limit allows; the fastest count.
+
+    A size whose turn never came is interpolated, and corrected when it occurs.
+    """
+    began = time.perf_counter()
+    verify: dict[int, float] = {}
+    absorb: dict[int, float] = {}
+    drafted: dict[int, float] = {}
+    for attempt in range(1 + PASSES):
+        for tokens in in_order(sizes_up_to(max_rows * (depth + 1))):
+            late = time.perf_counter() - began > TIME_LIMIT_S
+            if late and (attempt > 1 or len(verify) > 1):
+                break
+            rows = min(tokens, max_rows)
+            lens = [tokens // rows + (row < tokens % rows) for row in range(rows)]
+            if tokens not in verify:
+                time_round(lens, 0)  # allocates
+            times = time_round(lens, 0)
+            verify[tokens] = min(verify.get(tokens, times[0]), times[0])
+            absorb[tokens] = min(absorb.get(tokens, times[1]), times[1])
+            if tokens <= max_rows and steps:
+                ms = time_round(lens, rows)[1]
+                drafted[tokens] = min(drafted.get(tokens, ms), ms)
+    made = min(2, depth, max(1, steps))  # drafts of a timed row
+    step = {rows: max(0.0, ms - absorb[rows]) / made for rows, ms in drafted.items()}
+    return RoundCosts(verify, absorb, step or {1: 0.0}, steps)
+
+
+def in_order(sizes: Sequence[int]) -> Iterator[int]:
+    """One, four, then the rest upwards."""
+    yield from dict.fromkeys([size for size in (1, 4) if size in sizes] + list(sizes))

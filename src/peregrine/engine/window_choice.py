@@ -1,0 +1,85 @@
+"""Whether an engine plans its windows, how deep they may get, and its planner, whose costs are timed here."""
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+from peregrine.config import FIXED_DRAFTS, Decision, EngineConfig
+from peregrine.engine.planning import WindowPlanner
+from peregrine.engine.policy import BatchPolicy
+from peregrine.engine.round_costs import FixedPlan, measure_costs
+from peregrine.engine.runner import Runner
+from peregrine.kernels.sampling import Features
+from peregrine.models.draft_heads import BlockHead
+from peregrine.spec.registry import DraftSource
+from peregrine.spec.round import run_round
+
+MOST_DRAFTS = 8  # of planned windows, unless another cap is asked for: later drafts are hardly ever reached
+AUTO, FIXED = "auto", "fixed"
+
+
+def pick_windows(asked: EngineConfig, draft: DraftSource, device: torch.device, policy: BatchPolicy) -> tuple[str, str]:
+    """Whether windows are planned in every round or have a fixed shape, and why."""
+    if asked.windows == FIXED:
+        return FIXED, "asked for"
+    for hinders, because in (
+        (draft.name == "none", "there is no drafter"),
+        (asked.tree is not None, "a tree has one shape in every round; leave tree out for planned chains"),
+        (device.type != "cpu", "rounds are recorded for one shape on a GPU"),
+        (bool(policy.lag), f"plans need the last verdict, and lag={policy.lag} leaves it unread"),
+        (policy.row_sizes is not None, "batches are padded to row_sizes"),
+    ):
+        if hinders:
+            return FIXED, because
+    return AUTO, "each round drafts and verifies what pays, by measured costs and learnt odds"
+
+
+def pick_num_drafts(asked: EngineConfig, draft: DraftSource, windows: str) -> tuple[int, str]:
+    """The most drafts of a round, and why."""
+    if asked.tree is not None:
+        return asked.tree.depth, "the tree's depth"
+    if asked.num_drafts is not None:
+        return asked.num_drafts, "asked for" if windows == FIXED else "asked for, as the most"
+    most, because = (
+        (MOST_DRAFTS, "the most that is planned") if windows == AUTO else (FIXED_DRAFTS, "windows are fixed")
+    )
+    network = draft.network
+    if isinstance(network, BlockHead) and network.config.max_drafts < most:
+        return network.config.max_drafts, "the head's block"
+    return most, because
+
+
+def add_planner(runner: Runner, draft: DraftSource, max_rows: int) -> Decision:
+    """Time the runner's rounds, give it a planner, and say what was measured."""
+    depth = runner.drafter.shape.depth
+    steps = 0 if draft.network is None else 1 if isinstance(draft.network, BlockHead) else depth
+    began = time.perf_counter()
+    with torch.inference_mode():
+        measured = measure_costs(lambda lens, drafted: time_round(runner, lens, drafted), max_rows, depth, steps)
+    seconds = time.perf_counter() - began
+    runner.planner = WindowPlanner(depth, measured, looks_up=draft.network is None)
+    costs = runner.planner.costs
+    written = ", ".join(f"{size}: {ms:.2f}" for size, ms in costs.verify)
+    stepped = ", ".join(f"{size}: {ms:.2f}" for size, ms in costs.step)
+    because = f"ms by tokens verified: {written}; by rows of a drafter's step: {stepped}; timed in {seconds:.2f} s"
+    return Decision("costs", f"measured for {len(costs.verify)} sizes", because)
+
+
+def time_round(runner: Runner, lens: Sequence[int], drafted: int) -> tuple[float, float]:
+    """Milliseconds of a round on pads, before its drafter and in it; the first rows get two drafts.
+
+    All seats must be pads: the round really runs.
+    """
+    shape, began = runner.drafter.shape, time.thread_time()
+    proposing = began
+
+    def mark(stage: str) -> None:
+        nonlocal proposing
+        if stage == "propose":
+            proposing = time.thread_time()
+
+    depths = [min(2, shape.depth) * (row < drafted) for row in range(len(lens))]
+    rows, plan = runner.seats.rows(len(lens), 1), FixedPlan(lens, depths, shape.nodes)
+    run_round(runner.target, runner.drafter, runner.judge, runner.seats, rows, Features(), mark, plan)
+    return 1e3 * (proposing - began), 1e3 * (time.thread_time() - proposing)

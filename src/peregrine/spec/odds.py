@@ -1,0 +1,107 @@
+"""How likely drafts are, learnt from verdicts: by depth and by the drafter's own probability, and per request.
+
+A draft's chance is that it is right if the drafts before it are. The engine counts how often drafts of a depth, and of
+a range of the drafter's own probability, were right; so what the drafter says is calibrated while it runs. A request
+has one factor: how many of its drafts were right over how many the engine's counts had expected.
+"""
+
+from bisect import bisect
+from dataclasses import dataclass, field
+
+EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)  # of ranges of the drafter's own probability
+DEPTHS = 4  # deeper drafts count as the deepest of these
+PRIOR = 4.0  # drafts that the first guess counts for
+FIRST_GUESS = 0.6  # of drafters that say nothing themselves
+MEMORY = 500.0  # drafts after which older ones begin to count less
+OWN_PRIOR, OWN_MEMORY = 6.0, 0.97  # of a request's factor: drafts, and what is kept of them each round
+MOST = 0.995
+TENTHS = 10
+
+
+@dataclass(slots=True)
+class Count:
+    """How many drafts were right, of how many."""
+
+    right: float
+    tried: float
+
+    @property
+    def chance(self) -> float:
+        return self.right / self.tried
+
+    def add(self, right: float, weight: float = 1.0) -> None:
+        self.right += right * weight
+        self.tried += weight
+        if self.tried > MEMORY:
+            self.right, self.tried = self.right / 2, self.tried / 2
+
+
+@dataclass(slots=True)
+class RequestOdds:
+    """A request's own record against what the engine expected of its drafts."""
+
+    expected: float = 0.0
+    right: float = 0.0
+
+    @property
+    def factor(self) -> float:
+        return (self.right + OWN_PRIOR) / (self.expected + OWN_PRIOR)
+
+    def fade(self) -> None:
+        """A round has passed: old verdicts count less, so that a request that rests is tried again."""
+        self.expected *= OWN_MEMORY
+        self.right *= OWN_MEMORY
+
+
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """One draft: what the drafter said of it, and its chance."""
+
+    depth: int
+    said: float | None  # the drafter's own probability
+    chance: float  # calibrated, with the request's factor
+    engine_chance: float  # without it
+
+
+@dataclass(slots=True)
+class Odds:
+    """The engine's counts for one class of requests (greedy, or sampled)."""
+
+    counts: dict[tuple[int, int], Count] = field(default_factory=dict)  # (depth, range): drafts that were verified
+    means: dict[int, Count] = field(default_factory=dict)  # depth: chances of all drafts that were made
+    tenths: list[list[float]] = field(default_factory=lambda: [[0.0, 0.0, 0.0] for _ in range(TENTHS)])
+
+    def expect(self, depth: int, own: RequestOdds) -> float:
+        """The chance of a draft that has not been made."""
+        mean = self.means.get(min(depth, DEPTHS - 1))
+        return min(MOST, (FIRST_GUESS if mean is None else mean.chance) * own.factor)
+
+    def guess(self, depth: int, said: float | None, own: RequestOdds) -> Guess:
+        """A draft that was made; counts it among those of its depth."""
+        level = min(depth, DEPTHS - 1)
+        chance = self._count(level, said).chance
+        self.means.setdefault(level, Count(FIRST_GUESS * PRIOR, PRIOR)).add(chance)
+        return Guess(depth, said, min(MOST, chance * own.factor), chance)
+
+    def judge(self, guess: Guess, right: bool, own: RequestOdds) -> None:
+        """Count a verdict on a draft all of whose predecessors were right."""
+        self._count(min(guess.depth, DEPTHS - 1), guess.said).add(right)
+        own.expected += guess.engine_chance
+        own.right += right
+        tenth = self.tenths[min(TENTHS - 1, int(guess.chance * TENTHS))]
+        for place, value in enumerate((1.0, guess.chance, float(right))):
+            tenth[place] += value
+
+    def _count(self, level: int, said: float | None) -> Count:
+        place = -1 if said is None else bisect(EDGES, said)
+        count = self.counts.get((level, place))
+        if count is None:
+            prior = FIRST_GUESS if said is None else said
+            count = self.counts[level, place] = Count(prior * PRIOR, PRIOR)
+        return count
+
+    @property
+    def calibration_error(self) -> float:
+        """The mean distance between the chance that was expected and the share that was right, over tenths."""
+        total = sum(count for count, _, _ in self.tenths)
+        return sum(abs(said - right) for _, said, right in self.tenths) / total if total else 0.0

@@ -1,0 +1,153 @@
+"""How deep each row's window should be: the most expected tokens per millisecond, by measured costs and learnt odds.
+
+Tokens never depend on drafts, so any plan is correct and the fastest is best. Everything here is a pure function of
+values that the host has, on any device.
+
+A draft pays if the chance that it is accepted, which is its survival, is more than the tokens that its time would give
+elsewhere: rate x (what it adds to the drafter's steps and to the verification).
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+Points = tuple[tuple[int, float], ...]  # (size, milliseconds), sizes ascending
+
+MAX_ITERATIONS = 8  # the rate of a plan converges in two or three
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What the parts of a round cost; between two measured sizes a straight line."""
+
+    verify: Points  # by tokens in all windows: everything but the drafter
+    absorb: Points  # by tokens in all windows: the drafter reads what was verified
+    step: Points  # by rows drafted for: one step of the drafter
+    steps: int  # levels that cost a step each; further ones are free (a block is one step, a look-up none)
+
+    def verify_ms(self, tokens: int) -> float:
+        return ms_at(self.verify, tokens)
+
+    def absorb_ms(self, tokens: int) -> float:
+        return ms_at(self.absorb, tokens)
+
+    def step_ms(self, rows: int) -> float:
+        return ms_at(self.step, rows) if rows else 0.0
+
+    def round_ms(self, tokens: int, steps: Sequence[int]) -> float:
+        """A round whose windows have so many tokens, and whose drafter makes a step for each number of rows."""
+        absorbed = self.absorb_ms(tokens) if steps else 0.0
+        return self.verify_ms(tokens) + absorbed + sum(map(self.step_ms, steps[: self.steps]))
+
+    def to_json(self) -> dict[str, list[list[float]]]:
+        """Sizes and milliseconds of each part."""
+        parts = {"verify": self.verify, "absorb": self.absorb, "step": self.step}
+        return {name: [[size, round(ms, 4)] for size, ms in points] for name, points in parts.items()}
+
+
+def ms_at(points: Points, size: int) -> float:
+    """Milliseconds at a size, by the line through its neighbours; never below 0."""
+    if len(points) == 1:
+        return points[0][1]
+    right = min(max(bisect_left(points, (size, -1.0)), 1), len(points) - 1)
+    (low, below), (high, above) = points[right - 1], points[right]
+    return max(0.0, below + (above - below) * (size - low) / (high - low))
+
+
+@dataclass(frozen=True, slots=True)
+class DepthPlan:
+    """Drafts per row, and what the model of costs and odds expects of a round that has them."""
+
+    depths: tuple[int, ...]
+    tokens: float
+    ms: float
+
+    @property
+    def rate(self) -> float:
+        """Tokens per millisecond."""
+        return self.tokens / self.ms
+
+
+def plan_depths(costs: Costs, survivals: Sequence[Sequence[float]]) -> DepthPlan:
+    """The depths with the highest rate, drafting and verifying together.
+
+    survivals[r][d] is the chance that the draft of row r at depth d is accepted; it falls with d, and its length is the
+    row's cap. A round is costed as one of many alike. The best rate is found by Dinkelbach's iteration: for a
+    given rate the drafts that pay are taken, which gives a higher rate, until it stays. That is optimal where costs
+    are straight lines; elsewhere plain decoding is the least it returns.
+    """
+    best = plain = depth_plan(costs, survivals, [0] * len(survivals))
+    for _ in range(MAX_ITERATIONS):
+        found = depth_plan(costs, survivals, paying_depths(costs, survivals, best.rate))
+        if found.rate <= best.rate * (1 + 1e-9):
+            break
+        best = found
+    return best if best.rate > plain.rate else plain
+
+
+def depth_plan(costs: Costs, survivals: Sequence[Sequence[float]], depths: Sequence[int]) -> DepthPlan:
+    """What a round with these depths is expected to do."""
+    rows = len(depths)
+    steps = [sum(depth > level for depth in depths) for level in range(max(depths, default=0))]
+    expected = rows + sum(sum(row[:depth]) for row, depth in zip(survivals, depths, strict=True))
+    return DepthPlan(tuple(depths), expected, costs.round_ms(rows + sum(depths), steps))
+
+
+def paying_depths(costs: Costs, survivals: Sequence[Sequence[float]], rate: float) -> list[int]:
+    """Depths whose drafts pay at this rate. Level by level: a draft cannot pay if the one before it does not."""
+    rows = len(survivals)
+    depths, tokens, active, level = [0] * rows, rows, list(range(rows)), 0
+    surplus, best, kept = -rate * costs.absorb_ms(rows), 0.0, depths
+    while active:
+        active = [row for row in active if len(survivals[row]) > level]
+        active.sort(key=lambda row: -survivals[row][level])
+        chances = [survivals[row][level] for row in active]
+        count, gain = worth_taking(costs, chances, tokens, rate, level < costs.steps)
+        if not count:
+            break
+        active = active[:count]
+        for row in active:
+            depths[row] += 1
+        tokens += count
+        surplus += gain
+        level += 1
+        if surplus > best:
+            best, kept = surplus, list(depths)
+    return kept
+
+
+def worth_taking(
+    costs: Costs, survivals: Sequence[float], tokens: int, rate: float, costs_step: bool
+) -> tuple[int, float]:
+    """How many of the survivals (falling) to give one draft more, and the tokens that this wins net."""
+    best, taken, won = 0.0, 0, 0.0
+    before = costs.verify_ms(tokens) + costs.absorb_ms(tokens)
+    for count, survival in enumerate(survivals, 1):
+        won += survival
+        after = costs.verify_ms(tokens + count) + costs.absorb_ms(tokens + count)
+        net = won - rate * (after - before + (costs.step_ms(count) if costs_step else 0.0))
+        if net > best:
+            best, taken = net, count
+    return taken, best
+
+
+def trim_windows(costs: Costs, survivals: Sequence[Sequence[float]], rate: float) -> list[int]:
+    """How many of the drafts that exist to verify in each row: those that pay, the likeliest first.
+
+    The time that it took to make them is spent. At a rate no lower than plain decoding's, the result is expected to
+    be no slower than plain decoding.
+    """
+    rows = len(survivals)
+    ranked = sorted(((-a, depth, row) for row, line in enumerate(survivals) for depth, a in enumerate(line)))
+    verified = costs.verify_ms(rows)
+    rate = max(rate, rows / verified)
+    best, taken, won = 0.0, 0, 0.0
+    for count, (negative, _, _) in enumerate(ranked, 1):
+        won -= negative
+        net = won - rate * (costs.verify_ms(rows + count) - verified)
+        if net > best:
+            best, taken = net, count
+    depths = [0] * rows
+    for _, _, row in ranked[:taken]:
+        depths[row] += 1
+    return depths

@@ -1,0 +1,55 @@
+"""Odds of drafts: they approach what verdicts say, by the drafter's word and by request."""
+
+import random
+
+import pytest
+
+from peregrine.spec.odds import Guess, Odds, RequestOdds
+
+
+def feed(odds: Odds, own: RequestOdds, said: float | None, truth: float, count: int, dice: random.Random) -> Guess:
+    """Let `count` drafts of the first depth be judged; returns the last guess."""
+    for _ in range(count):
+        guess = odds.guess(0, said, own)
+        odds.judge(guess, dice.random() < truth, own)
+    return guess
+
+
+@pytest.mark.parametrize("said", [None, 0.95])
+def test_a_chance_becomes_the_share_that_was_right(said: float | None) -> None:
+    odds, dice = Odds(), random.Random(1)
+    for _ in range(40):
+        feed(odds, RequestOdds(), said, 0.3, 20, dice)
+    assert odds.guess(0, said, RequestOdds()).chance == pytest.approx(0.3, abs=0.06)
+    assert odds.expect(0, RequestOdds()) == pytest.approx(0.3, abs=0.1)
+
+
+def test_what_the_drafter_says_separates_drafts_of_one_depth() -> None:
+    odds, dice = Odds(), random.Random(2)
+    for _ in range(40):
+        feed(odds, RequestOdds(), 0.95, 0.9, 10, dice)
+        feed(odds, RequestOdds(), 0.25, 0.1, 10, dice)
+    sure, unsure = (odds.guess(0, said, RequestOdds()).chance for said in (0.95, 0.25))
+    assert sure > 0.8
+    assert unsure < 0.2
+    assert odds.calibration_error < 0.06
+
+
+def test_a_request_has_a_record_of_its_own_that_fades() -> None:
+    odds, dice = Odds(), random.Random(3)
+    for _ in range(30):
+        feed(odds, RequestOdds(), None, 0.8, 20, dice)
+    stranger = RequestOdds()
+    feed(odds, stranger, None, 0.0, 30, dice)
+    assert odds.expect(0, stranger) < 0.3 < 0.6 < odds.expect(0, RequestOdds())
+    for _ in range(200):  # rounds in which nothing was tried
+        stranger.fade()
+    assert stranger.factor == pytest.approx(1.0, abs=0.05)
+
+
+def test_calibration_error_of_a_wrong_drafter() -> None:
+    odds, own = Odds(), RequestOdds()
+    for _ in range(10):
+        odds.judge(Guess(0, 0.9, 0.9, 0.9), False, own)
+    assert odds.calibration_error == pytest.approx(0.9)
+    assert Odds().calibration_error == 0.0

@@ -1,0 +1,129 @@
+"""Windows of any lengths, chosen anew for every row in every round, change no token.
+
+The plans here are random: any part of the drafts is verified, any rows are drafted for, as deep as it falls out, and
+rows rest and come back. Plans that the engine makes itself are a case of that.
+"""
+
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from peregrine.engine.build import Built
+from peregrine.engine.planning import RoundPlan, WindowPlanner
+from peregrine.engine.request import Request
+from peregrine.engine.round_costs import RoundCosts
+from peregrine.sampling import SamplingParams
+from peregrine.spec.windows import Windows
+from spec.harness import Case, build, cases, check_pages, eagle3_head, mtp_model, noisy_model, run, tiny_model, tokens
+from spec.test_identity import plain
+
+COSTS = {1: 1.0, 8: 2.0}
+SOME = cases(10, max_tokens=48, seed=70)  # every sampling parameter
+
+
+class RandomPlan(RoundPlan):
+    """Goes on with any of its rows."""
+
+    dice: random.Random
+
+    def go_on(self) -> Tensor | None:
+        depth = len(self.guesses[self._active[0]])
+        able = [i for i, row in enumerate(self._active) if depth < self._planner.cap_of(self.requests[row])]
+        kept = [place for place in able if self.dice.random() < 0.7]
+        if len(kept) == len(self._active):
+            return None
+        self._active = [self._active[place] for place in kept]
+        return torch.tensor(kept, dtype=torch.int64)
+
+
+class RandomPlanner(WindowPlanner):
+    """Plans anything."""
+
+    def __init__(self, depth: int, dice: random.Random, looks_up: bool) -> None:
+        super().__init__(depth, RoundCosts(dict(COSTS), dict(COSTS), dict(COSTS), depth), looks_up)
+        self.dice, self.rested = dice, 0
+
+    def plan(self, requests: Sequence[Request], offered: Sequence[int]) -> RoundPlan:
+        super().choose_verified(requests, offered)
+        style = self.dice.choice(("rest", "any", "any", "all"))
+        lens = [1 + (self.dice.randint(0, count) if style != "rest" else 0) for count in offered]
+        able = [row for row, request in enumerate(requests) if self.cap_of(request)]
+        drafted = [row for row in able if style == "all" or (style == "any" and self.dice.random() < 0.5)]
+        plan = RandomPlan(self, requests, lens, list(range(len(requests))) if self.looks_up else drafted)
+        plan.dice = self.dice
+        self.rested += plan.rests
+        return plan
+
+
+def planned(seed: int, **options: object) -> Built:
+    """An engine whose plans are random."""
+    built = build(**options)  # type: ignore[arg-type]
+    runner = built.engine.runner
+    looks_up = options["drafter"] in ("ngram", "suffix")
+    runner.planner = RandomPlanner(runner.drafter.shape.depth, random.Random(seed), looks_up)
+    return built
+
+
+DRAFTERS: dict[str, dict[str, object]] = {
+    "noisy model": {"drafter": str(noisy_model()), "num_drafts": 4},
+    "itself": {"drafter": str(tiny_model()), "num_drafts": 6},
+    "eagle3": {"drafter": str(eagle3_head()), "num_drafts": 3},
+    "mtp": {"drafter": "mtp", "model": mtp_model(), "num_drafts": 2},
+    "ngram": {"drafter": "ngram", "num_drafts": 5},
+    "suffix": {"drafter": "suffix", "num_drafts": 5},
+}
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_any_plan_changes_no_token(name: str) -> None:
+    engine = planned(1, **DRAFTERS[name]).engine
+    assert tokens(run(engine, SOME, [0, 0, 0, 3, 5, 9, 9, 12, 30, 31])) == plain(SOME)
+
+
+@settings(max_examples=6, deadline=None)
+@given(st.data())
+def test_any_plan_on_any_schedule(data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(sorted(DRAFTERS)))
+    some = data.draw(st.lists(st.sampled_from(SOME), min_size=1, max_size=4))
+    arrivals = [data.draw(st.integers(0, 12)) for _ in some]
+    sizes = {"page_size": 8, "num_pages": 90, "max_rows": data.draw(st.integers(1, 4))}
+    engine = planned(data.draw(st.integers(0, 99)), **(DRAFTERS[name] | sizes)).engine
+    outputs = run(engine, some, arrivals)
+    assert tokens(outputs) == plain(some)
+
+
+def test_preempted_rows_and_prefix_hits() -> None:
+    asked = [SamplingParams(temperature=1.0, seed=i, max_tokens=30, logprobs=3) for i in range(3)]
+    some = [Case(case.prompt, params) for case, params in zip(SOME, asked, strict=False)]
+    wanted = [output.logprobs for output in run(build().engine, some)]
+    assert [output.logprobs for output in run(planned(4, **DRAFTERS["noisy model"]).engine, some)] == wanted
+
+
+def test_a_row_that_rested_drafts_as_if_it_had_not() -> None:
+    """What a drafter missed meanwhile is absorbed before it drafts again: a perfect drafter stays perfect."""
+    case = Case((5, 9, 200), SamplingParams(temperature=0.0, max_tokens=120, ignore_eos=True))
+    for options in (DRAFTERS["itself"], DRAFTERS["eagle3"]):
+        engine = planned(7, **options).engine
+        output = run(engine, [case])[0]
+        planner = engine.runner.planner
+        assert isinstance(planner, RandomPlanner)
+        assert planner.rested > 5
+        if options is DRAFTERS["itself"]:
+            assert output.stats.correct == output.stats.drafted > 20
+    check_pages(engine)
+
+
+def test_packing() -> None:
+    windows = Windows.of((2, 1, 3), 3)
+    lines = torch.arange(9).view(3, 3)
+    assert windows.pack(lines).tolist() == [0, 1, 3, 6, 7, 8]
+    assert windows.spread(windows.pack(lines), -1).tolist() == [[0, 1, -1], [3, -1, -1], [6, 7, 8]]
+    assert windows.starts.tolist() == [0, 2, 3, 6]
+    assert not windows.is_full
+    assert Windows.of((3, 3), 3).is_full
+    assert windows.longer(1).lens == (3, 2, 4)

@@ -1,0 +1,121 @@
+"""The planner against brute force, and what must hold of every plan."""
+
+from collections.abc import Sequence
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from peregrine.spec.planner import Costs, depth_plan, ms_at, paying_depths, plan_depths, trim_windows
+
+chances = st.floats(0.01, 0.99)
+rows = st.lists(st.lists(chances, max_size=3), min_size=1, max_size=4)
+
+
+def falling(lines: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Survivals from chances: products along each row."""
+    made = []
+    for line in lines:
+        survival, out = 1.0, []
+        for chance in line:
+            survival *= chance
+            out.append(survival)
+        made.append(out)
+    return made
+
+
+@st.composite
+def straight_costs(draw: st.DrawFn) -> Costs:
+    """Costs that are straight lines; at least one row always costs something."""
+    base, token, absorb, step, row = (draw(st.floats(0.01, 3)) for _ in range(5))
+    steps = draw(st.integers(0, 3))
+    return Costs(
+        verify=((1, base + token), (101, base + 101 * token)),
+        absorb=((1, absorb), (101, absorb + 0.1 * token)),
+        step=((1, step + row), (101, step + 101 * row)),
+        steps=steps,
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(straight_costs(), rows)
+def test_plans_are_as_good_as_brute_force(costs: Costs, lines: list[list[float]]) -> None:
+    survivals = falling(lines)
+    every = product(*(range(len(line) + 1) for line in survivals))
+    best = max(depth_plan(costs, survivals, depths).rate for depths in every)
+    assert plan_depths(costs, survivals).rate == pytest.approx(best, rel=1e-6)
+
+
+@settings(max_examples=150, deadline=None)
+@given(straight_costs(), rows, st.floats(0.05, 2))
+def test_what_is_verified_is_as_good_as_brute_force(costs: Costs, lines: list[list[float]], faster: float) -> None:
+    survivals, count = falling(lines), len(lines)
+    rate = (1 + faster) * count / costs.verify_ms(count)
+
+    def net(depths: Sequence[int]) -> float:
+        won = sum(sum(line[:depth]) for line, depth in zip(survivals, depths, strict=True))
+        return won - rate * costs.verify_ms(count + sum(depths))
+
+    every = product(*(range(len(line) + 1) for line in survivals))
+    assert net(trim_windows(costs, survivals, rate)) == pytest.approx(max(map(net, every)), rel=1e-6, abs=1e-9)
+
+
+steps_up = st.lists(st.floats(0.01, 5), min_size=3, max_size=12)
+
+
+@settings(max_examples=150, deadline=None)
+@given(steps_up, steps_up, rows, st.floats(0, 3))
+def test_no_plan_is_expected_to_be_slower_than_plain(
+    verify: list[float], step: list[float], lines: list[list[float]], rate: float
+) -> None:
+    """Whatever the costs: stairs included."""
+    points = tuple((size, sum(verify[: size + 1])) for size in range(1, len(verify)))
+    steps = tuple((size, sum(step[: size + 1])) for size in range(1, len(step)))
+    costs, survivals = Costs(points, points, steps, 3), falling(lines)
+    plain = depth_plan(costs, survivals, [0] * len(lines)).rate
+    assert plan_depths(costs, survivals).rate >= plain * (1 - 1e-9)
+    trimmed = trim_windows(costs, survivals, rate)
+    won = sum(sum(line[:depth]) for line, depth in zip(survivals, trimmed, strict=True))
+    ms = costs.verify_ms(len(lines) + sum(trimmed))
+    assert (len(lines) + won) / ms >= len(lines) / costs.verify_ms(len(lines)) * (1 - 1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(straight_costs(), st.lists(st.lists(chances, max_size=3), min_size=2, max_size=5), st.randoms())
+def test_the_order_of_rows_changes_nothing(costs: Costs, lines: list[list[float]], dice: object) -> None:
+    survivals = falling(lines)
+    order = list(range(len(lines)))
+    dice.shuffle(order)  # type: ignore[attr-defined]
+    one, other = plan_depths(costs, survivals), plan_depths(costs, [survivals[row] for row in order])
+    assert one.rate == pytest.approx(other.rate)
+    assert [one.depths[row] for row in order] == list(other.depths) or one.tokens == pytest.approx(other.tokens)
+
+
+@settings(max_examples=60, deadline=None)
+@given(straight_costs(), rows, st.floats(1.1, 5))
+def test_dearer_drafts_are_fewer(costs: Costs, lines: list[list[float]], dearer: float) -> None:
+    survivals, rate = falling(lines), 0.3
+    step = tuple((size, ms * dearer) for size, ms in costs.step)
+    changed = Costs(costs.verify, costs.absorb, step, costs.steps)
+    assert sum(paying_depths(changed, survivals, rate)) <= sum(paying_depths(costs, survivals, rate))
+
+
+def test_likely_rows_get_long_windows() -> None:
+    costs = Costs(
+        verify=((1, 1.0), (2, 1.3), (20, 6.7)), absorb=((1, 0.1), (20, 0.1)), step=((1, 0.1), (8, 0.2)), steps=5
+    )
+    plan = plan_depths(costs, falling([[0.95] * 5, [0.05] * 5]))
+    assert plan.depths[0] >= 3
+    assert plan.depths[1] == 0
+    assert plan_depths(costs, falling([[0.05] * 5] * 4)).depths == (0, 0, 0, 0)
+
+
+def test_costs_between_and_beyond_measured_sizes() -> None:
+    points = ((1, 1.0), (3, 2.0), (5, 6.0))
+    assert [ms_at(points, size) for size in (1, 2, 3, 4, 6)] == [1.0, 1.5, 2.0, 4.0, 8.0]
+    assert ms_at(((4, 3.0),), 9) == 3.0
+    costs = Costs(points, points, points, 1)
+    assert costs.round_ms(3, [1, 1]) == 2.0 + 2.0 + 1.0  # only the first step is paid for
+    assert costs.round_ms(3, []) == 2.0  # nothing is absorbed while no row drafts
+    assert costs.to_json()["verify"] == [[1, 1.0], [3, 2.0], [5, 6.0]]
