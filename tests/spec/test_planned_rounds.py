@@ -119,11 +119,11 @@ def test_a_row_that_rested_drafts_as_if_it_had_not() -> None:
 
 
 def test_packing() -> None:
-    windows = Windows.of((2, 1, 3), 3)
+    windows = Windows.of((2, 1, 3))
     lines = torch.arange(9).view(3, 3)
     assert windows.pack(lines).tolist() == [0, 1, 3, 6, 7, 8]
     assert windows.spread(windows.pack(lines), -1).tolist() == [[0, 1, -1], [3, -1, -1], [6, 7, 8]]
     assert windows.starts.tolist() == [0, 2, 3, 6]
-    assert not windows.is_full
-    assert Windows.of((3, 3), 3).is_full
+    assert not windows.is_uniform
+    assert Windows.of((3, 3)).is_uniform
     assert windows.longer(1).lens == (3, 2, 4)

@@ -152,8 +152,7 @@ def _build(asked: EngineConfig, device: torch.device, start_ranks: Callable[[], 
 
     bound = lead(BoundModel(target, target.layer_attention(), stores[0], backend), ranks)
     if graphs and backend.traits.max_decode_q_len:  # kernels are timed by recording them
-        shapes_run = window_shapes(asked, draft, policy.row_sizes or (1, policy.max_rows))
-        backend, timed = choose_kernels(bound, shapes_run)
+        backend, timed = choose_kernels(bound, window_shapes(asked, draft, policy.row_sizes or (1, policy.max_rows)))
         decisions.made.append(timed)
     drafter = make_drafter(draft, asked.depth, asked.tree, stores[-1], backend)
     check_windows(target.config, drafter)

@@ -33,7 +33,7 @@ class RoundPlan:
         self, planner: "WindowPlanner", requests: Sequence[Request], lens: list[int], drafted: list[int]
     ) -> None:
         self._planner, self.requests = planner, requests
-        self.windows = Windows.of(tuple(lens), planner.width)
+        self.windows = Windows.of(tuple(lens))
         self.rests = not drafted and sum(lens) == len(lens)
         self.rows = None if len(drafted) == len(lens) else torch.tensor(drafted, dtype=torch.int64)
         self.guesses: list[list[Guess]] = [[] for _ in requests]  # of the new drafts
@@ -77,10 +77,11 @@ class RoundPlan:
         return torch.tensor([len(line) for line in self.guesses])
 
     def hold(self, taps: Tensor | None) -> None:
-        for row, request in enumerate(self.requests):
+        lines = [None] * len(self.requests) if taps is None else taps.flatten(0, -2).unbind()
+        for request, line in zip(self.requests, lines, strict=True):
             if not request.held:
                 request.held_from = request.num_tokens - 1
-            request.held.append(None if taps is None else taps[row])
+            request.held.append(line)
 
     def force(self, forced: Tensor) -> None:
         for line, known in zip(self.guesses, (forced >= 0).long().cumprod(dim=1).sum(dim=1).tolist(), strict=True):
@@ -103,7 +104,7 @@ class WindowPlanner:
     """Plans rounds, and learns from them."""
 
     def __init__(self, depth: int, measured: RoundCosts, looks_up: bool) -> None:
-        self.depth, self.width, self.measured, self.looks_up = depth, depth + 1, measured, looks_up
+        self.depth, self.measured, self.looks_up = depth, measured, looks_up
         self.costs: Costs = measured.costs()
         self.rate = 0.0  # tokens per millisecond of the last plan
         self.record = PlanRecord()

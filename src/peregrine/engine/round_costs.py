@@ -42,8 +42,8 @@ class FixedPlan:
 
     rests = False
 
-    def __init__(self, lens: Sequence[int], depths: Sequence[int], width: int) -> None:
-        self.windows = Windows.of(tuple(lens), width)
+    def __init__(self, lens: Sequence[int], depths: Sequence[int]) -> None:
+        self.windows = Windows.of(tuple(lens))
         self._depths, self._active = torch.tensor(depths), [row for row, depth in enumerate(depths) if depth]
         self.rows = None if len(self._active) == len(depths) else torch.tensor(self._active, dtype=torch.int64)
         self._made = 0

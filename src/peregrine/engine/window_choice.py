@@ -80,6 +80,6 @@ def time_round(runner: Runner, lens: Sequence[int], drafted: int) -> tuple[float
             proposing = time.thread_time()
 
     depths = [min(2, shape.depth) * (row < drafted) for row in range(len(lens))]
-    rows, plan = runner.seats.rows(len(lens), 1), FixedPlan(lens, depths, shape.nodes)
+    rows, plan = runner.seats.rows(len(lens), 1), FixedPlan(lens, depths)
     run_round(runner.target, runner.drafter, runner.judge, runner.seats, rows, Features(), mark, plan)
     return 1e3 * (proposing - began), 1e3 * (time.thread_time() - proposing)

@@ -85,8 +85,9 @@ class BlockDrafter:
         """Keys and values of the round's path."""
         assert seen.taps is not None
         pages, plan, num_rows = seen.pages, seen.plan, len(seen.past_lens)
-        path = pages.window(seen.past_lens, self._depths.expand(num_rows, -1))
-        if plan is None:
+        depths = self._depths[:, : seen.next_tokens.shape[1]]
+        path = pages.window(seen.past_lens, depths.expand(num_rows, -1))
+        if plan is None or plan.windows.is_uniform:
             metadata = pages.uniform(path.positions, path.past_lens, path.slots)
         else:
             packed = plan.windows.pack(path.positions), path.past_lens, plan.windows.pack(path.slots)

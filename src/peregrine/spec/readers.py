@@ -53,15 +53,14 @@ class Path:
         """The path; `first` is 1 if the entry before it is read once more, and an entry's token is its own."""
         pages, plan, width = seen.pages, seen.plan, seen.next_tokens.shape[1] + first
         places = pages.path(seen.past_lens, seen.new_past_lens, seen.history, width, behind=1 - first)
-        if plan is None:
-            body = pages.uniform(places.positions, seen.past_lens, places.slots)
-            last = pages.uniform(places.live_positions, places.live_positions[:, 0], places.slots)
-            return Path(places.tokens, places.live, body, last)
-        windows = plan.windows.longer(first) if first else plan.windows
-        tokens, positions, slots = (windows.pack(x) for x in (places.tokens, places.positions, places.slots))
-        body = windows.metadata(pages, positions, seen.past_lens, slots)
-        live, live_positions = places.live + windows.moved, places.live_positions
-        if plan.rows is not None:
+        tokens, slots, live, live_positions = places.tokens, places.slots, places.live, places.live_positions
+        if plan is None or plan.windows.is_uniform:
+            body = pages.uniform(places.positions, seen.past_lens, slots)
+        else:
+            windows = plan.windows.longer(first) if first else plan.windows
+            tokens, positions, slots = (windows.pack(x) for x in (tokens, places.positions, slots))
+            body, live = windows.metadata(pages, positions, seen.past_lens, slots), live + windows.moved
+        if plan is not None and plan.rows is not None:
             live, live_positions = (x.index_select(0, plan.rows) for x in (live, live_positions))
         if not len(live):
             return Path(tokens, live, body, body)

@@ -74,8 +74,8 @@ def run_round(
 
 def verify(target: BoundModel, drafter: Drafter, seats: SeatState, rows: Rows, plan: Plan | None = None) -> Verified:
     """Score every node of the windows."""
-    state, shape = seats.view(rows), seats.shape
-    windows = None if plan is None or plan.windows.is_full else plan.windows
+    state, shape = seats.view(planned_rows(rows, plan)), seats.shape
+    windows = None if plan is None or plan.windows.is_uniform else plan.windows
     num_rows, num_nodes = state.window_tokens.shape
     places = state.pages.window(state.past_lens, state.links.depths)
     if windows is not None:
@@ -102,9 +102,9 @@ def settle(
     mark: Mark = no_mark,
 ) -> tuple[Verdict, Logprobs | None]:
     """Judge, commit and propose."""
-    state, shape = seats.view(rows), seats.shape
     places, logits, taps = verified.places, verified.logits, verified.taps
     plan, windows = verified.plan, verified.windows
+    state, whole, shape = seats.view(planned_rows(rows, plan)), seats.view(rows), seats.shape
     num_rows, num_nodes = state.window_tokens.shape
 
     mark("judge")
@@ -133,16 +133,21 @@ def settle(
     )
     if plan is not None and plan.rests:
         plan.hold(taps)
-        state.offered.zero_()
+        whole.offered.zero_()
     else:
-        state.keep(drafter.propose(seen))
+        whole.keep(drafter.propose(seen))
     if forced is not None:
-        state.offer_forced(forced)
+        whole.offer_forced(forced)
         if plan is not None:
             plan.force(forced)
     if windows is not None and features.logprobs is not None:
         logits = windows.spread(logits, empty=0)
     return verdict, logprobs_of_path(logits, verdict, state, features)
+
+
+def planned_rows(rows: Rows, plan: Plan | None) -> Rows:
+    """The rows with windows as wide as the plan's longest."""
+    return rows if plan is None else Rows(rows.count, rows.places, plan.windows.width)
 
 
 def logprobs_of_path(logits: Tensor, verdict: Verdict, state: RowState, features: Features) -> Logprobs | None:

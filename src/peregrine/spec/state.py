@@ -34,6 +34,7 @@ class Rows:
 
     count: int
     places: int
+    nodes: int | None = None  # how many nodes of a chain's window are used; None: all
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,7 @@ class RowState:
 
     def forced_drafts(self, verdict: Verdict) -> Tensor | None:
         """What a grammar forces after each row's newest token: [R, K], -1 where it leaves a choice."""
-        if self.forced is None or self.shape.depth == 0:
+        if self.forced is None or self.forced.shape[2] == 1:  # no drafts at all
             return None
         last = (verdict.accept_lens - 1).clamp(min=0)[:, None]  # the path's end, where the newest token was chosen
         node = verdict.path.gather(1, last)[:, :, None].expand(-1, -1, self.forced.shape[2])
@@ -190,16 +191,20 @@ class SeatState:
         lines = {name: buffer[: rows.count] for name, buffer in self._buffers.items()}
         links = self._chain if self.shape.is_chain else Links(*(lines.pop(name) for name in LINKS))
         table = lines.pop("page_table")[:, : -(-rows.places // self.page_size)]
-        masks = self.masks
+        masks, shape, nodes = self.masks, self.shape, rows.nodes
+        if nodes is not None:
+            shape = DraftShape.chain(nodes - 1, shape.lookahead)
+            links = Links(*(line[:, :nodes] for line in links.fields()))
+            lines["window_tokens"] = lines["window_tokens"][:, :nodes]
         if masks is not None:
-            masks = Masks(masks.rows[: rows.count], masks.words[: rows.count])
+            masks = Masks(masks.rows[: rows.count], masks.words[: rows.count, :nodes])
         return RowState(
-            shape=self.shape,
+            shape=shape,
             history=lines.pop("history")[:, : rows.places],
             links=links.rows(rows.count),
             chain=self._chain,
             sampling=SamplingTensors(**{name: lines.pop(name) for name in SAMPLING_LINES}, masks=masks),
-            forced=None if self.forced is None else self.forced[: rows.count],
+            forced=None if self.forced is None else self.forced[: rows.count, :nodes],
             pages=RowPages(table, self.page_size, self.max_len, self._starts[:, : rows.count + 1]),
             **lines,
         )

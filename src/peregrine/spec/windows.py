@@ -1,7 +1,8 @@
 """Windows of different lengths in one round, packed without padding, and what a plan tells a round.
 
-Row r has the first lens[r] nodes of its window: the newest token and lens[r] - 1 drafts. Buffers keep their lines of T
-nodes; a forward reads the N nodes that are in some window, one row's after the other.
+Row r has the first lens[r] nodes of its window: the newest token and lens[r] - 1 drafts. Buffers have lines of T nodes,
+the longest; a forward reads the N nodes that are in some window, one row's after the other. Windows of one length need
+no packing: such a round is an ordinary one with fewer drafts.
 """
 
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ class Windows:
     """How many nodes of each row's window a round reads, on the CPU."""
 
     lens: tuple[int, ...]
-    width: int  # T: nodes of a line
+    width: int  # T: the longest
     at: Tensor  # [N] i64 where a packed node lies in [R, T]
     row_of: Tensor  # [N] i64
     starts: Tensor  # [R + 1] i64 where a row begins among packed nodes
@@ -30,9 +31,9 @@ class Windows:
 
     @staticmethod
     @lru_cache(maxsize=512)
-    def of(lens: tuple[int, ...], width: int) -> "Windows":
-        """Windows of these lengths out of lines of `width` nodes; kept for the next round that has the same."""
-        starts = list(accumulate(lens, initial=0))
+    def of(lens: tuple[int, ...]) -> "Windows":
+        """Windows of these lengths; kept for the next round that has the same."""
+        width, starts = max(lens), list(accumulate(lens, initial=0))
         pairs = [(row, node) for row, length in enumerate(lens) for node in range(length)]
         with torch.inference_mode(False):  # kept beyond the call
             return Windows(
@@ -45,13 +46,13 @@ class Windows:
             )
 
     @property
-    def is_full(self) -> bool:
-        """Whether every row has its whole line, so that nothing has to be packed."""
+    def is_uniform(self) -> bool:
+        """Whether all rows have one length, so that nothing has to be packed."""
         return min(self.lens) == self.width
 
     def longer(self, by: int) -> "Windows":
-        """The same windows with more nodes, out of lines with as many more."""
-        return Windows.of(tuple(length + by for length in self.lens), self.width + by)
+        """The same windows with more nodes."""
+        return Windows.of(tuple(length + by for length in self.lens))
 
     def pack(self, values: Tensor) -> Tensor:
         """[R, T] or [R * T] -> [N]."""
