@@ -20,6 +20,7 @@ from peregrine.engine.prompts import Message, Prompt, as_conversations, as_promp
 from peregrine.engine.request import Delta, Output, Request
 from peregrine.errors import ConfigError, EngineFault, RequestError, shown
 from peregrine.sampling import SamplingParams, sampling_params
+from peregrine.spec.planner import Costs
 from peregrine.text.chat import encode_chat
 
 Params = SamplingParams | Mapping[str, object] | None
@@ -174,6 +175,12 @@ class LLM:
     def drop_cached(self) -> int | None:
         """Evict every page of the prefix cache; returns how many, or None if requests are running."""
         return self.loop.call(self.engine.drop_cached)
+
+    @property
+    def costs(self) -> Costs | None:
+        """What the parts of a round cost, as measured so far; None if windows are fixed."""
+        planner = self.engine.runner.planner
+        return None if planner is None else planner.costs
 
     def close(self) -> None:
         """Stop the engine's thread and free what it holds."""

@@ -54,8 +54,9 @@ def test_the_best_has_the_highest_median_and_ties_are_reported() -> None:
 def test_shapes_become_options() -> None:
     plan = sweep.Plan(drafts=(0, 2), trees=((3, 2, 8),), prompts=["x"])
     assert plan.shapes() == {
-        "plain": {"num_drafts": 0},
-        "chain 2": {"num_drafts": 2},
+        "auto": {},
+        "plain": {"num_drafts": 0, "windows": "fixed"},
+        "chain 2": {"num_drafts": 2, "windows": "fixed"},
         "tree 3,2,8": {"tree": (3, 2, 8)},
     }
 

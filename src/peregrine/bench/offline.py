@@ -25,7 +25,7 @@ from peregrine.hardware import DTYPES
 from peregrine.llm import LLM
 from peregrine.models.loading import num_weights
 
-SPECULATION = ("drafter", "num_drafts", "tree")
+SPECULATION = ("drafter", "num_drafts", "tree", "windows")
 MIB = 2**20
 Json = dict[str, Any]
 START_UP = """
@@ -105,6 +105,8 @@ def measure_rows(plan: Plan, rows: int, slow: LLM, fast: LLM, peer: Peer | None)
 def shape_name(llm: LLM) -> str:
     """The shape of an engine's drafts in words."""
     shape = llm.engine.runner.drafter.shape
+    if llm.engine.runner.planner is not None:
+        return f"planned chains of up to {shape.depth}"
     return f"chain of {shape.depth}" if shape.is_chain else f"tree {shape.depth},{shape.width},{shape.nodes}"
 
 

@@ -17,7 +17,7 @@ from peregrine.errors import ConfigError
 from peregrine.llm import LLM
 from peregrine.log import style
 
-SWEPT = ("num_drafts", "tree")
+SWEPT = ("num_drafts", "tree", "windows")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,9 @@ class Plan:
 
     def shapes(self) -> dict[str, dict[str, object]]:
         """The engine options of every shape, by its name."""
-        chains: dict[str, dict[str, object]] = {f"chain {k}" if k else "plain": {"num_drafts": k} for k in self.drafts}
+        chains: dict[str, dict[str, object]] = {"auto": {}}
+        for k in self.drafts:
+            chains[f"chain {k}" if k else "plain"] = {"num_drafts": k, "windows": "fixed"}
         return chains | {"tree " + ",".join(map(str, tree)): {"tree": tree} for tree in self.trees}
 
 
@@ -108,7 +110,7 @@ def measure(llm: LLM, plan: Plan) -> Pass:
 
 
 def summary(name: str, passes: Sequence[Pass]) -> dict[str, Any]:
-    """A shape's line; acceptance is the same in every pass."""
+    """A shape's line; acceptance is that of the first pass, and of planned windows (auto) differs from pass to pass."""
     speeds = [each.tokens_per_s for each in passes]
     return {
         "shape": name,

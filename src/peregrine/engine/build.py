@@ -47,7 +47,7 @@ from peregrine.engine.parallel import await_ranks, check_ranks, lead, started_ra
 from peregrine.engine.policy import BatchPolicy
 from peregrine.engine.runner import VARIANTS, Runner
 from peregrine.engine.sources import ModelSource, open_source
-from peregrine.engine.window_choice import AUTO, add_planner, pick_num_drafts, pick_windows
+from peregrine.engine.window_choice import add_planner, with_windows
 from peregrine.errors import ConfigError
 from peregrine.grammar import GRAMMARS_PRESENT, GrammarCompiler
 from peregrine.hardware import arithmetic_dtype, current_device, resolve_device, resolve_kv_dtype
@@ -127,6 +127,7 @@ def _build(asked: EngineConfig, device: torch.device, start_ranks: Callable[[], 
         target = source.target(device, dtype, max_len, ranks)
     with explain_memory(device, "the drafter's weights", "choose a smaller drafter, ngram or none"):
         draft = source.drafter(name, target)
+    asked = with_windows(asked, draft, device, decisions.take)
     if device.type == "cpu":
         torch.set_num_threads(decisions.take("threads", pick_threads(torch.get_num_threads(), ranks.size)))
         compile_kernels()
@@ -147,8 +148,6 @@ def _build(asked: EngineConfig, device: torch.device, start_ranks: Callable[[], 
     stores = make_stores(shapes, num_pages, asked.page_size, kv_dtype, device)
     lag = decisions.take("lag", pick_lag(asked, device))
     policy = BatchPolicy(asked.max_rows, asked.prefill_chunk, max_stall_s, lag, pick_row_sizes(asked, graphs))
-    windows = decisions.take("windows", pick_windows(asked, draft, device, policy))
-    asked = replace(asked, num_drafts=decisions.take("num_drafts", pick_num_drafts(asked, draft, windows)))
 
     bound = lead(BoundModel(target, target.layer_attention(), stores[0], backend), ranks)
     if graphs and backend.traits.max_decode_q_len:  # kernels are timed by recording them
@@ -158,8 +157,7 @@ def _build(asked: EngineConfig, device: torch.device, start_ranks: Callable[[], 
     check_windows(target.config, drafter)
     ledger = make_ledger(asked, stores, int(drafter.reads_next_token), decisions)
     engine = assemble(asked, replace(bound, backend=backend), drafter, tokenizer, max_len, policy, ledger)
-    if windows == AUTO:
-        decisions.made.append(add_planner(engine.runner, draft, policy.max_rows))
+    decisions.made += add_planner(asked, engine.runner, draft)
     if graphs:
         decisions.made.append(record_graphs(engine, device))
     return Built(engine, tokenizer, target.config, defaults, tuple(decisions.made))

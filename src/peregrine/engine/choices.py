@@ -60,7 +60,7 @@ def round_rows(asked: EngineConfig, drafter: str) -> int:
     """How many tokens of one request a round reads."""
     if drafter == "none":
         return 1
-    return asked.num_drafts + 1 if asked.tree is None else asked.tree.nodes
+    return asked.depth + 1 if asked.tree is None else asked.tree.nodes
 
 
 def pick_long_factors(config: ModelConfig, max_len: int) -> tuple[str, str] | None:
@@ -158,7 +158,7 @@ def pick_max_rows(
     if device.type == "cpu" or free is None:
         return min(CPU_ROWS, most), "rows share the cores"
     tokens = int(free * GPU_SHARE / token_bytes) if asked.num_pages is None else asked.num_pages * asked.page_size
-    nodes = asked.num_drafts + 1 if asked.tree is None else asked.tree.nodes
+    nodes = asked.depth + 1 if asked.tree is None else asked.tree.nodes
     round_bytes = nodes * config.vocab_size * 4 * ROUND_LOGITS
     room = min(tokens // min(max_len, ROW_TOKENS), int(free * (1 - GPU_SHARE) / round_bytes))
     rows = min(most, 2 ** max(0, room.bit_length() - 1))

@@ -291,10 +291,8 @@ class Engine:
             # After a fault, none of its KV is known to be sound: nothing may be shared.
             request.read_len = 0 if reason == "error" else request.num_tokens - 1
             self._free_seat(request)
-        elif request in self.reading:
-            self.reading.remove(request)
         else:
-            self.waiting.remove(request)
+            (self.reading if request in self.reading else self.waiting).remove(request)
         self.ledger.release(request)
         if isinstance(self.runner.drafter, SuffixDrafter) and request.params.store and reason in ("stop", "length"):
             self.runner.drafter.learn(request.generated)

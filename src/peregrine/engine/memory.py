@@ -71,7 +71,7 @@ def scratch_bytes(asked: EngineConfig, config: ModelConfig, max_len: int, dtype:
 def mask_bytes(asked: EngineConfig, drafter: str, config: ModelConfig) -> tuple[int, str]:
     """Bytes of grammars' masks and of the tokens they force, at every node of every seat's window; and why."""
     tree = None if drafter == "none" else asked.tree
-    depth = 0 if drafter == "none" else asked.num_drafts if tree is None else tree.depth
+    depth = 0 if drafter == "none" else asked.depth
     nodes = depth + 1 if tree is None else tree.nodes
     if not GRAMMARS_PRESENT:
         return 0, "no structured output without llguidance; pip install llguidance"

@@ -1,13 +1,14 @@
 """Whether an engine plans its windows, how deep they may get, and its planner, whose costs are timed here."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 
 from peregrine.config import FIXED_DRAFTS, Decision, EngineConfig
 from peregrine.engine.planning import WindowPlanner
-from peregrine.engine.policy import BatchPolicy
 from peregrine.engine.round_costs import FixedPlan, measure_costs
 from peregrine.engine.runner import Runner
 from peregrine.kernels.sampling import Features
@@ -19,7 +20,15 @@ MOST_DRAFTS = 8  # of planned windows, unless another cap is asked for: later dr
 AUTO, FIXED = "auto", "fixed"
 
 
-def pick_windows(asked: EngineConfig, draft: DraftSource, device: torch.device, policy: BatchPolicy) -> tuple[str, str]:
+def with_windows(
+    asked: EngineConfig, draft: DraftSource, device: torch.device, take: Callable[[str, tuple[Any, str]], Any]
+) -> EngineConfig:
+    """The options with their windows and number of drafts decided."""
+    windows = take("windows", pick_windows(asked, draft, device))
+    return replace(asked, windows=windows, num_drafts=take("num_drafts", pick_num_drafts(asked, draft, windows)))
+
+
+def pick_windows(asked: EngineConfig, draft: DraftSource, device: torch.device) -> tuple[str, str]:
     """Whether windows are planned in every round or have a fixed shape, and why."""
     if asked.windows == FIXED:
         return FIXED, "asked for"
@@ -27,8 +36,8 @@ def pick_windows(asked: EngineConfig, draft: DraftSource, device: torch.device, 
         (draft.name == "none", "there is no drafter"),
         (asked.tree is not None, "a tree has one shape in every round; leave tree out for planned chains"),
         (device.type != "cpu", "rounds are recorded for one shape on a GPU"),
-        (bool(policy.lag), f"plans need the last verdict, and lag={policy.lag} leaves it unread"),
-        (policy.row_sizes is not None, "batches are padded to row_sizes"),
+        (bool(asked.lag), f"plans need the last verdict, and lag={asked.lag} leaves it unread"),
+        (asked.row_sizes is not None, "batches are padded to row_sizes"),
     ):
         if hinders:
             return FIXED, because
@@ -39,6 +48,8 @@ def pick_num_drafts(asked: EngineConfig, draft: DraftSource, windows: str) -> tu
     """The most drafts of a round, and why."""
     if asked.tree is not None:
         return asked.tree.depth, "the tree's depth"
+    if draft.name == "none":
+        return 0, "there is no drafter"
     if asked.num_drafts is not None:
         return asked.num_drafts, "asked for" if windows == FIXED else "asked for, as the most"
     most, because = (
@@ -50,9 +61,11 @@ def pick_num_drafts(asked: EngineConfig, draft: DraftSource, windows: str) -> tu
     return most, because
 
 
-def add_planner(runner: Runner, draft: DraftSource, max_rows: int) -> Decision:
-    """Time the runner's rounds, give it a planner, and say what was measured."""
-    depth = runner.drafter.shape.depth
+def add_planner(asked: EngineConfig, runner: Runner, draft: DraftSource) -> list[Decision]:
+    """Time the runner's rounds, give it a planner, and say what was measured; nothing if windows are fixed."""
+    if asked.windows == FIXED:
+        return []
+    depth, max_rows = runner.drafter.shape.depth, asked.max_rows
     steps = 0 if draft.network is None else 1 if isinstance(draft.network, BlockHead) else depth
     began = time.perf_counter()
     with torch.inference_mode():
@@ -63,7 +76,7 @@ def add_planner(runner: Runner, draft: DraftSource, max_rows: int) -> Decision:
     written = ", ".join(f"{size}: {ms:.2f}" for size, ms in costs.verify)
     stepped = ", ".join(f"{size}: {ms:.2f}" for size, ms in costs.step)
     because = f"ms by tokens verified: {written}; by rows of a drafter's step: {stepped}; timed in {seconds:.2f} s"
-    return Decision("costs", f"measured for {len(costs.verify)} sizes", because)
+    return [Decision("costs", f"measured for {len(costs.verify)} sizes", because)]
 
 
 def time_round(runner: Runner, lens: Sequence[int], drafted: int) -> tuple[float, float]:

@@ -9,6 +9,7 @@ from prometheus_client.registry import Collector
 
 from peregrine.cache.host_tier import HostTier
 from peregrine.engine.engine import Engine
+from peregrine.engine.planning import WindowPlanner
 from peregrine.engine.request import Delta, Output
 
 QUICK = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
@@ -131,6 +132,8 @@ class Metrics(Collector):
         if self.engine is not None:
             for name, (text, count_of) in LOAD.items():
                 yield GaugeMetricFamily(f"peregrine_{name}", text, value=count_of(self.engine))
+            if self.engine.runner.planner is not None:
+                yield from plan_metrics(self.engine.runner.planner)
             if self.engine.ledger.tier is not None:
                 yield from host_cache(self.engine.ledger.tier, self.engine.ledger.page_size)
 
@@ -149,6 +152,24 @@ def host_cache(tier: HostTier, page_size: int) -> Iterator[CounterMetricFamily |
         ("size_bytes", "Host memory for KV.", tier.copies.num_slots * size),
     ):
         yield GaugeMetricFamily(f"peregrine_host_cache_{name}", text, value=count)
+
+
+def plan_metrics(planner: WindowPlanner) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+    """What was planned, and what came of it."""
+    record = planner.record
+    windows: dict[tuple[str, ...], int] = {(str(tokens),): count for tokens, count in record.windows.items()}
+    yield labelled("peregrine_windows", "Windows by number of tokens.", ("tokens",), windows)
+    plans: dict[tuple[str, ...], int] = {(plan,): count for plan, count in record.rounds.items()}
+    yield labelled("peregrine_planned_rounds", "Rounds by plan: plain, drafts, or mixed rows.", ("plan",), plans)
+    for name, text, value in (
+        ("planned_tokens", "Tokens that plans expected of their rounds.", record.expected_tokens),
+        ("round_tokens", "Tokens that these rounds gave.", record.tokens),
+        ("planned_milliseconds", "Processor time that plans expected.", record.expected_ms),
+        ("round_milliseconds", "Processor time of these rounds.", record.ms),
+    ):
+        yield CounterMetricFamily(f"peregrine_{name}", text, value=value)
+    error = planner.calibration_error
+    yield GaugeMetricFamily("peregrine_odds_error", "Mean distance of drafts' chances from their success.", value=error)
 
 
 def labelled(

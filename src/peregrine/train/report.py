@@ -18,9 +18,9 @@ from peregrine.train.run import read_log
 REPORT, LOSSES, ACCEPTANCE = "report.json", "losses.png", "acceptance.png"
 # name -> engine options
 SHAPES: dict[str, dict[str, object]] = {
-    "chain of 3": {"num_drafts": 3},
-    "chain of 5": {"num_drafts": 5},
-    "chain of 7": {"num_drafts": 7},
+    "chain of 3": {"num_drafts": 3, "windows": "fixed"},
+    "chain of 5": {"num_drafts": 5, "windows": "fixed"},
+    "chain of 7": {"num_drafts": 7, "windows": "fixed"},
     "tree 5, 4, 24": {"tree": (5, 4, 24)},
 }
 CHAINS = {name: int(str(shape["num_drafts"])) for name, shape in SHAPES.items() if "num_drafts" in shape}
