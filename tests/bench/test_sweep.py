@@ -81,7 +81,8 @@ def test_a_sweep_of_merlin(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert main(["bench", "sweep", *shapes, *short, "--out", str(out)]) == 0
     table = capsys.readouterr().out
     result = json.loads(out.read_text())
-    plain, chain, refused, tree = result["shapes"]
+    auto, plain, chain, refused, tree = result["shapes"]
+    assert [auto["shape"], auto["drafter"]] == ["auto", "eagle3"]
     assert [plain["shape"], plain["drafter"], plain["by_position"]] == ["plain", "none", []]
     assert plain["rounds"] == 16
     assert [chain["shape"], chain["drafter"]] == ["chain 2", "eagle3"]
@@ -90,6 +91,6 @@ def test_a_sweep_of_merlin(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "num_drafts=99" in refused["refused"]
     assert "refused: num_drafts=99" in table
     assert result["identical"] is True
-    assert result["best"] in ("plain", "chain 2", "tree 2,2,6")
-    for ran in (plain, chain, tree):
+    assert result["best"] in ("auto", "plain", "chain 2", "tree 2,2,6")
+    for ran in (auto, plain, chain, tree):
         assert 0 < ran["slowest"] <= ran["tokens_per_s"] <= ran["fastest"]

@@ -17,13 +17,14 @@ from torch import Tensor
 
 from peregrine.engine.request import Request
 from peregrine.engine.round_costs import RoundCosts, RoundTimes
-from peregrine.spec.odds import Guess, Odds
+from peregrine.spec.odds import MOST, Guess, Odds
 from peregrine.spec.planner import Costs, plan_depths, trim_windows, worth_taking
 from peregrine.spec.windows import Windows
 
 MAX_HELD = 64  # rounds whose taps are held
 PROBE_EVERY = 96  # rounds; sooner while there were few
-PROBE_DEPTHS = (3, 1, 2, 5)  # drafts of all rows in a probe
+PROBE_DEPTHS = (3, 1, 2, 5)  # drafts of a row in a probe
+LOOK_AHEAD = 4  # drafts that are planned before the first is made; further ones are decided step by step
 
 
 class RoundPlan:
@@ -39,7 +40,7 @@ class RoundPlan:
         self.guesses: list[list[Guess]] = [[] for _ in requests]  # of the new drafts
         self.steps: list[int] = []  # rows of each step of the drafter
         self.expected = 0.0  # tokens of this round
-        self.probe = 0  # drafts that every row gets, to learn what they cost and whether they are right
+        self.probe = 0  # drafts that each of these rows gets, to learn what they cost and whether they are right
         self._active = drafted
         self._tokens = len(lens)  # of the next round, as far as it is planned
 
@@ -133,12 +134,17 @@ class WindowPlanner:
         """The plan of the next round of the requests in these rows, whose windows hold so many drafts."""
         if self.measured.changed:
             self.costs = self.measured.costs()
-        following = plan_depths(self.costs, [self._expected(request) for request in requests])
+        means = {sampled: odds.means_by_depth(LOOK_AHEAD) for sampled, odds in self._odds.items()}
+        survivals = [self._expected(request, means[request.params.temperature > 0]) for request in requests]
+        following = plan_depths(self.costs, survivals)
         self.rate = following.rate
         drafted = [row for row, depth in enumerate(following.depths) if depth]
         probe = self._next_probe(requests)
-        if self.looks_up or probe:
+        if self.looks_up:
             drafted = list(range(len(requests)))
+        elif probe:  # of a quarter of the rows, in turn
+            first, count = self._probes % len(requests), -(-len(requests) // 4)
+            drafted = sorted({*drafted, *((first + place) % len(requests) for place in range(count))})
         verified = self.choose_verified(requests, offered)
         plan = RoundPlan(self, requests, [1 + depth for depth in verified], drafted)
         self._probing = plan.probe = probe
@@ -147,7 +153,7 @@ class WindowPlanner:
         return plan
 
     def _next_probe(self, requests: Sequence[Request]) -> int:
-        """How many drafts every row gets after this round, whether they seem to pay or not; 0: it is no probe.
+        """How many drafts some rows get after this round, whether they seem to pay or not; 0: it is no probe.
 
         A size of window that looks costly, or a request whose drafts were wrong, would never be looked at again.
         """
@@ -177,11 +183,11 @@ class WindowPlanner:
             return list(offered)
         return trim_windows(self.costs, [survivals_of(request.guesses) for request in requests], self.rate)
 
-    def _expected(self, request: Request) -> list[float]:
-        """The survival of drafts that have not been made."""
-        survival, line, odds = 1.0, [], self.odds(request)
-        for depth in range(self.cap_of(request)):
-            survival *= odds.expect(depth, request.odds)
+    def _expected(self, request: Request, means: Sequence[float]) -> list[float]:
+        """The survival of drafts that have not been made, by the engine's mean chance at each depth."""
+        survival, line, factor = 1.0, [], request.odds.factor
+        for mean in means[: self.cap_of(request)]:
+            survival *= min(MOST, mean * factor)
             line.append(survival)
         return line
 

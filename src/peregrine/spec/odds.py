@@ -76,6 +76,11 @@ class Odds:
         mean = self.means.get(min(depth, DEPTHS - 1))
         return min(MOST, (FIRST_GUESS if mean is None else mean.chance) * own.factor)
 
+    def means_by_depth(self, count: int) -> list[float]:
+        """The engine's mean chance of a draft at each of the first depths."""
+        found = [self.means.get(min(depth, DEPTHS - 1)) for depth in range(count)]
+        return [FIRST_GUESS if mean is None else mean.chance for mean in found]
+
     def guess(self, depth: int, said: float | None, own: RequestOdds) -> Guess:
         """A draft that was made; counts it among those of its depth."""
         level = min(depth, DEPTHS - 1)
