@@ -19,7 +19,9 @@ from peregrine.engine.request import Request
 from peregrine.engine.round_costs import RoundCosts
 from peregrine.sampling import SamplingParams
 from peregrine.spec.windows import Windows
+from spec.block_heads import block_head, calm_model
 from spec.harness import Case, build, cases, check_pages, eagle3_head, mtp_model, noisy_model, run, tiny_model, tokens
+from spec.test_grammar_identity import MIXED
 from spec.test_identity import plain
 
 COSTS = {1: 1.0, 8: 2.0}
@@ -98,6 +100,29 @@ def test_any_plan_on_any_schedule(data: st.DataObject) -> None:
 
 
 def test_preempted_rows_and_prefix_hits() -> None:
+    some = [*SOME[:6], *SOME[:2]]
+    engine = planned(5, page_size=8, num_pages=40, **DRAFTERS["eagle3"]).engine
+    outputs = run(engine, some, [0] * 6 + [60, 61])
+    assert sum(output.stats.preemptions for output in outputs) > 0
+    assert tokens(outputs) == plain(some)
+
+
+@pytest.mark.parametrize("name", ["noisy model", "ngram"])
+def test_rows_with_grammars(name: str) -> None:
+    some = [MIXED[0], MIXED[3], MIXED[4]]
+    assert tokens(run(planned(2, **DRAFTERS[name]).engine, some)) == tokens(run(build().engine, some))
+
+
+@pytest.mark.parametrize(("layout", "markov"), [("z-lab", None), ("deepspec", "vanilla")])
+def test_block_heads(layout: str, markov: str | None) -> None:
+    some = SOME[:4]
+    folder = block_head(layout, markov, confidence=markov is not None)
+    expected = tokens(run(build(calm_model()).engine, some))
+    engine = planned(3, model=calm_model(), drafter=str(folder), num_drafts=4).engine
+    assert tokens(run(engine, some)) == expected
+
+
+def test_logprobs_under_any_plan() -> None:
     asked = [SamplingParams(temperature=1.0, seed=i, max_tokens=30, logprobs=3) for i in range(3)]
     some = [Case(case.prompt, params) for case, params in zip(SOME, asked, strict=False)]
     wanted = [output.logprobs for output in run(build().engine, some)]
