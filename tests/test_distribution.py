@@ -14,7 +14,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 TEXTS = {".py", ".md", ".toml", ".yaml", ".yml", ".txt", ".html", ".js"}
 # On PyPI `peregrine` is a stranger's; ours is not there, and until it is, anybody could take the name.
 OURS = r"peregrine(-llm|_llm)?"
-FROM_PYPI = re.compile(rf"install[^\n;|&:]*?[\s'\"`]{OURS}(?![\w.-]*\.whl)(?=[\s'\"`\[=<>~!.,;)]|$)", re.I)
+FROM_PYPI = re.compile(rf"install[^\n;|&:]*?[ '\"`]{OURS}(?![\w.-]*\.whl)(?=[\s'\"`\[=<>~!.,;)]|$)", re.I)
 EXTRA = re.compile(rf"\b{OURS}\[[a-z]", re.I)
 
 

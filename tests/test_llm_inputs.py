@@ -233,7 +233,8 @@ def test_the_checkpoints_sampling_defaults_are_a_decision(llm: LLM, tmp_path: Pa
     folder = Path(shutil.copytree(tiny_model(), tmp_path / "model"))
     path = folder / "generation_config.json"
     plain = build(folder)
-    assert (plain.sampling_defaults, plain.decisions[4].value) == ({}, "none")
+    [decision] = [d for d in plain.decisions if d.field == "generation_config"]
+    assert (plain.sampling_defaults, decision.value) == ({}, "none")
     path.write_text(json.dumps({"temperature": 0.5, "eos_token_id": 2}))
     built = build(folder, generation_config="none")
     assert built.sampling_defaults == {}

@@ -71,7 +71,7 @@ def requests(count: int, longest: int) -> list[Case]:
 
 def outputs(options: dict[str, Any], ranks: Ranks, cases: Sequence[Case]) -> list[Output]:
     """What an engine led by this process generates."""
-    given = {"model": tiny_model(), "num_pages": 200, "max_len": 160, **options}
+    given = {"model": tiny_model(), "num_pages": 200, "max_len": 160, "windows": "fixed", **options}
     config = engine_config(str(given.pop("model")), {**given, "tensor_parallel": ranks.size})
     return run(build_engine(config, ranks).engine, cases)
 

@@ -480,6 +480,17 @@ def test_a_phone_begins_with_the_text_box(page: Page) -> None:
     assert tops[".result"] < 600
 
 
+def test_planned_windows_are_said(page: Page) -> None:
+    """The shared server has fixed windows; one that plans them says that the slider is a limit."""
+    page.value(
+        "(whole => { window.fetch = async (path, options) => { const answer = await whole(path, options);"
+        " return path !== '/server_info' ? answer : Response.json({...await answer.json(),"
+        " decisions: [{field: 'windows', value: 'auto', because: 'it pays'}]}); } })(window.fetch)"
+    )
+    page.value("document.getElementById('key-form').dispatchEvent(new Event('submit', {cancelable: true}))")
+    page.wait("document.getElementById('shape').textContent.startsWith('Each round drafts what pays, up to 3 tokens')")
+
+
 def test_no_control_controls_nothing(browser: Page, server: Served, page: Page) -> None:
     """Everything that can be operated is enabled; a server without a drafter offers neither slider nor race."""
     active = "[...document.querySelectorAll('button, input, select')].filter(e => e.checkVisibility())"

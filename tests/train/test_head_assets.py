@@ -67,7 +67,8 @@ def test_tensors_have_the_public_names_and_shapes() -> None:
 
 @pytest.mark.parametrize(("temperature", "band"), [(0.0, GREEDY_BAND), (1.0, SAMPLED_BAND)])
 def test_acceptance_lies_in_its_band(temperature: float, band: tuple[float, float]) -> None:
-    with LLM("merlin", drafter="eagle3", num_drafts=3, device="cpu", dtype="float32", max_rows=5) as llm:
+    options = {"drafter": "eagle3", "num_drafts": 3, "windows": "fixed", "device": "cpu", "dtype": "float32"}
+    with LLM("merlin", max_rows=5, **options) as llm:
         prompts = [
             llm.encode_chat([{"role": "user", "content": text}]) if chat else llm.encode(text) for text, chat in PROMPTS
         ]

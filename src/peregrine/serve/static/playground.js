@@ -595,8 +595,10 @@ function walk(event) {
 // ---- The server's side of the form ----------------------------------------------------------------------------------
 
 /** What the slider can do on this server. */
-function describeShape({ depth, width, nodes }) {
+function describeShape({ depth, width, nodes }, decisions) {
   if (depth === 0) return "This server has no drafter; start it with --drafter to speculate.";
+  const planned = decisions.some(({ field, value }) => field === "windows" && value === "auto");
+  if (planned) return `Each round drafts what pays, up to ${plural(depth, "token")}; the slider lowers that.`;
   const fixed = "The shape is fixed when the server starts";
   if (width === 1) return `A chain of up to ${plural(depth, "draft")}. ${fixed}: --num-drafts K, or --tree D,W,N.`;
   const tree = `${plural(depth, "level")}, ${width} children per node, ${nodes} nodes with the root`;
@@ -613,7 +615,7 @@ function showDrafts() {
 function showServer(info) {
   const { depth, width } = info.draft_shape;
   find("model").textContent = info.model;
-  find("shape").textContent = describeShape(info.draft_shape);
+  find("shape").textContent = describeShape(info.draft_shape, info.decisions);
   find("drafts").dataset.unit = width > 1 ? "deep" : "per round";
   find("drafts").max = depth; // before the value, which may not exceed it
   find("drafts").value = depth;
