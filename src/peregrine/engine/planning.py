@@ -22,8 +22,9 @@ from peregrine.spec.planner import Costs, plan_depths, trim_windows, worth_takin
 from peregrine.spec.windows import Windows
 
 MAX_HELD = 64  # rounds whose taps are held
-PROBE_EVERY = 96  # rounds; sooner while there were few
-PROBE_DEPTHS = (3, 1, 2, 5)  # drafts of a row in a probe
+KEPT = 8  # rounds for which the choice of rows to draft for is kept, if the rows stay the same
+PROBE_EVERY = 256  # rounds; sooner while there were few
+PROBE_DEPTHS = (3, 1, 2)  # drafts of a row in a probe
 LOOK_AHEAD = 4  # drafts that are planned before the first is made; further ones are decided step by step
 
 
@@ -112,6 +113,10 @@ class WindowPlanner:
         self._rounds = self._probes = self._next = 0  # rounds, probes so far, and the round of the next
         self._probing = 0  # drafts of each row that the last round made for a probe
         self._odds = {False: Odds(), True: Odds()}  # by whether a request is sampled
+        self._planned: list[int] = []  # ids of the requests that `_drafted` was chosen for
+        self._drafted: list[int] = []  # rows that are drafted for
+        self._due = 0  # the round after which they are chosen anew
+        self._resting: RoundPlan | None = None  # the last plan, if it lets all rows rest
 
     def odds(self, request: Request) -> Odds:
         return self._odds[request.params.temperature > 0]
@@ -130,15 +135,27 @@ class WindowPlanner:
         errors = [odds.calibration_error for odds in self._odds.values()]
         return sum(e * n for e, n in zip(errors, counts, strict=True)) / total if total else 0.0
 
+    def rest_again(self, requests: Sequence[Request]) -> RoundPlan | None:
+        """The last plan once more, if the same rows rest and nothing else is due: planning would cost what it saves."""
+        if self._resting is None or self._rounds + 1 >= min(self._due, self._next):
+            return None
+        if self._planned != [request.id for request in requests]:
+            return None
+        self._rounds += 1
+        return self._resting
+
     def plan(self, requests: Sequence[Request], offered: Sequence[int]) -> RoundPlan:
         """The plan of the next round of the requests in these rows, whose windows hold so many drafts."""
         if self.measured.changed:
             self.costs = self.measured.costs()
-        means = {sampled: odds.means_by_depth(LOOK_AHEAD) for sampled, odds in self._odds.items()}
-        survivals = [self._expected(request, means[request.params.temperature > 0]) for request in requests]
-        following = plan_depths(self.costs, survivals)
-        self.rate = following.rate
-        drafted = [row for row, depth in enumerate(following.depths) if depth]
+        ids = [request.id for request in requests]
+        if ids != self._planned or self._rounds >= self._due:
+            means = {sampled: odds.means_by_depth(LOOK_AHEAD) for sampled, odds in self._odds.items()}
+            survivals = [self._expected(request, means[request.params.temperature > 0]) for request in requests]
+            following = plan_depths(self.costs, survivals)
+            self.rate, self._planned, self._due = following.rate, ids, self._rounds + KEPT
+            self._drafted = [row for row, depth in enumerate(following.depths) if depth]
+        drafted = self._drafted
         probe = self._next_probe(requests)
         if self.looks_up:
             drafted = list(range(len(requests)))
@@ -150,6 +167,7 @@ class WindowPlanner:
         self._probing = plan.probe = probe
         for request, depth in zip(requests, verified, strict=True):
             plan.expected += 1 + sum(survivals_of(request.guesses[:depth]))
+        self._resting = plan if plan.rests else None
         return plan
 
     def _next_probe(self, requests: Sequence[Request]) -> int:
@@ -190,6 +208,16 @@ class WindowPlanner:
             survival *= min(MOST, mean * factor)
             line.append(survival)
         return line
+
+    def note_rest(self, plan: RoundPlan) -> None:
+        """Count a round that only repeated a plan."""
+        for request in plan.requests:
+            request.odds.fade()
+        count = len(plan.requests)
+        self.record.windows[1] += count
+        self.record.rounds["plain"] += 1
+        self.record.tokens += count
+        self.record.expected_tokens += count
 
     def learn(self, plan: RoundPlan, correct: Sequence[int], ended: Sequence[bool], times: RoundTimes) -> None:
         """Take in a round's verdicts and times; drafts after the first wrong one have no verdict."""

@@ -1,28 +1,27 @@
-"""What rounds cost on this machine: timed once when the engine starts, then corrected by every real round.
+"""What rounds cost on this machine: timed when the engine starts.
 
 Milliseconds are processor time of the engine's thread: what other processes take from it is no cost of a round.
-The table says how the parts of a round compare; `speed` says how fast the machine is at the moment. A plan depends on
-the first alone.
+The table says how the parts of a round compare, and a plan depends on that alone. Real rounds add what the host does
+between them, and `speed`: how fast the machine is at the moment. They do not correct the table: a size that is seen
+often would drift away from those that are not, and the choice between them with it.
 """
 
 import math
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from peregrine.spec.planner import Costs, ms_at
+from peregrine.spec.planner import Costs
 from peregrine.spec.windows import Windows
 
-SPEED_SHARE, SHAPE_SHARE = 0.2, 0.03  # how far one round moves the machine's speed, and the table
-FIRST_SHARE = 0.5  # by the first round of a size
+SPEED_SHARE = 0.2  # how far one round moves the machine's speed, and the host's share
 MOST_OFF = 3.0  # a round that takes so many times what it should was interrupted
-REFRESH = 16  # rounds after which plans see the corrected table
-TIME_LIMIT_S = 0.2  # for all measurements
-PASSES = 8  # over all sizes, at most
+REFRESH = 16  # rounds after which plans see the host's share anew
+TIME_LIMIT_S = 0.4  # for all measurements
+PASSES = 4  # over all sizes, at most
 
 # (tokens in each window, rows that get two drafts) -> milliseconds of (verify, absorb and draft)
 TimeRound = Callable[[Sequence[int], int], tuple[float, float]]
@@ -70,14 +69,13 @@ class FixedPlan:
 
 
 class RoundCosts:
-    """The table of costs, corrected as rounds pass."""
+    """The table of costs, and the speed of the rounds that pass."""
 
     def __init__(self, verify: dict[int, float], absorb: dict[int, float], step: dict[int, float], steps: int) -> None:
         self._verify, self._absorb, self._step, self._steps = verify, absorb, step, steps
         self._host = 0.0  # milliseconds between rounds
         self._speed = 1.0
         self._rounds = 0
-        self._seen: Counter[tuple[int, int]] = Counter()  # rounds that corrected a size of a part
         self._known = self.costs()
 
     @property
@@ -101,26 +99,9 @@ class RoundCosts:
         self._rounds += 1
         if times.host_ms is not None:
             self._host += SPEED_SHARE * (times.host_ms / self._speed - self._host)
-        expected = ms_at(rising(self._verify), tokens) * self._speed
-        off = times.verify_ms / expected if expected else 1.0
-        self._correct(self._verify, tokens, off)
+        expected = self.expect(tokens, steps, rests) - self._speed * self._host
+        off = (times.verify_ms + times.draft_ms) / expected if expected else 1.0
         self._speed *= 1 + max(SPEED_SHARE, 1 / self._rounds) * (clipped(off) - 1)
-        expected = self.expect(tokens, steps, rests) - self._known.verify_ms(tokens) * self._speed
-        if rests or not expected:
-            return
-        off = times.draft_ms / expected
-        self._correct(self._absorb, tokens, off)
-        for rows in set(steps[: self._steps]):
-            self._correct(self._step, rows, off)
-
-    def _correct(self, part: dict[int, float], size: int, off: float) -> None:
-        """Change what a size costs, at first by much. Its first round does not count: it allocates memory."""
-        self._seen[id(part), size] += 1
-        if size not in part:
-            part[size] = ms_at(rising(part), size)
-        elif self._seen[id(part), size] > 1:
-            share = max(SHAPE_SHARE, FIRST_SHARE / self._seen[id(part), size])
-            part[size] *= 1 + share * (clipped(off) - 1)
 
 
 def clipped(off: float) -> float:
@@ -137,22 +118,21 @@ def rising(part: dict[int, float]) -> tuple[tuple[int, float], ...]:
 
 
 def sizes_up_to(most: int) -> list[int]:
-    """1, 2, 3, 4, 6, 8, 12, 16, ... and the most itself."""
-    sizes = {most, 1, *(base << power for base in (2, 3) for power in range(12))}
-    return sorted(size for size in sizes if size <= most)
+    """1, 2, 4, 8, ...: between them costs are close to straight lines."""
+    return [1 << power for power in range(most.bit_length())]
 
 
 def measure_costs(time_round: TimeRound, max_rows: int, depth: int, steps: int) -> RoundCosts:
     """Time rounds of several sizes in passes over all of them, as long as the time limit allows; the fastest count.
 
-    A size whose turn never came is interpolated, and corrected when it occurs.
+    A size whose turn never came is interpolated.
     """
     began = time.perf_counter()
     verify: dict[int, float] = {}
     absorb: dict[int, float] = {}
     drafted: dict[int, float] = {}
     for attempt in range(1 + PASSES):
-        for tokens in in_order(sizes_up_to(max_rows * (depth + 1))):
+        for tokens in sizes_up_to(max_rows * min(depth + 1, 4)):
             late = time.perf_counter() - began > TIME_LIMIT_S
             if late and (attempt > 1 or len(verify) > 1):
                 break
@@ -169,8 +149,3 @@ def measure_costs(time_round: TimeRound, max_rows: int, depth: int, steps: int) 
     made = min(2, depth, max(1, steps))  # drafts of a timed row
     step = {rows: max(0.0, ms - absorb[rows]) / made for rows, ms in drafted.items()}
     return RoundCosts(verify, absorb, step or {1: 0.0}, steps)
-
-
-def in_order(sizes: Sequence[int]) -> Iterator[int]:
-    """One, four, then the rest upwards."""
-    yield from dict.fromkeys([size for size in (1, 4) if size in sizes] + list(sizes))

@@ -114,7 +114,12 @@ class Runner:
         """
         self.mark("launch")
         began = time.thread_time()
-        plan = None if self.planner is None else self._plan(self.planner, requests, rows)
+        plan = repeated = None
+        if self.planner is not None:
+            repeated = None if features.masked else self.planner.rest_again(requests)
+            plan = repeated or self._plan(self.planner, requests, rows)
+            if self.planner.must_absorb(plan):
+                self.absorb_held(requests)
         windows = None
         if features.masked or any(r.params.report_drafts for r in requests):
             windows = self._to_host(self._windows(rows))
@@ -133,20 +138,22 @@ class Runner:
         ready = event_after(verdict.table)
         for request in requests:
             request.rounds_in_flight += 1
-        planned = None if plan is None else (plan, self._times(began))
+        planned = None
+        if self.planner is not None and repeated is not None:
+            self.planner.note_rest(repeated)
+        elif plan is not None:
+            planned = plan, self._times(began)
         self.in_flight.append(RoundInFlight(list(requests), packed, values, windows, ready, planned))
         self.mark("launched")
 
     def _plan(self, planner: WindowPlanner, requests: list[Request], rows: Rows) -> RoundPlan:
-        """The windows of the next round, and what the drafter missed if it is needed again."""
+        """The windows of the next round."""
         offered = self.seats.view(rows).offered
         held = offered.tolist()
         plan = planner.plan(requests, held)
         verified = [length - 1 for length in plan.windows.lens]
         if verified != held:
             offered.copy_(torch.tensor(verified))
-        if planner.must_absorb(plan):
-            self.absorb_held(requests)
         return plan
 
     def absorb_held(self, requests: Sequence[Request]) -> None:

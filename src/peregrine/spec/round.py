@@ -119,22 +119,22 @@ def settle(
     if taps is not None and windows is None:
         taps = on_path(taps.view(num_rows, num_nodes, -1), verdict, shape)
     forced = state.forced_drafts(verdict) if features.masked else None
-    seen = Seen(
-        next_tokens=verdict.tokens,
-        taps=taps,
-        past_lens=places.past_lens,
-        new_past_lens=state.past_lens,
-        history=state.history,
-        pages=state.pages,
-        sampling=state.sampling,
-        features=features,
-        forced=forced,
-        plan=plan,
-    )
     if plan is not None and plan.rests:
         plan.hold(taps)
         whole.offered.zero_()
     else:
+        seen = Seen(
+            next_tokens=verdict.tokens,
+            taps=taps,
+            past_lens=places.past_lens,
+            new_past_lens=state.past_lens,
+            history=state.history,
+            pages=state.pages,
+            sampling=state.sampling,
+            features=features,
+            forced=forced,
+            plan=plan,
+        )
         whole.keep(drafter.propose(seen))
     if forced is not None:
         whole.offer_forced(forced)
