@@ -20,7 +20,7 @@ from peregrine.spec.windows import Windows
 SPEED_SHARE = 0.2  # how far one round moves the machine's speed, and the host's share
 MOST_OFF = 3.0  # a round that takes so many times what it should was interrupted
 REFRESH = 16  # rounds after which plans see the host's share anew
-TIME_LIMIT_S = 0.4  # for all measurements
+TIME_LIMIT_S = 0.6  # for all measurements
 PASSES = 4  # over all sizes, at most
 
 # (tokens in each window, rows that get two drafts) -> milliseconds of (verify, absorb and draft)
@@ -138,8 +138,9 @@ def measure_costs(time_round: TimeRound, max_rows: int, depth: int, steps: int) 
                 break
             rows = min(tokens, max_rows)
             lens = [tokens // rows + (row < tokens % rows) for row in range(rows)]
-            if tokens not in verify:
-                time_round(lens, 0)  # allocates
+            if tokens not in verify:  # the first rounds of a size allocate and record
+                time_round(lens, rows if tokens <= max_rows and steps else 0)
+                time_round(lens, 0)
             times = time_round(lens, 0)
             verify[tokens] = min(verify.get(tokens, times[0]), times[0])
             absorb[tokens] = min(absorb.get(tokens, times[1]), times[1])

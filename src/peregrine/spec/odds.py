@@ -15,6 +15,7 @@ FIRST_GUESS = 0.6  # of drafters that say nothing themselves
 MEMORY = 500.0  # drafts after which older ones begin to count less
 OWN_PRIOR, OWN_MEMORY = 6.0, 0.97  # of a request's factor: drafts, and what is kept of them each round
 MOST = 0.995
+HOPE = 0.5  # added to a mean chance, over the square root of the drafts it is made of
 TENTHS = 10
 
 
@@ -77,9 +78,12 @@ class Odds:
         return min(MOST, (FIRST_GUESS if mean is None else mean.chance) * own.factor)
 
     def means_by_depth(self, count: int) -> list[float]:
-        """The engine's mean chance of a draft at each of the first depths."""
+        """The engine's mean chance of a draft at each of the first depths; higher while few drafts were made.
+
+        Who rests learns nothing: a few wrong drafts at the start must not end drafting.
+        """
         found = [self.means.get(min(depth, DEPTHS - 1)) for depth in range(count)]
-        return [FIRST_GUESS if mean is None else mean.chance for mean in found]
+        return [FIRST_GUESS if mean is None else min(MOST, mean.chance + HOPE / mean.tried**0.5) for mean in found]
 
     def guess(self, depth: int, said: float | None, own: RequestOdds) -> Guess:
         """A draft that was made; counts it among those of its depth."""
