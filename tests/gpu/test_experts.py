@@ -7,15 +7,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from kernels.compile_experts import MODELS, RMSNorm
+from kernels.compile_experts import MODELS, OSS, RMSNorm
+from peregrine.kernels.activation import clamped_mul, silu_mul
 from peregrine.kernels.linear.tiles import Tile
 from peregrine.kernels.moe import ExpertChoice, RoutingRule, pack_experts, pack_router, route, route_torch
 from peregrine.kernels.residual import Residual
 
 ROWS = (1, 4, 17, 32, 33, 128, 4096)  # blocks of up to 16 rows are found without a plan
 EPS = 1e-6
+LIMIT = 1.5  # of gpt-oss's activation: small, so that many values reach it
 UNIT = 2.0**24  # squares are whole numbers of 1 / UNIT
 
 
@@ -47,6 +48,27 @@ class Problem:
         assert joined.squares is not None
         return choice.experts, choice.weights, joined.values, joined.normed, joined.squares
 
+    def outputs(self, rows: slice, choice: ExpertChoice, tiles: tuple[Tile, Tile] | None = None) -> Tensor:
+        """Each row's weighted outputs of its experts, before they are added up."""
+        from peregrine.kernels.moe.triton import expert_outputs
+
+        residual, biases = self.residual(rows), (self.gate_up.bias, self.down.bias)
+        assert residual.squares is not None
+        scale, weights = (residual.squares, EPS), (self.gate_up.weight, self.down.weight)
+        return expert_outputs(residual.normed, scale, choice, *weights, tiles, biases, self.gate_up.limit)
+
+    def expected(self, x: Tensor, expert: Tensor) -> tuple[Tensor, Tensor]:
+        """One expert's output in float64, and the sum of its absolute terms."""
+        joined, own = self.gate_up.weight[expert].double() @ x, self.down.weight[expert].double()
+        if self.gate_up.bias is not None:
+            joined = joined + self.gate_up.bias[expert].double()
+        limit = self.gate_up.limit
+        inner = (silu_mul(joined[None]) if limit is None else clamped_mul(joined[None], limit))[0]
+        output = own @ inner
+        if self.down.bias is not None:
+            output = output + self.down.bias[expert].double()
+        return output, own.abs() @ inner.abs()
+
     def normed(self, rows: slice) -> Tensor:
         """What routing and experts read, in float64: the scale of a row is exact, its values are rounded."""
         residual = self.residual(rows)
@@ -64,19 +86,28 @@ def sums_of_squares(values: Tensor) -> Tensor:
 
 @pytest.fixture(scope="module", params=MODELS)
 def problem(request: pytest.FixtureRequest) -> Iterator[Problem]:
-    rule, hidden, inner = MODELS[request.param]
+    rule, hidden, inner, _ = MODELS[request.param]
     generator = torch.Generator("cuda").manual_seed(sum(map(ord, request.param)))
 
     def draw(*size: int, spread: float = 1.0) -> Tensor:
         return (torch.randn(size, device="cuda", generator=generator) * spread).bfloat16()
 
-    count = rule.num_experts + rule.num_shared
+    count, biased = rule.num_experts + rule.num_shared, rule is OSS
+
+    def biases(outputs: int) -> Tensor | None:
+        return draw(count * outputs) if biased else None
+
+    router, router_bias = draw(rule.num_experts, hidden, spread=hidden**-0.5), draw(rule.num_experts)
+    gate_up, down = (
+        draw(count * 2 * inner, hidden, spread=hidden**-0.5),
+        draw(count * hidden, inner, spread=inner**-0.5),
+    )
     yield Problem(
         rule=rule,
-        router=pack_router(draw(rule.num_experts, hidden, spread=hidden**-0.5)),
+        router=pack_router(router, rule, router_bias if biased else None),
         bias=draw(rule.num_experts, spread=0.1).float() if rule.sigmoid else None,
-        gate_up=pack_experts(draw(count * 2 * inner, hidden, spread=hidden**-0.5), count),
-        down=pack_experts(draw(count * hidden, inner, spread=inner**-0.5), count),
+        gate_up=pack_experts(gate_up, count, biases(2 * inner), LIMIT if biased else None),
+        down=pack_experts(down, count, biases(hidden)),
         values=draw(max(ROWS), hidden, spread=3.0),
         norm=draw(hidden),
     )
@@ -97,6 +128,8 @@ def test_routing_is_the_twins_where_scores_differ(problem: Problem) -> None:
     rows = slice(0, 512)
     found = problem.choose(rows)
     logits = problem.normed(rows) @ problem.router.weight.double().T
+    if problem.router.bias is not None:
+        logits = logits + problem.router.bias.double()
     twin = route_torch(logits.float(), problem.rule, problem.bias)
     same = (found.experts == twin.experts).all(dim=1)
     assert same.float().mean() > 0.98  # elsewhere two scores differ in the last places of float32 only
@@ -111,12 +144,10 @@ def test_outputs_are_near_float64(problem: Problem) -> None:
         bound = torch.zeros_like(expected)
         for row in range(min(num_rows, 4)):
             for expert, weight in zip(experts[row].long(), weights[row].double(), strict=True):
-                gate, up = (problem.gate_up.weight[expert].double() @ x[row]).chunk(2)
-                inner, own = F.silu(gate) * up, problem.down.weight[expert].double()
-                output = own @ inner * weight
-                expected[row] += output
+                output, terms = problem.expected(x[row], expert)
+                expected[row] += output * weight
                 # Roundings to bfloat16: of the inner values and of the output; sums in float32 are far smaller.
-                bound[row] += 2.0**-8 * weight * (own.abs() @ inner.abs()) + 2.0**-8 * output.abs()
+                bound[row] += 2.0**-8 * weight * (terms + output.abs())
         checked = slice(0, 4)
         bound = bound + 2.0**-8 * expected.abs()
         assert bool(((values.double() - expected).abs() <= bound)[checked].all())
@@ -125,31 +156,23 @@ def test_outputs_are_near_float64(problem: Problem) -> None:
 
 
 def test_tiles_change_no_bit(problem: Problem) -> None:
-    from peregrine.kernels.moe import triton as experts_gpu
-
-    weights = problem.gate_up.weight, problem.down.weight
     for num_rows in (200, 12):  # planned and direct
-        residual, choice = problem.residual(slice(0, num_rows)), problem.choose(slice(0, num_rows))
-        assert residual.squares is not None
-        scale = residual.squares, EPS
-        first = experts_gpu.expert_outputs(residual.normed, scale, choice, *weights)
-        for rows, cols, depth, warps in ((16, 32, 64, 4), (32, 64, 128, 4), (64, 128, 64, 8), (128, 64, 32, 4)):
-            tile = Tile(rows, cols, depth, warps, 3)
-            again = experts_gpu.expert_outputs(residual.normed, scale, choice, *weights, (tile, tile))
-            assert torch.equal(again, first), tile
+        rows = slice(0, num_rows)
+        choice = problem.choose(rows)
+        first = problem.outputs(rows, choice)
+        for height, cols, depth, warps in ((16, 32, 64, 4), (32, 64, 128, 4), (64, 128, 64, 8), (128, 64, 32, 4)):
+            tile = Tile(height, cols, depth, warps, 3)
+            assert torch.equal(problem.outputs(rows, choice, (tile, tile)), first), tile
 
 
 def test_planned_and_direct_blocks_agree(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
-    from peregrine.kernels.moe import triton as experts_gpu
-
-    weights = problem.gate_up.weight, problem.down.weight
     for num_rows in (1, 4, 16):
-        residual, choice = problem.residual(slice(0, num_rows)), problem.choose(slice(0, num_rows))
-        assert residual.squares is not None
+        rows = slice(0, num_rows)
+        choice = problem.choose(rows)
+        direct = problem.outputs(rows, choice)
         with monkeypatch.context() as patch:
-            direct = experts_gpu.expert_outputs(residual.normed, (residual.squares, EPS), choice, *weights)
-            patch.setattr(experts_gpu, "DIRECT_ROWS", 0)
-            planned = experts_gpu.expert_outputs(residual.normed, (residual.squares, EPS), choice, *weights)
+            patch.setattr("peregrine.kernels.moe.triton.DIRECT_ROWS", 0)
+            planned = problem.outputs(rows, choice)
         assert torch.equal(direct, planned), num_rows
 
 
