@@ -1,7 +1,7 @@
 """Which tensors the compiled CPU kernels take, and how a compiled body is called, recorded and called again.
 
-numba is optional and slow to import: only `cpu_jit.py`, `cpu_team.py`, `cpu_cache.py` and the folders' `cpu.py` files
-import it, and those are imported at the first call that needs them.
+numba is optional and slow to import: only `cpu_cache.py`, `cpu_jit.py`, `cpu_team.py`, `cpu_words.py` and the folders'
+`cpu.py` files import it, and those are imported at the first call that needs them.
 """
 
 import ctypes
