@@ -436,21 +436,7 @@ def test_a_line_that_is_not_a_prompt_is_named(tmp_path: Path, line: str) -> None
         prompt_sets.load_prompts(file, "")
 
 
-@pytest.mark.parametrize(
-    ("fields", "said"),
-    [
-        ({"cases": (), "prompts": [CHAT], "requests": 0}, "requests=0"),
-        ({"cases": (), "prompts": [CHAT], "max_tokens": 0}, "max_tokens=0"),
-    ],
-)
-def test_an_impossible_plan_is_refused(fields: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        serve.Plan(**fields)
-
-
 def test_impossible_loads_are_refused() -> None:
-    with pytest.raises(ConfigError, match="concurrency=0"):
-        serve.Case(concurrency=0)
     with pytest.raises(ConfigError, match="rate=-1"):
         serve.Case(rate=-1.0)
 

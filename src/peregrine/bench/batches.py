@@ -67,8 +67,6 @@ def run_throughput(load: Load, options: dict[str, object]) -> Json:
 
 def run_latency(load: Load, num_iters: int, num_iters_warmup: int, options: dict[str, object]) -> Json:
     """One batch `num_iters` times: its latency, first tokens, and time per further token."""
-    if num_iters < 1 or num_iters_warmup < 0:
-        raise ConfigError(f"num_iters={num_iters}, num_iters_warmup={num_iters_warmup}: at least 1 and 0 are needed")
     with LLM(**{"max_rows": load.count, **options}) as llm:  # type: ignore[arg-type]
         prompts = make_prompts(llm, load)
         if llm.engine.policy.max_rows < load.count:
@@ -96,9 +94,6 @@ def run_latency(load: Load, num_iters: int, num_iters_warmup: int, options: dict
 
 def make_prompts(llm: LLM, load: Load) -> list[list[int]]:
     """The token ids of every request; refused if one does not fit."""
-    for name, value in (("count", load.count), ("input_len", load.input_len), ("output_len", load.output_len)):
-        if value < 1:
-            raise ConfigError(f"{name}={value}: must be at least 1")
     if load.prompts is not None:
         asked = repeated(read_prompts(load.prompts), load.count)
         prompts = [llm.encode(text) if isinstance(text, str) else llm.encode_chat(text) for text in asked]

@@ -10,7 +10,7 @@ import heapq
 import random
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from hashlib import sha256
 from itertools import accumulate
 from typing import Any
@@ -38,13 +38,8 @@ class Plan:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("replicas", "requests", "rows", "chunk", "num_prefixes", "prompt_tokens", "output_tokens"):
-            if asdict(self)[name] < 1:
-                raise ConfigError(f"{name}={asdict(self)[name]}: must be at least 1")
         if not self.rate > 0:
             raise ConfigError(f"rate={self.rate}: must be above 0 requests per second")
-        if self.prefix_tokens < 0 or self.cache_tokens < 0:
-            raise ConfigError("prefix_tokens and cache_tokens: must be 0 or more")
         if self.policy not in POLICIES:
             raise ConfigError(f"policy={self.policy!r}: is not one of {', '.join(POLICIES)}")
 

@@ -35,8 +35,6 @@ class Case:
     rate: float | None = None
 
     def __post_init__(self) -> None:
-        if self.concurrency is not None and self.concurrency < 1:
-            raise ConfigError(f"concurrency={self.concurrency}: must be at least 1")
         if self.rate is not None and not self.rate > 0:
             raise ConfigError(f"rate={self.rate}: must be above 0 requests per second")
 
@@ -58,11 +56,6 @@ class Plan:
     ignore_eos: bool = False
     limits: Limits = NO_LIMITS
     flush: bool = True
-
-    def __post_init__(self) -> None:
-        for name, value in (("requests", self.requests), ("max_tokens", self.max_tokens)):
-            if value < 1:
-                raise ConfigError(f"{name}={value}: must be at least 1")
 
 
 def run(plan: Plan, client: Client) -> dict[str, Any]:

@@ -33,9 +33,6 @@ class Plan:
     repeats: int = 3
 
     def __post_init__(self) -> None:
-        for name, value in (("rows", self.rows), ("tokens", self.tokens), ("repeats", self.repeats)):
-            if value < 1:
-                raise ConfigError(f"{name}={value}: must be at least 1")
         if not self.drafts and not self.trees:
             raise ConfigError("drafts and trees: both are empty; name at least one shape")
 

@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from peregrine.cli.flags import Commands, add_engine_flags, add_parser, engine_options, open_llm
+from peregrine.cli.flags import Commands, add_engine_flags, add_parser, at_least, engine_options, open_llm
 from peregrine.cli.serve import SERVE_PACKAGES
 from peregrine.config import EngineConfig
 from peregrine.errors import ConfigError, need_packages
@@ -31,7 +31,7 @@ def add_command(commands: Commands) -> None:
     help = "ask again what was refused or has changed since it was answered; those old lines are dropped"
     parser.add_argument("--redo", action="store_true", help=help)
     help = "engines, each in a process of its own; they share the cores, and take the GPUs in turn (default: 1)"
-    parser.add_argument("--processes", type=int, default=1, metavar="N", help=help)
+    parser.add_argument("--processes", type=at_least(1), default=1, metavar="N", help=help)
     parser.add_argument("--name", metavar="NAME", help="the model's name in bodies (default: the folder's)")
     add_engine_flags(parser)
 
@@ -45,8 +45,6 @@ def run(args: argparse.Namespace) -> int:
     from peregrine.serve.batch_identity import served_hash
     from peregrine.serve.batch_output import BatchOutput
 
-    if args.processes < 1:
-        raise ConfigError(f"processes={args.processes}: must be 1 or more")
     options = engine_options(args)
     model = str(options.get("model", EngineConfig().model))
     name = args.name or Path(model).name

@@ -4,9 +4,9 @@ import argparse
 
 from peregrine.cli.bench_batches import add_latency, add_throughput
 from peregrine.cli.bench_fleet import add_fleet
-from peregrine.cli.bench_result import add_number, add_result_flags, finish, plan_from
+from peregrine.cli.bench_result import add_result_flags, finish, plan_from
 from peregrine.cli.bench_serve import add_report, add_serve, add_sweep
-from peregrine.cli.flags import Commands, add_engine_flags, add_parser, engine_flags, engine_options
+from peregrine.cli.flags import Commands, add_engine_flags, add_number, add_parser, engine_flags, engine_options
 from peregrine.cli.serve import SERVE_PACKAGES
 from peregrine.errors import need_packages
 

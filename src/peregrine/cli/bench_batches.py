@@ -4,8 +4,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from peregrine.cli.bench_result import add_number, add_result_flags, finish, plan_from
-from peregrine.cli.flags import Commands, add_engine_flags, add_parser, engine_options
+from peregrine.cli.bench_result import add_result_flags, finish, plan_from
+from peregrine.cli.flags import Commands, add_engine_flags, add_number, add_parser, engine_options
 
 THROUGHPUT_EPILOG = """examples:
   peregrine bench throughput --num-prompts 64 --input-len 128 --output-len 64
@@ -34,7 +34,7 @@ def add_latency(kinds: Commands) -> None:
     parser = add_parser(kinds, "latency", run_latency, text, epilog=LATENCY_EPILOG)
     add_number(parser, "--batch-size", 8, "requests at a time")
     add_number(parser, "--num-iters", 10, "batches that are measured")
-    add_number(parser, "--num-iters-warmup", 2, "batches before them")
+    add_number(parser, "--num-iters-warmup", 2, "batches before them", least=0)
     add_load_flags(parser, input_len=32)
 
 

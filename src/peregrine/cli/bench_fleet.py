@@ -4,8 +4,8 @@ import argparse
 import json
 from pathlib import Path
 
-from peregrine.cli.bench_result import add_number, add_result_flags, finish, plan_from
-from peregrine.cli.flags import Commands, add_parser
+from peregrine.cli.bench_result import add_result_flags, finish, plan_from
+from peregrine.cli.flags import Commands, add_number, add_parser
 from peregrine.errors import ConfigError, need_packages, read_user_text
 
 EPILOG = """examples:
@@ -38,7 +38,7 @@ def add_fleet(kinds: Commands) -> None:
     add_number(parser, "--num-prefixes", 1, "different ones")
     add_number(parser, "--prompt-tokens", 512, "after the prefix, on average")
     add_number(parser, "--output-tokens", 128, "on average; with --url exactly")
-    add_number(parser, "--cache-tokens", 200_000, "of prefixes that a replica keeps")
+    add_number(parser, "--cache-tokens", 200_000, "of prefixes that a replica keeps", least=0)
     add_number(parser, "--seed", 0, "of the arrivals", "SEED")
     add_result_flags(parser)
 

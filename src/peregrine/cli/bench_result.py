@@ -13,23 +13,6 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-def add_number(
-    parser: argparse.ArgumentParser, flag: str, default: float | list[int], text: str = "", metavar: str = "N"
-) -> None:
-    """Add a number's flag, or one for several if the default is a list; the help ends with the default."""
-    several = isinstance(default, list)
-    values = default if isinstance(default, list) else [default]
-    shown = " ".join(f"{value:g}" for value in values)
-    parser.add_argument(
-        flag,
-        type=type(values[0]),
-        nargs="+" if several else None,
-        default=default,
-        metavar=metavar,
-        help=f"{text} (default: {shown})".strip(),
-    )
-
-
 def add_result_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that say where the result goes."""
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")

@@ -3,8 +3,8 @@
 import argparse
 from pathlib import Path
 
-from peregrine.cli.bench_result import add_number, add_result_flags, finish, plan_from
-from peregrine.cli.flags import Commands, add_engine_flags, add_parser, engine_options, tree_shape
+from peregrine.cli.bench_result import add_result_flags, finish, plan_from
+from peregrine.cli.flags import Commands, add_engine_flags, add_number, add_parser, at_least, engine_options, tree_shape
 from peregrine.errors import need_packages
 
 SERVE_EPILOG = """examples:
@@ -33,7 +33,7 @@ def add_serve(kinds: Commands) -> None:
     add("--url", required=True, metavar="URL", help="the server, such as http://127.0.0.1:8000")
     add("--model", metavar="NAME", help="(default: the first one the server lists)")
     add("--api-key", metavar="KEY", help="sent as Authorization: Bearer KEY")
-    add("--concurrency", type=int, nargs="+", metavar="N", help="closed loops (default: 1 4 16)")
+    add("--concurrency", type=at_least(1), nargs="+", metavar="N", help="closed loops (default: 1 4 16)")
     add("--rate", type=float, nargs="+", metavar="R", help="open loops: requests per second, Poisson")
     add_number(parser, "--requests", 64, "per case")
     add_prompt_flags(parser)
@@ -78,7 +78,7 @@ def add_sweep(kinds: Commands) -> None:
     )
     drafts = [0, 1, 2, 3, 4, 5, 6]
     text = f"chains of so many drafts, 0: plain decoding (default: {' '.join(map(str, drafts))})"
-    parser.add_argument("--drafts", type=int, nargs="*", default=drafts, metavar="K", help=text)
+    parser.add_argument("--drafts", type=at_least(0), nargs="*", default=drafts, metavar="K", help=text)
     trees = [(3, 2, 8), (4, 2, 12)]
     text = "trees: levels, children per node, nodes with the root (default: 3,2,8 4,2,12)"
     parser.add_argument("--trees", type=tree_shape, nargs="*", default=trees, metavar="D,W,N", help=text)

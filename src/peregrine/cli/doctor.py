@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from peregrine import __version__
 from peregrine.cli.checkpoint_report import checkpoint_lines, checkpoint_report
 from peregrine.cli.flags import ENGINE_FLAGS, Commands, add_flags, add_parser, engine_options, open_llm
-from peregrine.errors import PeregrineError
+from peregrine.errors import ConfigError, PeregrineError
 from peregrine.log import style, visible
 
 if TYPE_CHECKING:
@@ -51,6 +51,8 @@ def run(args: argparse.Namespace) -> int:
     if args.checkpoint is not None:
         return explain(args.checkpoint, args.json)
     options = engine_options(args)
+    if "tensor_parallel" in options and "model" not in options:
+        raise ConfigError(f"tensor_parallel={options['tensor_parallel']}: depends on the model; pass --model, too")
     hardware = read_hardware()
     target = target_report(options.get("device", "auto"), options.get("dtype", "auto"))
     bits = bits_report()

@@ -32,9 +32,24 @@ class Flag:
     how: dict[str, Any]  # arguments of add_argument: type and metavar, or the action of a switch
 
 
+def at_least(least: float, kind: type[float] = int) -> Callable[[str], float]:
+    """A type for `add_argument`: numbers from `least` on."""
+
+    def read(text: str) -> float:
+        if not (value := kind(text)) >= least:
+            raise argparse.ArgumentTypeError(f"{text} is too small; pass {least:g} or more")
+        return value
+
+    read.__name__ = kind.__name__  # argparse names it where the text is no number
+    return read
+
+
 def whole_or_none(text: str) -> int | None:
     """A whole number, or the word none or auto."""
-    return None if text.lower() in ("none", "auto") else int(text)
+    try:
+        return None if text.lower() in ("none", "auto") else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a whole number nor none or auto") from None
 
 
 def tree_shape(text: str) -> tuple[int, int, int]:
@@ -140,6 +155,27 @@ def add_flags(
             **flag.how,
         )
     return group
+
+
+def add_number(
+    parser: argparse.ArgumentParser,
+    flag: str,
+    default: float | list[int],
+    text: str = "",
+    metavar: str = "N",
+    least: float = 1,
+) -> None:
+    """Add the flag of a number, or of several if the default is a list. None may be below `least` and the default."""
+    values = default if isinstance(default, list) else [default]
+    shown = " ".join(f"{value:g}" for value in values)
+    parser.add_argument(
+        flag,
+        type=at_least(min(least, *values), type(values[0])),
+        nargs="+" if isinstance(default, list) else None,
+        default=default,
+        metavar=metavar,
+        help=f"{text} (default: {shown})".strip(),
+    )
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 from peregrine.errors import ConfigError
 
 INVALID_CHOICE = re.compile(r"invalid choice: '(.*)' \(choose from (.*)\)")
+INVALID_NUMBER = re.compile(r"(.*: )invalid (int|float) value: (.*)")
 
 
 class Parser(argparse.ArgumentParser):
@@ -23,6 +24,8 @@ class Parser(argparse.ArgumentParser):
         if found := INVALID_CHOICE.search(message):
             word, known = found[1], re.findall(r"[\w-]+", found[2])
             message = f"{word!r}: no such command{meant(word, known) or '; choose from ' + ', '.join(known)}"
+        if found := INVALID_NUMBER.search(message):
+            message = f"{found[1]}{found[3]} is not a {'whole ' if found[2] == 'int' else ''}number"
         raise ConfigError(f"{message}; {self.prog} --help lists all")
 
     def parse(self, argv: Sequence[str] | None) -> argparse.Namespace:

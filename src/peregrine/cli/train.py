@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from peregrine.cli.flags import Commands, add_flags, add_parser, flags_of, given
+from peregrine.cli.flags import Commands, add_flags, add_number, add_parser, at_least, flags_of, given
 from peregrine.train.options import HeadOptions, HeadOrder, SamplingPlan
 
 HEAD_EPILOG = """examples:
@@ -65,10 +65,9 @@ def add_merlin(kinds: Commands) -> None:
     parser.add_argument("data", type=Path, metavar="DATA_FOLDER", help="text shards, .txt or .txt.xz")
     parser.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="for the model")
     parser.add_argument("--work", type=Path, metavar="FOLDER", help="kept between stages (default: OUT.work)")
-    parser.add_argument("--steps", type=int, metavar="N", help="updates of the target (default: 3600)")
-    help = "to sample for the head (default: 4000000)"
-    parser.add_argument("--head-tokens", type=int, default=4_000_000, metavar="N", help=help)
-    parser.add_argument("--head-steps", type=int, default=3000, metavar="N", help="updates of the head (default: 3000)")
+    parser.add_argument("--steps", type=at_least(1), metavar="N", help="updates of the target (default: 3600)")
+    add_number(parser, "--head-tokens", 4_000_000, "to sample for the head")
+    add_number(parser, "--head-steps", 3000, "updates of the head")
     parser.add_argument("--device", default="auto", metavar="DEVICE", help="auto, cpu, cuda or cuda:INDEX")
 
 

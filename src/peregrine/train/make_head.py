@@ -55,12 +55,12 @@ def make_head(order: HeadOrder) -> Facts:
 
 
 def claim(order: HeadOrder) -> None:
-    """Take the folder for this order; refuse one that holds anything else."""
+    """Take the folder for this order; refuse one that holds anything else. An order without prompts yet is replaced."""
     noted, facts = order.work / FACTS, order.facts()
-    if noted.exists():
+    if (order.work / PROMPTS).exists():
         check_same(json.loads(noted.read_text()), facts, order.out)
         return
-    if order.out.exists() and any(order.out.iterdir()):
+    if not noted.exists() and order.out.exists() and any(order.out.iterdir()):
         raise ConfigError(f"out={order.out}: holds files of something else; give an empty or a new folder")
     order.work.mkdir(parents=True, exist_ok=True)
     noted.write_text(json.dumps(facts, indent=1))

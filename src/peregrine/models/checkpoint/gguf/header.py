@@ -95,7 +95,7 @@ class _Reader:
 
     def read(self) -> Header:
         if self._take(4) != MAGIC:
-            raise CheckpointError(f"{str(self.path)!r} is no GGUF file: it does not begin with {MAGIC!r}")
+            raise self._refusal("is no GGUF file, which begins with the letters GGUF", "download it again")
         version = self._number("I")
         if version not in VERSIONS:
             raise self._refusal(f"version {version} is not read; versions {VERSIONS} are", "convert the model again")
