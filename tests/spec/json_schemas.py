@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 
+from peregrine.bench.grammar import CALL
+
 Schema = dict[str, object]
 
 # Every kind of value.
@@ -59,24 +61,7 @@ def around(leaf: Schema) -> Iterator[Schema]:
 
 
 OTHERS: list[Schema] = [
-    {  # a function call, as clients send it
-        "type": "object",
-        "properties": {
-            "name": {"const": "get_current_weather"},
-            "arguments": {
-                "type": "object",
-                "properties": {
-                    "location": {"type": "string", "maxLength": 16},
-                    "unit": {"enum": ["celsius", "fahrenheit"]},
-                    "days": {"type": "integer", "minimum": 1, "maximum": 14},
-                },
-                "required": ["location", "unit", "days"],
-                "additionalProperties": False,
-            },
-        },
-        "required": ["name", "arguments"],
-        "additionalProperties": False,
-    },
+    CALL,
     {  # what pydantic writes for nested models with optional fields
         "$defs": {
             "Colour": {"enum": ["black", "white"], "title": "Colour", "type": "string"},

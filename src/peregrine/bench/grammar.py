@@ -1,7 +1,8 @@
 """`peregrine bench grammar`: what structured output costs and saves: masks, rounds beside free rows, tokens per second.
 
 Free text is generated without drafts, and so is a function call; then the call with the drafts that its grammar forces
-(drafter ngram: no head). All texts are greedy. The cost of a mask depends on the vocabulary, so run it per model.
+(drafter ngram: no head). All texts are greedy. The cost of a mask depends on the vocabulary, so run it per model; a
+shape has a random vocabulary of its size. On a GPU rounds also say for which share of their time the device was idle.
 """
 
 import statistics
@@ -9,9 +10,17 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from peregrine.bench.round import RoundTimer
 from peregrine.engine.admission import matcher_limits
+from peregrine.grammar import GrammarCompiler
+from peregrine.hardware import resolve_device
 from peregrine.llm import LLM
 from peregrine.sampling import SamplingParams
+from peregrine.spec.round import no_mark
+from peregrine.synthetic.shapes import PREFIX
+from peregrine.synthetic.vocabulary import grown
 
 Json = dict[str, Any]
 ROWS = 8
@@ -49,20 +58,43 @@ class Plan:
 def run(plan: Plan, options: Json) -> Json:
     """Measure masks, rounds and speeds of one model."""
     model = str(options.pop("model", "merlin"))
-    free = SamplingParams(temperature=0, max_tokens=plan.tokens, ignore_eos=True)
-    call = SamplingParams(temperature=0, max_tokens=plan.tokens, json_schema=CALL)
-    with LLM(model, **{**options, "drafter": "none", "max_rows": ROWS}) as llm:
+    with open_model(model, options, "none") as llm:
+        free, call = requests_of(llm, plan)
         result: Json = {"model": model, "vocab_size": llm.config.vocab_size, "tokens": plan.tokens}
         result["mask_us"] = round(time_masks(llm, call, plan.repeats) * 1e6, 1)
         rounds = {count: time_rounds(llm, count, plan) for count in plan.constrained}
-        result["round_ms"] = {count: round(seconds * 1e3, 3) for count, seconds in rounds.items()}
+        result["round_ms"] = {count: round(seconds * 1e3, 3) for count, (seconds, _) in rounds.items()}
+        if llm.engine.runner.device.type == "cuda":
+            result["device_idle_share"] = {count: round(idle, 4) for count, (_, idle) in rounds.items()}
         speeds = [speed("free text", 0, llm, free, plan.repeats), speed("function call", 0, llm, call, plan.repeats)]
     for drafts in plan.drafts:
-        with LLM(model, **{**options, "drafter": "ngram", "num_drafts": drafts, "max_rows": ROWS}) as llm:
+        with open_model(model, options, "ngram", num_drafts=drafts) as llm:
+            free, call = requests_of(llm, plan)
             speeds.append(speed("free text", drafts, llm, free, plan.repeats))
             speeds.append(speed("function call", drafts, llm, call, plan.repeats))
     alone = speeds[0]["tokens_per_s"]
     return result | {"speeds": [{**line, "of_free_text": round(line["tokens_per_s"] / alone, 2)} for line in speeds]}
+
+
+def open_model(model: str, options: Json, drafter: str, **more: int) -> LLM:
+    """The model with rows for the benchmark; a shape gets a vocabulary of its size."""
+    sizes: Json = {"row_sizes": (1, ROWS)} if resolve_device(options.get("device", "auto")).type == "cuda" else {}
+    llm = LLM(model, **{**sizes, **options, "drafter": drafter, "max_rows": ROWS, **more})
+    if model.startswith(PREFIX):
+        llm.tokenizer = llm.engine.tokenizer = grown(llm.tokenizer, llm.config.vocab_size)
+        llm.engine.grammars = GrammarCompiler(llm.tokenizer, llm.config.vocab_size, llm.config.eos_ids)
+    return llm
+
+
+def requests_of(llm: LLM, plan: Plan) -> tuple[SamplingParams, SamplingParams]:
+    """Free text of a fixed length, and a function call."""
+    free = SamplingParams(temperature=0, max_tokens=plan.tokens, ignore_eos=True)
+    return free, SamplingParams(temperature=0, max_tokens=plan.tokens, json_schema=CALL, stop_token_ids=ends(llm))
+
+
+def ends(llm: LLM) -> list[int]:
+    """A token that ends constrained text where the model has none of its own."""
+    return [] if llm.config.eos_ids else sorted(llm.tokenizer.special_ids)[-1:]
 
 
 def speed(what: str, drafts: int, llm: LLM, params: SamplingParams, repeats: int) -> Json:
@@ -91,23 +123,31 @@ def time_masks(llm: LLM, call: SamplingParams, repeats: int) -> float:
     return statistics.median(times)
 
 
-def time_rounds(llm: LLM, constrained: int, plan: Plan) -> float:
-    """Seconds per round of eight requests of one length, of which so many have a grammar."""
+def time_rounds(llm: LLM, constrained: int, plan: Plan) -> tuple[float, float]:
+    """Seconds per round of eight requests of one length, so many with a grammar; and the device's idle share."""
     free = SamplingParams(temperature=0, max_tokens=plan.tokens, ignore_eos=True)
-    asked = SamplingParams(temperature=0, max_tokens=plan.tokens, regex="[a-z ]{4000}")
+    asked = SamplingParams(temperature=0, max_tokens=plan.tokens, regex="[a-z ]{4000}", stop_token_ids=ends(llm))
     params = [asked if row < constrained else free for row in range(ROWS)]
-    times = []
+    times, idle = [], []
     for _ in range(plan.repeats + 1):  # the first one warms up
+        timer = RoundTimer(events=llm.engine.runner.device.type == "cuda")
+        llm.engine.runner.mark = timer
         began = time.perf_counter()
         outputs = llm.generate([PROMPT] * ROWS, params, progress=False)
         times.append((time.perf_counter() - began) / max(output.stats.rounds for output in outputs))
-    return statistics.median(times[1:])
+        if timer.events:
+            torch.cuda.synchronize()  # the last round's events
+        idle.append(timer.idle_share())
+    llm.engine.runner.mark = no_mark
+    return statistics.median(times[1:]), statistics.median(idle[1:])
 
 
 def show(result: Json) -> str:
     """The result as a table."""
     lines = [f"model {result['model']}: a mask takes {result['mask_us']} us at {result['vocab_size']} tokens"]
-    lines += [f"round of {ROWS} rows, {count} with a grammar: {ms} ms" for count, ms in result["round_ms"].items()]
+    idle = {count: f", device idle {share:.1%}" for count, share in result.get("device_idle_share", {}).items()}
+    for count, ms in result["round_ms"].items():
+        lines.append(f"round of {ROWS} rows, {count} with a grammar: {ms} ms{idle.get(count, '')}")
     lines.append(f"{'':15}  {'drafts':>6}  {'tok/s':>8}  {'tok/round':>9}  of free text without drafts")
     for line in result["speeds"]:
         figures = f"{line['tokens_per_s']:>8.1f}  {line['tokens_per_round']:>9.2f}  {line['of_free_text']:.2f}x"

@@ -133,7 +133,7 @@ def check_cases(asked: EngineConfig, cases: Sequence[Case], max_positions: int) 
 
 
 class RoundTimer:
-    """A runner's `mark` that times rounds: on the device by events around each, on the host by its waits.
+    """A runner's `mark` that times rounds: on the device by events around each recorded part, on the host by its waits.
 
     Recording events takes the host as long as a good part of its own work, so it is timed without them.
     """
@@ -148,11 +148,22 @@ class RoundTimer:
         self.ends: list[torch.cuda.Event] = []
         self.waited_s = self._wait_began = 0.0
 
+    def total_ms(self) -> float:
+        """From the first part's begin to the last one's end."""
+        return float(self.starts[0].elapsed_time(self.ends[-1]))
+
+    def idle_share(self) -> float:
+        """The share of the rounds' time in which the device waited for the host; 0 without events."""
+        if not self.ends:
+            return 0.0
+        busy_ms = sum(float(first.elapsed_time(last)) for first, last in zip(self.starts, self.ends, strict=True))
+        return max(0.0, 1 - busy_ms / self.total_ms())
+
     def __call__(self, stage: str) -> None:
-        if self.events and stage in ("launch", "launched"):
+        if self.events and stage in ("launch", "masks", "settle", "launched"):
             event = new_event()
             event.record()
-            (self.starts if stage == "launch" else self.ends).append(event)
+            (self.starts if stage in ("launch", "settle") else self.ends).append(event)
         elif stage == "wait":
             self._wait_began = time.perf_counter()
         elif stage == "read":
@@ -173,9 +184,7 @@ def measure(engine: Engine, case: Case, rounds: int, peaks: Peaks) -> Figures:
     unseat(engine, requests)
     above, hits = count_experts(engine, case, rounds) if mixtures_of(engine) else (0.0, 0.0)
     work = round_work(engine, case.rows, context) + Work(above, 0.0)
-    total_ms = timer.starts[0].elapsed_time(timer.ends[-1])
-    busy_ms = sum(first.elapsed_time(last) for first, last in zip(timer.starts, timer.ends, strict=True))
-    ms, accept = total_ms / len(timer.ends), accepted / max(1, read)
+    ms, accept = timer.total_ms() / len(timer.ends), accepted / max(1, read)
     memory_ms, compute_ms = work.num_bytes / peaks.bytes_per_s * 1e3, work.operations / peaks.operations_per_s * 1e3
     return Figures(
         rows=case.rows,
@@ -190,7 +199,7 @@ def measure(engine: Engine, case: Case, rounds: int, peaks: Peaks) -> Figures:
         gb_per_round=work.num_bytes / 1e9,
         experts_read=hits,
         host_us_per_round=host_s * 1e6,
-        device_idle_share=max(0.0, 1 - busy_ms / total_ms),
+        device_idle_share=timer.idle_share(),
     )
 
 

@@ -32,6 +32,7 @@ Run it on a machine that does nothing else: speeds are compared with the one alo
 GRAMMAR_EPILOG = """examples:
   peregrine bench grammar
   peregrine bench grammar --model smollm2 --out grammar.json
+  peregrine bench grammar --model shape:llama-3.1-8b --device cuda    # a random vocabulary of 128,256 tokens
 
 The drafter is chosen by the benchmark: none, then ngram, so that the only good drafts are those the grammar forces.
 """

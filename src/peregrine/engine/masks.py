@@ -38,29 +38,28 @@ class MaskWriter:
             rows, words, forced = (pinned(x) for x in (seats.masks.rows, seats.masks.words, seats.forced))
             self._host = Masks(rows, words), forced
             self._stream = torch.cuda.Stream(seats.device)  # type: ignore[no-untyped-call]
+        masks, forced = self._host  # as arrays: writing a few entries of a tensor takes several times as long
+        self._rows, self._words, self._forced = masks.rows.numpy(), masks.words.numpy().view(np.uint32), forced.numpy()
         self._executor: Any = LLExecutor()
 
     def write(self, matchers: Sequence[Matcher | None], windows: Sequence[Window]) -> None:
         """Masks and forced tokens of the rows that have a matcher; the round queued next reads them."""
-        masks, forced = self._host
         count = len(windows)
-        masks.rows[:count] = torch.tensor([matcher is not None for matcher in matchers])
-        forced[:count] = -1
+        self._rows[:count] = [matcher is not None for matcher in matchers]
+        self._forced[:count] = -1
         self._walk(matchers, windows)
         if self._is_cuda:
             self._upload(count)
 
     def _walk(self, matchers: Sequence[Matcher | None], windows: Sequence[Window]) -> None:
-        masks, forced = self._host
-        seats, nodes, num_words = masks.words.shape
-        most = forced.shape[2] if forced.shape[2] > 1 else 0
-        words = masks.words.numpy().view(np.uint32)
+        seats, nodes, num_words = self._words.shape
+        most = self._forced.shape[2] if self._forced.shape[2] > 1 else 0
         walks = {
-            row: (matcher, matcher.walk(window, words[row]))
+            row: (matcher, matcher.walk(window, self._words[row]))
             for row, (matcher, window) in enumerate(zip(matchers, windows, strict=True))
             if matcher is not None
         }
-        address, size = masks.words.data_ptr(), num_words * WORD_BYTES
+        address, size = self._words.ctypes.data, num_words * WORD_BYTES
         while walks:
             at = {row: next(walk, None) for row, (_, walk) in walks.items()}
             walks = {row: walks[row] for row, node in at.items() if node is not None}
@@ -69,7 +68,7 @@ class MaskWriter:
                 self._executor.unsafe_compute_mask_ptr(asked, address, size, seats * nodes)
             for row, (matcher, _) in walks.items():
                 if most and (run := matcher.forced(most)):
-                    forced[row, at[row], : len(run)] = torch.tensor(run)
+                    self._forced[row, at[row], : len(run)] = run
 
     def _upload(self, count: int) -> None:
         (masks, forced), (on_device, forced_on_device) = self._host, self._device

@@ -78,7 +78,8 @@ class Runner:
         self._masks: MaskWriter | None = None  # made for the first batch with a grammar
         self.device = seats.device
         self.eager = False  # True: recorded graphs are not used; for benchmarks whose host must see a round's values
-        # Besides run_round's stages: "launch", "copy" (results to the host), "launched", "wait", "read".
+        # Besides run_round's stages: "launch", "copy" (results to the host), "launched", "wait", "read"; and where a
+        # round has two parts, "masks" between them and "settle".
         self.mark: Mark = no_mark
         self.in_flight: deque[RoundInFlight] = deque()
         self._rings: dict[tuple[tuple[int, ...], torch.dtype], Ring] = {}
@@ -190,6 +191,7 @@ class Runner:
         copied = event_after(self.seats.view(rows).past_lens)
         recorded = None if self.eager else self.graphs
         verified = self._verify(rows, plan) if recorded is None else recorded.replay((rows, VERIFY))
+        self.mark("masks")
         catch_up()
         if copied is not None:
             copied.synchronize()
@@ -197,6 +199,7 @@ class Runner:
             self._masks = MaskWriter(self.seats, self.target.decoder.config.vocab_size)
         of_pads = [None] * (rows.count - len(matchers))
         self._masks.write([*matchers, *of_pads], [Window(*window) for window in windows.tolist()])
+        self.mark("settle")
         if recorded is None:
             return self._settle(verified, rows, features)
         result: tuple[Verdict, Logprobs | None] = recorded.replay((rows, MASKED))
@@ -242,7 +245,7 @@ class Runner:
             request.rounds_in_flight -= 1
             accept, correct, drafted, finish = line[:HEADER]
             drafts, logprobs = None, None
-            if flight.windows is not None:
+            if flight.windows is not None and request.params.report_drafts:
                 path = line[(HEADER + len(line)) // 2 :]
                 drafts = offered_drafts(flight.windows[row], path[1 : correct + 1])
             if flight.logprobs is not None and request.params.logprobs is not None:

@@ -1,0 +1,30 @@
+"""A vocabulary of any size, for benchmarks of shapes: what a grammar's mask costs follows from it."""
+
+import json
+import random
+from dataclasses import replace
+
+from tokenizers import Tokenizer as Backend
+
+from peregrine.text.tokenizer import Tokenizer
+
+LONGEST_PARTS = 8, 4  # characters of the two parts of a new token
+
+
+def grown(tokenizer: Tokenizer, size: int, seed: int = 0) -> Tokenizer:
+    """The byte-level BPE tokenizer with random merges of its tokens added, until it has `size` ids."""
+    rng = random.Random(seed)
+    fields = json.loads(tokenizer.backend.to_str())
+    vocabulary, merges = fields["model"]["vocab"], fields["model"]["merges"]
+    space = "\u0120"  # as byte-level vocabularies write it
+    firsts, seconds = ([token for token in vocabulary if len(token) <= most] for most in LONGEST_PARTS)
+    seconds = [token for token in seconds if not token.startswith(space)]
+    last = tokenizer.vocab_size
+    while last < size:
+        first, second = rng.choice(firsts), rng.choice(seconds)
+        if first + second in vocabulary:
+            continue
+        vocabulary[first + second] = last
+        merges.append([first, second])
+        last += 1
+    return replace(tokenizer, backend=Backend.from_str(json.dumps(fields)), vocab_size=last)
