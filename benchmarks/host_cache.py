@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import median
 
 from peregrine import LLM, SamplingParams
+from peregrine.hardware import read_cpu, read_gpus
 
 GIB = 2**30
 PARAMS = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, detokenize=False)
@@ -24,7 +25,7 @@ def first_token_ms(llm: LLM, prompt: list[int]) -> tuple[float, int]:
 
 
 def measure(model: str, tokens: int, repeats: int, page_size: int) -> dict[str, object]:
-    """The medians of all three, and what was copied."""
+    """The medians of all three with their ranges, and what was copied."""
     pages = -(-tokens // page_size) + 32
     with LLM(
         model,
@@ -35,14 +36,16 @@ def measure(model: str, tokens: int, repeats: int, page_size: int) -> dict[str, 
         page_size=page_size,
         prefill_chunk=min(4096, tokens),
         num_pages=pages,
-        host_cache=16 * tokens / 8192 if model.startswith("shape:") else 1,
+        host_cache=4 * tokens / 8192 if model.startswith("shape:") else 1,  # both prompts of an 8B model, twice
     ) as llm:
         vocab = llm.config.vocab_size - 2
         prompts = [[1 + (place * place * 31 + 7 * place + seed) % vocab for place in range(tokens)] for seed in (1, 5)]
         times: dict[str, list[float]] = {"read anew": [], "from the host": [], "from the device": []}
         for _ in range(repeats + 1):  # the first time kernels are compiled
             llm.drop_cached()
-            times["read anew"].append(first_token_ms(llm, prompts[0])[0])
+            took, cached = first_token_ms(llm, prompts[0])
+            assert cached == 0, f"{cached} of {tokens} tokens were cached"
+            times["read anew"].append(took)
             first_token_ms(llm, prompts[1])  # takes the pages
             for name in ("from the host", "from the device"):
                 took, cached = first_token_ms(llm, prompts[0])
@@ -57,6 +60,8 @@ def measure(model: str, tokens: int, repeats: int, page_size: int) -> dict[str, 
             "page_size": page_size,
             "gib_copied": round(tokens / page_size * tier.copies.page_bytes / GIB, 3),
             "first_token_ms": {name: round(median(found[1:]), 3) for name, found in times.items()},
+            "from_to_ms": {name: [round(min(found[1:]), 3), round(max(found[1:]), 3)] for name, found in times.items()},
+            "hardware": [gpu.name for gpu in read_gpus()] or [read_cpu().name],
         }
 
 

@@ -52,7 +52,7 @@ class LLM:
         self.sampling_defaults: dict[str, object] = built.sampling_defaults
         self.decisions: tuple[Decision, ...] = built.decisions
         self.engine = built.engine
-        self.loop = EngineLoop(built.engine)
+        self.loop = EngineLoop(built.engine, built.check)
         # Also runs at exit: a thread still inside a kernel when the interpreter ends crashes the process.
         self._close = weakref.finalize(self, close_all, self.loop, built.close)
 

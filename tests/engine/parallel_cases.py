@@ -11,14 +11,14 @@ from tempfile import mkdtemp
 from typing import Any
 
 import pytest
+import torch
 
 from engine.test_against_transformers import FAMILIES, checkpoint
 from peregrine.engine import parallel
 from peregrine.engine.build import build_engine
-from peregrine.engine.parallel import started_ranks
+from peregrine.engine.parallel import Started, started_ranks
 from peregrine.engine.request import Output
 from peregrine.llm import engine_config
-from peregrine.models.parallel import ALONE, Ranks
 from peregrine.sampling import SamplingParams
 from spec.block_heads import block_head, calm_model
 from spec.expert_models import expert_model, mla_mtp_model
@@ -69,11 +69,11 @@ def requests(count: int, longest: int) -> list[Case]:
     ]
 
 
-def outputs(options: dict[str, Any], ranks: Ranks, cases: Sequence[Case]) -> list[Output]:
+def outputs(options: dict[str, Any], started: Started, cases: Sequence[Case]) -> list[Output]:
     """What an engine led by this process generates."""
     given = {"model": tiny_model(), "num_pages": 200, "max_len": 160, "windows": "fixed", **options}
-    config = engine_config(str(given.pop("model")), {**given, "tensor_parallel": ranks.size})
-    return run(build_engine(config, ranks).engine, cases)
+    config = engine_config(str(given.pop("model")), {**given, "tensor_parallel": started.ranks.size})
+    return run(build_engine(config, started).engine, cases)
 
 
 def differences(engines: Engines, sizes: dict[int, Sequence[str]], cases: Sequence[Case]) -> Iterator[str]:
@@ -81,11 +81,11 @@ def differences(engines: Engines, sizes: dict[int, Sequence[str]], cases: Sequen
 
     `sizes` says which engines are run with how many ranks.
     """
-    alone = {name: told(outputs(options, ALONE, cases)) for name, options in engines.items()}
+    alone = {name: told(outputs(options, Started(), cases)) for name, options in engines.items()}
     for size, names in sizes.items():
-        with started_ranks(size) as ranks:
+        with started_ranks([torch.device("cpu")] * size) as started:
             for name in names:
-                if told(outputs(engines[name], ranks, cases)) != alone[name]:
+                if told(outputs(engines[name], started, cases)) != alone[name]:
                     yield f"{name}, {size} ranks"
 
 

@@ -7,6 +7,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ import torch
 
 from engine.parallel_cases import differences, drafters, families, requests
 from peregrine.config import EngineConfig
-from peregrine.engine import parallel
+from peregrine.engine import choices, parallel
 from peregrine.engine.parallel import check_ranks, started_ranks
+from peregrine.engine.rank_group import rank_devices
 from peregrine.engine.sources import open_source
 from peregrine.errors import ConfigError, EngineFault
 from peregrine.llm import LLM
@@ -28,6 +30,7 @@ from spec.harness import mla_model, tiny_model
 # One of each kind: KV heads shared by ranks, norms over all heads, gelu, experts, latents, trees, borrowed heads.
 FOUR_RANKS = ("llama, untied", "olmo2", "gemma2", "gpt-oss", "deepseek-v2", "eagle tree", "mtp on latents and experts")
 CPU = torch.device("cpu")
+EXPERTS = SimpleNamespace(num_experts=4)
 LONG = SamplingParams(max_tokens=150, ignore_eos=True, detokenize=False)
 
 
@@ -72,6 +75,18 @@ def test_a_rank_that_is_killed_ends_every_request(processes: "list[subprocess.Po
     assert processes[0].wait(1) == -signal.SIGKILL
 
 
+def test_a_rank_that_ends_is_noticed_without_work(processes: "list[subprocess.Popen[bytes]]") -> None:
+    with LLM(tiny_model(), tensor_parallel=2, drafter="none", num_pages=200) as llm:
+        llm.generate([1, 2, 3], replace(LONG, max_tokens=2))
+        processes[0].kill()
+        for _ in range(600):
+            if llm.loop.fault is not None:
+                break
+            time.sleep(0.1)
+        assert "a rank of this tensor-parallel engine is gone" in str(llm.loop.fault)
+        assert not llm.loop.alive
+
+
 def test_ranks_end_when_rank_0_is_killed() -> None:
     program = (
         "import sys\n"
@@ -114,7 +129,10 @@ def is_running(process: int) -> bool:
 
 def test_a_rank_that_cannot_start_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel, "BOOT", "raise SystemExit(3)")
-    with pytest.raises(ConfigError, match="tensor_parallel=2: rank 1: it ended while it started"), started_ranks(2):
+    with (
+        pytest.raises(ConfigError, match="tensor_parallel=2: rank 1: it ended while it started"),
+        started_ranks([CPU] * 2),
+    ):
         pass
 
 
@@ -123,7 +141,7 @@ def test_a_rank_that_cannot_start_is_an_error_at_once(monkeypatch: pytest.Monkey
     [
         (4, {"num_heads": 6, "num_kv_heads": 3}, "cpu", r"6 heads with 3 .* choose one of \[1, 2, 3, 6\]"),
         (7, {}, "cpu", "6 heads"),
-        (2, {}, "cuda", "CPU only"),
+        (6, {"experts": EXPERTS}, "cuda", "each rank needs an expert, and there are 4"),
         (3, {"num_heads": 65, "num_kv_heads": 65}, "cpu", "may use 2 cores"),
     ],
 )
@@ -146,6 +164,30 @@ def test_what_ranks_hold_is_a_decision() -> None:
     asked = EngineConfig(tensor_parallel=4)
     assert check_ranks(asked, CPU, open_source(str(tiny_model())).config) == "query heads 1+2+1+2; KV heads 1+1+1+1"
     assert check_ranks(asked, CPU, open_source(str(mla_model())).config).endswith("every rank holds all latents")
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "said"),
+    [
+        ("cuda:0", 4, "every rank needs a GPU of its own, and from cuda:0 on there are 2; use at most 2"),
+        ("cuda:1", 2, "from cuda:1 on there is 1; use at most 1"),
+    ],
+)
+def test_every_rank_needs_a_gpu_of_its_own(name: str, size: int, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    device = torch.device(name)
+    with pytest.raises(ConfigError, match=f"^tensor_parallel={size}: .*{said}"):
+        rank_devices(device, size)
+    assert rank_devices(torch.device("cuda:0"), 2) == (torch.device("cuda:0"), torch.device("cuda:1"))
+
+
+def test_ranks_on_gpus_take_plain_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choices, "TRITON_PRESENT", True)
+    cuda = torch.device("cuda:0")
+    assert choices.pick_graphs(EngineConfig(tensor_parallel=2), cuda)[0] is False
+    assert choices.pick_graphs(EngineConfig(), cuda)[0] is True
+    with pytest.raises(ConfigError, match="graphs=True: ranks follow each call"):
+        choices.pick_graphs(EngineConfig(tensor_parallel=2, graphs=True), cuda)
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from peregrine.kernels.moe import RoutingRule
+from peregrine.kernels.moe import ExpertShare, RoutingRule
 
 
 class RMSNorm(NamedTuple):
@@ -70,4 +70,8 @@ def compile_experts() -> None:
             x, squares = shape(rows, hidden), shape(rows, 2, dtype=torch.int64)
             bias = shape(rule.num_experts, dtype=torch.float32) if rule.sigmoid else None
             residual = Residual(x, x, squares, squares, 1e-6)
-            gate_up.add(down, residual, route(residual, router, rule, bias), norm)
+            choice = route(residual, router, rule, bias)
+            gate_up.add(down, residual, choice, norm)
+        if rule is OSS:
+            half = ExpertShare(0, 2 * count, merge=lambda outputs: outputs)
+            gate_up.add(down, Residual(x, x, squares, squares, 1e-6), choice, norm, half)

@@ -14,7 +14,7 @@ from kernels.interpreted import needs_interpreter
 from peregrine.errors import ConfigError
 from peregrine.kernels.linear.tiles import Tile
 from peregrine.kernels.moe import ExpertChoice, ExpertFormat, pack_experts, plain_experts
-from peregrine.kernels.moe.reference import LinearExperts, experts_mlp
+from peregrine.kernels.moe.reference import ExpertShare, LinearExperts, experts_mlp
 from peregrine.kernels.moe.tiles import CROWDED, DIRECT_ROWS, GATED, PLAIN, pick_expert_tiles
 from peregrine.kernels.residual import Residual
 
@@ -225,6 +225,23 @@ def test_the_kernels_outputs_do_not_depend_on_batch_or_tile() -> None:
         tile = Tile(rows, cols, depth, 4, 1)
         again = experts_gpu.expert_outputs(x, None, choice, *stacked, (tile, tile))
         assert torch.equal(again.view(70, 3, HIDDEN), whole)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("num_rows", [5, 40])
+def test_shares_of_the_experts_put_together_are_the_whole(num_rows: int) -> None:
+    """Five rows are found in the choice, forty planned; a share has two experts, one, or all but those."""
+    from peregrine.kernels.moe import triton as experts_gpu
+
+    gate_up, down = (draw(NUM_EXPERTS, *size) for size in ((2 * INNER, HIDDEN), (HIDDEN, INNER)))
+    x, choice = draw(num_rows, HIDDEN), shared_of(num_rows)
+    whole = experts_gpu.expert_outputs(x, None, choice, gate_up, down)
+    bits = torch.zeros_like(whole).view(torch.int32)
+    for first, end in ((0, 2), (2, NUM_EXPERTS - 1), (NUM_EXPERTS - 1, NUM_EXPERTS)):
+        share = ExpertShare(first, NUM_EXPERTS, merge=lambda outputs: outputs)
+        held = gate_up[first:end].clone(), down[first:end].clone()
+        bits += experts_gpu.expert_outputs(x, None, choice, *held, share=share).view(torch.int32)
+    assert torch.equal(bits.view(torch.float32), whole)
 
 
 def crowd_of(num_rows: int) -> ExpertChoice:

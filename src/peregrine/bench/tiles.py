@@ -51,7 +51,8 @@ class Line:
     @property
     def kind(self) -> str:
         """The table that `pick_tile` looks into."""
-        return kind_of(self.shape.outputs, self.shape.inputs, self.shape.gate)
+        outputs, gate = self.shape.outputs, self.shape.gate
+        return kind_of(outputs, gate, pick_split(outputs, self.shape.inputs, gate))
 
     @property
     def fastest(self) -> Entry:

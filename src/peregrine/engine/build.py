@@ -43,8 +43,9 @@ from peregrine.engine.memory import (
     store_shape_of,
 )
 from peregrine.engine.page_ledger import PageLedger
-from peregrine.engine.parallel import await_ranks, check_ranks, lead, started_ranks
+from peregrine.engine.parallel import Started, await_ranks, check_ranks, lead, started_ranks
 from peregrine.engine.policy import BatchPolicy
+from peregrine.engine.rank_group import rank_devices
 from peregrine.engine.runner import VARIANTS, Runner
 from peregrine.engine.sources import ModelSource, open_source
 from peregrine.engine.window_choice import add_planner, with_windows
@@ -78,6 +79,7 @@ class Built:
     sampling_defaults: dict[str, object]  # of requests that do not say otherwise
     decisions: tuple[Decision, ...]
     close: Callable[[], None] = lambda: None  # ends the other ranks of a tensor-parallel engine
+    check: Callable[[], None] | None = None  # raises if one of them has ended; None: there are none
 
 
 class Decisions:
@@ -94,16 +96,23 @@ class Decisions:
         return value
 
 
-def build_engine(asked: EngineConfig, joined: Ranks | None = None) -> Built:
+def build_engine(asked: EngineConfig, joined: Started | None = None) -> Built:
     """Load the model and its drafter, lay out memory, and put the engine together.
 
     A tensor-parallel engine starts its other ranks, which end with `Built.close`, or leads those it is given.
     """
     device = resolve_device(asked.device)
     with ExitStack() as until_closed, current_device(device):
-        size = asked.tensor_parallel
-        built = _build(asked, device, lambda: joined or until_closed.enter_context(started_ranks(size)))
-        return replace(built, close=until_closed.pop_all().close)
+        started: list[Started] = []
+
+        def start_ranks() -> Ranks:
+            own = joined or until_closed.enter_context(started_ranks(rank_devices(device, asked.tensor_parallel)))
+            started.append(own)
+            return own.ranks
+
+        built = _build(asked, device, start_ranks)
+        check = started[0].check if started[0].processes else None
+        return replace(built, close=until_closed.pop_all().close, check=check)
 
 
 def _build(asked: EngineConfig, device: torch.device, start_ranks: Callable[[], Ranks]) -> Built:
@@ -139,8 +148,8 @@ def _build(asked: EngineConfig, device: torch.device, start_ranks: Callable[[], 
     backend, why = pick_backend(asked, target, draft, shapes, dtype, kv_dtype)
     decisions.take("attention", (backend.name, why))
     graphs = decisions.take("graphs", pick_graphs(asked, device))
-    await_ranks(ranks.pipes)  # their weights are in memory, which all share
-    together = [replace(shapes[0], kv=rank.kv_shape(target.config)) for rank in ranks.everyone()] + shapes[1:]
+    await_ranks(ranks.pipes)  # their weights are in memory, which all may share
+    together = [replace(shapes[0], kv=own) for own in ranks.kv_shapes(target.config)] + shapes[1:]
     asked = with_sizes(asked, target.config, page_bytes(together, 1, kv_dtype), max_len, device, dtype, decisions)
     scratch = scratch_bytes(asked, target.config, max_len, dtype) if device.type == "cuda" else 0
     scratch += workspace_bytes(device) + decisions.take("grammar_mask_bytes", mask_bytes(asked, name, target.config))

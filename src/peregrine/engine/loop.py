@@ -21,14 +21,18 @@ from peregrine.sampling import SamplingParams
 Sink = Callable[[Delta | EngineFault], None]
 Value = TypeVar("Value")
 FORKED = 'the engine is in the process that this one was forked from; make the LLM here, or start processes by "spawn"'
+CHECK_SECONDS = 1.0
 CLOSED = "the engine has been closed; make a new one"
 
 
 class EngineLoop:
-    """Steps the engine while it has work, sleeps while it has none."""
+    """Steps the engine while it has work, sleeps while it has none.
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    `check` raises if what the engine needs is gone; it is called after every step, and now and then without work.
+    """
+
+    def __init__(self, engine: Engine, check: Callable[[], None] | None = None) -> None:
+        self.engine, self._check = engine, check
         self.fault: EngineFault | None = None
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._sinks: dict[int, Sink] = {}
@@ -123,7 +127,10 @@ class EngineLoop:
             while self._open:
                 self._listen()
                 self._busy_since = time.monotonic()
-                for delta in self.engine.step():
+                deltas = self.engine.step()
+                if self._check is not None:
+                    self._check()
+                for delta in deltas:
                     self._deliver(delta)
             self._end(EngineFault("the engine was closed while the request was in flight"))
         except BaseException as error:  # a panic in a Rust library is no Exception; nobody may wait for ever
@@ -137,11 +144,19 @@ class EngineLoop:
         """Handle every message in the inbox; wait for one when there is no work."""
         if not self.engine.has_work:
             self._busy_since = None
-            message = self._inbox.get()
+            message = self._next_message()
             self._busy_since = time.monotonic()
             message()
         while not self._inbox.empty():
             self._inbox.get()()
+
+    def _next_message(self) -> Callable[[], None]:
+        while self._check is not None:
+            try:
+                return self._inbox.get(timeout=CHECK_SECONDS)
+            except queue.Empty:
+                self._check()
+        return self._inbox.get()
 
     def _deliver(self, delta: Delta) -> None:
         sink = self._sinks[delta.request_id] if delta.output is None else self._sinks.pop(delta.request_id)

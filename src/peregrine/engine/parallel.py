@@ -10,10 +10,10 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from tempfile import TemporaryDirectory
@@ -21,25 +21,27 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch import distributed as dist
 
 from peregrine.attention import AttentionMetadata
 from peregrine.attention.routing import BACKENDS
 from peregrine.config import MAX_RANKS, EngineConfig
-from peregrine.engine.memory import make_stores, store_shape_of
+from peregrine.engine.memory import explain_memory, make_stores, store_shape_of
+from peregrine.engine.rank_group import join
 from peregrine.engine.sources import open_source
 from peregrine.errors import ConfigError, EngineFault, PeregrineError
+from peregrine.hardware import current_device
 from peregrine.kernels.round import Verdict
 from peregrine.kernels.runtime.cpu import NUMBA_PRESENT, load_kernels
+from peregrine.kernels.runtime.gpu import TRITON_PRESENT
 from peregrine.log import logger
 from peregrine.models.config import ModelConfig
 from peregrine.models.decoder import Decoder
-from peregrine.models.parallel import ALONE, Ranks, fields_of
+from peregrine.models.parallel import ALONE, LOST, Ranks, fields_of
 from peregrine.spec.bound import BoundModel
 from peregrine.threads import pick_threads, usable_cores
 
-ANSWER_SECONDS = 600  # how long a rank waits for another one that has not ended
 END_SECONDS = 30
+WATCH_SECONDS = 1
 # A process of its own and not multiprocessing's: that would run the user's main program again.
 BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from peregrine.engine.parallel import main; main()"
 
@@ -86,13 +88,14 @@ def check_ranks(asked: EngineConfig, device: torch.device, config: ModelConfig) 
     problem = None
     if size not in able:
         problem = f"{heads} heads with {kv_heads} of keys and values cannot be split so; choose one of {able}"
-    elif device.type != "cpu":
-        problem = "models are split between processes of a CPU only, not on CUDA devices; use 1, or device=cpu"
-    elif not NUMBA_PRESENT:
-        problem = "needs compiled kernels, whose bits do not depend on how a layer is split; pip install numba"
+    elif not (NUMBA_PRESENT if device.type == "cpu" else TRITON_PRESENT):
+        needed = "numba" if device.type == "cpu" else "triton"
+        problem = f"needs compiled kernels, whose bits do not depend on how a layer is split; pip install {needed}"
     elif asked.host_cache:
         problem = f"the host cache ({asked.host_cache:g} GiB) holds pages of one process; use host_cache=0, or 1 rank"
-    elif size > cores:
+    elif device.type == "cuda" and config.experts is not None and size > config.experts.num_experts:
+        problem = f"each rank needs an expert, and there are {config.experts.num_experts}; use at most so many"
+    elif device.type == "cpu" and size > cores:
         problem = f"this process may use {cores} cores, and each rank needs one; use at most {cores}"
     if problem is not None:
         raise ConfigError(f"tensor_parallel={size}: {problem}")
@@ -101,17 +104,45 @@ def check_ranks(asked: EngineConfig, device: torch.device, config: ModelConfig) 
     return f"query heads {own}; " + ("every rank holds all latents" if config.mla else f"KV heads {own_kv}")
 
 
+@dataclass(frozen=True, slots=True)
+class Started:
+    """This process as rank 0, and the processes of the others."""
+
+    ranks: Ranks = ALONE
+    processes: Sequence["subprocess.Popen[bytes]"] = ()
+
+    @property
+    def has_lost(self) -> bool:
+        """Whether a rank has ended."""
+        return any(process.poll() is not None for process in self.processes)
+
+    def check(self) -> None:
+        """EngineFault if a rank has ended."""
+        if self.has_lost:
+            raise EngineFault(LOST)
+
+    def watch(self, closing: threading.Event) -> None:
+        """Wait until a rank ends, and free this one from what it waits for on its device."""
+        assert self.ranks.group is not None
+        while not closing.wait(WATCH_SECONDS):
+            if self.has_lost:
+                self.ranks.group.abort()
+                return
+
+
 @contextmanager
-def started_ranks(size: int) -> Iterator[Ranks]:
-    """This process as rank 0, and the others started; they end with the context."""
+def started_ranks(devices: Sequence[torch.device]) -> Iterator[Started]:
+    """Rank 0 on the first of these devices, and the others started on theirs; they end with the context."""
+    size = len(devices)
     if size == 1:
-        yield ALONE
+        yield Started()
         return
-    pairs, processes = [Pipe() for _ in range(size - 1)], []
+    pairs, closing = [Pipe() for _ in range(size - 1)], threading.Event()
+    processes: list[subprocess.Popen[bytes]] = []
     with TemporaryDirectory(prefix="peregrine-ranks-") as folder:
         try:
             for rank, (_, theirs) in enumerate(pairs, 1):
-                given = json.dumps([folder, rank, size, theirs.fileno()])
+                given = json.dumps([folder, rank, [str(device) for device in devices], theirs.fileno()])
                 command = [sys.executable, "-c", BOOT, json.dumps(sys.path), given]
                 processes.append(
                     subprocess.Popen(
@@ -121,8 +152,11 @@ def started_ranks(size: int) -> Iterator[Ranks]:
                 theirs.close()  # a rank that is gone is then the end of its pipe
             pipes = tuple(ours for ours, _ in pairs)
             await_ranks(pipes)  # imported; a rank that could not start would be waited for by the group
-            yield join(folder, 0, size, pipes)
+            started = Started(join(folder, 0, devices, pipes), processes)
+            threading.Thread(target=started.watch, args=(closing,), name="peregrine-ranks", daemon=True).start()
+            yield started
         finally:
+            closing.set()
             for ours, _ in pairs:
                 ours.close()
             for process in processes:
@@ -131,16 +165,6 @@ def started_ranks(size: int) -> Iterator[Ranks]:
                 except subprocess.TimeoutExpired:
                     process.kill()
                     process.wait()
-
-
-def join(folder: str, rank: int, size: int, pipes: tuple[Connection, ...]) -> Ranks:
-    """Join the group of ranks that meet in a folder; they talk over this machine's loopback."""
-    known: Any = dist  # torch's stubs know little of this
-    options = known.ProcessGroupGloo._Options()
-    options._timeout = timedelta(seconds=ANSWER_SECONDS)
-    options._devices = [known.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-    store = known.FileStore(f"{folder}/store", size)
-    return Ranks(rank, size, known.ProcessGroupGloo(store, rank, size, options), pipes)
 
 
 def await_ranks(pipes: Sequence[Connection]) -> None:
@@ -156,7 +180,8 @@ def await_ranks(pipes: Sequence[Connection]) -> None:
 
 def main() -> None:
     """A follower's process."""
-    folder, rank, size, number = json.loads(sys.argv[2])
+    folder, rank, names, number = json.loads(sys.argv[2])
+    devices = [torch.device(name) for name in names]
     for ending in (
         signal.SIGINT,
         signal.SIGTERM,
@@ -165,8 +190,8 @@ def main() -> None:
     pipe = Connection(number)
     pipe.send(None)
     try:
-        with torch.inference_mode():
-            Follower(join(folder, rank, size, (pipe,))).run()
+        with torch.inference_mode(), current_device(devices[rank]):
+            Follower(join(folder, rank, devices, (pipe,)), devices[rank]).run()
     except (EOFError, ConnectionError):
         pass
     except EngineFault as fault:
@@ -177,8 +202,8 @@ def main() -> None:
 class Follower:
     """A rank other than 0: does what it is told until rank 0 ends."""
 
-    def __init__(self, ranks: Ranks) -> None:
-        self.ranks, self.device = ranks, torch.device("cpu")
+    def __init__(self, ranks: Ranks, device: torch.device) -> None:
+        self.ranks, self.device = ranks, device
         self.decoder: Decoder | None = None
         self.model: BoundModel | None = None
 
@@ -203,10 +228,12 @@ class Follower:
             self.ranks.pipes[0].send(str(error))
 
     def _load(self, model: str, dtype: torch.dtype, max_len: int) -> None:
-        torch.set_num_threads(pick_threads(torch.get_num_threads(), self.ranks.size)[0])
-        for _ in load_kernels():
-            pass
-        self.decoder = open_source(model).target(self.device, dtype, max_len, self.ranks)
+        if self.device.type == "cpu":
+            torch.set_num_threads(pick_threads(torch.get_num_threads(), self.ranks.size)[0])
+            for _ in load_kernels():
+                pass
+        with explain_memory(self.device, "the model's weights", "choose a smaller model, or more ranks"):
+            self.decoder = open_source(model).target(self.device, dtype, max_len, self.ranks)
 
     def _make_store(self, num_pages: int, page_size: int, kv_dtype: torch.dtype, backend: str) -> None:
         assert self.decoder is not None

@@ -15,7 +15,6 @@ from peregrine.kernels.linear import WeightFormat
 from peregrine.kernels.moe import (
     ExpertChoice,
     ExpertFormat,
-    LinearExperts,
     pack_experts,
     pack_router,
     plain_experts,
@@ -25,7 +24,8 @@ from peregrine.kernels.moe import (
 from peregrine.kernels.residual import Residual
 from peregrine.models.config import ExpertsConfig, ModelConfig
 from peregrine.models.layers import Linear, Packable, RMSNorm
-from peregrine.models.parallel import ALONE, Ranks, ShardedExperts
+from peregrine.models.parallel import ALONE, Ranks
+from peregrine.models.sharded import ShardedExperts
 
 
 class Router(Linear):
@@ -74,7 +74,7 @@ class ExpertLinear(Packable[ExpertFormat]):
         ranks: Ranks = ALONE,
     ) -> None:
         self.first, end = ranks.span(num_experts)
-        self.num_experts, self.out_size, self.limit, self.ranks = end - self.first, out_size, limit, ranks
+        self.num_experts, self.total, self.limit, self.ranks = end - self.first, num_experts, limit, ranks
         stacked = self.num_experts * out_size
         super().__init__(torch.empty(stacked, in_size), torch.empty(stacked) if bias else None)
         self.shard = ranks.keep(num_experts * out_size, (self.first * out_size, end * out_size))
@@ -83,10 +83,7 @@ class ExpertLinear(Packable[ExpertFormat]):
         assert self.weight is not None
         parts = self.weight, self.num_experts, self.bias, self.limit
         packed = plain_experts(*parts) if train else pack_experts(*parts, self.held)
-        if self.shard is None:
-            return packed
-        assert isinstance(packed, LinearExperts), "other formats are not split between ranks"
-        return ShardedExperts(packed, self.ranks, self.first, self.out_size)
+        return packed if self.shard is None else ShardedExperts(packed, self.ranks, self.first, self.total)
 
 
 class Experts(nn.Module):

@@ -21,7 +21,8 @@ from peregrine.kernels.residual import Residual, add_to_residual
 from peregrine.kernels.rope import DeferredRope, rope
 from peregrine.kernels.runtime.gpu import triton_ready
 from peregrine.models.config import ModelConfig
-from peregrine.models.parallel import ALONE, LedWeight, Ranks, Shard, ShardedWeight, Span
+from peregrine.models.parallel import ALONE, Ranks, Shard, Span
+from peregrine.models.sharded import LedWeight, ShardedWeight
 
 Format = TypeVar("Format")
 
@@ -73,8 +74,10 @@ class Linear(Packable[WeightFormat]):
         assert self.weight is not None
         if train:
             return PlainWeight(self.weight, self.bias)
-        packed = pack_weight(self.weight, self.bias, self.held)
-        return packed if self.shard is None or self.shard.widths is None else ShardedWeight(packed, self.shard)
+        if self.shard is None:
+            return pack_weight(self.weight, self.bias, self.held)
+        packed = pack_weight(self.weight, self.bias, self.held, self.shard.total)
+        return packed if self.shard.widths is None else ShardedWeight(packed, self.shard)
 
     def forward(self, x: Tensor) -> Tensor:
         """[N, in] -> [N, out]."""
@@ -95,7 +98,7 @@ class OutputHead(Linear):
         if train or self.shard is None:
             return super()._pack(train)
         own = self.shard.take(self.weight) if len(self.weight) == self.shard.total else self.weight
-        return LedWeight(pack_weight(own, None, self.held), self.shard)
+        return LedWeight(pack_weight(own, None, self.held, self.shard.total), self.shard)
 
 
 class RMSNorm(nn.Module):

@@ -4,6 +4,7 @@ Every linear layer is split by its outputs and its ranks' results are gathered, 
 output is computed by one rank as one rank alone would compute it, and the bits are those of one device. Queries, keys
 and values are split by heads and stay on their rank through attention. Experts are split by expert; their outputs are
 put together as whole numbers (every rank but one adds zero bits), and each row adds them up in its own order.
+`sharded.py` has the weights that do so.
 
 Rank 0 leads: it tells the others what to compute, plain values through a pipe to each and tensors by one broadcast.
 """
@@ -11,22 +12,35 @@ Rank 0 leads: it tells the others what to compute, plain values through a pipe t
 import pickle
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from itertools import accumulate
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch import distributed as dist
 from torch.nn import functional as F
 
 from peregrine.cache.store import KVShape
 from peregrine.errors import EngineFault
-from peregrine.kernels.linear import WeightFormat
-from peregrine.kernels.moe import ExpertChoice, ExpertFormat, LinearExperts, expert_outputs, weighted_outputs
-from peregrine.kernels.residual import Norm, Residual, add_to_residual
 from peregrine.models.config import ModelConfig
 
 Span = tuple[int, int]  # from the first up to, and not including, the second
+
+
+class Group(Protocol):
+    """The collectives of the ranks, on tensors of their devices; EngineFault if a rank is gone."""
+
+    def gather(self, out: Tensor, own: Tensor) -> None:
+        """Every rank's `own` one after the other in `out`."""
+
+    def add(self, x: Tensor) -> None:
+        """The sum of all ranks' x, which are whole numbers, in x."""
+
+    def send(self, x: Tensor) -> None:
+        """Rank 0's x in every rank's x."""
+
+    def abort(self) -> None:
+        """End collectives that wait for a rank which is gone."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +49,9 @@ class Ranks:
 
     rank: int = 0
     size: int = 1
-    group: dist.ProcessGroup | None = None
+    group: Group | None = None
     pipes: tuple[Connection, ...] = ()  # rank 0: to each of the others; they: to rank 0
+    share_memory: bool = True  # all ranks are on one device
 
     def everyone(self) -> "list[Ranks]":
         """All ranks in order, to ask what they hold."""
@@ -74,6 +89,11 @@ class Ranks:
         low, high = self.heads(config.num_heads, config.num_kv_heads)[1]
         return KVShape.of_heads(high - low, config.head_dim)
 
+    def kv_shapes(self, config: ModelConfig) -> list[KVShape]:
+        """What a token leaves in the memory of one device: of all ranks if they share it, else the largest share."""
+        shapes = [rank.kv_shape(config) for rank in self.everyone()]
+        return shapes if self.share_memory else [max(shapes, key=lambda shape: shape.num_entries)]
+
     def split(self, total: int, parts: int = 1) -> "Shard | None":
         """A weight of `parts` blocks of `total` outputs, each block split between ranks; None: one rank has it all."""
         if self.size == 1:
@@ -93,13 +113,13 @@ class Ranks:
         blocks = x.reshape(len(x), x.shape[1] // widths[self.rank], widths[self.rank])
         padded = F.pad(blocks, (0, max(widths) - blocks.shape[2])).contiguous()
         out = padded.new_empty(self.size * len(x), *padded.shape[1:])
-        self._collective("_allgather_base", out, padded)
+        self._group.gather(out, padded)
         parts = out.view(self.size, *padded.shape)
         return torch.cat([own[:, :, :width] for own, width in zip(parts, widths, strict=True)], dim=2).flatten(1)
 
     def merge(self, x: Tensor) -> Tensor:
         """Values of which every one is set by one rank and zero bits on the others."""
-        self._collective("allreduce", x.view(torch.int32))
+        self._group.add(x.view(torch.int32))
         return x
 
     def tell(self, what: str, **values: object) -> None:
@@ -115,29 +135,25 @@ class Ranks:
         except OSError as error:
             raise EngineFault(LOST) from error
         if tensors:
-            ordered = (tensors[name] for name in by_size(shapes))
-            self._collective("broadcast", torch.cat([x.contiguous().view(-1).view(torch.uint8) for x in ordered]), 0)
+            parts = [x.contiguous().view(-1).view(torch.uint8) for x in tensors.values()]
+            self._group.send(torch.cat([F.pad(part, (0, -len(part) % ALIGNMENT)) for part in parts]))
 
     def hear(self, device: torch.device) -> tuple[str, dict[str, Any]]:
         """What rank 0 told last; waits for it. EOFError if rank 0 is gone or has closed."""
         what, values, shapes = pickle.loads(self.pipes[0].recv_bytes())
         if shapes:
             sizes = {name: shape.numel() * dtype.itemsize for name, (shape, dtype) in shapes.items()}
-            data, start = torch.empty(sum(sizes.values()), dtype=torch.uint8, device=device), 0
-            self._collective("broadcast", data, 0)
-            for name in by_size(shapes):
-                shape, dtype = shapes[name]
+            starts = [0, *accumulate(size + -size % ALIGNMENT for size in sizes.values())]
+            data = torch.empty(starts[-1], dtype=torch.uint8, device=device)
+            self._group.send(data)
+            for (name, (shape, dtype)), start in zip(shapes.items(), starts, strict=False):
                 values[name] = data[start : start + sizes[name]].view(dtype).view(shape)
-                start += sizes[name]
         return what, values
 
-    def _collective(self, name: str, data: Tensor, *others: object) -> None:
-        """Run a collective of the group and wait for it; EngineFault if a rank is gone."""
-        if data.numel():  # of no rows there is nothing to send
-            try:
-                getattr(self.group, name)(data, *others).wait()
-            except RuntimeError as error:
-                raise EngineFault(LOST) from error
+    @property
+    def _group(self) -> Group:
+        assert self.group is not None
+        return self.group
 
 
 def share(total: int, rank: int, size: int) -> Span:
@@ -145,13 +161,9 @@ def share(total: int, rank: int, size: int) -> Span:
     return rank * total // size, (rank + 1) * total // size
 
 
+ALIGNMENT = 16  # bytes, of tensors that are sent together: kernels are compiled for pointers so aligned
 LOST = "a rank of this tensor-parallel engine is gone; its log says why. Start the engine again"
 ALONE = Ranks()
-
-
-def by_size(shapes: dict[str, tuple[torch.Size, torch.dtype]]) -> list[str]:
-    """Names of tensors, those of the widest dtype first: packed in this order every one is aligned."""
-    return sorted(shapes, key=lambda name: -shapes[name][1].itemsize)
 
 
 def fields_of(value: Any) -> dict[str, Any]:
@@ -182,74 +194,3 @@ class Shard:
     def take(self, whole: Tensor) -> Tensor:
         """Its rows of the whole weight or bias."""
         return torch.cat([whole[low:high] for low, high in self.rows])
-
-
-@dataclass(frozen=True, slots=True)
-class ShardedWeight(WeightFormat):
-    """A rank's rows of a weight; the outputs are those of the whole one, on every rank."""
-
-    own: WeightFormat
-    shard: Shard
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(outputs, inputs) of the whole weight."""
-        return self.shard.total, self.own.shape[1]
-
-    @property
-    def num_bytes(self) -> int:
-        """What this rank reads."""
-        return self.own.num_bytes
-
-    def linear(self, x: Tensor) -> Tensor:
-        """x @ weight.T + bias: [N, I] -> [N, O]."""
-        return self._gather(self.own.linear(x))
-
-    def linear_normed(self, residual: Residual) -> Tensor:
-        """The linear of the normed residual: -> [N, O]."""
-        return self._gather(self.own.linear_normed(residual))
-
-    def gated(self, residual: Residual) -> Tensor:
-        """silu(first half) * second half: each rank computes it for its outputs. -> [N, O / 2]"""
-        return self._gather(self.own.gated(residual))
-
-    def _gather(self, own: Tensor) -> Tensor:
-        assert self.shard.widths is not None
-        return self.shard.ranks.gather(own, self.shard.widths)
-
-
-@dataclass(frozen=True, slots=True)
-class LedWeight(ShardedWeight):
-    """The output head: rank 0 alone asks for logits, for the target and for drafters that borrow it."""
-
-    def linear(self, x: Tensor) -> Tensor:
-        """x @ weight.T + bias: [N, I] -> [N, O]; on rank 0 it makes the others do the same."""
-        self.shard.ranks.tell("head", x=x)
-        return self._gather(self.own.linear(x))
-
-
-@dataclass(frozen=True, slots=True)
-class ShardedExperts(ExpertFormat):
-    """A rank's experts of one linear layer, the `first` of all and those after it."""
-
-    own: LinearExperts
-    ranks: Ranks
-    first: int
-    outputs: int  # of an expert
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """(experts of this rank, outputs, inputs)."""
-        return self.own.shape if self.own.experts else (0, self.outputs, 0)
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of this rank's experts in memory."""
-        return self.own.num_bytes
-
-    def add(self, down: ExpertFormat, residual: Residual, choice: ExpertChoice, norm: Norm | None) -> Residual:
-        """The residual plus its experts' outputs, prepared for the norm that comes next."""
-        assert isinstance(down, ShardedExperts)
-        x = residual.finish_norm()
-        outputs = expert_outputs(x, choice, self.own, down.own, self.first, down.outputs)
-        return add_to_residual(weighted_outputs(self.ranks.merge(outputs), choice, x.dtype), residual, norm)

@@ -103,17 +103,20 @@ class PlainWeight(DenseWeight):
         return F.linear(x, self.weight, self.bias)
 
 
-def pack_weight(weight: Tensor, bias: Tensor | None = None, held: torch.dtype | None = None) -> WeightFormat:
+def pack_weight(
+    weight: Tensor, bias: Tensor | None = None, held: torch.dtype | None = None, whole_outputs: int | None = None
+) -> WeightFormat:
     """The values of weight [O, I] and bias [O] in the format of their device; no gradient will reach them.
 
-    `held` is what a CPU's float32 weights may be rounded to and held in.
+    `held` is what a CPU's float32 weights may be rounded to and held in. Of a weight that is a part of the rows of a
+    larger one, every output has the bits that it has in that one, if its `whole_outputs` are given.
     """
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias has shape {tuple(bias.shape)}, the weight has {weight.shape[0]} outputs")
     dense = DenseWeight(weight.detach(), None if bias is None else bias.detach())
     packed: WeightFormat = dense
     if triton_ready(weight):
-        packed = _triton.TritonWeight(dense.weight, dense.bias)
+        packed = _triton.TritonWeight(dense.weight, dense.bias, whole_outputs)
     elif weight.numel() and numba_ready(dense.weight, *(() if dense.bias is None else (dense.bias,))):
         packed = _cpu.PanelWeight.pack(dense, held)
     return packed

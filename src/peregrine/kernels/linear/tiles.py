@@ -75,24 +75,33 @@ def pick_split(num_outputs: int, num_inputs: int, gate: bool) -> int:
     return next((split for split in range(most, 1, -1) if num_inputs % (split * SPLIT_DEPTH) == 0), 1)
 
 
-def kind_of(num_outputs: int, num_inputs: int, gate: bool) -> str:
+def kind_of(num_outputs: int, gate: bool, split: int) -> str:
     """The table that holds a weight's tiles."""
     if gate:
         return "gated"
     if num_outputs >= WIDE_OUTPUTS:
         return "wide"
-    return "split" if pick_split(num_outputs, num_inputs, gate) > 1 else "plain"
+    return "split" if split > 1 else "plain"
 
 
 def pick_tile(
-    num_rows: int, num_outputs: int, num_inputs: int, gate: bool, on_hopper: bool = False, room: Room = ON_H200
+    num_rows: int,
+    num_outputs: int,
+    num_inputs: int,
+    gate: bool,
+    on_hopper: bool = False,
+    room: Room = ON_H200,
+    split: int | None = None,
 ) -> Tile:
-    """The tile of a linear for so many rows; with `gate` there are two rows of weights per output."""
+    """The tile of a linear for so many rows; with `gate` there are two rows of weights per output.
+
+    `split`: that of the whole weight, if this one is a part of its rows.
+    """
     check_inputs(f"a linear of {num_inputs} inputs", num_inputs)
     rows = next((height for height in HEIGHTS if num_rows <= height), HEIGHTS[-1])
-    split = pick_split(num_outputs, num_inputs, gate)
+    split = split or pick_split(num_outputs, num_inputs, gate)
     table = HOPPER_TABLES if on_hopper else TABLES
-    cols, depth, warps, stages = table[kind_of(num_outputs, num_inputs, gate)][rows]
+    cols, depth, warps, stages = table[kind_of(num_outputs, gate, split)][rows]
     while (num_inputs // split) % depth:
         depth //= 2
     if split > 1 and split * -(-num_outputs // cols) > MULTIPROCESSORS:
@@ -111,10 +120,19 @@ class LargePlan:
 
 
 def large_plan(
-    num_rows: int, num_outputs: int, num_inputs: int, gate: bool, add: bool, num_sms: int = MULTIPROCESSORS
+    num_rows: int,
+    num_outputs: int,
+    num_inputs: int,
+    gate: bool,
+    add: bool,
+    num_sms: int = MULTIPROCESSORS,
+    split: int | None = None,
 ) -> LargePlan | None:
-    """The plan of a linear on Hopper for so many rows, None where the table's tiles serve; it changes no bit."""
-    split = pick_split(num_outputs, num_inputs, gate)
+    """The plan of a linear on Hopper for so many rows, None where the table's tiles serve; it changes no bit.
+
+    `split`: that of the whole weight, if this one is a part of its rows.
+    """
+    split = split or pick_split(num_outputs, num_inputs, gate)
     aligned = num_outputs % LARGE_ALIGNMENT == 0 and num_inputs % (split * LARGE_DEPTH) == 0
     if num_rows <= HEIGHTS[-1] or not aligned or num_inputs // split < LARGE_DEPTH * LARGE_STAGES:
         return None

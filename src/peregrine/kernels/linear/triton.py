@@ -28,6 +28,7 @@ from peregrine.kernels.linear.tiles import (
     Room,
     Tile,
     large_plan,
+    pick_split,
     pick_tile,
     workspace_sizes,
 )
@@ -39,6 +40,8 @@ from peregrine.kernels.runtime.pdl import enter
 @dataclass(frozen=True, slots=True)
 class TritonWeight(DenseWeight):
     """Plain tensors on a GPU, read by the kernels of this folder."""
+
+    whole_outputs: int | None = None  # of the weight whose rows these are a part of: the split follows from them
 
     def linear(self, x: Tensor) -> Tensor:
         """x @ weight.T + bias: [N, I] -> [N, O]; where a gradient is wanted, the twin."""
@@ -59,13 +62,17 @@ class TritonWeight(DenseWeight):
         before = residual.values.contiguous()
         values, scaled = torch.empty_like(before), torch.empty_like(before)
         squares, stale = residual.take_sums()
-        run(x, self, values, add=Addition(before, norm.weight, scaled, squares, stale))
+        addition = Addition(before, norm.weight, scaled, squares, stale)
+        run(x, self, values, add=addition, split=self._split(gate=False))
         return Residual(values, scaled, squares, stale, norm.eps)
 
     def _read(self, x: Tensor, scale: tuple[Tensor, float] | None, gate: bool = False) -> Tensor:
         out = x.new_empty(x.shape[0], self.weight.shape[0] // (2 if gate else 1))
-        run(x, self, out, scale=scale, gate=gate)
+        run(x, self, out, scale=scale, gate=gate, split=self._split(gate))
         return out
+
+    def _split(self, gate: bool) -> int:
+        return pick_split(self.whole_outputs or len(self.weight), self.weight.shape[1], gate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,27 +99,27 @@ def run(
     gate: bool = False,
     add: Addition | None = None,
     tile: Tile | None = None,
+    split: int | None = None,
 ) -> None:
     """One launch for every MAX_ROWS rows. `scale` is (squares, eps); without a tile, the one that the tables say.
 
-    Without a tile many rows may go to Hopper's kernel for them, in one launch.
+    Without a tile many rows may go to Hopper's kernel for them, in one launch. `split`: see `pick_tile`.
     """
     x = dense_rows(x)
-    num_rows, num_outputs = out.shape
-    matrix, bias = weight.weight, weight.bias
-    on_hopper = hopper_takes(matrix)
+    (num_rows, num_outputs), num_inputs = out.shape, x.shape[1]
+    matrix, bias, on_hopper = weight.weight, weight.bias, hopper_takes(weight.weight)
     if tile is None and on_hopper:
-        plan = large_plan(num_rows, num_outputs, x.shape[1], gate, add is not None, multiprocessors(x.device, 0))
+        has_add, sms = add is not None, multiprocessors(x.device, 0)
+        plan = large_plan(num_rows, num_outputs, num_inputs, gate, has_add, sms, split)
         if plan is not None:
             _run_large(x, weight, out, scale, gate, add, plan)
             return
-    if tile is None:
-        room = Room(shared_bytes(x.device), x.element_size())
-        tile = pick_tile(min(num_rows, MAX_ROWS), num_outputs, x.shape[1], gate, on_hopper, room)
+    room = Room(shared_bytes(x.device), x.element_size())
+    tile = tile or pick_tile(min(num_rows, MAX_ROWS), num_outputs, num_inputs, gate, on_hopper, room, split)
     squares, eps = scale or (None, 0.0)
     constants: dict[str, Any] = {
         "N": num_outputs,
-        "K": x.shape[1],
+        "K": num_inputs,
         "SCALE": squares is not None,
         "BIAS": bias is not None,
         "GATE": gate,

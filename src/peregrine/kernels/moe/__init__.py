@@ -3,27 +3,25 @@
 from peregrine.kernels.moe.reference import (
     ExpertChoice,
     ExpertFormat,
+    ExpertShare,
     LinearExperts,
     RoutingRule,
-    expert_outputs,
     pack_experts,
     pack_router,
     plain_experts,
     route,
     route_torch,
-    weighted_outputs,
 )
 
 __all__ = [
     "ExpertChoice",
     "ExpertFormat",
+    "ExpertShare",
     "LinearExperts",
     "RoutingRule",
-    "expert_outputs",
     "pack_experts",
     "pack_router",
     "plain_experts",
     "route",
     "route_torch",
-    "weighted_outputs",
 ]

@@ -12,6 +12,7 @@ on its own choice alone.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -109,6 +110,15 @@ def _best(scores: Tensor, count: int) -> Tensor:
     return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertShare:
+    """Which experts of a layer a format holds, if others have the rest."""
+
+    first: int  # the number of its first expert
+    total: int  # experts of the layer
+    merge: Callable[[Tensor], Tensor]  # puts outputs [N * choices, H] together, of which each has those of its experts
+
+
 class ExpertFormat(ABC):
     """One linear layer of every expert [E, O, I], as one device stores them."""
 
@@ -125,11 +135,18 @@ class ExpertFormat(ABC):
         """Size of all experts' weights in memory."""
 
     @abstractmethod
-    def add(self, down: "ExpertFormat", residual: Residual, choice: ExpertChoice, norm: Norm | None) -> Residual:
+    def add(
+        self,
+        down: "ExpertFormat",
+        residual: Residual,
+        choice: ExpertChoice,
+        norm: Norm | None,
+        share: ExpertShare | None = None,
+    ) -> Residual:
         """The residual plus its experts' outputs, prepared for the norm that comes next.
 
         `self` is gate_up, gates first: an expert computes down(silu(gate) * up), or with `clamped_mul` where the format
-        has a limit. `down` has the same format.
+        has a limit. `down` has the same format. `share`: None if all experts are here.
         """
 
 
@@ -150,10 +167,17 @@ class LinearExperts(ExpertFormat):
         """Size of all experts' weights in memory."""
         return sum(expert.num_bytes for expert in self.experts)
 
-    def add(self, down: ExpertFormat, residual: Residual, choice: ExpertChoice, norm: Norm | None) -> Residual:
+    def add(
+        self,
+        down: ExpertFormat,
+        residual: Residual,
+        choice: ExpertChoice,
+        norm: Norm | None,
+        share: ExpertShare | None = None,
+    ) -> Residual:
         """The residual plus its experts' outputs, prepared for the norm that comes next."""
         assert isinstance(down, LinearExperts)
-        return add_to_residual(experts_mlp(residual.finish_norm(), choice, self, down), residual, norm)
+        return add_to_residual(experts_mlp(residual.finish_norm(), choice, self, down, share), residual, norm)
 
 
 def pack_experts(
@@ -187,16 +211,18 @@ def plain_experts(
     return LinearExperts(tuple(DenseWeight(*own) for own in zip(parts, biases, strict=True)), limit)
 
 
-def experts_mlp(x: Tensor, choice: ExpertChoice, gate_up: LinearExperts, down: LinearExperts) -> Tensor:
+def experts_mlp(
+    x: Tensor, choice: ExpertChoice, gate_up: LinearExperts, down: LinearExperts, share: ExpertShare | None = None
+) -> Tensor:
     """The twin, without the residual: [N, H] -> [N, H]. Only the experts that are chosen are read."""
-    outputs = expert_outputs(x, choice, gate_up, down, 0, down.shape[1])
-    return weighted_outputs(outputs, choice, x.dtype)
+    outputs = expert_outputs(x, choice, gate_up, down, 0 if share is None else share.first)
+    return weighted_outputs(outputs if share is None else share.merge(outputs), choice, x.dtype)
 
 
 def expert_outputs(
-    x: Tensor, choice: ExpertChoice, gate_up: LinearExperts, down: LinearExperts, first: int, num_outputs: int
+    x: Tensor, choice: ExpertChoice, gate_up: LinearExperts, down: LinearExperts, first: int = 0
 ) -> Tensor:
-    """What each row's experts say, in its order: [N, H] -> [N * choices, O]; of the experts from `first` on.
+    """What each row's experts say, in its order: [N, H] -> [N * choices, H]; of the experts from `first` on.
 
     Rows of experts that are not there are zero.
     """
@@ -204,7 +230,7 @@ def expert_outputs(
     flat = choice.experts.flatten()
     order = flat.argsort(stable=True)  # pairs of row and place, by expert
     numbers, counts = torch.unique_consecutive(flat[order], return_counts=True)
-    outputs, start = x.new_zeros(len(flat), num_outputs), 0
+    outputs, start = x.new_zeros(len(flat), x.shape[1]), 0
     for number, count in zip(numbers, counts, strict=True):
         pairs, start = order[start : start + int(count)], start + int(count)
         if first <= int(number) < last:

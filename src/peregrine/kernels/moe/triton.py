@@ -22,7 +22,7 @@ from torch import Tensor
 
 from peregrine.kernels.activation import STEEPNESS as PLAIN_STEEPNESS
 from peregrine.kernels.linear.tiles import Room, Tile
-from peregrine.kernels.moe.reference import ExpertChoice, ExpertFormat
+from peregrine.kernels.moe.reference import ExpertChoice, ExpertFormat, ExpertShare
 from peregrine.kernels.moe.tiles import DIRECT_ROWS, pick_expert_tiles
 from peregrine.kernels.residual import Norm, Residual, splits_norm, start_residual
 from peregrine.kernels.residual.triton import counted_square, fine_square, is_small, root_mean_square, weighted
@@ -57,7 +57,14 @@ class TritonExperts(ExpertFormat):
         """Size of all experts' weights in memory."""
         return self.weight.nbytes
 
-    def add(self, down: ExpertFormat, residual: Residual, choice: ExpertChoice, norm: Norm | None) -> Residual:
+    def add(
+        self,
+        down: ExpertFormat,
+        residual: Residual,
+        choice: ExpertChoice,
+        norm: Norm | None,
+        share: ExpertShare | None = None,
+    ) -> Residual:
         """The residual plus its experts' outputs, prepared for the norm that comes next."""
         assert isinstance(down, TritonExperts)
         scale, before = residual.scale, residual.values.contiguous()
@@ -68,7 +75,8 @@ class TritonExperts(ExpertFormat):
             own = ExpertChoice(choice.experts[rows].contiguous(), choice.weights[rows].contiguous())
             own_scale = None if scale is None else (scale[0][rows], scale[1])
             weights, biases = (self.weight, down.weight), (self.bias, down.bias)
-            outputs = expert_outputs(residual.normed[rows], own_scale, own, *weights, None, biases, self.limit)
+            outputs = expert_outputs(residual.normed[rows], own_scale, own, *weights, None, biases, self.limit, share)
+            outputs = outputs if share is None else share.merge(outputs)
             made = values[rows], scaled[rows], squares[rows], stale[rows]
             combine(outputs, before[rows], norm.weight if splits_norm(norm, before) else None, made)
         if splits_norm(norm, before):
@@ -85,25 +93,31 @@ def expert_outputs(
     tiles: tuple[Tile, Tile] | None = None,
     biases: tuple[Tensor | None, Tensor | None] = (None, None),
     limit: float | None = None,
+    share: ExpertShare | None = None,
 ) -> Tensor:
-    """The weighted outputs of each row's experts: [N, H] -> [N * choices, H]. `scale` is (squares, eps)."""
-    (num_rows, choices), (num_experts, size, inner_size) = choice.experts.shape, down.shape
-    num_pairs = num_rows * choices
+    """The weighted outputs of each row's experts: [N, H] -> [N * choices, H]. `scale` is (squares, eps).
+
+    Outputs of experts that are not in this share are zero.
+    """
+    (num_rows, choices), (held, size, inner_size) = choice.experts.shape, down.shape
+    num_pairs, total = num_rows * choices, held if share is None else share.total
+    experts, numbers = numbered_here(choice.experts, held, share)
     room = Room(shared_bytes(x.device), x.element_size())
-    wide, narrow = tiles or pick_expert_tiles(num_pairs, num_experts, size, inner_size, room)
+    wide, narrow = tiles or pick_expert_tiles(num_pairs, total, size, inner_size, room)
     is_direct = num_rows <= DIRECT_ROWS
     if is_direct:
-        order, blocks, most = choice.experts, choice.experts, num_pairs  # the first two are not read
+        order, blocks, most = experts, experts, num_pairs  # the first two are not read
     else:
-        order, blocks = plan(choice.experts, num_experts, wide.rows)
-        most = most_blocks(num_pairs, num_experts, wide.rows)
-    inner, outputs = x.new_empty(num_pairs, inner_size), x.new_empty(num_pairs, size)
+        order, blocks = plan(experts, numbers, wide.rows)
+        most = most_blocks(num_pairs, numbers, wide.rows)
+    inner = x.new_empty(num_pairs, inner_size)
+    outputs = x.new_empty(num_pairs, size) if share is None else x.new_zeros(num_pairs, size)
     x = dense_rows(x)
     squares, eps = scale or (None, 0.0)
     layers = (wide, x, gate_up, biases[0], inner), (narrow, inner, down, biases[1], outputs)
     for tile, source, weight, bias, out in layers:
         is_gate = weight is gate_up
-        pointers = source, weight, out, choice.experts, order, blocks, out if squares is None else squares
+        pointers = source, weight, out, experts, order, blocks, out if squares is None else squares
         launch(
             block_kernel,
             (triton.cdiv(out.shape[1], tile.cols), most),
@@ -116,6 +130,7 @@ def expert_outputs(
             CHOICES=choices,
             SLOTS=triton.next_power_of_2(choices),
             DIRECT=is_direct,
+            HELD=None if share is None else held,
             N=out.shape[1],
             K=source.shape[1],
             GATE=is_gate,
@@ -129,6 +144,17 @@ def expert_outputs(
             pdl=True,
         )
     return outputs
+
+
+def numbered_here(experts: Tensor, held: int, share: ExpertShare | None) -> tuple[Tensor, int]:
+    """(choices [N, choices], how many numbers there are), counted from the share's first expert.
+
+    The number after its last one stands for all experts that are elsewhere.
+    """
+    if share is None:
+        return experts, held
+    here = experts - share.first
+    return torch.where((here >= 0) & (here < held), here, held), held + 1
 
 
 @triton.jit(do_not_specialize=["P"])
@@ -148,6 +174,7 @@ def block_kernel(  # type: ignore[no-untyped-def]
     CHOICES: tl.constexpr,
     SLOTS: tl.constexpr,
     DIRECT: tl.constexpr,
+    HELD: tl.constexpr,  # experts with a weight here, if there are others; or None
     N: tl.constexpr,
     K: tl.constexpr,
     GATE: tl.constexpr,
@@ -165,6 +192,8 @@ def block_kernel(  # type: ignore[no-untyped-def]
         found, expert, pairs, live = direct_block(experts, P, CHOICES, SLOTS, ROWS)
     else:
         found, expert, pairs, live = planned_block(order, blocks, ROWS)
+    if HELD is not None:
+        found = found & (expert < HELD)
     if not found:
         return
     if not GATE:

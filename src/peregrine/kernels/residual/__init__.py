@@ -5,8 +5,9 @@ from peregrine.kernels.residual.reference import (
     Residual,
     add_to_residual,
     embed_residual,
+    split_residual,
     splits_norm,
     start_residual,
 )
 
-__all__ = ["Norm", "Residual", "add_to_residual", "embed_residual", "splits_norm", "start_residual"]
+__all__ = ["Norm", "Residual", "add_to_residual", "embed_residual", "split_residual", "splits_norm", "start_residual"]

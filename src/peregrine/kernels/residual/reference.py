@@ -103,6 +103,13 @@ def embed_residual(tokens: Tensor, embedding: Tensor, norm: Norm | None) -> Resi
     return Residual(values, scaled, squares, spare, norm.eps)
 
 
+def split_residual(values: Tensor, norm: Norm) -> Residual:
+    """A residual stream of values [N, H] on a GPU with a split norm, as a linear layer that adds to it leaves it."""
+    rows = torch.arange(len(values), device=values.device)
+    values, scaled, squares, spare = _triton.embed(rows, values, norm.weight)
+    return Residual(values, scaled, squares, spare, norm.eps)
+
+
 def splits_norm(norm: Norm | None, values: Tensor) -> TypeGuard[Norm]:
     """Whether a norm is split on a GPU: not in float16, in which a large value times the norm's weight is infinite."""
     return norm is not None and values.dtype is not torch.float16
