@@ -14,13 +14,14 @@ from peregrine.llm import engine_config
 from peregrine.sampling import SamplingParams
 from spec.harness import Case, check_pages, run, tokens
 
-PREFIXES = [[1 + (place * place * 31 + 7 * place + seed) % (VOCAB - 2) for place in range(400)] for seed in range(4)]
+PREFIXES = [[1 + (place * place * 31 + 7 * place + seed) % (VOCAB - 2) for place in range(400)] for seed in range(12)]
 PARAMS = SamplingParams(temperature=1.0, seed=3, max_tokens=24, ignore_eos=True, detokenize=False)
-CASES = [Case((*PREFIXES[i % 4][: 150 + 20 * i], 9), PARAMS) for i in range(12)]
+# In all 189 pages, where the device has 109: what is asked for again comes from the host.
+CASES = [Case((*prefix[: 150 + 20 * i], 9), PARAMS) for i, prefix in enumerate(PREFIXES)]
 
 
 def build(model: object, **options: object) -> Built:
-    wanted: dict[str, object] = {"device": "cuda", "drafter": "none", "max_rows": 4, "max_len": 512, "page_size": 16}
+    wanted: dict[str, object] = {"device": "cuda", "drafter": "none", "max_rows": 4, "row_sizes": (4,), "max_len": 512}
     return build_engine(engine_config(str(model), wanted | options))
 
 

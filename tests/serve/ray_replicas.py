@@ -1,8 +1,10 @@
 """Two replicas of merlin on a local Ray: 200 mixed requests, and one replica killed in the middle. By `make test-ray`.
 
-Every request is answered or fails with an error, none is lost, and every answer has the text of its seed.
+Every request is answered or fails with an error, none is lost, and every answer has the text of its seed. Replicas that
+are replaced, added and removed under load lose nothing at all.
 """
 
+import itertools
 import json
 import os
 import signal
@@ -140,6 +142,57 @@ def test_what_is_about_one_replica_is_refused(url: str) -> None:
         assert client.get("/metrics").status_code == 404
         assert client.post("/v1/completions", content=b"x" * (3 * 2**20)).status_code == 413
         assert "Peregrine" in client.get("/").text
+
+
+class Load:
+    """Clients that ask for one stream after the other, as many at a time as `clients` says."""
+
+    def __init__(self, url: str, most: int) -> None:
+        self.clients, self.answers, self._stopped = 0, list[Answer](), threading.Event()
+        self._url, self._numbers = url, itertools.count()
+        self._threads = [threading.Thread(target=self._ask, args=(place,)) for place in range(most)]
+
+    def __enter__(self) -> "Load":
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _ask(self, place: int) -> None:
+        with httpx.Client(base_url=self._url, timeout=120) as client:
+            while not self._stopped.wait(0.01):
+                if place < self.clients:
+                    self.answers.append(ask(client, 4 * next(self._numbers) + 2))
+
+
+def wait_for_replicas(url: str, count: int) -> set[int]:
+    """The processes of the replicas, once there are so many."""
+    with httpx.Client(base_url=url, timeout=120) as client:
+        for _ in range(240):
+            if len(found := pids(client)) == count:
+                return found
+            time.sleep(1)
+    raise AssertionError(f"there are {len(found)} replicas after four minutes, not {count}")
+
+
+def test_replicas_are_replaced_added_and_removed_under_load_without_a_loss(url: str, texts: list[str]) -> None:
+    old = wait_for_replicas(url, 2)
+    scale = {"target_ongoing": 2, "scale_up_seconds": 2, "scale_down_seconds": 4, "num_pages": 401, "drain_seconds": 30}
+    with Load(url, most=8) as load:
+        load.clients = 1
+        serve.run(build(Options.model_validate({"min_replicas": 1, "max_replicas": 2} | scale)), route_prefix="/")
+        first = wait_for_replicas(url, 1)
+        assert not first & old, "a replica with the old options still answers"
+        load.clients = 8
+        assert len(wait_for_replicas(url, 2) - first) == 1
+        load.clients = 1
+        wait_for_replicas(url, 1)
+    assert len(load.answers) > 20
+    assert [answer for answer in load.answers if answer[1:] != ("text", texts[answer[0] % 10])] == []
 
 
 def test_the_recipe_for_a_cluster_is_one() -> None:

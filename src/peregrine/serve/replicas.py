@@ -59,6 +59,8 @@ class Options(BaseModel):
     gpus: float = Field(0, ge=0)
     target_ongoing: int | None = Field(None, ge=1)  # requests per replica that scaling aims at; default: its rows
     max_ongoing: int | None = Field(None, ge=1)  # per replica before the next one is asked; default: twice its rows
+    scale_up_seconds: float = Field(30, gt=0)  # for so long there must be more requests than that before one is added
+    scale_down_seconds: float = Field(600, gt=0)  # and fewer, before one is removed
     name: str | None = None
     api_keys: tuple[str, ...] = ()
     max_body_bytes: int = ServeConfig().max_body_bytes
@@ -99,6 +101,10 @@ def build(options: Options) -> serve.Application:
             min_replicas=options.min_replicas,
             max_replicas=options.max_replicas,
             target_ongoing_requests=options.target_ongoing or rows,
+            upscale_delay_s=options.scale_up_seconds,
+            downscale_delay_s=options.scale_down_seconds,
+            look_back_period_s=min(30, options.scale_up_seconds),
+            metrics_interval_s=min(30, options.scale_up_seconds) / 3,
         ),
         request_router_config=RequestRouterConfig(request_router_class=ROUTER),
         max_ongoing_requests=options.max_ongoing or 2 * rows,
