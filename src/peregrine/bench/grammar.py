@@ -44,6 +44,8 @@ CALL: Json = {
     "additionalProperties": False,
 }
 
+CALLS: Json = {"type": "array", "items": CALL, "minItems": 99}  # longer than any request of the benchmark
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -126,7 +128,7 @@ def time_masks(llm: LLM, call: SamplingParams, repeats: int) -> float:
 def time_rounds(llm: LLM, constrained: int, plan: Plan) -> tuple[float, float]:
     """Seconds per round of eight requests of one length, so many with a grammar; and the device's idle share."""
     free = SamplingParams(temperature=0, max_tokens=plan.tokens, ignore_eos=True)
-    asked = SamplingParams(temperature=0, max_tokens=plan.tokens, regex="[a-z ]{4000}", stop_token_ids=ends(llm))
+    asked = SamplingParams(temperature=0, max_tokens=plan.tokens, json_schema=CALLS, stop_token_ids=ends(llm))
     params = [asked if row < constrained else free for row in range(ROWS)]
     times, idle = [], []
     for _ in range(plan.repeats + 1):  # the first one warms up
