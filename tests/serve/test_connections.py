@@ -7,10 +7,11 @@ import socket
 import time
 from collections.abc import Iterator
 
+import h11
 import pytest
 
 from peregrine.serve import connections
-from peregrine.serve.connections import SeldomLog, fit_connections
+from peregrine.serve.connections import LeanConnection, SeldomLog, fit_connections
 from serve.conftest import Lent, Served, start, wait_ready
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -155,3 +156,25 @@ def test_connections_fit_the_limit_on_open_files(
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: given.append(limits))
     assert fit_connections(1000) == room
     assert given == ([] if raised is None else [(raised, hard)])
+
+
+@pytest.mark.parametrize("head", ["GET / HTTP/1.1", "HEAD / HTTP/1.1", "GET / HTTP/1.0"])
+@pytest.mark.parametrize("headers", [[], [("Content-Length", "7")]], ids=["open", "announced"])
+def test_streams_are_framed_as_h11_does_it(head: str, headers: list[tuple[str, str]]) -> None:
+    """Two responses on one connection, in pieces, one of them empty."""
+    framed = []
+    for connection in (h11.Connection(h11.SERVER), LeanConnection(h11.SERVER)):
+        sent = []
+        for _ in range(2):
+            connection.receive_data(f"{head}\r\nHost: a\r\nConnection: keep-alive\r\n\r\n".encode())
+            assert isinstance(connection.next_event(), h11.Request)
+            connection.next_event()
+            pieces = [b"", b""] if head.startswith("HEAD") else [b"fal", b"", b"cons"]
+            events = [h11.Response(status_code=200, headers=headers), *(h11.Data(data=piece) for piece in pieces)]
+            sent += [connection.send(event) for event in (*events, h11.EndOfMessage())]
+            if connection.our_state is not h11.DONE:
+                break
+            connection.start_next_cycle()
+        framed.append(b"".join(part or b"" for part in sent))
+    assert framed[0] == framed[1]
+    assert framed[0]

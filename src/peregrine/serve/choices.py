@@ -57,11 +57,10 @@ class CompletionWriter(ChoiceWriter):
 
     def content(self, deltas: Sequence[Delta], whole: bool) -> Json:
         echo, self._echo = self._echo, ""  # the first chunk begins with it
-        if self.job.scores_only:
-            text, tokens = "", []
-        else:
-            text, tokens = joined_text(deltas), joined_logprobs(deltas)
-        logprobs = None if self._logprobs is None else self._logprobs.fields(tokens, deltas[0].prompt_logprobs)
+        text, logprobs = "" if self.job.scores_only else joined_text(deltas), None
+        if self._logprobs is not None:
+            tokens = [] if self.job.scores_only else joined_logprobs(deltas)
+            logprobs = self._logprobs.fields(tokens, deltas[0].prompt_logprobs)
         return {"text": echo + text, "logprobs": logprobs}
 
 

@@ -21,10 +21,22 @@ REPEAT_SECONDS, MAX_KINDS = 10.0, 100  # the same trouble is logged once in so m
 FULL = b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nRetry-After: 5\r\nContent-Length: 0\r\n\r\n"
 
 
-class CountedPieces(h11.Connection):
-    """Refuses a body in very many very small pieces: parsing one takes longer than sending it."""
+class LeanConnection(h11.Connection):
+    """Refuses a body in very many very small pieces: parsing one takes longer than sending it.
+
+    The pieces of a stream, in contrast, are many and small: they are framed here, as they change no state of h11's.
+    """
 
     _num_pieces = _num_bytes = 0
+    _in_chunks = False  # the response's body has no length announced
+
+    def send(self, event: Any) -> Any:
+        if self._in_chunks and isinstance(event, h11.Data) and self.our_state is h11.SEND_BODY:
+            return b"%x\r\n%b\r\n" % (len(event.data), event.data) if event.data else b""
+        output = super().send(event)
+        if isinstance(event, h11.Response):
+            self._in_chunks = b"transfer-encoding: chunked" in (output or b"").lower()
+        return output
 
     def next_event(self) -> Any:
         event = super().next_event()
@@ -43,7 +55,7 @@ class LimitedConnection(H11Protocol):
 
     def __init__(self, *args: Any, max_connections: int, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.conn = CountedPieces(h11.SERVER)
+        self.conn = LeanConnection(h11.SERVER)
         self._max_connections = max_connections
         self._head_alarm, self._read_alarm = Alarm(self.loop), Alarm(self.loop)
 

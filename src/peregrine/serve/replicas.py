@@ -30,7 +30,7 @@ from peregrine.log import logger
 from peregrine.serve.affinity import affinity_key
 from peregrine.serve.app import make_app
 from peregrine.serve.errors import ApiError
-from peregrine.serve.responses import event
+from peregrine.serve.responses import encode, event
 from peregrine.serve.run import failed
 from peregrine.serve.service import Service
 from peregrine.serve.settings import ServeConfig
@@ -235,7 +235,7 @@ async def events(messages: Any) -> AsyncIterator[bytes]:
     except (*LOST, RayTaskError) as error:
         logger.warning("a replica was lost in the middle of an answer: %s", str(error).splitlines()[0])
         ended = True
-        yield event(ApiError(500, REPLICA_LOST, code="replica_lost").body())
+        yield event(encode(ApiError(500, REPLICA_LOST, code="replica_lost").body()))
     finally:
         if not ended:
             messages.cancel()

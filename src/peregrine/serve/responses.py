@@ -18,16 +18,17 @@ from peregrine.serve.protocol import ChatBody, CompletionBody
 DONE = b"data: [DONE]\n\n"
 LEVELS = 4  # of a response, down to its lists of tokens
 ITEMS, NUMBERS = 16, 1024  # of such a list, and of a list of numbers or texts, that are written at a time
+_to_json = json.JSONEncoder(separators=(",", ":")).encode  # json.dumps would make an encoder for each call
 
 
 def encode(value: object) -> bytes:
     """JSON in ASCII, which can hold any text, even a lone surrogate in an error message."""
-    return json.dumps(value, separators=(",", ":")).encode()
+    return _to_json(value).encode()
 
 
-def encode_slowly(value: object) -> bytes:
+def encode_slowly(value: object, levels: int = LEVELS) -> bytes:
     """`encode` for large values, in many small steps: json.dumps lets no other thread run until it is done."""
-    return "".join(json_parts(value, LEVELS)).encode()
+    return "".join(json_parts(value, levels)).encode()
 
 
 def json_parts(value: object, levels: int) -> Iterator[str]:
@@ -45,15 +46,15 @@ def json_parts(value: object, levels: int) -> Iterator[str]:
             if step == 1:
                 yield from json_parts(value[start], levels - 1)
             else:
-                yield json.dumps(value[start : start + step], separators=(",", ":"))[1:-1]
+                yield _to_json(value[start : start + step])[1:-1]
         yield "]"
     else:
-        yield json.dumps(value, separators=(",", ":"))
+        yield _to_json(value)
 
 
-def event(value: object, write: Callable[[object], bytes] = encode) -> bytes:
+def event(json: bytes) -> bytes:
     """A server-sent event."""
-    return b"data: " + write(value) + b"\n\n"
+    return b"data: " + json + b"\n\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,8 @@ class ResponseWriter:
             "model": name,
             "system_fingerprint": f"peregrine-{__version__}",
         }
+        # Every event of a stream begins with this; the envelope's closing brace is left out.
+        self._event_head = encode({**self._envelope, "object": endpoint.chunk_object})[:-1] + b',"choices":['
 
     def weight(self, deltas: Sequence[Delta]) -> int:
         """About how many small things the JSON of these deltas holds."""
@@ -106,17 +109,18 @@ class ResponseWriter:
             "usage": usage_fields(self.job, outputs),
         }
 
-    def event(self, index: int, deltas: Sequence[Delta], write: Callable[[object], bytes] = encode) -> bytes:
+    def event(self, index: int, deltas: Sequence[Delta], slowly: bool = False) -> bytes:
         """The event of a stream that covers what has come for one generation."""
-        return self._event([self._writers[index].write(deltas, whole=False)], None, write)
+        choice = self._writers[index].write(deltas, whole=False)
+        return self._event(encode_slowly(choice, LEVELS - 2) if slowly else encode(choice), None)
 
     def last_events(self, outputs: Sequence[Output]) -> bytes:
         """What ends a stream."""
-        return self._event([], usage_fields(self.job, outputs)) + DONE if self._tells_usage else DONE
+        return self._event(b"", usage_fields(self.job, outputs)) + DONE if self._tells_usage else DONE
 
-    def _event(self, choices: list[Json], usage: Json | None, write: Callable[[object], bytes] = encode) -> bytes:
-        chunk: Json = {**self._envelope, "object": self._endpoint.chunk_object, "choices": choices}
-        return event(chunk | {"usage": usage} if self._tells_usage else chunk, write)
+    def _event(self, choices: bytes, usage: Json | None) -> bytes:
+        tail = b'],"usage":' + encode(usage) + b"}" if self._tells_usage else b"]}"
+        return event(self._event_head + choices + tail)
 
 
 def final_output(deltas: Sequence[Delta]) -> Output:

@@ -103,7 +103,7 @@ class JobResponse(Response):
     async def _event(self, writer: ResponseWriter, index: int, deltas: list[Delta]) -> bytes:
         if writer.weight(deltas) <= LIGHT:
             return writer.event(index, deltas)
-        return await self._workers.run(writer.event, index, deltas, encode_slowly)
+        return await self._workers.run(writer.event, index, deltas, True)
 
     async def _stream(self, writer: ResponseWriter, reply: Reply, send: Send) -> None:
         """One event per generation and fetch; an error before the first event is an ordinary response."""
@@ -122,7 +122,7 @@ class JobResponse(Response):
             outputs = [ended[index] for index in sorted(ended)]
             await send_body(send, writer.last_events(outputs), more=False)
         except PeregrineError as error:
-            await send_body(send, event(api_error(error).body()), more=False)
+            await send_body(send, event(encode(api_error(error).body())), more=False)
 
 
 @contextlib.asynccontextmanager
