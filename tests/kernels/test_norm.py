@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from peregrine.kernels.norm.reference import add_rms_norm, add_rms_norm_torch, rms_norm, rms_norm_torch
+from peregrine.kernels.norm.reference import add_rms_norm, add_rms_norm_torch, norm_pair, rms_norm, rms_norm_torch
+from peregrine.kernels.residual import Residual, add_to_residual
 from peregrine.kernels.runtime.cpu import NUMBA_PRESENT
 
 needs_numba = pytest.mark.skipif(not NUMBA_PRESENT, reason="numba is not installed")
@@ -128,3 +129,25 @@ def test_sizes_that_do_not_fit_are_refused():
         rms_norm(torch.ones(2, 8), torch.ones(7), EPS)
     with pytest.raises(ValueError, match="residual"):
         add_rms_norm(torch.ones(2, 8), torch.ones(1, 8), torch.ones(8), EPS)
+
+
+@needs_numba
+@pytest.mark.parametrize("rows", [0, 1, 5, 300])
+@pytest.mark.parametrize("width", [7, 320])
+def test_a_pair_is_its_two_norms(rows, width):
+    """Bit for bit, from views as well."""
+    hidden, first = _rows(rows, width)
+    embedding, second = _rows(99, width)
+    tokens = torch.randint(0, 99, (rows, 2))[:, 0]
+    both = norm_pair(tokens, embedding, first, hidden, second, EPS)
+    assert torch.equal(both[:, :width], rms_norm(embedding[tokens], first, EPS))
+    assert torch.equal(both[:, width:], rms_norm(hidden, second, EPS))
+
+
+@pytest.mark.parametrize("rows", [0, 1, 300])
+def test_a_residual_without_a_norm_is_the_sum(rows):
+    values, _ = _rows(rows, 320)
+    update = values.flip(0).clone()
+    added = add_to_residual(update.T.contiguous().T, Residual(values, values), None)
+    assert torch.equal(added.values, update + values)
+    assert added.normed is added.values

@@ -1,5 +1,6 @@
-"""Places, positions and slots: twin and kernel against a plain loop."""
+"""Places, positions and slots: twin and kernels against a plain loop."""
 
+import importlib
 import random
 from dataclasses import fields
 
@@ -19,17 +20,18 @@ from peregrine.kernels.round.places import (
 PAGES, MOST = 24, 300  # pages of a row, and its maximum number of places
 
 
-@pytest.fixture(params=["twin", pytest.param("triton", marks=needs_interpreter)])
+@pytest.fixture(params=["twin", "cpu", pytest.param("triton", marks=needs_interpreter)])
 def by(request):
-    """The functions (window, path, ahead) of the twin or of the kernel."""
+    """The functions (window, path, ahead) of the twin or of a kernel."""
     if request.param == "twin":
         return window_places_torch, path_places_torch, ahead_places_torch
-    from peregrine.kernels.round import places_triton
-
+    if request.param == "cpu":
+        pytest.importorskip("numba")
+    kernels = importlib.import_module(f"peregrine.kernels.round.places_{request.param}")
     return (
-        lambda *arguments: WindowPlaces(*places_triton.window_places(*arguments)),
-        lambda *arguments: PathPlaces(*places_triton.path_places(*arguments)),
-        lambda *arguments: AheadPlaces(*places_triton.ahead_places(*arguments)),
+        lambda *arguments: WindowPlaces(*kernels.window_places(*arguments)),
+        lambda *arguments: PathPlaces(*kernels.path_places(*arguments)),
+        lambda *arguments: AheadPlaces(*kernels.ahead_places(*arguments)),
     )
 
 

@@ -3,6 +3,7 @@
 import pytest
 
 from peregrine.engine.folders import ASSETS
+from peregrine.kernels.runtime.cpu_graph import CpuGraph
 from peregrine.sampling import SamplingParams
 from peregrine.text.chat import encode_chat
 from spec.harness import Case, accept_length, build, run, tokens
@@ -44,3 +45,19 @@ def test_the_embedded_head_changes_no_token(options: dict[str, object]) -> None:
     assert tokens(drafted) == tokens(plain)
     assert [o.text for o in drafted] == [o.text for o in plain]
     assert accept_length(drafted) > 1.8, "the head should be worth having"
+
+
+def test_every_step_of_model_and_head_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One operation that a CPU graph cannot replay, and its step runs call by call: slower, and nothing else shows."""
+    pytest.importorskip("numba")
+    made: list[CpuGraph] = []
+    record = CpuGraph.__init__
+
+    def note(graph: CpuGraph, *arguments: object) -> None:
+        record(graph, *arguments)  # type: ignore[arg-type]
+        made.append(graph)
+
+    monkeypatch.setattr(CpuGraph, "__init__", note)
+    run(build(MERLIN, drafter="eagle3", num_drafts=2).engine, requests(4)[:1])
+    assert len(made) > 10 + 3, "more than a decoder's layers and a head's three steps"
+    assert all(graph.complete for graph in made)

@@ -22,6 +22,7 @@ from peregrine.models.rope_table import rope_table
 
 # Windows whose activations fit in this are replayed from CPU graphs; larger ones do not need it.
 MAX_GRAPH_BYTES = 8 * 2**20
+FIRST = -1  # of what is recorded, the projections of the first layer; others have the number of their layer
 
 
 class Decoder(nn.Module):
@@ -93,7 +94,7 @@ class Decoder(nn.Module):
                 scale = self.config.scales.residual
                 tapped[i] = residual.values if scale == 1 else residual.values * scale
             if i < last:
-                qkv = qkv or self.layer(i).attention.project(residual, positions, self.table(i))
+                qkv = qkv or self._project(i, residual, positions)
                 attended = qkv.attend(attend, i)
                 can_project = live_queries is None or i + 1 < last
                 qkv, residual = self._to_next_layer(i, attended, residual, positions, can_project)
@@ -101,7 +102,7 @@ class Decoder(nn.Module):
                 rows = LiveRows.of(live_queries, residual, positions)
                 qkv = qkv or self.layer(i).attention.project(residual, positions, self.table(i), rows)
                 attended = qkv.attend(attend, i)
-                residual = self.layer(i).after_attention(attended, rows.residual if rows else residual, self.norm)
+                residual = self._finish(attended, rows.residual if rows else residual)
         hidden = residual.finish_norm()
         if tap_normed:
             tapped[num_layers] = hidden
@@ -127,6 +128,32 @@ class Decoder(nn.Module):
         """Whether the layers run the same compiled CPU kernels for every token, so that a CPU graph can replay them."""
         config = self.config
         return self.head.format.is_recordable and not (config.mla or config.experts or config.unfused)
+
+    def _project(self, i: int, residual: Residual, positions: Tensor) -> QKV:
+        """The projections of layer i, if the layer before did not make them; a CPU graph replays those of the first."""
+        layer, table = self.layer(i), self.table(i)
+        if i > 0 or not self._is_recordable:
+            return layer.attention.project(residual, positions, table)
+
+        def step(normed: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+            qkv = layer.attention.project(Residual(normed, normed), positions, table)
+            return qkv.q, qkv.k, qkv.v
+
+        q, k, v = self.graphs.run(FIRST, step, residual.normed, positions)
+        return QKV(q, k, v)
+
+    def _finish(self, attended: Tensor, residual: Residual) -> Residual:
+        """The second half of the last layer, with the final norm; a CPU graph replays it."""
+        last = len(self.layers) - 1
+        if not self._is_recordable:
+            return self.layer(last).after_attention(attended, residual, self.norm)
+
+        def step(attended: Tensor, values: Tensor) -> tuple[Tensor, ...]:
+            after = self.layer(last).after_attention(attended, Residual(values, values), self.norm)
+            return after.values, after.normed
+
+        values, normed = self.graphs.run(last, step, attended, residual.values)
+        return Residual(values, normed.clone())  # the caller's own: the next replay writes over what a graph returned
 
     def _to_next_layer(
         self, i: int, attended: Tensor, residual: Residual, positions: Tensor, can_project: bool

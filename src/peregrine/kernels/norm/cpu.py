@@ -21,6 +21,7 @@ from peregrine.kernels.runtime.cpu_jit import (
     floats_at,
     fused_multiply_add,
     load_vector,
+    longs_at,
     reals_of,
     words_of,
 )
@@ -59,6 +60,21 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     pointers = x.data_ptr(), residual.data_ptr(), weight.data_ptr(), normed.data_ptr(), total.data_ptr()
     _add_rms_norm(pieces, *pointers, num_rows, width, eps)
     return normed, total
+
+
+def norm_pair(
+    tokens: Tensor, embedding: Tensor, first_norm: Tensor, hidden: Tensor, second_norm: Tensor, eps: float
+) -> Tensor:
+    """Normed rows of embedding [V, H] for tokens [N] i64, beside normed hidden states [N, H]: [N, 2 H]."""
+    num_rows, width = hidden.shape
+    for weight in (first_norm, second_norm):
+        _check(weight, width)
+    tokens, embedding, hidden = tokens.contiguous(), embedding.contiguous(), hidden.contiguous()
+    both = torch.empty(num_rows, 2 * width, dtype=torch.float32)
+    tensors = tokens, embedding, first_norm, hidden, second_norm, both
+    pieces = pieces_for(num_rows, 2 * num_rows * width, SERIAL_WORK)
+    _norm_pair(pieces, *(x.data_ptr() for x in tensors), num_rows, width, embedding.shape[0], eps)
+    return both
 
 
 def _check(weight: Tensor, width: int) -> None:
@@ -117,6 +133,21 @@ def _rms_norm(block):  # type: ignore[no-untyped-def]
             for head in range(heads):
                 source, target = row * stride + head * head_stride, (row * heads + head) * width
                 _norm_row(x + source * 4, weight, normed + target * 4, width, eps)
+        piece = claim(words)
+
+
+@cpu_kernel("qqqqqqqqqd")
+def _norm_pair(block):  # type: ignore[no-untyped-def]
+    words, eps = words_of(block), np.float32(reals_of(block)[11])
+    pieces = words[1]
+    tokens, embedding, first, hidden, second, both, rows, width, vocab_size = arguments_of(block, 9)
+    ids = longs_at(tokens, rows)
+    piece = claim(words)
+    while piece < pieces:
+        for row in range(piece * rows // pieces, (piece + 1) * rows // pieces):
+            token, target = min(max(ids[row], 0), vocab_size - 1), both + row * width * 8
+            _norm_row(embedding + token * width * 4, first, target, width, eps)
+            _norm_row(hidden + row * width * 4, second, target + width * 4, width, eps)
         piece = claim(words)
 
 

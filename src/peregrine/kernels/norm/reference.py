@@ -59,5 +59,8 @@ def norm_pair(
     if triton_ready(hidden) and not (torch.is_grad_enabled() and first_norm.requires_grad):
         both: Tensor = _triton.norm_pair(tokens, embedding, first_norm, hidden, second_norm, eps)
         return both
+    if numba_ready(embedding, first_norm, hidden, second_norm):
+        both = _cpu.norm_pair(tokens, embedding, first_norm, hidden, second_norm, eps)
+        return both
     embedded = rms_norm(F.embedding(tokens, embedding), first_norm, eps)
     return torch.cat((embedded, rms_norm(hidden, second_norm, eps)), dim=1)

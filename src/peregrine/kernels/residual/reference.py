@@ -19,9 +19,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from peregrine.kernels.norm import add_rms_norm, rms_norm
+from peregrine.kernels.runtime.cpu import numba_ready
 from peregrine.kernels.runtime.dispatch import DeviceFile
 from peregrine.kernels.runtime.gpu import triton_ready
 
+_cpu = DeviceFile("peregrine.kernels.residual.cpu")
 _triton = DeviceFile("peregrine.kernels.residual.triton")
 
 SQUARE_UNIT, FINE_UNIT = 2.0**24, 2.0**48
@@ -118,7 +120,8 @@ def splits_norm(norm: Norm | None, values: Tensor) -> TypeGuard[Norm]:
 def add_to_residual(update: Tensor, residual: Residual, norm: Norm | None) -> Residual:
     """The residual stream plus an update [N, H], with a complete norm."""
     if norm is None:
-        values = update + residual.values
+        ready = numba_ready(update, residual.values)
+        values: Tensor = _cpu.add(update, residual.values) if ready else update + residual.values
         return Residual(values, values)
     normed, values = add_rms_norm(update, residual.values, norm.weight, norm.eps)
     return Residual(values, normed)

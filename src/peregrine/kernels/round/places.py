@@ -10,9 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from peregrine.kernels.runtime.cpu import numba_ready
 from peregrine.kernels.runtime.dispatch import DeviceFile
 from peregrine.kernels.runtime.gpu import triton_ready
 
+_cpu = DeviceFile("peregrine.kernels.round.places_cpu")
 _triton = DeviceFile("peregrine.kernels.round.places_triton")
 
 
@@ -57,6 +59,8 @@ def window_places(past_lens: Tensor, depths: Tensor, table: Tensor, page_size: i
     """Where nodes of depths [R, T] are read after past_lens [R] tokens."""
     if triton_ready(past_lens):
         return WindowPlaces(*_triton.window_places(past_lens, depths, table, page_size, max_len))
+    if table.is_cpu and numba_ready():
+        return WindowPlaces(*_cpu.window_places(past_lens, depths, table, page_size, max_len))
     return window_places_torch(past_lens, depths, table, page_size, max_len)
 
 
@@ -86,6 +90,8 @@ def path_places(
     arguments = (past_lens, new_past_lens, history, table, page_size, width, behind, max_len)
     if triton_ready(table):
         return PathPlaces(*_triton.path_places(*arguments))
+    if table.is_cpu and numba_ready():
+        return PathPlaces(*_cpu.path_places(*arguments))
     return path_places_torch(*arguments)
 
 
@@ -119,6 +125,8 @@ def ahead_places(
     arguments = (new_past_lens, table, page_size, first_place, depth, width, max_len)
     if triton_ready(table):
         return AheadPlaces(*_triton.ahead_places(*arguments))
+    if table.is_cpu and numba_ready():
+        return AheadPlaces(*_cpu.ahead_places(*arguments))
     return ahead_places_torch(*arguments)
 
 

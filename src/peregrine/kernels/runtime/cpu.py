@@ -22,7 +22,8 @@ from peregrine.log import logger
 
 NUMBA_PRESENT = importlib.util.find_spec("numba") is not None
 FLOAT32 = torch.float32
-COMPILED = ("linear.cpu", "norm.cpu", "rope.cpu", "activation.cpu", "attention.cpu", "sampling.cpu", "round.cpu")
+FOLDERS = "linear", "norm", "residual", "rope", "activation", "attention", "sampling", "round"
+COMPILED = (*(f"{folder}.cpu" for folder in FOLDERS), "round.places_cpu")
 PIECES_PER_THREAD = 4  # enough to even out threads of unlike speed; long pieces read memory faster
 
 

@@ -1,6 +1,6 @@
 """EAGLE-3: a layer over (embedding, fused target states), with its own norm, output head and often vocabulary."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from peregrine.models.families import family_of
 from peregrine.models.layers import MLP, QKV, Attention, Linear, LiveRows, RMSNorm
 
 MAX_GRAPH_ROWS = 64  # larger windows are not run from recorded kernel calls
+PROJECT, AFTER_ATTENTION, LOGITS = range(3)  # what is recorded
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +105,13 @@ class Eagle3Head(StepHead):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, H] -> [n, Vd]."""
-        return self.score(hidden if self.config.norm_output else self.norm(hidden))
+
+        def step(hidden: Tensor) -> tuple[Tensor, ...]:
+            return (self.score(hidden if self.config.norm_output else self.norm(hidden)),)
+
+        if not self.first.is_recordable:
+            return step(hidden)[0]
+        return self.first.graphs.run(LOGITS, step, hidden)[0].clone()  # the next replay writes over what it returned
 
 
 class Eagle3Layer(nn.Module):
@@ -132,44 +139,62 @@ class Eagle3Layer(nn.Module):
         next_norm: RMSNorm | None,
     ) -> Residual:
         """The residual stream after the layer, prepared for `next_norm`."""
-        norms = self.input_norm.weight, self.hidden_norm.weight
-        both = norm_pair(tokens, embedding, norms[0], hidden, norms[1], self.input_norm.eps)  # [N, 2 H]
-        values = both[:, hidden.shape[1] :].contiguous() if self.norm_before_residual else hidden
+        values = hidden
+        if self.is_recordable:  # queries of all rows take less time than kernels that are called one by one
+            qkv, normed = self._project(tokens, embedding, hidden, positions, table)
+            values = normed if self.norm_before_residual else hidden
+            if live is not None:
+                qkv, values = replace(qkv, q=qkv.q.index_select(0, live)), values.index_select(0, live)
+            return self._after_attention(qkv.attend(attend, 0), values, next_norm)
+        both = self._join(tokens, embedding, hidden)
+        if self.norm_before_residual:
+            values = both[:, hidden.shape[1] :].contiguous()
         # `both` is normed already, so the projection reads it as it is.
-        if live is None:
-            qkv = self._project(both, positions, table)
-        else:
-            chosen = both.index_select(0, live)
+        rows = None
+        if live is not None:
+            chosen, values = both.index_select(0, live), values.index_select(0, live)
             rows = LiveRows(Residual(chosen, chosen), positions.index_select(0, live))
-            qkv = self.attention.project(Residual(both, both), positions, table, rows)
-            values = values.index_select(0, live)
-        return self._after_attention(qkv.attend(attend, 0), values, next_norm)
+        qkv = self.attention.project(Residual(both, both), positions, table, rows)
+        return self._second_half(qkv.attend(attend, 0), values, next_norm)
 
-    def _project(self, both: Tensor, positions: Tensor, table: Tensor) -> QKV:
-        if not self.mlp.down.format.is_recordable:
-            return self.attention.project(Residual(both, both), positions, table)
+    @property
+    def is_recordable(self) -> bool:
+        """Whether a CPU graph can replay the layer."""
+        return self.mlp.down.format.is_recordable
 
-        def step(both: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+    def _join(self, tokens: Tensor, embedding: Tensor, hidden: Tensor) -> Tensor:
+        norms = self.input_norm.weight, self.hidden_norm.weight
+        return norm_pair(tokens, embedding, norms[0], hidden, norms[1], self.input_norm.eps)  # [N, 2 H]
+
+    def _project(
+        self, tokens: Tensor, embedding: Tensor, hidden: Tensor, positions: Tensor, table: Tensor
+    ) -> tuple[QKV, Tensor]:
+        """The projections, and the normed hidden state [N, H]; from a CPU graph."""
+
+        def step(hidden: Tensor, tokens: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+            both = self._join(tokens, embedding, hidden)
             qkv = self.attention.project(Residual(both, both), positions, table)
-            return qkv.q, qkv.k, qkv.v
+            return qkv.q, qkv.k, qkv.v, both[:, hidden.shape[1] :]
 
-        q, k, v = self.graphs.run(0, step, both, positions)
-        return QKV(q, k, v)
+        # A graph keeps its first inputs and writes later ones over them: the tokens are somebody's drafts.
+        q, k, v, normed = self.graphs.run(PROJECT, step, hidden, tokens.clone(), positions)
+        return QKV(q, k, v), normed
 
     def _after_attention(self, attended: Tensor, values: Tensor, next_norm: RMSNorm | None) -> Residual:
-        def second_half(attended: Tensor, values: Tensor) -> Residual:
-            merged = self.attention.merge_heads(attended)
-            residual = self.attention.out.format.add(merged, Residual(values, values), self.post_norm)
-            return self.mlp.forward(residual, next_norm)
+        """The second half of the layer; from a CPU graph."""
 
         def step(attended: Tensor, values: Tensor) -> tuple[Tensor, ...]:
-            residual = second_half(attended, values)
+            residual = self._second_half(attended, values, next_norm)
             return residual.values, residual.normed
 
-        if not self.mlp.down.format.is_recordable:
-            return second_half(attended, values)
-        values, normed = self.graphs.run(1, step, attended, values)
-        return Residual(values, normed)
+        added, normed = self.graphs.run(AFTER_ATTENTION, step, attended, values)
+        added = added.clone()  # the next replay writes over what a graph returned
+        return Residual(added, added if next_norm is None else normed.clone())
+
+    def _second_half(self, attended: Tensor, values: Tensor, next_norm: RMSNorm | None) -> Residual:
+        merged = self.attention.merge_heads(attended)
+        residual = self.attention.out.format.add(merged, Residual(values, values), self.post_norm)
+        return self.mlp.forward(residual, next_norm)
 
 
 def eagle3_plan(config: Eagle3Config) -> Plan:
