@@ -90,7 +90,7 @@ class LLM:
         try:
             for index, (encode, one) in enumerate(jobs):
                 try:
-                    request = self.loop.submit(encode(), one, results.put)
+                    request = self.loop.submit(encode(), one, results.put, streams=False)
                     requests[request.id] = index, request
                 except RequestError as error:
                     if len(encoders) == 1:

@@ -12,7 +12,8 @@ from peregrine.config import MAX_LAG
 from peregrine.engine.graphs import Graphs
 from peregrine.engine.host_copy import RING_SIZE, HostCopy, Ring
 from peregrine.engine.request import RoundDrafts
-from peregrine.engine.runner import VARIANTS, Runner, offered_drafts
+from peregrine.engine.round_result import offered_drafts
+from peregrine.engine.runner import VARIANTS, Runner
 from peregrine.kernels.sampling.reference import Features
 from peregrine.sampling import MAX_LOGPROBS
 from peregrine.spec.state import MAX_VIEWS, Rows

@@ -167,7 +167,7 @@ class Turn:
     """Text and figures of one answer."""
 
     def __init__(self) -> None:
-        from peregrine.engine.request import Stats
+        from peregrine.engine.stats import Stats
 
         self.text, self.ending, self.stats = "", "", Stats()
 

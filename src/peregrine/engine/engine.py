@@ -2,26 +2,27 @@
 
 import itertools
 from collections import deque
-from dataclasses import replace
+from collections.abc import Callable
+
+import numpy as np
 
 from peregrine.engine.admission import Limits, admit, features_of, matcher_limits, seat_entry
 from peregrine.engine.chunk_size import ChunkSize
 from peregrine.engine.page_ledger import PageLedger
 from peregrine.engine.policy import BatchPolicy, next_admitted
-from peregrine.engine.prefill import next_chunks, read_chunks
+from peregrine.engine.prefill import PromptChunk, next_chunks, read_chunks
 from peregrine.engine.request import Delta, Request
-from peregrine.engine.runner import RowResult, Runner
+from peregrine.engine.round_result import RoundResult, RowExtras, take_line
+from peregrine.engine.runner import Runner
 from peregrine.errors import RequestError
 from peregrine.grammar import GrammarCompiler, Matcher
 from peregrine.hardware import current_device
-from peregrine.kernels.round import FINISH_FAULT, FINISH_LENGTH, FINISH_NONE, FINISH_STOP
 from peregrine.kernels.sampling import Features
 from peregrine.log import logger
 from peregrine.sampling import SamplingParams
 from peregrine.spec.suffix import SuffixDrafter
 from peregrine.text.tokenizer import Tokenizer
 
-FINISH_REASONS = {FINISH_NONE: None, FINISH_STOP: "stop", FINISH_LENGTH: "length", FINISH_FAULT: "error"}
 FAILED = "the engine failed on this request, and ended it alone; its log says why"
 
 
@@ -42,15 +43,18 @@ class Engine:
         self.grammars = grammars
         self.policy, self.simulated = policy, simulated
         self.chunk_size = ChunkSize(policy.prefill_chunk, policy.max_stall_s, runner.device)
+        self.replay_chunks: Callable[[list[PromptChunk]], bool] = lambda _: False  # by recorded forwards
         self.waiting: deque[Request] = deque()
         self.reading: list[Request] = []  # in prefill, in order of admission
         self.running: list[Request] = []  # index = seat
         self._ids, self._admissions = itertools.count(), itertools.count()
         shape = runner.drafter.shape
         self._most_accepted, self._span = shape.depth + 1, shape.span  # of one round
-        self._blocked: tuple[int, int] | None = None  # (request that found too few pages, ledger's version then)
+        self._blocked: tuple[int, int] | None = None  # request that found too few pages, ledger's version then
         self._ended: list[Delta] = []  # last deltas of requests that ended outside a round
-        self._results: list[RowResult] = []  # read while a round was being queued, not taken yet
+        self._results: list[RoundResult] = []  # read while a round was being queued, not taken yet
+        # Places that each seat's pages have beyond what it can reach, at least; below 0: to be counted again.
+        self._spare = np.full(policy.max_rows, -1)
         self._features: Features | None = None  # of the running requests; None: to be computed again
 
     @property
@@ -130,7 +134,7 @@ class Engine:
         if unread:
             chunks = next_chunks(unread, self.chunk_size.tokens(bool(self.running)))
             with self.chunk_size.timed(sum(chunk.end - chunk.start for chunk in chunks)):
-                read_chunks(self.runner.target, self.runner.drafter, chunks, self.ledger.page_size)
+                read_chunks(self.runner.target, self.runner.drafter, chunks, self.ledger.page_size, self.replay_chunks)
         self._seat_read(share=True)
 
     def seat_unread(self) -> None:
@@ -157,6 +161,7 @@ class Engine:
     def _take_seat(self, request: Request) -> None:
         seat = request.seat = len(self.running)
         self.running.append(request)
+        request.round_before, self._spare[seat] = self.runner.launched, -1
         self._features = None
         self.runner.seats.join(seat, seat_entry(request, self.limits))
         self.runner.seats.set_pages([(seat, 0, request.pages)])
@@ -172,6 +177,7 @@ class Engine:
             self.runner.seats.move(last, seat)
             self.running[seat] = self.running[last]
             self.running[seat].seat = seat
+            self._spare[seat] = self._spare[last]
         self.running.pop()
         self._features = None
         request.seat = None
@@ -180,26 +186,39 @@ class Engine:
 
     def _reach(self, request: Request) -> int:
         """Places the request may touch in its next round, whatever the rounds in flight accept."""
-        newest = request.num_tokens - 1 + request.rounds_in_flight * self._most_accepted
+        newest = len(request.tokens) - 1
+        if request.seat is not None:
+            newest += self.runner.in_flight_for(request) * self._most_accepted
         return min(newest, request.limit - 1) + self._span
 
     def _make_room(self) -> list[Delta]:
         """Reserve pages for the next round of every running request; if they run out, preempt the youngest."""
         deltas: list[Delta] = []
-        before = [(request, len(request.pages)) for request in self.running]
+        before = [(self.running[row], len(self.running[row].pages)) for row in self._short_rows()]
         for request, _ in before:
             while request.seat is not None and not self.ledger.reserve(request, self._reach(request)):
                 if self.runner.in_flight:
                     deltas += self._collect()  # may end a request; and a preempted one must have no round in flight
                 else:
                     self._preempt(max(self.running + self.reading, key=lambda r: r.order))
-        grown = [(r.seat, held, r.pages[held:]) for r, held in before if r.seat is not None and len(r.pages) > held]
+        grown = []
+        for request, held in before:
+            if request.seat is not None:
+                self._spare[request.seat] = len(request.pages) * self.ledger.page_size - self._reach(request)
+                if len(request.pages) > held:
+                    grown.append((request.seat, held, request.pages[held:]))
         self.runner.seats.set_pages(grown)
         return deltas
 
+    def _short_rows(self) -> list[int]:
+        """Rows whose pages may not hold what they can reach: since they were counted, each round took the most."""
+        spare = self._spare[: len(self.running)]
+        spare -= self._most_accepted
+        return np.flatnonzero(spare < 0).tolist()
+
     def _preempt(self, request: Request) -> None:
         """Free the request's pages and queue it first; its tokens are read again later and do not change."""
-        request.stats.preemptions += 1
+        request.preemptions += 1
         if request.seat is not None:
             request.read_len = request.num_tokens - 1
             self._free_seat(request)
@@ -221,26 +240,36 @@ class Engine:
     def _catch_up(self) -> None:
         """Read every round in flight. What it ends keeps its seat until the round being queued no longer needs it."""
         while self.runner.in_flight:
-            self._results += self.runner.read()
+            self._results.append(self.runner.read())
 
     def _collect(self) -> list[Delta]:
-        """Read the oldest round."""
-        self._results += self.runner.read()
+        self._results.append(self.runner.read())
         return self._take_results()
 
     def _take_results(self) -> list[Delta]:
         """Take what was read. Results of requests that already finished are dropped."""
         results, self._results = self._results, []
-        taken = [self._take_or_fail(result) for result in results if result.request.seat is not None]
-        return [delta for delta in taken if delta is not None]
+        deltas = []
+        for result in results:
+            if self.running[: len(result.requests)] == result.requests:  # else `_spare` stays a lower bound
+                self._spare[: len(result.requests)] += self._most_accepted - result.accept
+            for request, line, extras in zip(result.requests, result.lines, result.extras, strict=False):
+                if request.seat is None or not (line[0] or line[3]):
+                    continue
+                if request.streams or line[3]:  # its user waits for the tokens, or it ends
+                    deltas.append(self._take_or_fail(request, line, extras))
+                else:
+                    request.take(line)
+        return deltas
 
-    def _take_or_fail(self, result: RowResult) -> Delta | None:
+    def _take_or_fail(self, request: Request, line: list[int], extras: RowExtras) -> Delta:
         try:
-            return self._take(result)
+            delta, reason, stop = take_line(request, line, extras)
+            return delta if reason is None else self._finish(request, delta, reason, stop)
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException:  # such as a panic of the tokenizer, which is no Exception
-            return self._fail(result.request)
+            return self._fail(request)
 
     def _fail(self, request: Request) -> Delta:
         """End the request whose handling raised; the others go on."""
@@ -248,39 +277,11 @@ class Engine:
         request.failure, request.stream = FAILED, None
         return self._finish(request, Delta(request.id), "error")
 
-    def _take(self, result: RowResult) -> Delta | None:
-        """Add a round's tokens to its request, and finish it if they end it."""
-        request, tokens = result.request, result.tokens
-        if not tokens and not result.finish:
-            return None
-        request.take(tokens, result.correct, result.drafted)
-        if result.logprobs is not None:
-            request.take_logprobs(tokens, result.logprobs)
-        text, reason = "", FINISH_REASONS[result.finish]
-        stop: str | int | None = tokens[-1] if result.finish == FINISH_STOP else None
-        if request.stream is not None:
-            silent = 1 if result.finish == FINISH_STOP else 0  # the stop token itself has no text
-            text = request.stream.push(tokens[: len(tokens) - silent])
-            request.text += text
-            reason = reason if request.stream.stopped is None else "stop"
-        start = request.num_generated - len(tokens)
-        delta = Delta(
-            request_id=request.id,
-            text=text,
-            token_ids=tokens,
-            drafted=request.drafted[start:],
-            offered=result.drafted,
-            logprobs=None if request.params.logprobs is None else request.logprobs[start:],
-            prompt_logprobs=request.prompt_logprobs() if start == 0 else None,
-            drafts=result.drafts if request.params.report_drafts else None,
-        )
-        return delta if reason is None else self._finish(request, delta, reason, stop)
-
     def _finish(self, request: Request, last: Delta, reason: str, stop: str | int | None = None) -> Delta:
         """Free the request's seat and pages; returns its last delta, which carries the output."""
         if request.stream is not None:
-            rest = request.stream.finish()
-            request.text, last = request.text + rest, replace(last, text=last.text + rest)
+            new, rest = request.add_text(), request.stream.finish()
+            request.text, last = request.text + rest, last._replace(text=last.text + new + rest)
             if request.stream.stopped is not None and reason in ("stop", "length"):
                 reason, stop = "stop", request.stream.stopped
                 # Tokens of earlier rounds go too if the stop's text was held back since then.
@@ -296,4 +297,4 @@ class Engine:
         self.ledger.release(request)
         if isinstance(self.runner.drafter, SuffixDrafter) and request.params.store and reason in ("stop", "length"):
             self.runner.drafter.learn(request.generated)
-        return replace(last, finish_reason=reason, output=request.output(reason, stop, self.simulated))
+        return last._replace(finish_reason=reason, output=request.output(reason, stop, self.simulated))

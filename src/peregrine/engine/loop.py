@@ -44,10 +44,15 @@ class EngineLoop:
         self._thread = threading.Thread(target=self._run, name="peregrine-engine", daemon=True)
         self._thread.start()
 
-    def submit(self, prompt: list[int], params: SamplingParams, sink: Sink) -> Request:
-        """Admit a request in the caller's thread (RequestError is raised here) and hand it to the engine."""
+    def submit(self, prompt: list[int], params: SamplingParams, sink: Sink, streams: bool = True) -> Request:
+        """Admit a request in the caller's thread (RequestError is raised here) and hand it to the engine.
+
+        If it does not stream, its sink gets the last delta alone.
+        """
         self._check_process()
         request = self.engine.prepare(prompt, params)
+        if not streams:
+            request.wait_for_end()
         self.start(request, sink)
         return request
 

@@ -4,10 +4,11 @@ A prompt is read up to, and not including, its last token. That token is the roo
 tokens are chosen in one place only, and a prompt that is cached up to its last token needs no prefill at all.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from peregrine.kernels.sampling import logprobs
 from peregrine.spec.bound import BoundModel
 from peregrine.spec.types import Chunk, Drafter
 
+IntArray = npt.NDArray[np.int64]
 SCORED_AT_ONCE = 64  # prompt tokens whose logits exist at a time
 
 
@@ -48,28 +50,36 @@ def next_chunks(requests: list[Request], chunk_size: int) -> list[PromptChunk]:
     return [PromptChunk(r, r.read_len, r.read_len + shares[r.id]) for r in requests if shares[r.id]]
 
 
-def read_chunks(target: BoundModel, drafter: Drafter, chunks: list[PromptChunk], page_size: int) -> None:
-    """Read the chunks; those whose prompts are scored get a forward of their own, which keeps all hidden states."""
+def read_chunks(
+    target: BoundModel,
+    drafter: Drafter,
+    chunks: list[PromptChunk],
+    page_size: int,
+    replay: Callable[[list[PromptChunk]], bool] = lambda _: False,
+) -> None:
+    """Read the chunks; those whose prompts are scored get a forward of their own, which keeps all hidden states.
+
+    `replay` reads chunks by a recorded forward, if there is one for them.
+    """
     for scored in (False, True):
         group = [chunk for chunk in chunks if chunk.request.wants_scores == scored]
-        if group:
+        if group and (scored or not replay(group)):
             _read_group(target, drafter, group, page_size, scored)
+    for chunk in chunks:
+        chunk.request.read_len = chunk.end
 
 
 def _read_group(target: BoundModel, drafter: Drafter, chunks: list[PromptChunk], page_size: int, scored: bool) -> None:
     """One ragged forward of the target, then the drafter absorbs the same tokens."""
     device = target.store.keys.device
     metadata = chunk_metadata(chunks, page_size, device)
-    tokens = _flat([c.request.tokens[c.start : c.end] for c in chunks], device)
-    following = _flat([c.request.tokens[c.start + 1 : c.end + 1] for c in chunks], device)
+    tokens, following = upload(chunk_tokens(chunks), device), upload(chunk_tokens(chunks, 1), device)
     if scored:
         hidden, taps = target.read(tokens, metadata, drafter.taps)  # [N, H]
         _score(target, hidden, following, chunks)
     else:
         taps = target.fill(tokens, metadata, drafter.taps)
     drafter.absorb(Chunk(tokens=tokens, next_tokens=following, taps=taps, metadata=metadata))
-    for chunk in chunks:
-        chunk.request.read_len = chunk.end
 
 
 def absorb_held(drafter: Drafter, requests: Sequence[Request], page_size: int, device: torch.device) -> None:
@@ -83,8 +93,8 @@ def absorb_held(drafter: Drafter, requests: Sequence[Request], page_size: int, d
         taps = [row for chunk in chunks for row in chunk.request.held[: chunk.end - chunk.start] if row is not None]
         drafter.absorb(
             Chunk(
-                tokens=_flat([c.request.tokens[c.start : c.end] for c in chunks], device),
-                next_tokens=_flat([c.request.tokens[c.start + 1 : c.end + 1] for c in chunks], device),
+                tokens=upload(chunk_tokens(chunks), device),
+                next_tokens=upload(chunk_tokens(chunks, 1), device),
                 taps=torch.stack(taps) if taps else None,
                 metadata=chunk_metadata(chunks, page_size, device),
             )
@@ -108,27 +118,44 @@ def _score(target: BoundModel, hidden: Tensor, following: Tensor, chunks: list[P
         start = end
 
 
+@dataclass(frozen=True, slots=True)
+class ChunkPlaces:
+    """Where the tokens of several chunks lie, computed on the host: one entry per token, chunk after chunk."""
+
+    lens: IntArray  # [R] tokens of each chunk
+    starts: IntArray  # [R] the place of its first
+    positions: IntArray  # [N]
+    slots: IntArray  # [N]
+
+    @staticmethod
+    def of(chunks: Sequence[PromptChunk], page_size: int) -> "ChunkPlaces":
+        starts, lens = (np.array(x) for x in zip(*((c.start, c.end - c.start) for c in chunks), strict=True))
+        places = [np.arange(chunk.start, chunk.end) for chunk in chunks]
+        pages = [np.array(c.request.pages)[at // page_size] for c, at in zip(chunks, places, strict=True)]
+        positions = np.concatenate(places)
+        return ChunkPlaces(lens, starts, positions, np.concatenate(pages) * page_size + positions % page_size)
+
+
 def chunk_metadata(chunks: list[PromptChunk], page_size: int, device: torch.device) -> AttentionMetadata:
     """Where the ragged window of these chunks reads and writes."""
-    lens = [c.end - c.start for c in chunks]
+    places = ChunkPlaces.of(chunks, page_size)
     width = max(-(-c.end // page_size) for c in chunks)
-    table = [c.request.pages[:width] + [0] * (width - len(c.request.pages)) for c in chunks]
-    slots = [
-        c.request.pages[place // page_size] * page_size + place % page_size
-        for c in chunks
-        for place in range(c.start, c.end)
-    ]
+    table = np.zeros((len(chunks), width), dtype=np.int64)
+    for line, chunk in zip(table, chunks, strict=True):
+        pages = chunk.request.pages[:width]
+        line[: len(pages)] = pages
     return AttentionMetadata(
-        window=Window.ragged(lens),
-        positions=_flat([list(range(c.start, c.end)) for c in chunks], device),
-        q_starts=upload(list(accumulate(lens, initial=0)), device),
-        past_lens=upload([c.start for c in chunks], device),
-        page_table=_flat(table, device).view(len(table), width),
+        window=Window.ragged(places.lens.tolist()),
+        positions=upload(places.positions, device),
+        q_starts=upload(np.concatenate([[0], places.lens.cumsum()]), device),
+        past_lens=upload(places.starts, device),
+        page_table=upload(table, device),
         page_size=page_size,
-        slots=upload(slots, device),
+        slots=upload(places.slots, device),
         ancestors=None,
     )
 
 
-def _flat(parts: list[list[int]], device: torch.device) -> Tensor:
-    return upload([token for part in parts for token in part], device)
+def chunk_tokens(chunks: Sequence[PromptChunk], shift: int = 0) -> list[int]:
+    """The tokens of all chunks, or those `shift` places after them."""
+    return [token for c in chunks for token in c.request.tokens[c.start + shift : c.end + shift]]

@@ -1,15 +1,18 @@
 """A request inside the engine, and the values that it returns to its user."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from typing import NamedTuple
 
 from torch import Tensor
 
 from peregrine.cache.host_tier import Transfer
 from peregrine.cache.prefix import Match
 from peregrine.engine.host_copy import HostCopy
+from peregrine.engine.stats import Stats, drafted_flags
 from peregrine.grammar import Matcher
+from peregrine.kernels.round import HEADER
 from peregrine.sampling import SamplingParams
 from peregrine.spec.odds import Guess, RequestOdds
 from peregrine.text.stream import TextStream
@@ -33,34 +36,6 @@ class TokenLogprob:
         texts = self.top_texts or (None,) * len(self.top)
         top = [{"token_id": i, "text": t, "logprob": p} for (i, p), t in zip(self.top, texts, strict=True)]
         return {"token_id": self.token_id, "text": self.text, "logprob": self.logprob, "top": top}
-
-
-@dataclass(slots=True)
-class Stats:
-    """How speculation went for one request."""
-
-    rounds: int = 0
-    drafted: int = 0  # drafts offered to the target (tree nodes counted)
-    correct: int = 0  # drafts that became output
-    accepted: int = 0  # tokens that came out of rounds, bonus tokens included
-    accept_histogram: list[int] = field(default_factory=list)  # rounds by number of correct drafts
-    cached_tokens: int = 0  # prompt tokens found in the prefix cache
-    preemptions: int = 0
-
-    @property
-    def accept_length(self) -> float:
-        """Tokens per round, bonus included."""
-        return self.accepted / self.rounds if self.rounds else 0.0
-
-    def count(self, drafted: int, correct: int, accepted: int) -> None:
-        """Add one round that produced something."""
-        self.rounds += 1
-        self.drafted += drafted
-        self.correct += correct
-        self.accepted += accepted
-        if correct >= len(self.accept_histogram):
-            self.accept_histogram.extend([0] * (correct + 1 - len(self.accept_histogram)))
-        self.accept_histogram[correct] += 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,14 +87,16 @@ class RoundDrafts:
     correct: list[int]  # the nodes that became output
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """What one step added to one request; the last one carries the whole output."""
+class Delta(NamedTuple):
+    """What one step added to one request; the last one carries the whole output.
+
+    One is made for every row of every round, and a tuple takes a fifth of the time of a frozen dataclass.
+    """
 
     request_id: int
     text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    drafted: list[bool] = field(default_factory=list)
+    token_ids: Sequence[int] = ()
+    drafted: Sequence[bool] = ()
     finish_reason: str | None = None
     output: Output | None = None
     offered: int = 0  # drafts the round offered to the target
@@ -131,31 +108,32 @@ class Delta:
         """The delta without its last `count` tokens, or as many of them as it has; its text is left alone."""
         keep = max(0, len(self.token_ids) - count)
         logprobs = None if self.logprobs is None else self.logprobs[:keep]
-        return replace(self, token_ids=self.token_ids[:keep], drafted=self.drafted[:keep], logprobs=logprobs)
+        return self._replace(token_ids=self.token_ids[:keep], drafted=self.drafted[:keep], logprobs=logprobs)
 
 
 class Request:
     """One user's generation: what was asked, the pages and the seat it holds, what it has produced."""
 
     def __init__(self, request_id: int, prompt: list[int], params: SamplingParams, seed: int, limit: int) -> None:
+        self.streams = True  # its tokens are handled as they come; False: when it ends
         self.id, self.prompt, self.params, self.seed, self.limit = request_id, prompt, params, seed, limit
         self.stream: TextStream | None = None  # None: no text was asked for
         self.text_of: Callable[[int], str] | None = None  # a token's text, for log-probabilities
         self.matcher: Matcher | None = None  # None: its text is free
         self.failure: str | None = None  # why it ends with an error
         self.tokens = list(prompt)  # the prompt, then what was generated
-        self.drafted: list[bool] = []  # of each generated token
+        self.verdicts: list[int] = []  # of its rounds, three each: tokens, right drafts, drafts
         self.logprobs: list[TokenLogprob] = []
         self.scores: list[HostCopy] = []  # log-probabilities of prompt tokens, by chunk
         self.num_scored = 0
-        self.text = ""
-        self.stats = Stats()
+        self.text, self.num_worded = "", 0  # and how many generated tokens it is of
+        self.cached_tokens = self.preemptions = 0
         self.match: Match | None = None  # the locked prefix while the request holds pages
         self.arriving: Transfer | None = None  # pages after the match that are being copied from the host
         self.pages: list[int] = []  # in order of place, matched ones first
         self.read_len = 0  # tokens whose KV exists, while the request is in prefill
-        self.rounds_in_flight = 0
         self.seat: int | None = None  # while it runs
+        self.round_before = 0  # number of the last round that was launched before it took its seat
         self.guesses: list[Guess] = []  # the drafts of its window, for the planner of windows
         self.odds = RequestOdds()
         self.held: list[Tensor | None] = []  # taps of its last tokens, which the drafter has not absorbed
@@ -184,6 +162,11 @@ class Request:
         return len(self.tokens) - 1 - self.read_len
 
     @property
+    def stats(self) -> Stats:
+        """How speculation went until now."""
+        return Stats.of(self.verdicts, self.cached_tokens, self.preemptions)
+
+    @property
     def wants_scores(self) -> bool:
         """Whether log-probabilities of the prompt were asked for and are not complete."""
         return self.params.prompt_logprobs is not None and self.num_scored < len(self.prompt) - 1
@@ -195,27 +178,38 @@ class Request:
             tokenizer, self.prompt, params.stops, skip_special=params.skip_special_tokens, min_tokens=params.min_tokens
         )
 
+    def wait_for_end(self) -> None:
+        """Make no delta but the last; tokens are handled as they come all the same if something depends on it."""
+        self.streams = bool(self.params.stops) or self.params.logprobs is not None
+
+    def add_text(self, silent: int = 0) -> str:
+        """Turn new tokens into text, all but the last `silent`; returns what is final."""
+        new = self.tokens[len(self.prompt) + self.num_worded : len(self.tokens) - silent]
+        self.num_worded = self.num_generated
+        text = "" if self.stream is None else self.stream.push(new)
+        self.text += text
+        return text
+
     def begin(self, order: int) -> None:
         """Note that the request was admitted: it has pages and goes into prefill."""
         self.order = order
         if self.started is None:
             self.started = time.perf_counter()
-            self.stats.cached_tokens = self.read_len
+            self.cached_tokens = self.read_len
 
     def arrive(self, num_tokens: int) -> None:
         """Note that the KV of the next `num_tokens` tokens has arrived from the host."""
         self.arriving = None
         self.read_len += num_tokens
-        if not self.stats.preemptions:
-            self.stats.cached_tokens = self.read_len
+        if not self.preemptions:
+            self.cached_tokens = self.read_len
 
-    def take(self, tokens: list[int], correct: int, drafted: int) -> None:
-        """Add the tokens of one round."""
-        if tokens and self.first_token is None:
+    def take(self, line: list[int]) -> None:
+        """Add the tokens of one round, from its line of the verdict. This is done for every row of every round."""
+        self.tokens += line[HEADER : HEADER + line[0]]
+        self.verdicts += line[:3]
+        if self.first_token is None and line[0]:
             self.first_token = time.perf_counter()
-        self.tokens.extend(tokens)
-        self.drafted += [True] * min(correct, len(tokens)) + [False] * (len(tokens) - correct)
-        self.stats.count(drafted, correct, len(tokens))
 
     def take_logprobs(self, tokens: list[int], lines: list[tuple[float, list[int], list[float]]]) -> None:
         """Add the log-probabilities of one round's tokens: the chosen one's, and the likeliest as far as asked for."""
@@ -227,7 +221,7 @@ class Request:
     def trim(self, count: int) -> None:
         """Drop the last `count` tokens, which lie past a stop string."""
         keep = self.num_generated - count
-        del self.tokens[len(self.prompt) + keep :], self.drafted[keep:], self.logprobs[keep:]
+        del self.tokens[len(self.prompt) + keep :], self.logprobs[keep:]
 
     def add_scores(self, chosen: Tensor, top_ids: Tensor, top: Tensor) -> None:
         """Add log-probabilities of the next prompt tokens, [n], [n, top], [n, top]; the host does not wait for them."""
@@ -264,7 +258,7 @@ class Request:
             stop_reason=stop,
             error=self.failure or FAULT.format(count=self.num_generated) if reason == "error" else None,
             seed=self.seed,
-            drafted=list(self.drafted),
+            drafted=drafted_flags(self.verdicts)[: self.num_generated],
             logprobs=list(self.logprobs) if self.params.logprobs is not None else None,
             stats=self.stats,
             timing=self.timing(),

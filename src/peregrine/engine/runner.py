@@ -15,10 +15,11 @@ from peregrine.engine.host_copy import Ring
 from peregrine.engine.masks import MaskWriter
 from peregrine.engine.planning import RoundPlan, WindowPlanner
 from peregrine.engine.prefill import absorb_held
-from peregrine.engine.request import Request, RoundDrafts
+from peregrine.engine.request import Request
 from peregrine.engine.round_costs import RoundTimes
+from peregrine.engine.round_result import RoundResult, extras_of
 from peregrine.grammar import Matcher, Window
-from peregrine.kernels.round import FINISH_FAULT, HEADER, Verdict
+from peregrine.kernels.round import Verdict
 from peregrine.kernels.sampling import Features
 from peregrine.sampling import MAX_LOGPROBS
 from peregrine.spec.bound import BoundModel
@@ -38,19 +39,6 @@ VARIANTS = (
 # The round of a batch with a grammar, in two parts: the host computes masks while the first one runs.
 MASKED = replace(VARIANTS[-1], masked=True)
 VERIFY = "verify"
-
-
-@dataclass(frozen=True, slots=True)
-class RowResult:
-    """What one round did for one request."""
-
-    request: Request
-    tokens: list[int]
-    correct: int
-    drafted: int
-    finish: int
-    logprobs: list[tuple[float, list[int], list[float]]] | None
-    drafts: RoundDrafts | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +70,7 @@ class Runner:
         # round has two parts, "masks" between them and "settle".
         self.mark: Mark = no_mark
         self.in_flight: deque[RoundInFlight] = deque()
+        self.launched = 0  # rounds until now
         self._rings: dict[tuple[tuple[int, ...], torch.dtype], Ring] = {}
 
     def record(self, row_sizes: Sequence[int]) -> Iterator[int]:
@@ -137,15 +126,18 @@ class Runner:
         if logprobs is not None and features.logprobs is not None:  # a recorded round may do more than was asked
             values = self._to_host(logprobs.chosen), self._to_host(logprobs.top_ids), self._to_host(logprobs.top)
         ready = event_after(verdict.table)
-        for request in requests:
-            request.rounds_in_flight += 1
         planned = None
         if self.planner is not None and repeated is not None:
             self.planner.note_rest(repeated)
         elif plan is not None:
             planned = plan, self._times(began)
         self.in_flight.append(RoundInFlight(list(requests), packed, values, windows, ready, planned))
+        self.launched += 1
         self.mark("launched")
+
+    def in_flight_for(self, request: Request) -> int:
+        """Rounds in flight that the running request is part of: it takes part in all that are launched."""
+        return min(len(self.in_flight), self.launched - request.round_before)
 
     def _plan(self, planner: WindowPlanner, requests: list[Request], rows: Rows) -> RoundPlan:
         """The windows of the next round."""
@@ -229,50 +221,27 @@ class Runner:
             self._rings[key] = Ring(value)
         return self._rings[key].copy(value)
 
-    def read(self) -> list[RowResult]:
-        """Wait for the oldest round in flight; returns what it did for each request, and grammars take its tokens."""
+    def read(self) -> RoundResult:
+        """Wait for the oldest round in flight; returns what it did, and grammars take its tokens."""
         flight = self.in_flight.popleft()
         self.mark("wait")
         if flight.ready is not None:
             flight.ready.synchronize()
         self.mark("read")
-        lines = flight.verdict.tolist()
+        requests, verdict = flight.requests, flight.verdict[: len(flight.requests)].numpy()  # pads come last
+        lines, accept = verdict.tolist(), verdict[:, 0]
         if flight.planned is not None and self.planner is not None:
             plan, times = flight.planned
             self.planner.learn(plan, [line[1] for line in lines], [line[3] != 0 for line in lines], times)
-        results = []
-        for row, (request, line) in enumerate(zip(flight.requests, lines, strict=False)):  # pads come last
-            request.rounds_in_flight -= 1
-            accept, correct, drafted, finish = line[:HEADER]
-            drafts, logprobs = None, None
-            if flight.windows is not None and request.params.report_drafts:
-                path = line[(HEADER + len(line)) // 2 :]
-                drafts = offered_drafts(flight.windows[row], path[1 : correct + 1])
-            if flight.logprobs is not None and request.params.logprobs is not None:
-                logprobs = logprobs_on_host(flight.logprobs, row, accept)
-            tokens = line[HEADER : HEADER + accept]
-            results.append(checked_result(RowResult(request, tokens, correct, drafted, finish, logprobs, drafts)))
-        return results
+        if flight.windows is None and flight.logprobs is None:
+            return RoundResult(requests, lines, accept)
+        return RoundResult(requests, lines, accept, extras_of(requests, lines, flight.windows, flight.logprobs))
 
     def _windows(self, rows: Rows) -> Tensor:
         """Tokens, parents and offered flags of the windows to be verified, as copies: the round overwrites them."""
         nodes = self.seats.view(rows).nodes()
         offered = (nodes.depths > 0) & (nodes.depths <= nodes.offered[:, None])  # [R, T]
         return torch.stack([nodes.tokens, nodes.parents.expand_as(nodes.tokens), offered.long()], dim=1)
-
-
-def checked_result(result: RowResult) -> RowResult:
-    """The result, its tokens taken by the request's grammar; if that refuses one, the request ends before it."""
-    request, tokens = result.request, result.tokens
-    if request.matcher is None or request.seat is None:
-        return result
-    legal = request.matcher.advance(tokens)
-    if legal == len(tokens):
-        return result
-    request.failure = f"the grammar ended after {request.num_generated + legal} tokens: {request.matcher.error}"
-    logprobs = None if result.logprobs is None else result.logprobs[:legal]
-    correct = min(result.correct, legal)
-    return replace(result, tokens=tokens[:legal], correct=correct, finish=FINISH_FAULT, logprobs=logprobs)
 
 
 def event_after(value: Tensor) -> torch.cuda.Event | None:
@@ -282,18 +251,3 @@ def event_after(value: Tensor) -> torch.cuda.Event | None:
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record()
     return event
-
-
-def logprobs_on_host(
-    copied: tuple[Tensor, Tensor, Tensor], row: int, accept: int
-) -> list[tuple[float, list[int], list[float]]]:
-    """(chosen, top ids, top values) of each of one row's accepted tokens."""
-    chosen, ids, top = (values[row, :accept].tolist() for values in copied)
-    return list(zip(chosen, ids, top, strict=True))
-
-
-def offered_drafts(window: Tensor, correct: list[int]) -> RoundDrafts:
-    """The drafts one row offered, from its window [3, T] of tokens, parents and offered flags."""
-    tokens, parents, offered = window.tolist()
-    count = sum(offered)  # nodes are ordered by depth, so offered ones come first
-    return RoundDrafts(tokens[1 : count + 1], parents[1 : count + 1], correct)

@@ -244,13 +244,18 @@ class SeatState:
 
     def set_pages(self, entries: Sequence[tuple[int, int, list[int]]]) -> None:
         """Write seats' page-table entries, (seat, first column, pages) each, by one copy for all."""
+        if not entries:
+            return
         table = self._buffers["page_table"]
         width = table.shape[1]
-        places = [seat * width + first + i for seat, first, pages in entries for i in range(len(pages))]
-        if places:
-            pages = [page for entry in entries for page in entry[2]]
-            where, what = self._upload([*places, *pages]).view(2, -1)
-            table.view(-1).index_copy_(0, where, what)
+        places: list[int] = []
+        pages: list[int] = []
+        for seat, first, more in entries:
+            start = seat * width + first
+            places += range(start, start + len(more))
+            pages += more
+        both = self._upload(places + pages)
+        table.view(-1).index_copy_(0, both[: len(pages)], both[len(pages) :])
 
     def clear(self, seat: int) -> None:
         """Make the seat a pad."""

@@ -1,0 +1,102 @@
+"""What a round did for its requests: from lines of its verdict to tokens, deltas, and what some asked to see."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import repeat
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from peregrine.engine.request import Delta, Request, RoundDrafts
+from peregrine.kernels.round import FINISH_FAULT, FINISH_LENGTH, FINISH_NONE, FINISH_STOP, HEADER
+
+FINISH_REASONS = {FINISH_NONE: None, FINISH_STOP: "stop", FINISH_LENGTH: "length", FINISH_FAULT: "error"}
+Logprobs = tuple[Tensor, Tensor, Tensor]  # chosen [R, W], top ids and top [R, W, n], on the host
+
+
+@dataclass(frozen=True, slots=True)
+class RowExtras:
+    """What a request asked to see of a round besides its tokens."""
+
+    logprobs: list[tuple[float, list[int], list[float]]] | None
+    drafts: RoundDrafts | None
+
+
+NO_EXTRAS = RowExtras(None, None)
+
+
+@dataclass(frozen=True, slots=True)
+class RoundResult:
+    """What one round did for each of its requests."""
+
+    requests: list[Request]
+    lines: list[list[int]]  # of the verdict: accept, correct, drafted, finish, then tokens
+    accept: npt.NDArray[np.int64]  # [R] the tokens of each
+    extras: Iterable[RowExtras] = repeat(NO_EXTRAS)  # of each
+
+
+def extras_of(
+    requests: list[Request], lines: list[list[int]], windows: Tensor | None, logprobs: Logprobs | None
+) -> list[RowExtras]:
+    """What each request asked to see of a round; its grammar takes its tokens, and may cut its line."""
+    extras = []
+    for row, (request, line) in enumerate(zip(requests, lines, strict=True)):
+        drafts = None
+        if windows is not None:
+            path = line[(HEADER + len(line)) // 2 :]
+            drafts = offered_drafts(windows[row], path[1 : line[1] + 1])
+        advance_matcher(request, line)
+        shown = None
+        if logprobs is not None and request.params.logprobs is not None:
+            shown = logprobs_on_host(logprobs, row, line[0])
+        extras.append(RowExtras(shown, drafts))
+    return extras
+
+
+def advance_matcher(request: Request, line: list[int]) -> None:
+    """Let the request's grammar take the tokens of a verdict's line; if it refuses one, the line ends before it."""
+    if request.matcher is None or request.seat is None:
+        return
+    legal = request.matcher.advance(line[HEADER : HEADER + line[0]])
+    if legal < line[0]:
+        request.failure = f"the grammar ended after {request.num_generated + legal} tokens: {request.matcher.error}"
+        line[0], line[1], line[3] = legal, min(line[1], legal), FINISH_FAULT
+
+
+def take_line(request: Request, line: list[int], extras: RowExtras) -> tuple[Delta, str | None, str | int | None]:
+    """Add a round's tokens to its request: (delta, why the request ends if it does, what stopped it)."""
+    accept, correct, drafted, finish = line[:HEADER]
+    request.take(line)
+    tokens, start = line[HEADER : HEADER + accept], request.num_generated - accept
+    if extras.logprobs is not None:
+        request.take_logprobs(tokens, extras.logprobs)
+    text, reason = "", FINISH_REASONS[finish]
+    stop: str | int | None = tokens[-1] if finish == FINISH_STOP else None
+    if request.stream is not None:
+        text = request.add_text(silent=int(finish == FINISH_STOP))  # the stop token itself has no text
+        reason = reason if request.stream.stopped is None else "stop"
+    delta = Delta(
+        request_id=request.id,
+        text=text,
+        token_ids=tokens,
+        drafted=[True] * correct + [False] * (accept - correct),
+        offered=drafted,
+        logprobs=None if request.params.logprobs is None else request.logprobs[start:],
+        prompt_logprobs=request.prompt_logprobs() if start == 0 else None,
+        drafts=extras.drafts if request.params.report_drafts else None,
+    )
+    return delta, reason, stop
+
+
+def logprobs_on_host(copied: Logprobs, row: int, accept: int) -> list[tuple[float, list[int], list[float]]]:
+    """(chosen, top ids, top values) of each of one row's accepted tokens."""
+    chosen, ids, top = (values[row, :accept].tolist() for values in copied)
+    return list(zip(chosen, ids, top, strict=True))
+
+
+def offered_drafts(window: Tensor, correct: list[int]) -> RoundDrafts:
+    """The drafts one row offered, from its window [3, T] of tokens, parents and offered flags."""
+    tokens, parents, offered = window.tolist()
+    count = sum(offered)  # nodes are ordered by depth, so offered ones come first
+    return RoundDrafts(tokens[1 : count + 1], parents[1 : count + 1], correct)
