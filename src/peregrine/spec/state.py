@@ -132,8 +132,16 @@ class SeatState:
         pads = {name: pad_line(pad, size, device) for name, (pad, size) in self._fields().items()}
         if not shape.is_chain:  # a chain's links never change and one row serves all seats; a tree's change each round
             pads |= {name: line[0] for name, line in zip(LINKS, self._chain.fields(), strict=True)}
-        self._pads = pads  # the line of an unused seat
-        self._buffers = {name: pad.expand(seats, *pad.shape).clone() for name, pad in pads.items()}
+        self._buffers = {name: pad.expand(seats, *pad.shape).clone() for name, pad in pads.items() if pad.dim()}
+        # What requests take and leave, by seat. Numbers of one type lie together: one copy moves all of them.
+        self._lines, self._pads = dict(self._buffers), {name: pads[name] for name in self._buffers}  # of an unused seat
+        self._names: dict[str, list[str]] = {}
+        for kind in TYPES.values():
+            names = self._names[str(kind)] = [n for n, pad in pads.items() if not pad.dim() and pad.dtype == kind]
+            self._pads[str(kind)] = torch.stack([pads[name] for name in names])  # [fields]
+            columns = self._pads[str(kind)][:, None].repeat(1, -(-seats // 16) * 16)[:, :seats]  # rows are aligned
+            self._lines[str(kind)] = columns.T
+            self._buffers |= dict(zip(names, columns, strict=True))
         self._views: dict[Rows, RowState] = {}
         self.masks: Masks | None = None  # of rows with a grammar, written for each of their rounds
         self.forced: Tensor | None = None
@@ -221,16 +229,18 @@ class SeatState:
             "temperature": entry.temperature,
             "top_k": entry.top_k,
             "top_p": entry.top_p,
+            "log_min_p": entry.min_p,
             "repetition": entry.repetition,
             "presence": entry.presence,
             "frequency": entry.frequency,
             "seeds": entry.seed,
             "min_lens": entry.min_len,
             "logprobs": -1 if entry.logprobs is None else entry.logprobs,
+            "offered": 0,
         }
-        for name, number in numbers.items():
-            self._buffers[name][seat].fill_(number)
-        torch.log(self._upload([entry.min_p]), out=self._buffers["log_min_p"][seat : seat + 1])
+        for kind, names in self._names.items():
+            self._lines[kind][seat].copy_(self._upload([numbers[name] for name in names]))
+        self._buffers["log_min_p"][seat].log_()
         lists: dict[str, list[int] | list[float]] = {
             "history": entry.tokens,
             "window_tokens": entry.tokens[-1:],
@@ -259,13 +269,13 @@ class SeatState:
 
     def clear(self, seat: int) -> None:
         """Make the seat a pad."""
-        for name, buffer in self._buffers.items():
-            buffer[seat].copy_(self._pads[name])
+        for name, lines in self._lines.items():
+            lines[seat].copy_(self._pads[name])
 
     def move(self, source: int, target: int) -> None:
         """Give a request another seat and leave a pad behind."""
-        for buffer in self._buffers.values():
-            buffer[target].copy_(buffer[source])
+        for lines in self._lines.values():
+            lines[target].copy_(lines[source])
         self.clear(source)
 
     def _upload(self, values: list[int] | list[float]) -> Tensor:
