@@ -27,6 +27,13 @@ def test_masks_rounds_and_speeds() -> None:
     assert len(grammar.show(result).splitlines()) == 8
 
 
+def test_rounds_of_another_drafter_alone() -> None:
+    plan = grammar.Plan(constrained=(8,), drafts=(0,), tokens=8, repeats=1)
+    result = grammar.run(plan, {"num_pages": 100, "drafter": "ngram", "num_drafts": 3})
+    assert (result["drafter"], result["speeds"]) == ("ngram", [])
+    assert len(grammar.show(result).splitlines()) == 2
+
+
 def test_a_vocabulary_grows_to_the_size_of_a_shape() -> None:
     merlin = Tokenizer.read(ASSETS / "merlin")
     large = grown(merlin, 20000)
@@ -53,6 +60,7 @@ class Ticks:
 
 
 def test_idle_time_is_what_lies_between_the_parts_of_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A round with a grammar has five events: its begin, and those around its two parts."""
     monkeypatch.setattr(rounds, "new_event", Ticks)
     engine = build().engine
     engine.runner.mark = timer = rounds.RoundTimer(events=True)
@@ -60,4 +68,4 @@ def test_idle_time_is_what_lies_between_the_parts_of_rounds(monkeypatch: pytest.
     assert (len(timer.starts), timer.idle_share()) == (5, pytest.approx(4 / 9))
     timer.restart()
     run(engine, [Case((1, 2, 3), SamplingParams(max_tokens=5, regex="[a-z]{9}"))])
-    assert (len(timer.starts), timer.idle_share()) == (10, pytest.approx(9 / 19))
+    assert (len(timer.starts), timer.idle_share()) == (10, pytest.approx(13 / 23))

@@ -1,8 +1,9 @@
 """`peregrine bench grammar`: what structured output costs and saves: masks, rounds beside free rows, tokens per second.
 
-Free text is generated without drafts, and so is a function call; then the call with the drafts that its grammar forces
-(drafter ngram: no head). All texts are greedy. The cost of a mask depends on the vocabulary, so run it per model; a
-shape has a random vocabulary of its size. On a GPU rounds also say for which share of their time the device was idle.
+Rounds are those of the drafter that is asked for, by default none. Free text is generated without drafts, and so is a
+function call; then both with the drafts that a grammar forces (drafter ngram: no head). All texts are greedy. The cost
+of a mask depends on the vocabulary, so run it per model; a shape has a random vocabulary of its size. On a GPU rounds
+also say for which share of their time the device was idle.
 """
 
 import statistics
@@ -24,6 +25,7 @@ from peregrine.synthetic.vocabulary import grown
 
 Json = dict[str, Any]
 ROWS = 8
+FIRST_PARTS = 8  # of rounds, while prompts are still read between them
 PROMPT = "The weather in Paris is"
 CALL: Json = {
     "type": "object",
@@ -58,24 +60,25 @@ class Plan:
 
 
 def run(plan: Plan, options: Json) -> Json:
-    """Measure masks, rounds and speeds of one model."""
-    model = str(options.pop("model", "merlin"))
-    with open_model(model, options, "none") as llm:
-        free, call = requests_of(llm, plan)
-        result: Json = {"model": model, "vocab_size": llm.config.vocab_size, "tokens": plan.tokens}
-        result["mask_us"] = round(time_masks(llm, call, plan.repeats) * 1e6, 1)
+    """Measure masks, rounds and speeds of one model; speeds where no drafter is asked for, or forced drafts are."""
+    model, drafter = str(options.pop("model", "merlin")), str(options.get("drafter", "none"))
+    result: Json = {"model": model, "drafter": drafter, "tokens": plan.tokens}
+    speeds: list[Json] = []
+    with open_model(model, options, drafter) as llm:
+        result["vocab_size"] = llm.config.vocab_size
+        result["mask_us"] = round(time_masks(llm, requests_of(llm, plan)[1], plan.repeats) * 1e6, 1)
         rounds = {count: time_rounds(llm, count, plan) for count in plan.constrained}
         result["round_ms"] = {count: round(seconds * 1e3, 3) for count, (seconds, _) in rounds.items()}
         if llm.engine.runner.device.type == "cuda":
             result["device_idle_share"] = {count: round(idle, 4) for count, (_, idle) in rounds.items()}
-        speeds = [speed("free text", 0, llm, free, plan.repeats), speed("function call", 0, llm, call, plan.repeats)]
-    for drafts in plan.drafts:
+        if drafter == "none":
+            speeds += speeds_of(llm, 0, plan)
+    for drafts in filter(None, plan.drafts):
         with open_model(model, options, "ngram", num_drafts=drafts) as llm:
-            free, call = requests_of(llm, plan)
-            speeds.append(speed("free text", drafts, llm, free, plan.repeats))
-            speeds.append(speed("function call", drafts, llm, call, plan.repeats))
-    alone = speeds[0]["tokens_per_s"]
-    return result | {"speeds": [{**line, "of_free_text": round(line["tokens_per_s"] / alone, 2)} for line in speeds]}
+            speeds += speeds_of(llm, drafts, plan)
+    for line in speeds:
+        line["of_free_text"] = round(line["tokens_per_s"] / speeds[0]["tokens_per_s"], 2)
+    return result | {"speeds": speeds}
 
 
 def open_model(model: str, options: Json, drafter: str, **more: int) -> LLM:
@@ -99,12 +102,15 @@ def ends(llm: LLM) -> list[int]:
     return [] if llm.config.eos_ids else sorted(llm.tokenizer.special_ids)[-1:]
 
 
-def speed(what: str, drafts: int, llm: LLM, params: SamplingParams, repeats: int) -> Json:
-    """Tokens per second and per round of one request, without its first token's time."""
-    outputs = [llm.generate([PROMPT], params, progress=False)[0] for _ in range(repeats + 1)][1:]
-    per_s = statistics.median(1 / output.timing.per_token_s for output in outputs)
-    per_round = round(outputs[0].stats.accept_length, 2)
-    return {"what": what, "drafts": drafts, "tokens_per_s": round(per_s, 1), "tokens_per_round": per_round}
+def speeds_of(llm: LLM, drafts: int, plan: Plan) -> list[Json]:
+    """Tokens per second and per round of one request, without its first token's time: free text, then a call."""
+    lines = []
+    for what, params in zip(("free text", "function call"), requests_of(llm, plan), strict=True):
+        outputs = [llm.generate([PROMPT], params, progress=False)[0] for _ in range(plan.repeats + 1)][1:]
+        per_s = statistics.median(1 / output.timing.per_token_s for output in outputs)
+        per_round = round(outputs[0].stats.accept_length, 2)
+        lines.append({"what": what, "drafts": drafts, "tokens_per_s": round(per_s, 1), "tokens_per_round": per_round})
+    return lines
 
 
 def time_masks(llm: LLM, call: SamplingParams, repeats: int) -> float:
@@ -139,6 +145,7 @@ def time_rounds(llm: LLM, constrained: int, plan: Plan) -> tuple[float, float]:
         times.append((time.perf_counter() - began) / max(output.stats.rounds for output in outputs))
         if timer.events:
             torch.cuda.synchronize()  # the last round's events
+            timer.starts, timer.ends = timer.starts[FIRST_PARTS:], timer.ends[FIRST_PARTS:]
         idle.append(timer.idle_share())
     llm.engine.runner.mark = no_mark
     return statistics.median(times[1:]), statistics.median(idle[1:])
@@ -150,7 +157,10 @@ def show(result: Json) -> str:
     idle = {count: f", device idle {share:.1%}" for count, share in result.get("device_idle_share", {}).items()}
     for count, ms in result["round_ms"].items():
         lines.append(f"round of {ROWS} rows, {count} with a grammar: {ms} ms{idle.get(count, '')}")
-    lines.append(f"{'':15}  {'drafts':>6}  {'tok/s':>8}  {'tok/round':>9}  of free text without drafts")
+    if result["speeds"]:
+        first = result["speeds"][0]["drafts"]
+        title = f"of free text with {first} drafts" if first else "of free text without drafts"
+        lines.append(f"{'':15}  {'drafts':>6}  {'tok/s':>8}  {'tok/round':>9}  {title}")
     for line in result["speeds"]:
         figures = f"{line['tokens_per_s']:>8.1f}  {line['tokens_per_round']:>9.2f}  {line['of_free_text']:.2f}x"
         lines.append(f"{line['what']:15}  {line['drafts']:>6}  {figures}")

@@ -160,10 +160,12 @@ class RoundTimer:
         return max(0.0, 1 - busy_ms / self.total_ms())
 
     def __call__(self, stage: str) -> None:
-        if self.events and stage in ("launch", "masks", "settle", "launched"):
+        if self.events and stage in ("launch", "windows sent", "masks", "settle", "launched"):
             event = new_event()
             event.record()
-            (self.starts if stage in ("launch", "settle") else self.ends).append(event)
+            if stage == "windows sent":  # what went before is a few bytes, and the host is slower than the device
+                self.starts.pop()
+            (self.ends if stage in ("masks", "launched") else self.starts).append(event)
         elif stage == "wait":
             self._wait_began = time.perf_counter()
         elif stage == "read":

@@ -32,9 +32,10 @@ Run it on a machine that does nothing else: speeds are compared with the one alo
 GRAMMAR_EPILOG = """examples:
   peregrine bench grammar
   peregrine bench grammar --model smollm2 --out grammar.json
-  peregrine bench grammar --model shape:llama-3.1-8b --device cuda    # a random vocabulary of 128,256 tokens
+  peregrine bench grammar --model shape:llama-3.1-8b --drafter eagle3 --drafts 0    # rounds alone, 128,256 tokens
 
-The drafter is chosen by the benchmark: none, then ngram, so that the only good drafts are those the grammar forces.
+Rounds are timed with --drafter (default: none). Speeds are those without drafts, then with the drafter ngram, so that
+the only good drafts are those the grammar forces.
 """
 ROUND_EPILOG = """examples:
   peregrine bench round --model shape:llama-3.1-8b --drafter eagle3 --num-drafts 3 --accept 3
@@ -139,7 +140,7 @@ def add_grammar(kinds: Commands) -> None:
     text = "what structured output costs and saves: masks, rounds, tokens/s against free text"
     parser = add_parser(kinds, "grammar", run_grammar, text, epilog=GRAMMAR_EPILOG)
     add_number(parser, "--constrained", [0, 1, 8], "rows with a grammar, of 8")
-    add_number(parser, "--drafts", [3, 5, 7], "most forced drafts of a round")
+    add_number(parser, "--drafts", [3, 5, 7], "most forced drafts of a round; 0: leave these speeds out", least=0)
     add_number(parser, "--tokens", 200, "most of a request")
     add_number(parser, "--repeats", 7, "the median counts")
     add_result_flags(parser)

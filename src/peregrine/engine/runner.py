@@ -67,7 +67,7 @@ class Runner:
         self.device = seats.device
         self.eager = False  # True: recorded graphs are not used; for benchmarks whose host must see a round's values
         # Besides run_round's stages: "launch", "copy" (results to the host), "launched", "wait", "read"; and where a
-        # round has two parts, "masks" between them and "settle".
+        # round has two parts, "windows sent", then "masks" and "settle" between them.
         self.mark: Mark = no_mark
         self.in_flight: deque[RoundInFlight] = deque()
         self.launched = 0  # rounds until now
@@ -182,6 +182,7 @@ class Runner:
         """A round in two parts: masks are computed while the first one runs."""
         copied = event_after(self.seats.view(rows).past_lens)
         recorded = None if self.eager else self.graphs
+        self.mark("windows sent")
         verified = self._verify(rows, plan) if recorded is None else recorded.replay((rows, VERIFY))
         self.mark("masks")
         catch_up()
