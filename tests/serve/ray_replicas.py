@@ -29,6 +29,7 @@ from serve.processes import SRC
 
 STORY = "Once upon a time there was a girl who lived near a forest. One day she found a small "
 REQUESTS, KILL_AT = 200, 60
+LONG = 200  # tokens of a stream that is under way when its replica is to end
 Answer = tuple[int, str, str]  # number, kind of ending, text
 
 
@@ -47,18 +48,18 @@ def url() -> Iterator[str]:
     ray.shutdown()
 
 
-@pytest.fixture(scope="module")
-def texts() -> list[str]:
+def texts(num_tokens: int) -> list[str]:
     """What the seeds 0 to 9 say, from an engine of this process."""
     with LLM("merlin") as llm:
-        params = [SamplingParams(max_tokens=16, seed=seed) for seed in range(10)]
+        params = [SamplingParams(max_tokens=num_tokens, seed=seed, ignore_eos=True) for seed in range(10)]
         return [output.text for output in llm.generate([STORY] * 10, params, progress=False)]
 
 
-def ask(client: httpx.Client, number: int) -> Answer:
+def ask(client: httpx.Client, number: int, num_tokens: int) -> Answer:
     """One of four kinds of requests, and how it ended: text, failed (with an error's status or event), or refused."""
     seed, kind = number % 10, number % 4
-    body = {"prompt": STORY, "max_tokens": 16, "seed": seed, "prompt_cache_key": f"session {number % 7}"}
+    body = {"prompt": STORY, "max_tokens": num_tokens, "seed": seed, "ignore_eos": True}
+    body |= {"prompt_cache_key": f"session {number % 7}"}
     if kind == 3:
         refused = client.post("/v1/completions", json=body | {"temperature": -1})
         return number, "refused" if refused.status_code == 400 else "failed", refused.text
@@ -88,7 +89,8 @@ def pids(client: httpx.Client) -> set[int]:
     return {answer.json()["pid"] for answer in asked if answer.status_code == 200}
 
 
-def test_no_request_is_lost_with_its_replica(url: str, texts: list[str]) -> None:
+def test_no_request_is_lost_with_its_replica(url: str) -> None:
+    expected = texts(16)
     with httpx.Client(base_url=url, timeout=120) as client:
         assert client.get("/health").json() == {"status": "ready"}
         before = pids(client)
@@ -99,7 +101,7 @@ def test_no_request_is_lost_with_its_replica(url: str, texts: list[str]) -> None
             if number == KILL_AT:
                 os.kill(doomed, signal.SIGKILL)
                 killed.set()
-            return ask(client, number)
+            return ask(client, number, 16)
 
         with ThreadPoolExecutor(8) as pool:
             answers = list(pool.map(ask_or_kill, range(REQUESTS)))
@@ -111,7 +113,7 @@ def test_no_request_is_lost_with_its_replica(url: str, texts: list[str]) -> None
         failed = [answer for answer in answers if answer[1] == "failed"]
         assert len(failed) <= 8, failed
         assert all(number % 4 == 2 for number, _, _ in failed), failed  # streams that had begun; others are asked again
-        wrong = [(number, text) for number, kind, text in answers if kind == "text" and text != texts[number % 10]]
+        wrong = [(number, text) for number, kind, text in answers if kind == "text" and text != expected[number % 10]]
         assert not wrong, "a replica gave another text for a seed"
         for _ in range(120):  # Ray starts another one
             after = pids(client)
@@ -166,7 +168,7 @@ class Load:
         with httpx.Client(base_url=self._url, timeout=120) as client:
             while not self._stopped.wait(0.01):
                 if place < self.clients:
-                    self.answers.append(ask(client, 4 * next(self._numbers) + 2))
+                    self.answers.append(ask(client, 4 * next(self._numbers) + 2, LONG))
 
 
 def wait_for_replicas(url: str, count: int) -> set[int]:
@@ -179,20 +181,20 @@ def wait_for_replicas(url: str, count: int) -> set[int]:
     raise AssertionError(f"there are {len(found)} replicas after four minutes, not {count}")
 
 
-def test_replicas_are_replaced_added_and_removed_under_load_without_a_loss(url: str, texts: list[str]) -> None:
-    old = wait_for_replicas(url, 2)
-    scale = {"target_ongoing": 2, "scale_up_seconds": 2, "scale_down_seconds": 4, "num_pages": 401, "drain_seconds": 30}
-    with Load(url, most=8) as load:
-        load.clients = 1
+def test_replicas_are_replaced_added_and_removed_under_load_without_a_loss(url: str) -> None:
+    expected, old = texts(LONG), wait_for_replicas(url, 2)
+    scale = {"target_ongoing": 4, "scale_up_seconds": 2, "scale_down_seconds": 4, "num_pages": 401, "drain_seconds": 30}
+    with Load(url, most=12) as load:
+        load.clients = 4
         serve.run(build(Options.model_validate({"min_replicas": 1, "max_replicas": 2} | scale)), route_prefix="/")
         first = wait_for_replicas(url, 1)
         assert not first & old, "a replica with the old options still answers"
-        load.clients = 8
+        load.clients = 12
         assert len(wait_for_replicas(url, 2) - first) == 1
-        load.clients = 1
+        load.clients = 4
         wait_for_replicas(url, 1)
     assert len(load.answers) > 20
-    assert [answer for answer in load.answers if answer[1:] != ("text", texts[answer[0] % 10])] == []
+    assert [answer for answer in load.answers if answer[1:] != ("text", expected[answer[0] % 10])] == []
 
 
 def test_the_recipe_for_a_cluster_is_one() -> None:
