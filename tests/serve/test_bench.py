@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from peregrine.bench import fleet_run
 from peregrine.bench import http as bench
 from peregrine.cli import flags
 from peregrine.errors import ConfigError
@@ -47,6 +48,10 @@ def test_bench_fleet_simulates_our_own_server(server: Served, peregrine: Command
     assert (simulated["completed"], measured["completed"]) == (6, 6)
     assert simulated["ttft_ms"]["p50"] > 0
     assert measured["output_tokens"] == 36
+    last = fleet_run.show(result).splitlines()[-1].split()
+    ratio = simulated["ttft_ms"]["p50"] / measured["ttft_ms"]["p50"]
+    assert last[:3] == ["simulated", "/", "measured"]
+    assert last[4] == f"{ratio:.2f}"
 
 
 def test_bench_serve_against_our_own_server(server: Served, tmp_path: Path, peregrine: Command) -> None:

@@ -12,7 +12,7 @@ from peregrine.errors import ConfigError
 
 WORDS = ("river", "stone", "cloud", "garden", "window", "letter", "bridge", "candle", "winter", "music", "forest")
 SHORT_WORDS, LONG_WORDS = 24, 400
-MEASURED = 3  # requests for each row of a case
+MEASURED, LEAST_MEASURED = 3, 12  # requests for each row of a case, and of a case
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ async def costs_of_server(client: Client, model: str, rows: int, output_tokens: 
     """From a server that does nothing else: closed loops of 1 to `rows` requests, and one of long prompts."""
 
     async def measured(concurrency: int, num_words: int) -> dict[str, Any]:
-        count = MEASURED * concurrency
+        count = max(LEAST_MEASURED, MEASURED * concurrency)
         plan = serve.Plan(
             cases=(),
             prompts=made_up_prompts(count, num_words, seed + concurrency),

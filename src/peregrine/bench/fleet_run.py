@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -92,7 +93,16 @@ def show(result: dict[str, Any]) -> str:
     if "measured" in result:
         case = result["measured"]
         lines.append(f"{'measured':24}{case['output_tokens_per_s']:9.0f}{'':>15}{latencies(case)}")
+        speed, *ratios = (each / real for each, real in zip(shown(result["cases"][0]), shown(case), strict=True))
+        columns = "   {:9.2f}{:9.2f}" * 2
+        lines.append(f"{'simulated / measured':24}{speed:9.2f}{'':>15}{columns.format(*ratios)}")
     return "\n".join(lines)
+
+
+def shown(case: dict[str, Any]) -> list[float]:
+    """The figures of a case that were simulated and measured; NaN where there are none."""
+    points = [case[name][point] if case[name] else math.nan for name in FIGURES[:2] for point in ("p50", "p99")]
+    return [case["output_tokens_per_s"], *points]
 
 
 def latencies(case: dict[str, Any]) -> str:
