@@ -209,5 +209,7 @@ def test_a_wrong_option_is_refused_before_anything_starts() -> None:
         build(Options(page_size="many"))  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match="max_replicas=1"):
         build(Options(min_replicas=2))
+    with pytest.raises(ConfigError, match="tensor_parallel=2: each rank needs a GPU, and gpus=1; use gpus=2"):
+        build(Options(gpus=1, tensor_parallel="2"))  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match="max_row"):
         build(Options(max_row=3))  # type: ignore[call-arg]

@@ -92,7 +92,12 @@ class Options(BaseModel):
 def build(options: Options) -> serve.Application:
     """The application for `serve run` and `serve deploy`; ConfigError if an option cannot be honoured."""
     engine, settings = options.engine(), options.settings()
-    rows = engine_config(options.model, engine).max_rows  # checks all options
+    asked = engine_config(options.model, engine)  # checks all options
+    rows, ranks = asked.max_rows, asked.tensor_parallel
+    if 0 < options.gpus < ranks:
+        raise ConfigError(
+            f"tensor_parallel={ranks}: each rank needs a GPU, and gpus={options.gpus:g}; use gpus={ranks}"
+        )
     if options.max_replicas < options.min_replicas:
         raise ConfigError(f"max_replicas={options.max_replicas}: is less than min_replicas={options.min_replicas}")
     replicas = serve.deployment(
