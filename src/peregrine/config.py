@@ -129,7 +129,10 @@ class EngineConfig:
         0.0, "GiB of host memory for pages that the device's prefix cache has no room for", "GIB"
     )
     tensor_parallel: int = option(
-        1, "processes that share the model, each with a part of every layer; the same tokens with any number", "RANKS"
+        1,
+        "processes that share the model, each with a part of every layer and, with CUDA, a GPU of its own; the same "
+        "tokens with any number",
+        "RANKS",
     )
     lag: int | None = None  # rounds queued before the oldest is read; None: 0 on CPU, 1 elsewhere
     row_sizes: tuple[int, ...] | None = None  # batches are padded to one of these; None: powers of two for graphs
