@@ -80,12 +80,17 @@ def lead(model: BoundModel, ranks: Ranks) -> BoundModel:
     return LeadingModel(**fields_of(model), ranks=ranks)
 
 
+def possible_sizes(config: ModelConfig) -> list[int]:
+    """How many ranks can share a model's heads: with more ranks than KV heads, equally many for each."""
+    kv_heads = config.num_kv_heads if config.mla is None else 1
+    return [n for n in range(1, min(config.num_heads, MAX_RANKS) + 1) if n <= kv_heads or n % kv_heads == 0]
+
+
 def check_ranks(asked: EngineConfig, device: torch.device, config: ModelConfig) -> str:
     """What each rank holds; ConfigError if the model cannot be split so, or not here."""
     size, cores = asked.tensor_parallel, usable_cores()
     heads, kv_heads = config.num_heads, config.num_kv_heads if config.mla is None else 1
-    able = [n for n in range(1, min(heads, MAX_RANKS) + 1) if n <= kv_heads or n % kv_heads == 0]
-    problem = None
+    able, problem = possible_sizes(config), None
     if size not in able:
         problem = f"{heads} heads with {kv_heads} of keys and values cannot be split so; choose one of {able}"
     elif not (NUMBA_PRESENT if device.type == "cpu" else TRITON_PRESENT):
