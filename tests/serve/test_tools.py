@@ -122,6 +122,14 @@ def test_choices_that_are_none_are_refused(http: httpx.Client, choice: object) -
     assert (response.status_code, response.json()["error"]["param"]) == (400, "tool_choice"), response.text
 
 
+@pytest.mark.parametrize("given", [{}, {"parameters": None}, {"parameters": {}}])
+def test_a_tool_without_parameters_takes_none(server: Served, given: dict[str, object]) -> None:
+    tools = [{"type": "function", "function": {"name": "now", **given}}]
+    job = chat_job(ChatBody.model_validate({"messages": [USER], "tools": tools, "tool_choice": "required"}), server.llm)
+    assert job.tools is not None
+    assert job.tools.schemas["now"] == {**NOTHING, "properties": {}}
+
+
 def test_only_allowed_tools_are_called(server: Served) -> None:
     allowed = {"mode": "required", "tools": [{"type": "function", "function": {"name": "land"}}]}
     job = job_of(server, tools=[FLY, LAND], tool_choice={"type": "allowed_tools", "allowed_tools": allowed})

@@ -245,6 +245,12 @@ def test_a_grammar_that_exceeds_its_limits_ends_its_own_request_alone() -> None:
         assert [free.token_ids, call.token_ids] == [plain()[-1], plain()[0]]
 
 
+def test_a_choice_may_have_thousands_of_texts() -> None:
+    texts = [f"bird {number}" for number in range(5000)]
+    (output,) = run(build().engine, [case(3, {"choice": texts, "temperature": 1.0})])
+    assert (output.finish_reason, output.text in texts) == ("stop", True)
+
+
 REFUSED: dict[str, dict[str, object]] = {
     "regex='(a': cannot be read": {"regex": "(a"},
     "look-around": {"regex": "(?=a)b"},

@@ -43,7 +43,7 @@ def extras_of(
     extras = []
     for row, (request, line) in enumerate(zip(requests, lines, strict=True)):
         drafts = None
-        if windows is not None:
+        if windows is not None and request.params.report_drafts:
             path = line[(HEADER + len(line)) // 2 :]
             drafts = offered_drafts(windows[row], path[1 : line[1] + 1])
         advance_matcher(request, line)

@@ -100,8 +100,9 @@ def library_grammar(constraint: Constraint) -> str:
             # \d is 0 to 9, not every digit of Unicode, as in the patterns of JSON schemas.
             return str(LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(constraint.text, 'd')}/"))
         case "choice":
+            # As one terminal: as alternatives of a rule, 2,000 texts would be too many, and masks slow for 1,000.
             texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in json.loads(constraint.text))
-            return str(LLMatcher.grammar_from_lark(f"start: {texts}"))
+            return str(LLMatcher.grammar_from_lark(f"start: TEXT\nTEXT: {texts}"))
         case _ if constraint.text.startswith("%llguidance"):
             return str(LLMatcher.grammar_from_lark(constraint.text))
         case _:

@@ -156,7 +156,7 @@ def checked_tool(field: str, tool: dict[str, Any]) -> tuple[str, Mapping[str, ob
     for key, kind in (("strict", bool), ("description", str)):
         if not isinstance(value := function.get(key), kind | None):
             raise RequestError(f"{field}.function.{key}", value, "is of another type", f"send a {kind.__name__}")
-    return name, closed(schema) if schema else {"type": "object"}, function.get("strict") is True
+    return name, closed(schema or {"type": "object", "properties": {}}), function.get("strict") is True
 
 
 def told_messages(messages: list[Json], plan: ToolPlan | None, template: str | None) -> list[Json]:
