@@ -239,6 +239,18 @@ def test_race_is_checked_token_by_token(page: Page) -> None:
     assert any("Speculation is" in line and line.endswith("ahead.") for line in live)
 
 
+def test_a_race_without_drafts_says_so(page: Page) -> None:
+    """As a server that plans windows may run it; here the request is changed on its way."""
+    page.value(
+        "(whole => { window.fetch = (path, options) => whole(path, options?.body ?"
+        " {...options, body: options.body.replace('\"num_drafts\":3', '\"num_drafts\":0')} : options) })(window.fetch)"
+    )
+    page.fill(prompt=PROMPT, temperature=0, max_tokens=8)
+    run(page, "#race")
+    said = "Identical: all 8 tokens. Nothing was drafted: beside another request it did not pay."
+    assert page.text("#verdict") == said
+
+
 def test_a_race_that_differs_is_reported(page: Page) -> None:
     """Tests the check: tokens of the second response are changed before the page reads them."""
     page.value(

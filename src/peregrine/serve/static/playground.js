@@ -258,7 +258,8 @@ class Race {
     if (fast.ended && !plain.ended) this.won ||= `Speculation was done when plain decoding had ${plain.ids.length}.`;
     if (plain.ended && fast.ended) {
       if (lead) return this.say("differs", "Not identical: one text is longer. This is a defect; please report it.");
-      return this.say("identical", `Identical: all ${plural(both, "token")}. ${this.won}`);
+      const end = fast.drafted ? this.won : "Nothing was drafted: beside another request it did not pay.";
+      return this.say("identical", `Identical: all ${plural(both, "token")}. ${end}`);
     }
     if (!both) return this.say("running", "The prompt is being read.");
     const ahead = lead === 0 ? "Level." : `${lead > 0 ? "Speculation" : "Plain decoding"} is ${Math.abs(lead)} ahead.`;
