@@ -14,6 +14,8 @@ TORCH_INDEX := $(shell [ "$$(uname -sm)" = "Linux x86_64" ] && [ ! -e /dev/nvidi
 PIP := $(PY) -m pip --disable-pip-version-check install --no-input -c constraints.txt $(TORCH_INDEX)
 # Workers for pytest; each one holds a torch of its own.
 JOBS ?= 2
+# The tests start many processes: the first one compiles our modules for the others.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-routers test-ray test-batch storm lint lint-deploy kernels format bench doctor install browser clean

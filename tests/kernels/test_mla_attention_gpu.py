@@ -19,7 +19,10 @@ from peregrine.kernels.runtime.gpu import TRITON_PRESENT
 if not (TRITON_PRESENT and triton_interprets()):
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
 
-from peregrine.kernels.attention import GpuPlan, Kernel, Launch, mla_num_splits
+import triton
+
+from peregrine.kernels.attention import GpuPlan, Kernel, Launch, mla_num_splits, mla_triton
+from peregrine.kernels.attention import plan as plans
 from peregrine.kernels.attention.kv_write_triton import plan_gpu
 from peregrine.kernels.attention.mla_triton import mla_attention
 from peregrine.kernels.attention.plan import BLOCK, MLA_MAX_SPLITS, mla_max_keys, mla_split_width
@@ -100,9 +103,21 @@ def test_trees_give_the_same_bits_with_any_number_of_programs(programs: int) -> 
         assert torch.equal(context([row.path_to(6)]), out[7 * r + 6 : 7 * r + 7])
 
 
-BORDER = mla_max_keys(128)
+FEW = 5
+BORDER = 128 * FEW
 
 
+@pytest.fixture
+def few_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most five splits, on host and device: they get wider after 640 keys instead of 16,896."""
+    monkeypatch.setattr(plans, "MLA_MAX_SPLITS", FEW)
+    for name, function in (("split_width", mla_split_width), ("max_keys", mla_max_keys)):
+        monkeypatch.setattr(function, "__defaults__", (FEW, *(function.__defaults__ or ())[1:]))
+        monkeypatch.setattr(mla_triton, name, triton.jit(function))  # reads the default anew
+    assert mla_max_keys(128) == BORDER
+
+
+@pytest.mark.usefixtures("few_splits")
 def test_wide_splits_are_added_in_order() -> None:
     row = chain(BORDER + 100, 2, HEADS)
     out = decode([row], 5)
@@ -111,6 +126,7 @@ def test_wide_splits_are_added_in_order() -> None:
     assert torch.allclose(out, forward.run(TorchBackend(), LAYER)[0], atol=2e-6)
 
 
+@pytest.mark.usefixtures("few_splits")
 def test_a_window_across_a_change_of_split_widths() -> None:
     """Each query gives its output of a single query, though other queries' splits are wider."""
     row = chain(BORDER - 2, 4, HEADS)
@@ -120,6 +136,7 @@ def test_a_window_across_a_change_of_split_widths() -> None:
         assert torch.equal(decode([row.at(i)], 3), whole[i : i + 1])
 
 
+@pytest.mark.usefixtures("few_splits")
 def test_a_tree_across_a_change_of_split_widths() -> None:
     """The root and its children still have the narrow splits, nodes deeper than that the wide ones."""
     parents = [-1, 0, 0, 1, 1, 2, 3]

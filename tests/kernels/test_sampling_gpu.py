@@ -169,7 +169,7 @@ def test_adjusted_scores_are_the_twins(dtype):
     assert (expected == -torch.inf).any(dim=2)[MASKED_ROWS.index(1)].all()
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("dtype", FLOATS[:2])
 def test_a_rows_token_does_not_depend_on_other_rows_features(dtype):
     """A row alone runs only the kernels it needs; beside the others it runs all of them."""
     logits, positions, context = demanding(dtype)
@@ -191,11 +191,10 @@ def test_a_rows_token_does_not_depend_on_other_rows_features(dtype):
         assert torch.equal(alone, together[one])
 
 
-@pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
-def test_adjusted_rows_that_are_not_finite_choose_nothing(poison):
+def test_adjusted_rows_that_are_not_finite_choose_nothing():
     logits, positions, context = demanding(torch.bfloat16)
     expected = choose(logits, positions, demanded(), EVERYTHING, context)
-    logits[::2, 1, 44] = poison
+    logits[::2, 1, 44] = torch.tensor([torch.nan, torch.inf, -torch.inf, torch.nan, torch.inf], dtype=torch.bfloat16)
     got = choose(logits, positions, demanded(), EVERYTHING, context)
     assert (got[::2, 1] == -1).all()
     got[::2, 1] = expected[::2, 1]

@@ -121,10 +121,13 @@ def launches_of_a_round(
         with launches:
             result = run_round(*arguments)
         rounds.append(list(launches.names))
+        if len(rounds) == 3:
+            raise InterruptedError
         return result
 
     patch.setattr(runner, "run_round", counted)
-    run(engine, [Case(tuple(range(1, 20)), SamplingParams(max_tokens=8, **sampling))])  # type: ignore[arg-type]
+    with pytest.raises(InterruptedError):
+        run(engine, [Case(tuple(range(1, 20)), SamplingParams(max_tokens=8, **sampling))])  # type: ignore[arg-type]
     return rounds[2]
 
 
@@ -172,9 +175,12 @@ def test_a_choice_from_half_precision_is_few_launches(
     assert len(launches.names) <= most, ", ".join(launches.names)
 
 
-@pytest.mark.parametrize("options", [CHAIN, TREE, NGRAM, MODEL], ids=["chain", "tree", "ngram", "model"])
-def test_speculation_changes_no_token(options: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
-    some = cases(10, max_tokens=5, seed=7)
+@pytest.mark.parametrize(
+    ("options", "every"), [(CHAIN, 1), (TREE, 1), (NGRAM, 3), (MODEL, 3)], ids=["chain", "tree", "ngram", "model"]
+)
+def test_speculation_changes_no_token(options: dict[str, object], every: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chains and trees of a head under all sampling parameters; other drafters share those kernels."""
+    some = cases(10, max_tokens=5, seed=7)[::every]
     expected = tokens(run(build().engine, some))
     engine = build(**options).engine  # type: ignore[arg-type]
     send_to_triton(monkeypatch)

@@ -78,10 +78,10 @@ def test_plain_decoding_equals_a_naive_recompute(index: int) -> None:
 
 def drafters() -> dict[str, dict[str, object]]:
     itself, noisy = {"drafter": str(tiny_model())}, {"drafter": str(noisy_model())}
-    options: dict[str, dict[str, object]] = {f"noisy chain of {k}": {**noisy, "num_drafts": k} for k in range(1, 9)}
+    options: dict[str, dict[str, object]] = {f"noisy chain of {k}": {**noisy, "num_drafts": k} for k in (1, 2, 3, 5, 8)}
     options |= {f"noisy tree {t}": {**noisy, "tree": t} for t in ((2, 2, 5), (3, 3, 13), (5, 4, 24), (3, 8, 64))}
     options |= {"itself, chain": {**itself, "num_drafts": 5}, "itself, tree": {**itself, "tree": (4, 2, 10)}}
-    options |= {f"ngram {k}": {"drafter": "ngram", "num_drafts": k} for k in (1, 4, 8)}
+    options |= {f"ngram {k}": {"drafter": "ngram", "num_drafts": k} for k in (1, 5)}
     for name, folder in (
         ("eagle3", eagle3_head()),
         ("eagle3, whole vocabulary", eagle3_head(300)),
@@ -123,8 +123,8 @@ SETTINGS: dict[str, dict[str, object]] = {
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_engine_settings_change_no_token(name: str) -> None:
-    some = MATRIX[40:48]
-    arrivals = [0, 0, 3, 9, 9, 20, 40, 41]
+    some = MATRIX[40:46]
+    arrivals = [0, 0, 0, 3, 9, 20]
     assert tokens(run(build(**SETTINGS[name]).engine, some, arrivals)) == plain(some)  # type: ignore[arg-type]
 
 

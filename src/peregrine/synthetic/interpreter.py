@@ -39,9 +39,18 @@ def mend_interpreter() -> None:
             patched.add(self.fn.__module__)
         return self.rewrite()(*arguments, **named)
 
+    def patch_builtin(place: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        semantic = interpreter.TritonSemantic(builder)
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            named["_semantic"] = semantic
+            return member(*arguments, **named)
+
+        scope.set_attr(place, name, call)
+
     patched: set[str] = set()
 
-    interpreter._patch_lang_tensor = patch_and_mend
+    interpreter._patch_lang_tensor, interpreter._patch_attr = patch_and_mend, patch_builtin
     interpreter.InterpretedFunction.__call__ = call_device_function
     # Checks for overflow are computed and then dropped unless `debug` is set.
     builder = interpreter.interpreter_builder
@@ -58,6 +67,7 @@ def _share_types() -> None:
 
     begin_type, begin_tensor, np_dtype = tl.block_type.__init__, tl.tensor.__init__, interpreter._get_np_dtype
     unwrap, broadcast = core._unwrap_if_constexpr, TritonSemantic.broadcast_impl_value
+    check_operands, constant = TritonSemantic.binary_op_type_checking_impl, TritonSemantic.scalar_constant
 
     def shared_type(cls: Any, *fields: Any) -> Any:
         if cls is not tl.block_type:
@@ -95,8 +105,27 @@ def _share_types() -> None:
     def faster_broadcast(self: Any, left: Any, right: Any) -> Any:
         return (left, right) if left.type is right.type else broadcast(self, left, right)
 
+    def check_unless_alike(self: Any, left: Any, right: Any, *rules: Any, **more_rules: Any) -> Any:
+        if type(left) is core.tensor and type(right) is core.tensor and left.type is right.type:
+            kind = left.type.__dict__.get("is_its_result")
+            if kind is None:  # whether operations on two such values give one more, by every rule
+                kind = left.type.is_its_result = left.dtype.is_int() or left.dtype.is_fp32()
+            if kind:
+                return left, right
+        return check_operands(self, left, right, *rules, **more_rules)
+
+    def constant_once(self: Any, value: Any, dtype: Any) -> Any:
+        made = dtype.__dict__.setdefault("constants", {})
+        found = made.get(value)
+        if found is None:
+            found = made[value] = constant(self, value, dtype)
+            found.handle.data.flags.writeable = False
+        return found
+
     tl.block_type.__new__, tl.block_type.__init__ = shared_type, begin_type_once
     tl.tensor.__init__ = begin_tensor_faster
     interpreter._get_np_dtype = np_dtype_once
     core._unwrap_if_constexpr = faster_unwrap
     TritonSemantic.broadcast_impl_value = faster_broadcast
+    TritonSemantic.binary_op_type_checking_impl = check_unless_alike
+    TritonSemantic.scalar_constant = constant_once
