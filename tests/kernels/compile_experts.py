@@ -43,7 +43,7 @@ OSS = replace(LITE, num_experts=32, top_k=4, num_shared=0, normalise=True)
 MODELS = {
     "DeepSeek-V2-Lite": (LITE, 2048, 1408, (4,)),
     "Qwen3-30B-A3B": (QWEN3, 2048, 768, (4096,)),
-    "DeepSeek-V3": (V3, 7168, 2048, (4, 4096)),
+    "DeepSeek-V3": (V3, 7168, 2048, (4,)),
     "gpt-oss-20b": (OSS, 2880, 2880, (4, 4096)),
 }
 

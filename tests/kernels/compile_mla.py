@@ -59,7 +59,7 @@ def whole(*size: int) -> torch.Tensor:
 
 
 def compile_attention(heads: int, rank: int, rope: int, tile: int, everything: bool = False) -> None:
-    """Split-KV decoding of a chain; optionally of a tree, and by a program that reads all keys."""
+    """Split-KV decoding of a chain; optionally of a tree, and of a chain by a program that reads all keys."""
     from peregrine.kernels.attention.mla_triton import mla_attention
     from peregrine.kernels.attention.plan import GpuPlan, Kernel, Launch
 
@@ -71,7 +71,6 @@ def compile_attention(heads: int, rank: int, rope: int, tile: int, everything: b
         tree = replace(chain, limits=torch.zeros(4, dtype=torch.int32), paths=whole(4, 64))
         mla_attention(q, keys, tree, shared, rank, 0.1)
         mla_attention(q, keys, chain, alone, rank, 0.1)
-        mla_attention(q, keys, tree, alone, rank, 0.1)
 
 
 def compile_parts(heads: int, nope: int, rank: int, rope: int) -> None:
@@ -93,7 +92,6 @@ def compile_parts(heads: int, nope: int, rank: int, rope: int) -> None:
 if __name__ == "__main__":
     gpu.launch = compile_kernel
     compile_attention(16, 512, 64, 16)
-    compile_attention(16, 512, 64, 32)
     compile_attention(16, 512, 64, 64, everything=True)
     compile_attention(20, 48, 24, 32)
     compile_parts(128, 128, 512, 64)

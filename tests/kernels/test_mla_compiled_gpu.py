@@ -29,10 +29,7 @@ def test_mla_kernels_compile() -> None:
     compiled = [json.loads(line) for line in done.stdout.splitlines()]
     assert {facts["kernel"] for facts in compiled} == KERNELS
     attention = [facts for facts in compiled if facts["kernel"] == "mla_kernel"]
-    assert {(facts["rank"], facts["rows"]) for facts in attention} == {
-        *((512, rows) for rows in (16, 32, 64)),
-        (48, 32),
-    }
+    assert {(facts["rank"], facts["rows"]) for facts in attention} == {(512, 16), (512, 64), (48, 32)}
     for facts in attention:
         assert facts["fused"] == 0, "a fused multiply-add in one kernel and not in the other would change bits"
         assert facts["matrix"] > 0

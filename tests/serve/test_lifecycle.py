@@ -198,11 +198,11 @@ def test_sigterm_ends_a_process_in_which_everything_hangs() -> None:
 
 def test_sigterm_drains_then_cuts_off() -> None:
     """Requests that can end before the deadline do; others get an error; new ones are refused; exit code 0."""
-    with process("--drain-seconds", "3", "--max-rows", "4") as (running, http):
+    with process("--drain-seconds", "4", "--max-rows", "4") as (running, http):
         with http.stream("POST", "/v1/completions", json={**ENDLESS, "n": 3, "stream": True}) as endless:
             lines = endless.iter_lines()
             next(lines)
-            body = {"prompt": "Once", "max_tokens": 40, "ignore_eos": True, "stream": True}
+            body = {"prompt": "Once", "max_tokens": 8, "ignore_eos": True, "stream": True}
             with http.stream(
                 "POST", "/v1/completions", json={**body, "stream_options": {"include_usage": True}}
             ) as short:
@@ -215,7 +215,7 @@ def test_sigterm_drains_then_cuts_off() -> None:
                 assert (health["code"], "shutting down" in health["message"]) == ("draining", True)
                 assert http.post("/v1/completions", json={"prompt": "x"}).status_code == 503
                 *_, usage, done = (line.removeprefix("data: ") for line in rest if line)
-            assert (json.loads(usage)["usage"]["completion_tokens"], done) == (40, "[DONE]")
+            assert (json.loads(usage)["usage"]["completion_tokens"], done) == (8, "[DONE]")
             last = [line for line in lines if line][-1]
             assert json.loads(last.removeprefix("data: "))["error"]["code"] == "shutting_down"
         assert running.wait(timeout=60) == 0

@@ -56,18 +56,17 @@ def mend_interpreter() -> None:
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=builder.options.debug)
     _share_types()
+    _check_types_once()
 
 
 def _share_types() -> None:
     """Make each block type once, with what a tensor derives from its type: this was most of the interpreter's time."""
     import triton.language as tl
     from triton.language import core
-    from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
 
     begin_type, begin_tensor, np_dtype = tl.block_type.__init__, tl.tensor.__init__, interpreter._get_np_dtype
-    unwrap, broadcast = core._unwrap_if_constexpr, TritonSemantic.broadcast_impl_value
-    check_operands, constant = TritonSemantic.binary_op_type_checking_impl, TritonSemantic.scalar_constant
+    unwrap = core._unwrap_if_constexpr
 
     def shared_type(cls: Any, *fields: Any) -> Any:
         if cls is not tl.block_type:
@@ -102,6 +101,20 @@ def _share_types() -> None:
             return value.value
         return value if kind is int or kind is core.tensor or kind is core.dtype else unwrap(value)
 
+    tl.block_type.__new__, tl.block_type.__init__ = shared_type, begin_type_once
+    tl.tensor.__init__ = begin_tensor_faster
+    interpreter._get_np_dtype = np_dtype_once
+    core._unwrap_if_constexpr = faster_unwrap
+
+
+def _check_types_once() -> None:
+    """Take operands of one type as they are, and make each constant once."""
+    from triton.language import core
+    from triton.language.semantic import TritonSemantic
+
+    broadcast, constant = TritonSemantic.broadcast_impl_value, TritonSemantic.scalar_constant
+    check_operands = TritonSemantic.binary_op_type_checking_impl
+
     def faster_broadcast(self: Any, left: Any, right: Any) -> Any:
         return (left, right) if left.type is right.type else broadcast(self, left, right)
 
@@ -122,10 +135,6 @@ def _share_types() -> None:
             found.handle.data.flags.writeable = False
         return found
 
-    tl.block_type.__new__, tl.block_type.__init__ = shared_type, begin_type_once
-    tl.tensor.__init__ = begin_tensor_faster
-    interpreter._get_np_dtype = np_dtype_once
-    core._unwrap_if_constexpr = faster_unwrap
     TritonSemantic.broadcast_impl_value = faster_broadcast
     TritonSemantic.binary_op_type_checking_impl = check_unless_alike
     TritonSemantic.scalar_constant = constant_once
