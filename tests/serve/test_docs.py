@@ -96,6 +96,7 @@ def test_keys_come_from_a_variable(
         ({"api_keys": ("",)}, "api_keys"),
         ({"hang_seconds": 0}, "hang_seconds=0"),
         ({"max_connections": 0}, "max_connections=0"),
+        ({"stream_interval": 0}, "stream_interval=0"),
         ({"allow_origins": ("example.org",)}, "allow_origin='example.org'"),
         ({"allow_origins": ("https://example.org/",)}, "allow_origin='https://example.org/'"),
     ],

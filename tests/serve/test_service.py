@@ -8,7 +8,9 @@ import time
 import httpx
 import pytest
 
-from peregrine import LLM, __version__
+from peregrine import LLM, SamplingParams, __version__
+from peregrine.engine.request import Delta
+from peregrine.serve.gateway import Reply
 from serve.conftest import Lent, Served, start, wait_ready
 
 ENDLESS = {"prompt": "Once", "max_tokens": 2000, "ignore_eos": True, "stream": True}
@@ -194,3 +196,24 @@ def test_limits() -> None:
             assert http.post("/v1/completions", json={"prompt": "x"}).status_code == 200
     finally:
         served.stop()
+
+
+@pytest.mark.parametrize(("interval", "events"), [(1, [1] * 8), (3, [1, 3, 3, 1]), (99, [1, 7])])
+def test_tokens_of_a_stream_wait_for_each_other_if_asked(server: Served, interval: int, events: list[int]) -> None:
+    """The first token and the end do not wait."""
+    output = server.llm.generate("A", SamplingParams(max_tokens=1))[0]
+
+    async def counts() -> list[int]:
+        reply, seen = Reply(1, True, interval), []
+        fetching = asyncio.create_task(reply.fetch())
+        for token in range(8):
+            reply.put(0, Delta(0, token_ids=[token], output=output if token == 7 else None))
+            for _ in range(5):  # the event loop's turns until a reader that was woken is done
+                await asyncio.sleep(0)
+            if fetching.done():
+                seen.append(sum(len(delta.token_ids) for _, deltas in fetching.result() for delta in deltas))
+                fetching = asyncio.create_task(reply.fetch())
+        fetching.cancel()
+        return seen
+
+    assert asyncio.run(counts()) == events

@@ -31,19 +31,27 @@ class ClientGone(Exception):
 class Reply:
     """What has come back of one job; used in the event loop alone."""
 
-    def __init__(self, size: int, streamed: bool) -> None:
+    def __init__(self, size: int, streamed: bool, interval: int = 1) -> None:
         self.outputs: list[Output | None] = [None] * size
         self._deltas: list[list[Delta]] = [[] for _ in range(size)]  # not fetched yet, per generation
+        self._due = [1] * size  # how many of its tokens wake the reader; after the first ones it is `interval`
+        self._interval = interval
         self._fault: EngineFault | None = None
         self._abandoned = False
-        self._streamed = streamed  # wake the reader for every delta, not only at the end
+        self._streamed = streamed  # wake the reader as tokens come, not only at the end
         self._news = asyncio.Event()
 
     def put(self, index: int, delta: Delta) -> None:
         """Take in what the engine sent for one generation."""
-        self._deltas[index].append(delta)
+        waiting = self._deltas[index]
+        waiting.append(delta)
         self.outputs[index] = delta.output
-        if self._streamed or None not in self.outputs:
+        if self._streamed:
+            due = delta.output is not None or sum(len(each.token_ids) for each in waiting) >= self._due[index]
+        else:
+            due = None not in self.outputs
+        if due:
+            self._due[index] = self._interval
             self._news.set()
 
     def fail(self, fault: EngineFault) -> None:
@@ -82,7 +90,7 @@ class Gateway:
         self._replies: set[Reply] = set()
         self._num_preparing = 0  # generations that have room and are not submitted yet
         self._num_details = 0  # of open jobs
-        self._observe = observe
+        self._observe, self._stream_interval = observe, settings.stream_interval
         self._event_loop = asyncio.get_running_loop()
         self._queue: deque[tuple[Reply, int, Delta | EngineFault]] = deque()  # from the engine's thread
         self._wakes = False  # a call of _deliver is scheduled
@@ -144,7 +152,7 @@ class Gateway:
         if self._num_details + job.num_details > MAX_OPEN_DETAILS:
             message = "too many log-probabilities and drafts are being reported already; try again in 5 s"
             raise ApiError(429, message, headers={"Retry-After": "5"})
-        reply = Reply(job.size, streamed)
+        reply = Reply(job.size, streamed, self._stream_interval)
         self._num_details += job.num_details
         self._replies.add(reply)
         try:

@@ -36,6 +36,9 @@ class ServeConfig:
     max_prompt: int | None = option(None, "tokens a prompt may have; by default what the context holds", "TOKENS")
     max_body_bytes: int = option(2 * 2**20, "bytes a request's body may have", "BYTES")
     max_connections: int = option(1000, "connections that may be open at once; one more is refused", "N")
+    stream_interval: int = option(
+        1, "tokens that wait for each other before they are streamed; the first and the last do not wait", "TOKENS"
+    )
     drain_seconds: float = option(30.0, "how long running requests may go on after SIGTERM", "S")
     hang_seconds: float = option(
         180.0, "a step of the engine that takes longer is a hang: requests fail and the server ends with code 1", "S"
@@ -48,6 +51,7 @@ class ServeConfig:
         check_integer("max_prompt", self.max_prompt, 1, None)
         check_integer("max_queue", self.max_queue, 0, None)
         check_integer("max_connections", self.max_connections, 1, None)
+        check_integer("stream_interval", self.stream_interval, 1, None)
         if not math.isfinite(self.drain_seconds) or self.drain_seconds < 0:
             raise ConfigError(f"drain_seconds={self.drain_seconds}: must be 0 or more seconds")
         if not math.isfinite(self.hang_seconds) or self.hang_seconds <= 0:
