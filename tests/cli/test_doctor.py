@@ -122,6 +122,5 @@ def test_model_that_does_not_load_fails_with_its_reason(calls: Any, peregrine: R
 def test_a_model_that_cannot_be_split_between_ranks_fails_with_its_reason(peregrine: Run) -> None:
     code, out, _ = peregrine("doctor", "--model", "merlin", "--device", "cpu", "--tensor-parallel", "6")
     assert code == 1
-    assert (
-        "tensor_parallel=6: 5 heads with 1 of keys and values cannot be split so; choose one of [1, 2, 3, 4, 5]" in out
-    )
+    assert "tensor_parallel=6: 5 heads (KV heads: 1) cannot be shared by so many ranks; " in out
+    assert "choose one of 1, 2, 3, 4, 5" in out

@@ -87,12 +87,13 @@ def possible_sizes(config: ModelConfig) -> list[int]:
 
 
 def check_ranks(asked: EngineConfig, device: torch.device, config: ModelConfig) -> str:
-    """What each rank holds; ConfigError if the model cannot be split so, or not here."""
+    """What each rank holds; ConfigError if so many ranks cannot share the model, or not on this machine."""
     size, cores = asked.tensor_parallel, usable_cores()
     heads, kv_heads = config.num_heads, config.num_kv_heads if config.mla is None else 1
     able, problem = possible_sizes(config), None
     if size not in able:
-        problem = f"{heads} heads with {kv_heads} of keys and values cannot be split so; choose one of {able}"
+        known = ", ".join(map(str, able))
+        problem = f"{heads} heads (KV heads: {kv_heads}) cannot be shared by so many ranks; choose one of {known}"
     elif not (NUMBA_PRESENT if device.type == "cpu" else TRITON_PRESENT):
         needed = "numba" if device.type == "cpu" else "triton"
         problem = f"needs compiled kernels, whose bits do not depend on how a layer is split; pip install {needed}"
