@@ -144,7 +144,7 @@ def test_given_options_are_kept() -> None:
 
 @pytest.mark.parametrize("experts", [0.0, 12.34])
 def test_a_table_has_a_line_for_each_case(experts: float) -> None:
-    case = rounds.Figures(8, 2048, 5.0, 3.0, 4800.0, 4.0, 1.25, 2.0, 1.25, 16.0, experts, 80.0, 0.004)
+    case = rounds.Figures(8, 2048, 5.0, 3.0, 4800.0, 4.0, 1.25, 2.0, 1.2, 16.0, experts, 80.0, 0.004)
     facts = {"asked": {"model": "m"}, "copy_tb_per_s": 4.1, "matrix_tflop_per_s": 700.0, "start_s": 9.0}
     lines = rounds.show(facts | {"cases": [rounds.asdict(case)]}).splitlines()
     assert len(lines) == 3
@@ -156,6 +156,7 @@ def test_a_table_has_a_line_for_each_case(experts: float) -> None:
         "4.000",
         "1.250",
         "2.000",
+        "1.200",
         "3.00",
         "4800",
         "80",

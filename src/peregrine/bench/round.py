@@ -38,6 +38,7 @@ COLUMNS = (  # title, field, width, format
     ("memory", "memory_ms", 7, ".3f"),
     ("ratio", "ratio", 6, ".3f"),
     ("compute", "compute_ms", 8, ".3f"),
+    ("of max", "roofline_ratio", 7, ".3f"),
     ("accept", "accept_length", 7, ".2f"),
     ("tok/s", "tokens_per_s", 8, ".0f"),
     ("host us", "host_us_per_round", 8, ".0f"),

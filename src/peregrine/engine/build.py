@@ -1,6 +1,5 @@
 """Builds an engine from its options: every option left open is resolved, and noted as a Decision with its reason."""
 
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -30,7 +29,6 @@ from peregrine.engine.choices import (
     round_rows,
 )
 from peregrine.engine.engine import Engine
-from peregrine.engine.graphs import Graphs
 from peregrine.engine.kernel_costs import choose_kernels, window_shapes
 from peregrine.engine.memory import (
     explain_memory,
@@ -46,11 +44,12 @@ from peregrine.engine.page_ledger import PageLedger
 from peregrine.engine.parallel import Started, await_ranks, check_ranks, lead, started_ranks
 from peregrine.engine.policy import BatchPolicy
 from peregrine.engine.rank_group import rank_devices
-from peregrine.engine.runner import VARIANTS, Runner
+from peregrine.engine.recording import record_graphs
+from peregrine.engine.runner import Runner
 from peregrine.engine.sources import ModelSource, open_source
 from peregrine.engine.window_choice import add_planner, with_windows
 from peregrine.errors import ConfigError
-from peregrine.grammar import GRAMMARS_PRESENT, GrammarCompiler
+from peregrine.grammar import GrammarCompiler
 from peregrine.hardware import arithmetic_dtype, current_device, resolve_device, resolve_kv_dtype
 from peregrine.kernels.linear import workspace_bytes
 from peregrine.kernels.runtime.cpu import COMPILED, load_kernels
@@ -152,6 +151,7 @@ def _build(asked: EngineConfig, device: torch.device, start_ranks: Callable[[], 
     together = [replace(shapes[0], kv=own) for own in ranks.kv_shapes(target.config)] + shapes[1:]
     asked = with_sizes(asked, target.config, page_bytes(together, 1, kv_dtype), max_len, device, dtype, decisions)
     scratch = scratch_bytes(asked, target.config, max_len, dtype) if device.type == "cuda" else 0
+    scratch *= 2 if graphs else 1  # recorded chunks keep their memory; others are launched beside them
     scratch += workspace_bytes(device) + decisions.take("grammar_mask_bytes", mask_bytes(asked, name, target.config))
     num_pages = decisions.take("num_pages", pick_num_pages(asked, together, max_len, device, kv_dtype, scratch))
     stores = make_stores(shapes, num_pages, asked.page_size, kv_dtype, device)
@@ -267,27 +267,3 @@ def pick_sampling_defaults(asked: EngineConfig, source: ModelSource, decisions: 
     written = ", ".join(f"{name}={value}" for name, value in found.items())
     decisions.take("generation_config", (written or "none", because))
     return found
-
-
-def record_graphs(engine: Engine, device: torch.device) -> Decision:
-    """Record every round the engine may run, with a progress bar."""
-    began, taken = time.perf_counter(), 0
-    sizes = engine.policy.row_sizes
-    assert sizes is not None
-    engine.runner.graphs = Graphs(device)
-    variants = len(VARIANTS)
-    if GRAMMARS_PRESENT:
-        engine.runner.seats.hold_masks(engine.limits.vocab_size)
-        variants += 2  # the two parts of a round with a grammar
-    bar = tqdm(total=len(sizes) * variants, desc="recording rounds", unit="graph", delay=1, leave=False)
-    with bar, explain_memory(device, "the graphs of rounds", "lower max_rows or num_pages"):
-        for num_bytes in engine.runner.record(sizes):
-            taken += num_bytes
-            bar.update()
-    torch.cuda.synchronize(device)
-    seconds = time.perf_counter() - began
-    return Decision(
-        "recorded",
-        len(engine.runner.graphs),
-        f"rounds of {', '.join(map(str, sizes))} rows in {variants} variants; {taken / 2**20:.0f} MiB, {seconds:.1f} s",
-    )

@@ -1,0 +1,46 @@
+"""Records what an engine runs over and over on a GPU: rounds of every batch size, and forwards of prompt chunks."""
+
+import time
+from itertools import chain
+
+import torch
+from tqdm import tqdm
+
+from peregrine.config import Decision
+from peregrine.engine.engine import Engine
+from peregrine.engine.graphs import Graphs
+from peregrine.engine.memory import explain_memory
+from peregrine.engine.prompt_graphs import PromptGraphs
+from peregrine.engine.runner import VARIANTS
+from peregrine.grammar import GRAMMARS_PRESENT
+
+
+def record_graphs(engine: Engine, device: torch.device) -> Decision:
+    """Record every round the engine may run and the usual prompt chunks, with a progress bar."""
+    began, taken = time.perf_counter(), 0
+    sizes = engine.policy.row_sizes
+    assert sizes is not None
+    engine.runner.graphs = Graphs(device)
+    variants = len(VARIANTS)
+    if GRAMMARS_PRESENT:
+        engine.runner.seats.hold_masks(engine.limits.vocab_size)
+        variants += 2  # the two parts of a round with a grammar
+    runner, seats = engine.runner, engine.runner.seats
+    pages = -(-seats.max_places // seats.page_size)
+    chunk = engine.policy.prefill_chunk
+    prompts = PromptGraphs(runner.target, runner.drafter, engine.runner.graphs, chunk, pages, seats.page_size)
+    count = len(sizes) * variants + len(prompts.inputs)
+    bar = tqdm(total=count, desc="recording rounds", unit="graph", delay=1, leave=False)
+    with bar, explain_memory(device, "the graphs of rounds", "lower max_rows or num_pages"):
+        for num_bytes in chain(prompts.record(), runner.record(sizes)):
+            taken += num_bytes
+            bar.update()
+    engine.replay_chunks = prompts.replay
+    torch.cuda.synchronize(device)
+    seconds = time.perf_counter() - began
+    return Decision(
+        "recorded",
+        len(engine.runner.graphs),
+        f"rounds of {', '.join(map(str, sizes))} rows in {variants} variants; prompt chunks of "
+        f"{', '.join(map(str, prompts.sizes))} tokens; {taken / 2**20:.0f} MiB, {seconds:.1f} s",
+    )
