@@ -84,7 +84,7 @@ def no_waits() -> Iterator[None]:
 @torch.inference_mode()
 def test_the_host_never_waits(request: pytest.FixtureRequest) -> None:
     """Requests join, leave, are aborted and preempted while pages go to the host and come back."""
-    engine = build(llama(), num_pages=90, host_cache=1, row_sizes=(1, 4), max_rows=4).engine
+    engine = build(llama(), drafter="ngram", num_drafts=2, num_pages=90, host_cache=1, row_sizes=(1, 4)).engine
     traffic = Traffic(engine, VOCAB, longest=200)
     for _ in traffic.rounds_of(300):
         pass
