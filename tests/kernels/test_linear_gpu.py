@@ -335,6 +335,7 @@ def test_partial_sums_find_room(outputs: int, rows: int, blocks: int) -> None:
         (130, 1024, 4096, False, False, LargePlan(8, 8, False)),
         (129, 8192, 4096, False, True, LargePlan(64, 1, False)),
         (256, 4096, 14336, False, True, None),  # tiles of the table fill the device, pairs only half of it
+        (192, 4096, 14336, False, True, None),  # so do three tiles of 64 rows
         (250, 4096, 14336, False, True, LargePlan(64, 2, True)),
         (512, 4096, 14336, False, True, LargePlan(128, 2, True)),  # a pair of programs for each of 64 tiles
         (513, 4096, 14336, False, True, LargePlan(80, 2, False)),
@@ -348,6 +349,12 @@ def test_many_rows_have_a_plan_of_their_own(
     rows: int, outputs: int, inputs: int, gate: bool, add: bool, plan: LargePlan | None
 ) -> None:
     assert large_plan(rows, outputs, inputs, gate, add) == plan
+
+
+def test_192_rows_are_three_tiles_of_64() -> None:
+    assert pick_tile(192, 4096, 14336, gate=False, on_hopper=True) == Tile(64, 256, 64, 8, 5, 2)
+    assert pick_tile(256, 4096, 14336, gate=False, on_hopper=True) == Tile(128, 64, 64, 4, 8, 2)
+    assert pick_tile(192, 4096, 14336, gate=False) == pick_tile(256, 4096, 14336, gate=False)
 
 
 def test_pairs_and_parked_sums_have_their_places_in_the_workspace() -> None:

@@ -66,6 +66,8 @@ HOPPER_TABLES = {
     "gated": {16: (64, 128, 4, 4), 32: (64, 128, 4, 4), 64: (64, 128, 4, 4), 128: (64, 64, 4, 3)},
     "wide": {16: (128, 128, 8, 4), 32: (128, 128, 8, 4), 64: (128, 128, 8, 4), 128: (256, 64, 8, 4)},
 }
+# Where 192 rows would have pairs of programs on half of the device: three tiles of 64 rows, and 96 programs.
+THREE_TILES, THREE_TILE = 192, (256, 64, 8, 5)
 
 
 def pick_split(num_outputs: int, num_inputs: int, gate: bool) -> int:
@@ -102,6 +104,8 @@ def pick_tile(
     split = split or pick_split(num_outputs, num_inputs, gate)
     table = HOPPER_TABLES if on_hopper else TABLES
     cols, depth, warps, stages = table[kind_of(num_outputs, gate, split)][rows]
+    if on_hopper and split == 2 and num_rows == THREE_TILES:
+        rows, (cols, depth, warps, stages) = THREE_TILES // 3, THREE_TILE
     while (num_inputs // split) % depth:
         depth //= 2
     if split > 1 and split * -(-num_outputs // cols) > MULTIPROCESSORS:
@@ -138,7 +142,7 @@ def large_plan(
         return None
     tiles = -(-num_rows // LARGE_ROWS) * -(-num_outputs // (LARGE_COLS // 2 if gate else LARGE_COLS))
     in_pairs = split == 2 and 2 * tiles <= num_sms
-    if in_pairs and 4 * tiles <= num_sms and num_rows % HEIGHTS[-1] == 0:
+    if in_pairs and 4 * tiles <= num_sms and (num_rows % HEIGHTS[-1] == 0 or num_rows == THREE_TILES):
         return None  # half of the device would be idle, and rows fill the table's tiles
     # Without split inputs or a residual, tiles that would leave half of the programs idle are halved.
     pieces = 2 if in_pairs or (split == 1 and not add) else 1
