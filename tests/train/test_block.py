@@ -70,7 +70,8 @@ def test_the_loss_counts_the_drafts_inside_their_sample(kind: str) -> None:
     assert isinstance(head, BlockHead)
     rows = all_rows([14, 9], 23, prompt_len=2)
     labels = read_target(target, head, rows)
-    outcome = block_loss(head, rows, labels, 23, 0.5, torch.Generator().manual_seed(0))
+    starts = draw_starts(rows, 23, torch.Generator().manual_seed(0))
+    outcome = block_loss(head, rows, labels, *starts, 0.5)
     with torch.no_grad():
         places = torch.arange(21)[None]
         states, terms = block_states(head, rows, labels.tapped, places)[0], [[] for _ in range(head.config.max_drafts)]
@@ -99,7 +100,8 @@ def test_a_fresh_head_learns_and_is_saved_under_public_names(kind: str, tmp_path
     optimizer = torch.optim.AdamW(head.parameters(), lr=1e-2)
     losses = []
     for step in range(30):
-        outcome = block_loss(head, rows, labels, 16, 0.9, torch.Generator().manual_seed(step % 3))
+        starts = draw_starts(rows, 16, torch.Generator().manual_seed(step % 3))
+        outcome = block_loss(head, rows, labels, *starts, 0.9)
         optimizer.zero_grad()
         outcome.loss.backward()
         optimizer.step()

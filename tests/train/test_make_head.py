@@ -223,6 +223,27 @@ def test_a_folder_of_another_run_is_left_alone(
     assert "is not in the target's vocabulary of 320" in capsys.readouterr().err
 
 
+def test_kinds_are_trained_on_the_same_samples_which_may_be_made_elsewhere(
+    train: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags, first = ("--tokens", "600", "--text-tokens", "2000", "--steps", "2", "--no-eval"), tmp_path / "first"
+    assert train(*flags, "--stop-after", "prompts", out="first") == 0
+    assert {path.name for path in (first / "work").iterdir()} == {"options.json", "prompts.json", "texts.npz"}
+    assert train(*flags, "--stop-after", "samples", out="first") == 0
+    assert not (first / "config.json").exists()
+    block = ("--kind", "dspark", "--layers", "1", "--blocks", "4", "--mlp", "64", "--samples-of", str(first))
+    assert train(*flags, *block, out="second") == 0
+    assert not (tmp_path / "second" / "work" / "prompts.json").exists()
+    assert json.loads((tmp_path / "second" / "config.json").read_text())["intermediate_size"] == 64
+    assert train(*flags, out="first") == 0
+    reports = [json.loads((tmp_path / out / "report.json").read_text()) for out in ("first", "second")]
+    assert len({(report["samples"], report["sampled_tokens"], report["text_tokens"]) for report in reports}) == 1
+    assert train(*flags, *block, "--tokens", "700", out="third") == 2
+    assert f"tokens=700: the run in {first} was started with tokens=600" in capsys.readouterr().err
+    assert train(*flags, "--samples-of", str(tmp_path / "third"), out="fourth") == 2
+    assert "third: no head was trained there" in capsys.readouterr().err
+
+
 def test_chats_and_ready_prompts_come_from_jsonl(train: Callable[..., int], tmp_path: Path) -> None:
     chats = [
         {"messages": [{"role": "user", "content": f"Tell {name} {n}"}, {"role": "assistant", "content": "x"}]}

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from peregrine.cli.flags import Commands, add_flags, add_number, add_parser, at_least, flags_of, given
-from peregrine.train.options import HeadOptions, HeadOrder, SamplingPlan
+from peregrine.train.options import STAGES, HeadOptions, HeadOrder, SamplingPlan
 
 HEAD_EPILOG = """examples:
   peregrine train head --target /models/llama --data chats.jsonl --out /models/llama/eagle3
@@ -27,7 +27,9 @@ GPU_ROWS = 512
 PLAN_FLAGS = flags_of(SamplingPlan, {"seed"})
 RUN_FLAGS = flags_of(HeadOptions, {"warmup_steps", "decay_share", "weight_decay", "step_decay"})
 ORDER_FLAGS = flags_of(
-    HeadOrder, {"target", "data", "out", "plan", "options", "shares", "taps", "evaluate", "sources", "start"}
+    HeadOrder,
+    {"target", "data", "out", "plan", "options", "shares", "taps", "evaluate", "sources", "start", "samples_of"}
+    | {"stop_after"},
 )
 
 
@@ -50,6 +52,10 @@ def add_head(kinds: Commands) -> None:
     group.add_argument("--shares", nargs="+", type=float, metavar="X", help="of each file (default: by size)")
     group.add_argument("--start", type=Path, metavar="FOLDER", help="start from this head's weights")
     group.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="for the head and its report")
+    help = "take prompts, samples and texts from this head's folder, to compare kinds on the same ones"
+    group.add_argument("--samples-of", type=Path, metavar="FOLDER", help=help)
+    help = "stop when these are made; the same command without it goes on, here or where the folder is copied to"
+    group.add_argument("--stop-after", choices=STAGES, help=help)
     add_flags(parser, "sampling", PLAN_FLAGS)
     add_flags(parser, "training", RUN_FLAGS)
     group = add_flags(parser, "head, evaluation and machine", ORDER_FLAGS)
@@ -82,7 +88,7 @@ def run_head(args: argparse.Namespace) -> int:
     if "minutes" in run:
         run.setdefault("steps", None)
     options = HeadOptions(**run)
-    make_head(
+    report = make_head(
         HeadOrder(
             target=args.target,
             data=tuple(args.data),
@@ -93,10 +99,13 @@ def run_head(args: argparse.Namespace) -> int:
             taps=None if args.taps is None else tuple(args.taps),
             evaluate=not args.no_eval,
             start=args.start,
+            samples_of=args.samples_of,
+            stop_after=args.stop_after,
             **order,
         )
     )
-    print(f"the head and its report are in {args.out}")
+    made = "the head and its report" if report is not None else f"the {args.stop_after}"
+    print(f"{made} are in {args.out}")
     return 0
 
 

@@ -41,7 +41,7 @@ def fresh_block_head(
     config, is_dspark = target.config, order.kind == DSPARK
     check_taps(taps, config.num_layers)
     shape = BlockConfig(
-        layer=dense_layers(config, "qwen3", order.layers),
+        layer=dense_layers(config, "qwen3", order.layers, order.mlp),
         taps=taps,
         target_hidden_size=config.hidden_size,
         draft_vocab_size=config.vocab_size if ids is None else len(ids),
@@ -138,14 +138,13 @@ def block_states(head: BlockHead, rows: Rows, tapped: Tensor, starts: Tensor) ->
 
 
 def block_loss(
-    head: BlockHead, rows: Rows, labels: Labels, num_blocks: int, step_decay: float, generator: torch.Generator
+    head: BlockHead, rows: Rows, labels: Labels, starts: Tensor, allowed: Tensor, step_decay: float
 ) -> Outcome:
-    """The loss of random blocks; draft k has weight step_decay ** (k - 1).
+    """The loss of the blocks that start at places [B, A], where allowed; draft k has weight step_decay ** (k - 1).
 
     DFlash: cross-entropy with the target's distribution. DSpark: less of that, the distance of the distributions, and
     how well the confidence head knows the chance that both agree, which is one minus half that distance.
     """
-    starts, allowed = draw_starts(rows, num_blocks, generator)
     hidden = block_states(head, rows, labels.tapped, starts)
     blocks, depth = hidden.shape[:2], hidden.shape[2]
     ahead = torch.arange(1, depth + 1, device=starts.device)
@@ -155,11 +154,9 @@ def block_loss(
     scores = head.logits(hidden.flatten(0, 2)).float().view(len(before), depth, -1)
     states = hidden.flatten(0, 1)
     if head.markov is not None:
-        state, added = None, []
-        for step in range(depth):
-            more, state = head.markov(before[:, step], states[:, step], state)
-            added.append(more.float())
-        scores = scores + torch.stack(added, dim=1)
+        added, state = head.markov(before.flatten(), states.flatten(0, 1), None)
+        assert state is None, "a Markov head with a state is not trained"
+        scores = scores + added.float().view_as(scores)
     size = labels.probabilities.shape[2]
     wanted = labels.probabilities.gather(1, places[:, :, None].expand(-1, -1, size)).view(len(before), depth, size)
     each = F.cross_entropy(scores.flatten(0, 1), wanted.flatten(0, 1), reduction="none").view(-1, depth)
@@ -168,7 +165,8 @@ def block_loss(
         distance = (scores.softmax(dim=2) - wanted).abs().sum(dim=2)  # tokens that cannot be drafted count half
         chances = head.confidences(states.flatten(0, 1), before.flatten()).view(-1, depth)
         agreed = (1 - distance / 2).detach().clamp(0, 1)
-        surprise = F.binary_cross_entropy(chances.clamp(1e-6, 1 - 1e-6), agreed, reduction="none")
+        chances = chances.clamp(1e-6, 1 - 1e-6)
+        surprise = -(agreed * chances.log() + (1 - agreed) * (1 - chances).log())  # the library's refuses autocast
         each = DSPARK_WEIGHTS[0] * each + DSPARK_WEIGHTS[1] * distance + DSPARK_WEIGHTS[2] * surprise
     mask = valid.flatten(0, 1)
     total = mask.sum(dim=0).clamp(min=1)

@@ -91,11 +91,13 @@ def draft_ids(samples: Samples, asked: str, vocab_size: int, always: tuple[int, 
     return None if size == vocab_size else np.sort(order[:size])
 
 
-def fresh_head(target: Decoder, taps: tuple[int, ...], ids: NDArray[np.int64] | None, seed: int) -> Eagle3Head:
-    """A head with random weights, but the target's output head and final norm."""
+def fresh_head(
+    target: Decoder, taps: tuple[int, ...], ids: NDArray[np.int64] | None, seed: int, mlp: int | None = None
+) -> Eagle3Head:
+    """A head with random weights, but the target's output head and final norm; `mlp`: inner size of its MLP."""
     config = target.config
     check_taps(taps, config.num_layers)
-    layer = dense_layers(config, "llama", 1)
+    layer = dense_layers(config, "llama", 1, mlp)
     size = config.vocab_size if ids is None else len(ids)
     shape = Eagle3Config(layer, taps, config.hidden_size, size, own_embedding=False, own_head=True)
     chosen = None if ids is None else torch.from_numpy(ids)

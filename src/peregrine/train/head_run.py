@@ -8,11 +8,11 @@ from torch import Tensor
 
 from peregrine.models.decoder import Decoder
 from peregrine.models.draft_heads import BlockHead, Eagle3Head, save_head
-from peregrine.train.block import block_loss
-from peregrine.train.head import Labels, Outcome, head_loss, read_target
+from peregrine.train.block import block_loss, draw_starts
+from peregrine.train.head import Labels, head_loss, read_target
 from peregrine.train.options import HeadOptions
 from peregrine.train.rows import Rows, SampleRows
-from peregrine.train.run import Run
+from peregrine.train.run import Compiled, Run
 
 TABLES = frozenset({"head.weight", "markov.embedding", "markov.out.weight"})  # matrices whose rows stand for tokens
 
@@ -33,6 +33,7 @@ class HeadRun(Run[Rows]):
     ) -> None:
         super().__init__(head, options, folder, TABLES & {name for name, _ in head.named_parameters()})
         self.head, self.target, self.rows, self.out = head, target, rows, out
+        self._outcome = Compiled(self._compute, self.device)
 
     @property
     def tokens_per_step(self) -> int:
@@ -43,17 +44,30 @@ class HeadRun(Run[Rows]):
 
     def loss(self, batch: Rows) -> tuple[Tensor, dict[str, Tensor]]:
         rows = batch.to(self.device)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
-            outcome = self._outcome(rows, read_target(self.target, self.head, rows))
-        return outcome.loss, {"losses": outcome.losses, "agreement": outcome.agreement}
+        with self._autocast():
+            labels = read_target(self.target, self.head, rows)
+        starts: tuple[Tensor, ...] = ()
+        if isinstance(self.head, BlockHead):
+            # Drawn by the step's number: a resumed run draws the same blocks.
+            generator = torch.Generator().manual_seed(self.options.seed * 1_000_003 + self.step)
+            starts = draw_starts(rows, self.options.blocks, generator)
+        given = rows.tokens, rows.documents, rows.positions, rows.learn
+        loss, losses, agreement = self._outcome(*given, labels.tapped, labels.probabilities, labels.best, *starts)
+        return loss, {"losses": losses, "agreement": agreement}
 
-    def _outcome(self, rows: Rows, labels: Labels) -> Outcome:
-        options = self.options
-        if isinstance(self.head, Eagle3Head):
-            return head_loss(self.head, rows, labels, options.unroll, options.step_decay)
-        # Drawn by the step's number: a resumed run draws the same blocks.
-        generator = torch.Generator().manual_seed(options.seed * 1_000_003 + self.step)
-        return block_loss(self.head, rows, labels, options.blocks, options.step_decay, generator)
+    def _compute(self, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The fields of an `Outcome`, from those of `Rows` and `Labels` and, for a block head, where blocks start."""
+        rows, labels, starts = Rows(*tensors[:4]), Labels(*tensors[4:7]), tensors[7:]
+        head, options = self.head, self.options
+        with self._autocast():
+            if isinstance(head, Eagle3Head):
+                outcome = head_loss(head, rows, labels, options.unroll, options.step_decay)
+            else:
+                outcome = block_loss(head, rows, labels, *starts, options.step_decay)
+        return outcome.loss, outcome.losses, outcome.agreement
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
 
     def save(self) -> None:
         super().save()

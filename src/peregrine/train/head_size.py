@@ -50,7 +50,7 @@ def estimate(order: HeadOrder, config: ModelConfig, dtype: torch.dtype) -> tuple
     draft_vocab = int(order.draft_vocab) if order.draft_vocab.isdigit() else config.vocab_size
     target = num_weights(config) * dtype.itemsize
     heads_size = (config.num_heads + config.num_kv_heads) * config.head_dim
-    head = hidden * (3 * heads_size + 3 * config.intermediate_size + 3 * hidden + draft_vocab)
+    head = hidden * (3 * heads_size + 3 * (order.mlp or config.intermediate_size) + 3 * hidden + draft_vocab)
     slots = plan.rows * (-(-plan.max_len // PAGE_SIZE) + 1) * PAGE_SIZE
     cache = slots * config.num_layers * config.kv_shape.num_entries * dtype.itemsize
     logits = plan.rows * config.vocab_size * 4 * 6  # logits, noise and intermediates of the noise

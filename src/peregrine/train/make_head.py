@@ -35,8 +35,11 @@ from peregrine.train.samples import Samples, sample, with_texts
 FACTS, PROMPTS, TEXTS, UNTRAINED = "options.json", "prompts.json", "texts.npz", "untrained"
 
 
-def make_head(order: HeadOrder) -> Facts:
-    """Write the head and its report into `order.out`, resuming an earlier call; returns the report."""
+def make_head(order: HeadOrder) -> Facts | None:
+    """Write the head and its report into `order.out`, resuming an earlier call; returns the report.
+
+    None if the order asks to stop before there is a head.
+    """
     source, device = FolderSource(find_model(order.target)), resolve_device(order.device)
     folder, config = source.folder, source.config
     dtype = resolve_dtype(order.dtype, device, source.dtype)
@@ -45,8 +48,12 @@ def make_head(order: HeadOrder) -> Facts:
     check_context(order.plan, config)
 
     train, held_out = prepare_prompts(order, source)
+    if order.stop_after == "prompts":
+        return None
     prompts = [prompt.tokens for prompt in train]
-    samples = sample(folder, prompts, order.plan, order.work / "samples", device=order.device, dtype=order.dtype)
+    samples = sample(folder, prompts, order.plan, order.lessons / "samples", device=order.device, dtype=order.dtype)
+    if order.stop_after == "samples":
+        return None
     facts = train_head(order, folder, samples, device, dtype)
     if order.evaluate:
         facts |= evaluate(order, folder, held_out)
@@ -55,9 +62,14 @@ def make_head(order: HeadOrder) -> Facts:
 
 
 def claim(order: HeadOrder) -> None:
-    """Take the folder for this order; refuse one that holds anything else. An order without prompts yet is replaced."""
+    """Take the folder for this order; refuse one that holds anything else. One that has made nothing yet is replaced."""
     noted, facts = order.work / FACTS, order.facts()
-    if (order.work / PROMPTS).exists():
+    if order.samples_of is not None:
+        others = order.lessons / FACTS
+        if not others.exists():
+            raise ConfigError(f"samples_of={order.samples_of}: no head was trained there; give another head's --out")
+        check_same(json.loads(others.read_text()), order.lesson_facts(), order.samples_of)
+    if (order.work / PROMPTS).exists() or (order.work / UNTRAINED).exists():
         check_same(json.loads(noted.read_text()), facts, order.out)
         return
     if not noted.exists() and order.out.exists() and any(order.out.iterdir()):
@@ -77,7 +89,7 @@ def check_context(plan: SamplingPlan, config: ModelConfig) -> None:
 
 def prepare_prompts(order: HeadOrder, source: FolderSource) -> tuple[list[Prompt], list[Prompt]]:
     """(training, held-out) prompts, made from the data once and kept."""
-    kept, plan = order.work / PROMPTS, order.plan
+    kept, plan = order.lessons / PROMPTS, order.plan
     if not kept.exists():
         book = PromptBook(order.sources or open_sources(order.data, order.shares, MERLIN_SHARES), order.eval_prompts)
         book.check(plan.num_prompts, plan.tokens)
@@ -85,7 +97,7 @@ def prepare_prompts(order: HeadOrder, source: FolderSource) -> tuple[list[Prompt
         train = book.prompts(tokenizer, plan.num_prompts, plan.prompt_tokens, plan.seed, train=True)
         held_out = book.prompts(tokenizer, order.eval_prompts, plan.prompt_tokens, plan.seed, train=False)
         if order.text_tokens:
-            book.texts(tokenizer, order.text_tokens, plan.max_len, plan.seed).save(order.work / TEXTS)
+            book.texts(tokenizer, order.text_tokens, plan.max_len, plan.seed).save(order.lessons / TEXTS)
         new = kept.with_suffix(".new")
         new.write_text(json.dumps([[[p.source, p.tokens] for p in group] for group in (train, held_out)]))
         os.replace(new, kept)
@@ -104,7 +116,7 @@ def train_head(order: HeadOrder, folder: Path, samples: Samples, device: torch.d
         save_head(head, order.work / UNTRAINED, torch.bfloat16)
     if order.start is not None:
         copy_weights(head, load_head(order.start, target, device, torch.float32, pack=False), order.start)
-    texts = Samples.load(order.work / TEXTS) if order.text_tokens else None
+    texts = Samples.load(order.lessons / TEXTS) if order.text_tokens else None
     epoch = with_texts(samples, texts)
     rows = SampleRows(epoch, fitting_row_len(epoch))
     run = HeadRun(head, target, order.options, rows, order.work / "run", order.out)
@@ -133,7 +145,7 @@ def new_head(
     """An untrained head of the kind that is asked for."""
     num_layers = target.config.num_layers
     if order.kind == EAGLE3:
-        return fresh_head(target, order.taps or pick_taps(num_layers), ids, order.options.seed)
+        return fresh_head(target, order.taps or pick_taps(num_layers), ids, order.options.seed, order.mlp)
     # The mask token is the one that occurs least in what the target writes.
     counts = np.bincount(samples.written(), minlength=target.config.vocab_size)
     return fresh_block_head(target, order.taps or pick_block_taps(num_layers), ids, order, int(counts.argmin()))

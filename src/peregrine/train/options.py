@@ -10,6 +10,7 @@ from peregrine.train.documents import Source
 
 AUTO, FULL = "auto", "full"
 EAGLE3, DFLASH, DSPARK = KINDS = "eagle3", "dflash", "dspark"
+STAGES = "prompts", "samples"  # what is made before a head is trained
 Facts = dict[str, Any]
 
 
@@ -79,6 +80,7 @@ class HeadOrder:
     taps: tuple[int, ...] | None = None
     kind: str = option(EAGLE3, "eagle3 (token by token), dflash or dspark (a block at once)", "KIND")
     layers: int = option(2, "of a dflash or dspark head", "N")
+    mlp: int | None = option(None, "inner size of the head's MLPs (default: the target's)", "N")
     markov_rank: int = option(128, "of a dspark head's correction by the token before", "N")
     device: str = option("auto", "auto, cpu, cuda or cuda:INDEX", "DEVICE")
     dtype: str = option("auto", "of the target", "DTYPE")
@@ -88,28 +90,46 @@ class HeadOrder:
     sources: tuple[Source, ...] | None = None  # replaces the sources found at `data`
     text_tokens: int = option(0, "of whole documents, trained on in addition to the samples", "N")
     start: Path | None = None  # a head whose weights to start from
+    samples_of: Path | None = None  # a head whose prompts, samples and texts are taken instead of making them
+    stop_after: str | None = None  # a stage after which to stop
 
     @property
     def work(self) -> Path:
         """The folder for what is kept between stages."""
         return self.out / "work"
 
+    @property
+    def lessons(self) -> Path:
+        """The folder of prompts, samples and texts: the work folder, or that of another head."""
+        return self.work if self.samples_of is None else self.samples_of / "work"
+
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ConfigError(f"kind={self.kind!r}: no such head; choose {', '.join(KINDS)}")
+        if self.mlp is not None and self.mlp < 1:
+            raise ConfigError(f"mlp={self.mlp}: must be at least 1")
+        if self.stop_after is not None and self.stop_after not in STAGES:
+            raise ConfigError(f"stop_after={self.stop_after!r}: no such stage; choose {' or '.join(STAGES)}")
 
     def facts(self) -> Facts:
         """What a resumed run must agree on: everything that decides on the data and the head's shape."""
-        plan = asdict(self.plan)
         return {
-            "data": [path.name for path in self.data],
-            "shares": None if self.shares is None else list(self.shares),
-            **{name: plan[name] for name in ("tokens", "max_tokens", "prompt_tokens", "seed")},
+            **self.lesson_facts(),
             "draft_vocab": self.draft_vocab,
             "taps": None if self.taps is None else list(self.taps),
             "unroll": self.options.unroll,
             "kind": self.kind,
             **({} if self.kind == EAGLE3 else {"layers": self.layers, "markov_rank": self.markov_rank}),
+            **({} if self.mlp is None else {"mlp": self.mlp}),
+        }
+
+    def lesson_facts(self) -> Facts:
+        """What decides on prompts, samples and texts."""
+        plan = asdict(self.plan)
+        return {
+            "data": [path.name for path in self.data],
+            "shares": None if self.shares is None else list(self.shares),
+            **{name: plan[name] for name in ("tokens", "max_tokens", "prompt_tokens", "seed")},
             "eval_prompts": self.eval_prompts,
             "text_tokens": self.text_tokens,
         }

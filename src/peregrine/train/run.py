@@ -8,7 +8,7 @@ import json
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -28,6 +28,7 @@ LOG_EVERY = 10
 # With a time limit, the speed of the measured steps decides how many steps there will be; the first steps compile.
 WARM_STEPS, MEASURED_STEPS = 10, 40
 Batch = TypeVar("Batch")
+Result = TypeVar("Result")
 
 
 class Run(ABC, Generic[Batch]):
@@ -131,6 +132,23 @@ class Run(ABC, Generic[Batch]):
             left = began + 60.0 * self.options.minutes - now
             self.total_steps = self.step + max(1, int(left * (self.step - mark[0]) / (now - mark[1])))
         return self.step, now
+
+
+class Compiled(Generic[Result]):
+    """A function of tensors, compiled on a GPU; if that fails, it goes on as it is."""
+
+    def __init__(self, function: Callable[..., Result], device: torch.device) -> None:
+        self._plain = function
+        self._function = torch.compile(function, dynamic=False) if device.type == "cuda" else function
+
+    def __call__(self, *tensors: Tensor) -> Result:
+        if self._function is not self._plain:
+            try:
+                return self._function(*tensors)
+            except Exception as error:
+                logger.warning("torch.compile failed, training goes on uncompiled: %s", error)
+                self._function = self._plain
+        return self._plain(*tensors)
 
 
 def learning_rate(options: RunOptions, step: int, total_steps: int | None) -> float:

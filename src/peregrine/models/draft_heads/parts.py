@@ -136,14 +136,18 @@ def input_norm(layer: nn.Module) -> RMSNorm | None:
     return layer.input_norm
 
 
-def dense_layers(config: ModelConfig, family: str, num_layers: int) -> ModelConfig:
-    """Layers for a new head, as wide as the target's: dense, without biases, with head norms as `family` has them."""
+def dense_layers(config: ModelConfig, family: str, num_layers: int, mlp: int | None = None) -> ModelConfig:
+    """Layers for a new head, as wide as the target's: dense, without biases, with head norms as `family` has them.
+
+    `mlp` is the inner size of their MLPs, if it is not the target's.
+    """
     plain = {field.name: field.default for field in fields(ModelConfig) if field.default is not MISSING}
     return replace(
         config,
         **plain,  # nothing of what differs from the plain decoder in a few families
         family=family,
         num_layers=num_layers,
+        intermediate_size=mlp or config.intermediate_size,
         head_dim=config.head_dim if config.mla is None else config.mla.value_dim,
         windows=(None,) * num_layers,
         tied=False,

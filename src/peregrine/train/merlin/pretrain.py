@@ -1,6 +1,6 @@
 """Pretrains a decoder on rows of text: the engine's own module with dense attention."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,17 +9,15 @@ from torch import Tensor
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from peregrine.log import logger
 from peregrine.models.config import ModelConfig
 from peregrine.models.decoder import Decoder
 from peregrine.models.layers import draw_weights
 from peregrine.train.attend import dense_attend
 from peregrine.train.merlin.token_rows import TokenRows, TokenShard
 from peregrine.train.options import RunOptions
-from peregrine.train.run import Run
+from peregrine.train.run import Compiled, Run
 
 MAX_EVAL_ROWS = 64
-LossOf = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +54,7 @@ class Pretraining(Run[Tensor]):
         self.rows = TokenRows(train, options.row_len + 1, options.seed, options.epoch_tokens)
         self.held_out = held_out
         decoder = self.decoder
-        self._eager: LossOf = lambda rows: next_token_loss(decoder, rows)
-        self._loss: LossOf = torch.compile(self._eager, dynamic=False) if device.type == "cuda" else self._eager
+        self._loss = Compiled(lambda rows: next_token_loss(decoder, rows), device)
 
     @property
     def tokens_per_step(self) -> int:
@@ -69,14 +66,7 @@ class Pretraining(Run[Tensor]):
     def loss(self, batch: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         rows = batch.pin_memory() if self.device.type == "cuda" else batch
         rows = rows.to(self.device, non_blocking=True)
-        try:
-            return self._loss(rows), {}
-        except Exception as error:
-            if self._loss is self._eager:
-                raise
-            logger.warning("torch.compile failed, training goes on uncompiled: %s", error)
-            self._loss = self._eager
-            return self._eager(rows), {}
+        return self._loss(rows), {}
 
     def after_step(self, last: bool) -> None:
         if self.step % self.options.eval_every == 0 or last:
