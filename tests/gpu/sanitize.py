@@ -3,9 +3,11 @@
     export PYTHONPATH=src
     compute-sanitizer --tool memcheck python3 tests/gpu/sanitize.py
     compute-sanitizer --tool memcheck python3 tests/gpu/sanitize.py moe
+    compute-sanitizer --tool memcheck python3 tests/gpu/sanitize.py block
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python3 tests/gpu/sanitize.py
 
-The model is dense or, with `moe`, has MLA, experts and a prediction layer. Eager and recorded rounds run.
+The model is dense, or has MLA, experts and a prediction layer (`moe`); `block` runs DFlash and DSpark heads for a dense
+one. Eager and recorded rounds run.
 The last line gives every tensor memory of its own, so that an out-of-bounds read is seen; graphs cannot be recorded
 then, and only eager rounds run. Prints the number of rounds of each drafter.
 """
@@ -20,7 +22,11 @@ import torch
 
 from peregrine.engine.build import build_engine
 from peregrine.llm import engine_config
+from peregrine.models.draft_heads import save_head
+from peregrine.models.loading import load_decoder
 from peregrine.synthetic.checkpoint import make_random_checkpoint
+from peregrine.train.block import fresh_block_head
+from peregrine.train.options import HeadOptions, HeadOrder
 
 sys.path.append(str(Path(__file__).parents[1]))
 
@@ -32,6 +38,11 @@ ROUNDS, VOCAB = 24, 384
 Options = dict[str, object]
 GUESSES: dict[str, tuple[Options, ...]] = {
     "dense": ({"num_drafts": 3}, {"tree": (3, 2, 8)}, {"drafter": "ngram", "num_drafts": 3, "kv_dtype": "float8"}),
+    "block": (
+        {"drafter": "dflash", "num_drafts": 4},
+        {"drafter": "dspark", "num_drafts": 4},
+        {"drafter": "dspark", "tree": (3, 2, 8)},
+    ),
     "moe": (
         {"num_drafts": 3},
         {"drafter": "mtp", "num_drafts": 2},
@@ -39,18 +50,12 @@ GUESSES: dict[str, tuple[Options, ...]] = {
         {"drafter": "ngram", "num_drafts": 3},
     ),
 }
-# Beyond what is common to both.
+# Beyond what is common to all.
+DENSE = {"head_dim": 64, "hidden_size": 256, "intermediate_size": 256}
 SIZES: dict[str, dict[str, int]] = {
-    "dense": {"head_dim": 64, "hidden_size": 256, "intermediate_size": 256},
-    "moe": {
-        "head_dim": 64,
-        "hidden_size": 256,
-        "intermediate_size": 256,
-        "kv_rank": 128,
-        "q_rank": 128,
-        "rope_dim": 64,
-        "num_experts": 8,
-    },
+    "dense": DENSE,
+    "block": DENSE,
+    "moe": DENSE | {"kv_rank": 128, "q_rank": 128, "rope_dim": 64, "num_experts": 8},
 }
 
 
@@ -78,6 +83,11 @@ def make_model(kind: str) -> Path:
     """A small random model of the kind."""
     folder = mkdtemp(prefix="peregrine-sanitize-")
     model = make_random_checkpoint(folder, vocab_size=VOCAB, num_layers=2, dtype="bfloat16", **SIZES[kind])
+    if kind == "block":
+        target = load_decoder(model, pack=False)
+        for head in ("dflash", "dspark"):
+            order = HeadOrder("", (), model / head, kind=head, markov_rank=32, options=HeadOptions(unroll=4))
+            save_head(fresh_block_head(target, (0, 1), None, order, mask_token=1), order.out, torch.bfloat16)
     return with_prediction_layer(model) if kind == "moe" else model
 
 

@@ -1,19 +1,26 @@
 """DFlash and DSpark heads on a GPU, in bfloat16: tokens do not change, and a head that knows the model is accepted."""
 
+import math
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from gpu.random_models import HIDDEN, llama
 from gpu.test_identity import ALONE, build, cases, count_equal
-from peregrine.models.draft_heads import save_head
+from peregrine.models.draft_heads import load_head, save_head
 from peregrine.models.loading import load_decoder
 from peregrine.train.block import fresh_block_head
+from peregrine.train.head_run import HeadRun
+from peregrine.train.make_head import new_head
 from peregrine.train.options import HeadOptions, HeadOrder
+from peregrine.train.rows import SampleRows
+from peregrine.train.run import read_log
+from peregrine.train.samples import Samples
 from spec.harness import accept_length, run, tokens
 
 DRAFTS = 7
@@ -54,8 +61,9 @@ def head_for(model: Path, kind: str) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
-def test_blocks_change_no_token(kind: str) -> None:
-    model = calm_llama()
+def test_blocks_change_none_of_50_000_tokens(kind: str) -> None:
+    """Two kinds, 100,000 tokens."""
+    model, compared = calm_llama(), 0
     some = cases(512)
     expected = tokens(run(build(str(model), max_rows=1).engine, some))
     head = {"drafter": str(head_for(model, kind)), "num_drafts": DRAFTS}
@@ -63,11 +71,33 @@ def test_blocks_change_no_token(kind: str) -> None:
         ("16 rows", {}),
         ("eager, other pages", {"graphs": False, "row_sizes": None, "page_size": 64}),
         ("alone", {"max_rows": 1}),
+        ("3 drafts", {"num_drafts": 3}),
         ("tree", {"tree": (5, 4, 24)}),
         ("preempted", {"num_pages": 300, "prefix_cache": False}),
+        ("tree, preempted", {"tree": (5, 4, 24), "num_pages": 300, "prefix_cache": False}),
     ):
         count = ALONE if options.get("max_rows") == 1 else len(some)
-        outputs = run(build(str(model), **head, **options).engine, some[:count])  # type: ignore[arg-type]
-        count_equal(f"{kind}, {name}", tokens(outputs), expected[:count])
+        outputs = run(build(str(model), **(head | options)).engine, some[:count])  # type: ignore[arg-type]
+        compared += count_equal(f"{kind}, {name}", tokens(outputs), expected[:count])
+        assert ("preempted" in name) == any(output.stats.preemptions for output in outputs)
         if kind == "dspark":  # bfloat16 rounds some of the ties away
             assert accept_length(outputs) > 1.4
+    assert compared > 50_000
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dflash", "dspark"])
+def test_every_kind_trains_with_its_loss_compiled(kind: str, tmp_path: Path) -> None:
+    """In bfloat16 under autocast, where not every function of the library is allowed."""
+    target = load_decoder(llama(), "cuda", torch.bfloat16, pack=False).requires_grad_(False)
+    options = HeadOptions(steps=4, batch_rows=2, unroll=3, blocks=8, warmup_steps=1)
+    order = HeadOrder("", (), tmp_path, kind=kind, markov_rank=16, options=options)
+    rows = np.random.default_rng(0).integers(0, 512, (8, 64)).astype(np.int32)
+    samples = Samples.pack(list(rows), [4] * len(rows))
+    head = new_head(order, target, samples, np.arange(0, 512, 2))
+    run = HeadRun(head, target, options, SampleRows(samples, 64), tmp_path / "run", tmp_path)
+    run.train()
+    losses = [line["loss"] for line in read_log(tmp_path / "run", "train")]
+    assert losses
+    assert all(math.isfinite(loss) for loss in losses)
+    assert run.outcome.is_compiled
+    assert isinstance(load_head(tmp_path, target, "cuda", torch.bfloat16), type(head))

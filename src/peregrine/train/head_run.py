@@ -33,7 +33,7 @@ class HeadRun(Run[Rows]):
     ) -> None:
         super().__init__(head, options, folder, TABLES & {name for name, _ in head.named_parameters()})
         self.head, self.target, self.rows, self.out = head, target, rows, out
-        self._outcome = Compiled(self._compute, self.device)
+        self.outcome = Compiled(self._compute, self.device)
 
     @property
     def tokens_per_step(self) -> int:
@@ -52,7 +52,7 @@ class HeadRun(Run[Rows]):
             generator = torch.Generator().manual_seed(self.options.seed * 1_000_003 + self.step)
             starts = draw_starts(rows, self.options.blocks, generator)
         given = rows.tokens, rows.documents, rows.positions, rows.learn
-        loss, losses, agreement = self._outcome(*given, labels.tapped, labels.probabilities, labels.best, *starts)
+        loss, losses, agreement = self.outcome(*given, labels.tapped, labels.probabilities, labels.best, *starts)
         return loss, {"losses": losses, "agreement": agreement}
 
     def _compute(self, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:

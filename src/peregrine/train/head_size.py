@@ -8,7 +8,7 @@ from peregrine.errors import ConfigError
 from peregrine.hardware import read_gpu, read_memory
 from peregrine.models.config import ModelConfig
 from peregrine.models.loading import num_weights
-from peregrine.train.options import EAGLE3, HeadOrder
+from peregrine.train.options import EAGLE3, STAGES, HeadOrder
 from peregrine.train.samples import PAGE_SIZE
 
 SHARE = 0.9  # of the free memory or disk that a run may take
@@ -19,7 +19,10 @@ SCORE_COPIES = 3  # float32 copies of a score that training keeps
 
 
 def check_size(order: HeadOrder, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> str:
-    """The size of the run in words, for rows as long as the longest sample; what does not fit is refused."""
+    """The size of the run in words, for rows as long as the longest sample.
+
+    A stage that is asked for and does not fit is refused.
+    """
     plan, options = order.plan, order.options
     disk, sampling, training = estimate(order, config, dtype)
     free_disk = shutil.disk_usage(order.out).free
@@ -29,10 +32,11 @@ def check_size(order: HeadOrder, config: ModelConfig, dtype: torch.dtype, device
             "ask for fewer tokens or another folder"
         )
     free = read_memory()[1] if device.type == "cpu" else read_gpu(device.index or 0).memory_free_bytes
-    for what, needed, remedy in (
+    stages = [
         ("sampling", sampling, "lower rows or max_tokens"),
         ("training", training, "lower batch, max_tokens, unroll or draft_vocab"),
-    ):
+    ]
+    for what, needed, remedy in stages[: len(stages) if order.stop_after is None else STAGES.index(order.stop_after)]:
         if free is not None and needed > SHARE * free:
             raise ConfigError(f"{what} needs about {shown(needed)}, {device} has {shown(free)} free; {remedy}")
     trained = (

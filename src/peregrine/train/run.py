@@ -141,8 +141,13 @@ class Compiled(Generic[Result]):
         self._plain = function
         self._function = torch.compile(function, dynamic=False) if device.type == "cuda" else function
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether it is, or will be at its first call."""
+        return self._function is not self._plain
+
     def __call__(self, *tensors: Tensor) -> Result:
-        if self._function is not self._plain:
+        if self.is_compiled:
             try:
                 return self._function(*tensors)
             except Exception as error:
