@@ -48,6 +48,12 @@ def test_a_packaged_model_is_found_where_it_is_installed_and_its_command_named_w
     here = replace(folders.PACKAGED["smollm2"], package="packaged_model", file="model.gguf")
     monkeypatch.setitem(folders.PACKAGED, "smollm2", here)
     assert open_source("smollm2") == FolderSource(package / "model.gguf")
+    head = tmp_path / "assets" / "smollm2" / "eagle3"
+    head.mkdir(parents=True)
+    (head / "config.json").write_text("{}")
+    monkeypatch.setattr(folders, "ASSETS", tmp_path / "assets")
+    expected = str(head), "a head for this model comes with Peregrine"
+    assert FolderSource(package / "model.gguf").automatic_drafter() == expected
 
 
 def test_a_folder_without_a_tokenizer_serves_token_ids_and_refuses_text(tmp_path: Path) -> None:
@@ -79,6 +85,13 @@ def test_the_automatic_drafter_is_the_head_beside_the_model() -> None:
     name, why = FolderSource(tiny_model()).automatic_drafter()
     assert name == "none"
     assert "has no head" in why
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dflash", "dspark"])
+def test_a_head_of_any_kind_beside_the_model_is_found(kind: str, tmp_path: Path) -> None:
+    (tmp_path / kind).mkdir()
+    (tmp_path / kind / "config.json").write_text("{}")
+    assert FolderSource(tmp_path).automatic_drafter() == (kind, "the model's folder has a head")
 
 
 def test_a_prediction_layer_drafts_unless_something_else_is_asked_for() -> None:

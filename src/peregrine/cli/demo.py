@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
 
 def complete_options(options: dict[str, Any], folder: str) -> dict[str, Any]:
     """The options with a model and a drafter; a random model is made in `folder` if none is embedded."""
-    from peregrine.engine.folders import embedded_models, find_model
+    from peregrine.engine.folders import embedded_models, find_model, own_head
 
     model = str(options.get("model", MODEL))
     if "model" not in options and MODEL not in embedded_models():
@@ -78,8 +78,8 @@ def complete_options(options: dict[str, Any], folder: str) -> dict[str, Any]:
         print("This build has no embedded model: a small one with random weights stands in; it writes nonsense.")
         model = str(make_random_checkpoint(folder, **STAND_IN))
     # Without a draft head the drafts come from look-up in the text.
-    head = (find_model(model) / "eagle3" / "config.json").exists()
-    return {"model": model, "drafter": "auto" if head else "ngram"} | options
+    head = own_head(find_model(model))
+    return {"model": model, "drafter": "ngram" if head is None else "auto"} | options
 
 
 def decode(title: str, llm: "LLM", asked: "str | list[dict[str, str]]", params: SamplingParams) -> "Output":

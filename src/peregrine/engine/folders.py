@@ -9,6 +9,7 @@ from peregrine.errors import CheckpointError, shown
 
 ASSETS = Path(__file__).parents[1] / "assets"
 NEEDED = ["*.json", "*.safetensors", "*.jinja"]
+HEADS = ("dspark", "dflash", "eagle3")  # names of the folder of a model's own draft head; the first is taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,12 @@ def find_model(name: str) -> Path:
         f"model={shown(name)}: no such folder, and not an embedded model (embedded: {embedded}; as a package: "
         f"{', '.join(PACKAGED)}); pass a folder in Hugging Face format or a GGUF file"
     )
+
+
+def own_head(model: Path) -> Path | None:
+    """The draft head that comes with a model: a folder in its own, or in the assets for a model that is a package."""
+    homes = [model, *(ASSETS / name for name, packaged in PACKAGED.items() if packaged.find() == model)]
+    return next((home / head for home in homes for head in HEADS if (home / head / "config.json").exists()), None)
 
 
 def from_package(name: str, model: PackagedModel) -> Path:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from peregrine.engine.folders import ASSETS, find_model
+from peregrine.engine.folders import ASSETS, find_model, own_head
 from peregrine.models.checkpoint.generation import sampling_defaults
 from peregrine.models.checkpoint.gguf.file import open_header
 from peregrine.models.checkpoint.gguf.header import is_gguf
@@ -71,8 +71,11 @@ class FolderSource:
 
     def automatic_drafter(self) -> tuple[str, str]:
         """The drafter that "auto" names, and why."""
-        if (self.folder / "eagle3" / "config.json").exists():
-            return "eagle3", "the model's folder has a head"
+        head = own_head(self.folder)
+        if head is not None and head.parent == self.folder:
+            return head.name, "the model's folder has a head"
+        if head is not None:
+            return str(head), "a head for this model comes with Peregrine"
         if has_prediction_layer(self.weights):
             return "mtp", "the checkpoint has a prediction layer"
         return "none", "the model's folder has no head; ask for ngram or a folder to speculate"
