@@ -6,19 +6,24 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from peregrine.cli.main import main
 from peregrine.llm import LLM
+from peregrine.models.loading import load_decoder
 from peregrine.sampling import SamplingParams
+from peregrine.train.head import fresh_head
 from peregrine.train.head_run import HeadRun
+from peregrine.train.make_head import copy_weights
 from peregrine.train.merlin.pretrain import PretrainOptions
 from peregrine.train.merlin.recipe import MerlinOrder, Shape, make_merlin, make_target
 from peregrine.train.rows import Rows
 from peregrine.train.run import load_state
 from peregrine.train.samples import Samples
+from spec.harness import tiny_model
 
 SHAPE = Shape(
     vocab_size=320,
@@ -278,8 +283,23 @@ def test_documents_join_the_samples_and_training_continues_from_another_head(
     weights = [load_file(tmp_path / out / "model.safetensors") for out in ("first", "third")]
     for name in weights[0]:
         assert torch.equal(weights[0][name], weights[1][name]), name
-    assert train(*flags, "--start", str(tmp_path / "first"), "--draft-vocab", "100", out="fourth") == 2
-    assert "has other sizes, taps or draft tokens" in capsys.readouterr().err
+    assert train(*flags, "--start", str(tmp_path / "first"), "--mlp", "64", out="fourth") == 2
+    assert "has other sizes or taps" in capsys.readouterr().err
+
+
+def test_a_head_starts_from_one_with_other_draft_tokens() -> None:
+    target = load_decoder(tiny_model(), pack=False).requires_grad_(False)
+    start, head = (fresh_head(target, (1, 2, 3), np.array(ids), 0) for ids in ([2, 5, 9], [1, 5, 9, 11]))
+    with torch.no_grad():
+        for number, parameter in enumerate(start.parameters()):
+            parameter.fill_(number + 7)
+    fresh = head.state_dict()["head.weight"].clone()
+    copy_weights(head, start, Path("start"))
+    given, got = start.state_dict(), head.state_dict()
+    for name in given.keys() - {"head.weight"}:
+        assert torch.equal(got[name], given[name]), name
+    assert torch.equal(got["head.weight"][1:3], given["head.weight"][1:])
+    assert torch.equal(got["head.weight"][[0, 3]], fresh[[0, 3]])
 
 
 def test_merlin_is_made_end_to_end_and_finds_its_head(toy: Path, tmp_path: Path) -> None:

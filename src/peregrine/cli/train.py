@@ -50,7 +50,8 @@ def add_head(kinds: Commands) -> None:
     group.add_argument("--target", required=True, metavar="MODEL", help="the model's folder or name")
     group.add_argument("--data", required=True, nargs="+", type=Path, metavar="FILE", help="text to take prompts from")
     group.add_argument("--shares", nargs="+", type=float, metavar="X", help="of each file (default: by size)")
-    group.add_argument("--start", type=Path, metavar="FOLDER", help="start from this head's weights")
+    help = "start from this head's weights; its draft tokens may be others"
+    group.add_argument("--start", type=Path, metavar="FOLDER", help=help)
     group.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="for the head and its report")
     help = "take prompts, samples and texts from this head's folder, to compare kinds on the same ones"
     group.add_argument("--samples-of", type=Path, metavar="FOLDER", help=help)

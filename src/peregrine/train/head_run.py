@@ -57,13 +57,14 @@ class HeadRun(Run[Rows]):
 
     def _compute(self, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The fields of an `Outcome`, from those of `Rows` and `Labels` and, for a block head, where blocks start."""
-        rows, labels, starts = Rows(*tensors[:4]), Labels(*tensors[4:7]), tensors[7:]
+        rows, labels = Rows(*tensors[:4]), Labels(*tensors[4:7])
         head, options = self.head, self.options
         with self._autocast():
             if isinstance(head, Eagle3Head):
                 outcome = head_loss(head, rows, labels, options.unroll, options.step_decay)
             else:
-                outcome = block_loss(head, rows, labels, *starts, options.step_decay)
+                starts, allowed = tensors[7:]
+                outcome = block_loss(head, rows, labels, starts, allowed, options.step_decay)
         return outcome.loss, outcome.losses, outcome.agreement
 
     def _autocast(self) -> torch.autocast:

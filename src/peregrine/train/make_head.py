@@ -33,6 +33,7 @@ from peregrine.train.run import check_same
 from peregrine.train.samples import Samples, sample, with_texts
 
 FACTS, PROMPTS, TEXTS, UNTRAINED = "options.json", "prompts.json", "texts.npz", "untrained"
+DRAFT_ROWS = frozenset({"head.weight", "markov.out.weight"})  # parameters whose rows stand for draft tokens
 
 
 def make_head(order: HeadOrder) -> Facts | None:
@@ -62,7 +63,7 @@ def make_head(order: HeadOrder) -> Facts | None:
 
 
 def claim(order: HeadOrder) -> None:
-    """Take the folder for this order; refuse one that holds anything else. One that has made nothing yet is replaced."""
+    """Take the folder for this order; refuse one that holds anything else. An order that made nothing yet goes."""
     noted, facts = order.work / FACTS, order.facts()
     if order.samples_of is not None:
         others = order.lessons / FACTS
@@ -152,20 +153,29 @@ def new_head(
 
 
 def copy_weights(head: Eagle3Head | BlockHead, start: DraftHead, folder: Path) -> None:
-    """Give the head the weights of another head of the same shape."""
-    shapes, wanted = ({n: p.shape for n, p in h.named_parameters()} for h in (start, head))
-    alike = type(start) is type(head) and start.taps == head.taps and shapes == wanted
-    if not alike or not torch.equal(draft_targets(start), draft_targets(head)):
-        raise ConfigError(
-            f"start={folder}: has other sizes, taps or draft tokens than the head to be trained; "
-            "ask for the same ones, and give the samples it was trained on"
-        )
-    head.load_state_dict(start.state_dict())
+    """Give the head the weights of another one with layers of the same sizes.
+
+    Rows that stand for a draft token are given where both can draft it; the others stay as they are.
+    """
+    shapes, wanted = ({n: p.shape for n, p in h.named_parameters() if n not in DRAFT_ROWS} for h in (start, head))
+    if type(start) is not type(head) or start.taps != head.taps or shapes != wanted:
+        raise ConfigError(f"start={folder}: has other sizes or taps than the head to be trained; ask for the same ones")
+    theirs, ours = draft_targets(start), draft_targets(head)
+    place = {token: row for row, token in enumerate(theirs.tolist())}
+    shared = [(row, place[token]) for row, token in enumerate(ours.tolist()) if token in place]
+    given, parameters = dict(start.named_parameters()), dict(head.named_parameters())
+    with torch.no_grad():
+        for name in wanted:
+            parameters[name].copy_(given[name])
+        rows, others = torch.tensor(shared, dtype=torch.int64, device=ours.device).view(-1, 2).T
+        for name in parameters.keys() & DRAFT_ROWS:
+            parameters[name][rows] = given[name][others]
 
 
 def draft_targets(head: DraftHead) -> Tensor:
-    """The target id of each draft id; empty if the vocabularies are the same."""
-    return torch.empty(0) if head.draft_to_target is None else head.draft_to_target
+    """The target id of each draft id."""
+    ids, size = head.draft_to_target, head.layer_config.vocab_size
+    return torch.arange(size, device=head.rope_table.device) if ids is None else ids
 
 
 def evaluate(order: HeadOrder, folder: Path, held_out: Sequence[Prompt]) -> Facts:

@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from tqdm import tqdm
 
 from peregrine.errors import ConfigError
+from peregrine.hardware import resolve_device
 from peregrine.llm import LLM
 from peregrine.log import logger
 from peregrine.sampling import SamplingParams
@@ -99,10 +100,12 @@ def _sample_shards(
     target: Path, prompts: Sequence[list[int]], plan: SamplingPlan, folder: Path, options: dict[str, str]
 ) -> None:
     size = plan.rows * SHARD_ROUNDS
+    on_gpu = resolve_device(options.get("device", "auto")).type == "cuda"
     llm = LLM(
         str(target),
         drafter="none",
         max_rows=plan.rows,
+        row_sizes=(max(1, plan.rows // 8), plan.rows) if on_gpu else None,  # most rounds are full: record few sizes
         max_len=plan.max_len,
         page_size=PAGE_SIZE,
         num_pages=plan.rows * (-(-(plan.max_len + 2) // PAGE_SIZE) + 1) + 1,
