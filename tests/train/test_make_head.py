@@ -108,7 +108,11 @@ def test_a_block_head_for_a_toy_learns_and_its_report_says_how_well(train: Calla
     assert train("--tokens", "4000", "--steps", "90", "--rate", "0.01", "--eval-prompts", "4", *flags) == 0
     report = json.loads((tmp_path / "head" / "report.json").read_text())
     assert report["kind"] == "dspark"
-    assert {entry["shape"] for entry in report["acceptance"]} == {"chain of 3", "chain of 5"}
+    assert {entry["shape"] for entry in report["acceptance"]} == {"chain of 3", "chain of 5", "tree 5, 4, 24"}
+    sure = report["calibration"]
+    assert sum(entry["drafts"] for entry in sure) > 300
+    assert sure[-1]["confidence"] > sure[0]["confidence"] + 0.2
+    assert sure[-1]["agrees"] > sure[0]["agrees"] + 0.2
     assert accept_length(report["untrained"], "chain of 3", 0.0) < 1.5
     assert accept_length(report["acceptance"], "chain of 5", 0.0) > 1.8
 

@@ -15,7 +15,7 @@ HEAD_EPILOG = """examples:
 Data are .txt or .txt.xz files, documents separated by lines of <|endoftext|>, or .jsonl files with "prompt" or
 "messages" in every line; a folder stands for its text files. The target continues openings of the documents and
 chats up to the assistant's turn, and the head learns from what it wrote. The same command resumes a stopped run.
-Use the head with --drafter FOLDER; a folder named eagle3 inside the model's folder is found by itself.
+Use the head with --drafter FOLDER; a folder named eagle3, dflash or dspark in the model's is found by itself.
 """
 MERLIN_EPILOG = """examples:
   peregrine train merlin corpus --out merlin

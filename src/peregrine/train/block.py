@@ -7,6 +7,7 @@ another `attend`.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,9 +19,10 @@ from peregrine.attention import Attend, Deferred, LayerAttention
 from peregrine.models.decoder import Decoder
 from peregrine.models.draft_heads import BlockConfig, BlockHead, dense_layers
 from peregrine.models.layers import draw_weights
-from peregrine.train.head import Labels, Outcome, check_taps, learnable, pick_taps
+from peregrine.train.head import Labels, Outcome, check_taps, learnable, pick_taps, read_target
 from peregrine.train.options import DSPARK, HeadOrder
-from peregrine.train.rows import Rows
+from peregrine.train.rows import Rows, SampleRows, fitting_row_len
+from peregrine.train.samples import Samples
 
 DSPARK_WEIGHTS = 0.1, 0.9, 1.0  # of cross-entropy, distance of distributions, confidence
 MIN_TAPS = 5
@@ -137,6 +139,44 @@ def block_states(head: BlockHead, rows: Rows, tapped: Tensor, starts: Tensor) ->
     return hidden[:, :, num_inputs - config.max_drafts :]
 
 
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """What a head drafts in n blocks of K drafts, and what the target says there."""
+
+    scores: Tensor  # [n, K, Vd]
+    wanted: Tensor  # [n, K, Vd] the target's probabilities
+    agreed: Tensor  # [n, K] bool: the head's likeliest token is the target's
+    mask: Tensor  # [n, K] bool: the draft lies in its sample
+    distance: Tensor | None  # [n, K] of the two distributions, 0 to 2; of a head with confidences
+    chances: Tensor | None  # [n, K] its confidences
+
+
+def draft_blocks(head: BlockHead, rows: Rows, labels: Labels, starts: Tensor, allowed: Tensor) -> Drafted:
+    """The drafts of the blocks that start at places [B, A], where allowed."""
+    hidden = block_states(head, rows, labels.tapped, starts)
+    depth, states = hidden.shape[2], hidden.flatten(0, 1)  # [n, K, H]
+    ahead = torch.arange(1, depth + 1, device=starts.device)
+    places = (starts[:, :, None] + ahead).clamp(max=rows.tokens.shape[1] - 1).flatten(1)  # of the tokens before drafts
+    valid = torch.stack([learnable(rows, k).gather(1, starts) & allowed for k in range(1, depth + 1)], dim=2)
+    before = rows.tokens.gather(1, places).view(-1, depth)
+    scores = head.logits(states.flatten(0, 1)).float().view(len(before), depth, -1)
+    if head.markov is not None:
+        added, state = head.markov(before.flatten(), states.flatten(0, 1), None)
+        assert state is None, "a Markov head with a state is not trained"
+        scores = scores + added.float().view_as(scores)
+    size = labels.probabilities.shape[2]
+    wanted = labels.probabilities.gather(1, places[:, :, None].expand(-1, -1, size)).view(len(before), depth, size)
+    with torch.no_grad():
+        picks = scores.argmax(dim=2)
+        picks = picks if head.draft_to_target is None else head.draft_to_target[picks]
+        agreed = picks == labels.best.gather(1, places).view(-1, depth)
+    distance = chances = None
+    if head.confidence is not None:
+        distance = (scores.softmax(dim=2) - wanted).abs().sum(dim=2)  # tokens that cannot be drafted count half
+        chances = head.confidences(states.flatten(0, 1), before.flatten()).view(-1, depth)
+    return Drafted(scores, wanted, agreed, valid.flatten(0, 1), distance, chances)
+
+
 def block_loss(
     head: BlockHead, rows: Rows, labels: Labels, starts: Tensor, allowed: Tensor, step_decay: float
 ) -> Outcome:
@@ -145,37 +185,41 @@ def block_loss(
     DFlash: cross-entropy with the target's distribution. DSpark: less of that, the distance of the distributions, and
     how well the confidence head knows the chance that both agree, which is one minus half that distance.
     """
-    hidden = block_states(head, rows, labels.tapped, starts)
-    blocks, depth = hidden.shape[:2], hidden.shape[2]
-    ahead = torch.arange(1, depth + 1, device=starts.device)
-    places = (starts[:, :, None] + ahead).clamp(max=rows.tokens.shape[1] - 1).flatten(1)  # of the tokens before drafts
-    valid = torch.stack([learnable(rows, k).gather(1, starts) & allowed for k in range(1, depth + 1)], dim=2)
-    before = rows.tokens.gather(1, places).view(-1, depth)
-    scores = head.logits(hidden.flatten(0, 2)).float().view(len(before), depth, -1)
-    states = hidden.flatten(0, 1)
-    if head.markov is not None:
-        added, state = head.markov(before.flatten(), states.flatten(0, 1), None)
-        assert state is None, "a Markov head with a state is not trained"
-        scores = scores + added.float().view_as(scores)
-    size = labels.probabilities.shape[2]
-    wanted = labels.probabilities.gather(1, places[:, :, None].expand(-1, -1, size)).view(len(before), depth, size)
-    each = F.cross_entropy(scores.flatten(0, 1), wanted.flatten(0, 1), reduction="none").view(-1, depth)
-    entropy = each
-    if head.confidence is not None:
-        distance = (scores.softmax(dim=2) - wanted).abs().sum(dim=2)  # tokens that cannot be drafted count half
-        chances = head.confidences(states.flatten(0, 1), before.flatten()).view(-1, depth)
-        agreed = (1 - distance / 2).detach().clamp(0, 1)
-        chances = chances.clamp(1e-6, 1 - 1e-6)
-        surprise = -(agreed * chances.log() + (1 - agreed) * (1 - chances).log())  # the library's refuses autocast
-        each = DSPARK_WEIGHTS[0] * each + DSPARK_WEIGHTS[1] * distance + DSPARK_WEIGHTS[2] * surprise
-    mask = valid.flatten(0, 1)
+    drafted = draft_blocks(head, rows, labels, starts, allowed)
+    depth, mask = drafted.mask.shape[1], drafted.mask
+    entropy = F.cross_entropy(drafted.scores.flatten(0, 1), drafted.wanted.flatten(0, 1), reduction="none")
+    each = entropy = entropy.view(-1, depth)
+    if drafted.distance is not None and drafted.chances is not None:
+        alike = (1 - drafted.distance / 2).detach().clamp(0, 1)
+        chances = drafted.chances.clamp(1e-6, 1 - 1e-6)
+        surprise = -(alike * chances.log() + (1 - alike) * (1 - chances).log())  # the library's refuses autocast
+        each = DSPARK_WEIGHTS[0] * each + DSPARK_WEIGHTS[1] * drafted.distance + DSPARK_WEIGHTS[2] * surprise
     total = mask.sum(dim=0).clamp(min=1)
     losses = (each * mask).sum(dim=0) / total
-    with torch.no_grad():
-        picks = scores.argmax(dim=2)
-        picks = picks if head.draft_to_target is None else head.draft_to_target[picks]
-        best = labels.best.gather(1, places).view(*blocks, depth).flatten(0, 1)
-        agreement = ((picks == best) & mask).sum(dim=0) / total
+    agreement = (drafted.agreed & mask).sum(dim=0) / total
     weights = step_decay ** torch.arange(depth, device=losses.device)
     shown = ((entropy * mask).sum(dim=0) / total).detach()
     return Outcome((losses * weights).sum() / weights.sum(), shown, agreement)
+
+
+@torch.no_grad()
+def calibration(head: BlockHead, target: Decoder, samples: Samples) -> list[dict[str, float]]:
+    """How sure a head with confidences is, in tenths, and how often it is right, over every block of the samples.
+
+    `agrees` is the chance that both distributions give one token, which confidences are trained for; `greedy` is the
+    share of drafts whose likeliest token is the target's.
+    """
+    packed = SampleRows(samples, fitting_row_len(samples))
+    found: list[Tensor] = []
+    for number in range(len(packed.bins)):
+        rows = packed.rows(np.array([number])).to(head.norm.weight.device)
+        starts = torch.arange(rows.tokens.shape[1], device=rows.tokens.device)[None]
+        drafted = draft_blocks(head, rows, read_target(target, head, rows), starts, learnable(rows, 1))
+        assert drafted.distance is not None
+        assert drafted.chances is not None
+        each = torch.stack((drafted.chances, 1 - drafted.distance / 2, drafted.agreed.float()), dim=2)
+        found.append(each[drafted.mask].cpu())
+    values = torch.cat(found)
+    tenths = (values[:, 0] * 10).long().clamp(max=9)
+    bins = [(len(part), *part.mean(dim=0).tolist()) for k in range(10) if len(part := values[tenths == k])]
+    return [dict(zip(("drafts", "confidence", "agrees", "greedy"), entry, strict=True)) for entry in bins]

@@ -21,12 +21,12 @@ from peregrine.models.draft_heads import BlockHead, DraftHead, Eagle3Head, load_
 from peregrine.models.families import read_config
 from peregrine.models.loading import load_decoder
 from peregrine.train import report
-from peregrine.train.block import fresh_block_head, pick_block_taps
+from peregrine.train.block import calibration, fresh_block_head, pick_block_taps
 from peregrine.train.documents import MERLIN_SHARES, open_sources
 from peregrine.train.head import draft_ids, fresh_head, pick_taps
 from peregrine.train.head_run import HeadRun
 from peregrine.train.head_size import check_size
-from peregrine.train.options import EAGLE3, FULL, Facts, HeadOrder, SamplingPlan
+from peregrine.train.options import DSPARK, EAGLE3, FULL, Facts, HeadOrder, SamplingPlan
 from peregrine.train.prompts import Prompt, PromptBook
 from peregrine.train.rows import SampleRows, fitting_row_len
 from peregrine.train.run import check_same
@@ -179,12 +179,21 @@ def draft_targets(head: DraftHead) -> Tensor:
 
 
 def evaluate(order: HeadOrder, folder: Path, held_out: Sequence[Prompt]) -> Facts:
-    """Acceptance of the trained head in every shape, and of the untrained one in the first."""
+    """Acceptance of the trained head in every shape, and of the untrained one in the first; how sure it is."""
     rows = min(order.plan.rows, len(held_out))
     room = read_config(folder).max_positions - max(len(prompt.tokens) for prompt in held_out)
     evaluation = report.Evaluation(held_out, min(order.eval_tokens, room), rows, order.device, order.dtype)
     shapes = report.shapes_of(order.kind, order.options.unroll)
-    trained = report.measure(folder, order.out, evaluation, shapes)
-    untrained = report.measure(folder, order.work / UNTRAINED, evaluation, shapes[:1])
+    trained, outputs = report.measure(folder, order.out, evaluation, shapes)
+    untrained, _ = report.measure(folder, order.work / UNTRAINED, evaluation, shapes[:1])
     print(f"{report.table(trained)}\nuntrained:\n{report.table(untrained)}")
-    return {"acceptance": trained, "untrained": untrained, "bonus_counted": True}
+    facts: Facts = {"acceptance": trained, "untrained": untrained, "bonus_counted": True}
+    if order.kind == DSPARK:
+        target = load_decoder(folder, resolve_device(order.device), pack=False)
+        head = load_head(order.out, target, target.embedding.device, torch.float32, pack=False)
+        assert isinstance(head, BlockHead)
+        texts = [output.prompt_token_ids + output.token_ids for output in outputs]
+        written = Samples.pack(texts, [len(output.prompt_token_ids) for output in outputs])
+        facts["calibration"] = calibration(head, target, written)
+        print(report.calibration_table(facts["calibration"]))
+    return facts

@@ -23,7 +23,7 @@ SHAPES: dict[str, dict[str, object]] = {
     "chain of 7": {"num_drafts": 7, "windows": "fixed"},
     "tree 5, 4, 24": {"tree": (5, 4, 24)},
 }
-CHAINS = {name: int(str(shape["num_drafts"])) for name, shape in SHAPES.items() if "num_drafts" in shape}
+DEPTHS = {"chain of 3": 3, "chain of 5": 5, "chain of 7": 7, "tree 5, 4, 24": 5}
 LONGEST = "chain of 7"
 TEMPERATURES = (0.0, 1.0)
 ALL = "all"
@@ -44,13 +44,19 @@ def shapes_of(kind: str, most: int) -> list[str]:
     """The shapes that a head of this kind can draft, which was trained for `most` drafts."""
     if kind == EAGLE3:
         return [name for name in SHAPES if name != LONGEST]
-    fitting = [name for name, depth in CHAINS.items() if depth <= most]
-    return fitting or list(CHAINS)[:1]
+    fitting = [name for name, depth in DEPTHS.items() if depth <= most]
+    return fitting or list(DEPTHS)[:1]
 
 
-def measure(target: Path, drafter: Path, evaluation: Evaluation, shapes: Sequence[str]) -> list[Facts]:
-    """Acceptance of the drafter in each shape, greedy and at temperature 1, by source and over all prompts."""
+def measure(
+    target: Path, drafter: Path, evaluation: Evaluation, shapes: Sequence[str]
+) -> tuple[list[Facts], list[Output]]:
+    """Acceptance of the drafter in each shape, greedy and at temperature 1, by source and over all prompts.
+
+    The outputs are those at temperature 1.
+    """
     facts: list[Facts] = []
+    outputs: list[Output] = []
     prompts, max_tokens = [prompt.tokens for prompt in evaluation.prompts], evaluation.max_tokens
     with tqdm(total=len(shapes) * len(TEMPERATURES) * len(prompts), desc="evaluate", unit=" prompts") as bar:
         for shape in shapes:
@@ -72,7 +78,7 @@ def measure(target: Path, drafter: Path, evaluation: Evaluation, shapes: Sequenc
                     outputs = llm.generate(prompts, params, progress=False)
                     bar.update(len(outputs))
                     facts += summarise(shape, temperature, evaluation.prompts, outputs)
-    return facts
+    return facts, outputs
 
 
 def summarise(shape: str, temperature: float, prompts: Sequence[Prompt], outputs: Sequence[Output]) -> list[Facts]:
@@ -114,6 +120,15 @@ def table(facts: Sequence[Facts]) -> str:
             f"{entry['accept_length']:>9.2f}  {positions}"
         )
     return "\n".join(lines)
+
+
+def calibration_table(entries: Sequence[Facts]) -> str:
+    """How sure the head was and how often it was right, as lines of text, with the mean error of its confidence."""
+    lines = [f"{'confidence':<12}{'agrees':>8}{'greedy':>8}{'drafts':>9}"]
+    lines += [f"{e['confidence']:<12.3f}{e['agrees']:>8.3f}{e['greedy']:>8.3f}{e['drafts']:>9}" for e in entries]
+    total = sum(entry["drafts"] for entry in entries)
+    error = sum(entry["drafts"] * abs(entry["confidence"] - entry["agrees"]) for entry in entries) / max(1, total)
+    return "\n".join([*lines, f"mean error of the confidence: {error:.3f}"])
 
 
 def write_report(folder: Path, run: Path, facts: Facts) -> None:
