@@ -157,20 +157,20 @@ def exact(logits: reference.Logits, text: list[int], made: list[int], params: Sa
 
 @pytest.mark.parametrize("options", [{"drafter": str(noisy_model())}, TREE], ids=["chain", "tree"])
 def test_simulated_acceptance_has_the_mean_it_was_asked_for(options: dict[str, object]) -> None:
-    def run_all() -> list[Output]:
+    def run_all(count: int) -> list[Output]:
         some = [
-            Case((1, 2, s + 3), SamplingParams(temperature=0, seed=s, max_tokens=300, ignore_eos=True))
+            Case((1, 2, s + 3), SamplingParams(temperature=0, seed=s, max_tokens=count, ignore_eos=True))
             for s in range(8)
         ]
         return run(build(simulate_accept=2.6, **options).engine, some)
 
-    outputs = run_all()
+    outputs = run_all(300)
     assert all(o.simulated for o in outputs)
     assert accept_length(outputs) == pytest.approx(2.6, abs=0.08)
-    assert tokens(outputs) == tokens(run_all())
+    assert [made[:60] for made in tokens(outputs)] == tokens(run_all(60))
 
 
-@pytest.mark.parametrize("min_tokens", [0, 12, 40, 60])
+@pytest.mark.parametrize("min_tokens", [0, 12, 60])
 def test_a_stop_string_does_not_end_a_request_before_min_tokens(min_tokens: int) -> None:
     """Speculation or not, the first stop string completed by a token after the first `min_tokens` ends the request."""
     plain, chain = build(), {"drafter": str(tiny_model()), "num_drafts": 5}
