@@ -1,4 +1,4 @@
-"""Which requests should meet in one replica: those whose prompts begin alike, because it has that beginning cached."""
+"""Which requests a router sends to one replica: those whose prompts begin alike, since it has the beginning cached."""
 
 import json
 from hashlib import sha256
@@ -10,8 +10,8 @@ SYSTEM_ROLES = ("system", "developer")
 def affinity_key(body: bytes, session: str | None) -> str | None:
     """A key that stays the same over the turns of a chat; None: any replica will do.
 
-    The client's own word goes first: a session, or `prompt_cache_key`. Otherwise a chat is known by its system message
-    and the first message of its user, and a completion by the first characters of its first prompt.
+    A session or `prompt_cache_key` that the client names comes first. Otherwise a chat's key is made from its system
+    messages and the first message after them, and a completion's from the first characters of its first prompt.
     """
     if session:
         return session

@@ -1,4 +1,4 @@
-"""Arguments of a tool call as they are written: JSON text that is complete so far, piece by piece."""
+"""Arguments of a tool call as JSON text, passed on piece by piece while they are generated."""
 
 import json
 import re
@@ -17,7 +17,7 @@ class Arguments(Protocol):
     done: bool  # the call is complete
 
     def feed(self, text: str, ended: bool) -> tuple[str, str]:
-        """The JSON that this text adds, and what of it stands behind the call; `ended`: no more text belongs to it."""
+        """(JSON that this text adds, text after the call). `ended`: no more text belongs to the call."""
 
 
 class JsonArguments:

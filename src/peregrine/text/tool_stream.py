@@ -1,8 +1,8 @@
-"""Tool calls in generated text: what is text, what is a call.
+"""Splits generated text into plain text and tool calls.
 
-One machine reads settled text. What it decides depends on the text alone and never on how it was cut, so any number of
-tokens may come at once. A call is one from the moment that its tool's name is there and its arguments begin; these are
-passed on as they come, complete or not. What looks like a call but does not get so far is given back as text.
+The result depends on the text alone and never on how it was cut, so any number of tokens may come at once. A call is
+recognised once its tool's name is complete and its arguments begin; these are passed on as they come, complete or not.
+What looks like a call but does not get that far is passed on as text.
 """
 
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ BETWEEN = " \n\r\t,;]`"  # may stand behind a call, and means nothing
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a call: its tool's name comes with the first one, and their arguments joined are its JSON."""
+    """A part of a call: the first has the tool's name; the arguments of all parts, joined, are the call's JSON."""
 
     name: str | None  # None: more arguments of the call before
     arguments: str
