@@ -89,7 +89,7 @@ def run_head(args: argparse.Namespace) -> int:
     if "minutes" in run:
         run.setdefault("steps", None)
     options = HeadOptions(**run)
-    report = make_head(
+    make_head(
         HeadOrder(
             target=args.target,
             data=tuple(args.data),
@@ -105,8 +105,7 @@ def run_head(args: argparse.Namespace) -> int:
             **order,
         )
     )
-    made = "the head and its report" if report is not None else f"the {args.stop_after}"
-    print(f"{made} are in {args.out}")
+    print(f"the {args.stop_after or 'head and its report'} are in {args.out}")
     return 0
 
 
