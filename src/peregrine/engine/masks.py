@@ -1,7 +1,8 @@
 """Masks of the windows to be judged: computed on the host, uploaded to where rounds read them.
 
-Rows are walked side by side: each step puts every row's matcher at its next legal node, and the library's threads
-compute all their masks at once, without Python's lock.
+Every row's matcher is walked through the legal nodes of its window and copied at each; then the library's threads
+compute all masks at once, without Python's lock. (Node after node, a round would wait for the slowest row as often as
+its windows are deep.)
 """
 
 from collections.abc import Sequence
@@ -54,21 +55,20 @@ class MaskWriter:
     def _walk(self, matchers: Sequence[Matcher | None], windows: Sequence[Window]) -> None:
         seats, nodes, num_words = self._words.shape
         most = self._forced.shape[2] if self._forced.shape[2] > 1 else 0
-        walks = {
-            row: (matcher, matcher.walk(window, self._words[row]))
+        stands = [
+            (row, matcher, at)
             for row, (matcher, window) in enumerate(zip(matchers, windows, strict=True))
             if matcher is not None
-        }
-        address, size = self._words.ctypes.data, num_words * WORD_BYTES
-        while walks:
-            at = {row: next(walk, None) for row, (_, walk) in walks.items()}
-            walks = {row: walks[row] for row, node in at.items() if node is not None}
-            asked = [(walks[row][0].state, row * nodes + node) for row, node in at.items() if node is not None]
-            if asked:
-                self._executor.unsafe_compute_mask_ptr(asked, address, size, seats * nodes)
-            for row, (matcher, _) in walks.items():
-                if most and (run := matcher.forced(most)):
-                    self._forced[row, at[row], : len(run)] = run
+            for at in matcher.walk(window, self._words[row], most)
+        ]
+        asked = [(at.state, row * nodes + at.node) for row, _, at in stands]
+        if asked:
+            self._executor.unsafe_compute_mask_ptr(
+                asked, self._words.ctypes.data, num_words * WORD_BYTES, seats * nodes
+            )
+        for row, matcher, at in stands:
+            matcher.finish(at, self._words[row])
+            self._forced[row, at.node, : len(at.forced)] = at.forced
 
     def _upload(self, count: int) -> None:
         (masks, forced), (on_device, forced_on_device) = self._host, self._device

@@ -48,6 +48,16 @@ class Window:
         return of
 
 
+@dataclass(frozen=True, slots=True)
+class Stand:
+    """A legal node of a window."""
+
+    node: int
+    state: Any  # the library's matcher there
+    forced: list[int]  # the tokens that come next, as far as there is no choice
+    early: bool  # before min_tokens
+
+
 class Matcher:
     """A grammar's state after the tokens of one request."""
 
@@ -75,44 +85,54 @@ class Matcher:
                 return count
         return len(tokens)
 
-    def walk(self, window: Window, words: Words) -> Iterator[int]:
-        """Stand at each legal node in turn and yield it, for its mask to be computed into `words`.
+    def walk(self, window: Window, words: Words, most: int) -> Iterator[Stand]:
+        """The legal nodes of a window, each with the library's state there, for its mask to be computed into `words`.
 
         Nodes that no legal text reaches are passed over: the target never chooses their tokens, whatever their masks.
+        `most` is how many forced tokens are wanted.
         """
-        children = window.children()
-        yield from self._visit(0, children, window.tokens, words)
+        yield from self._visit(0, window.children(), window.tokens, words, most)
 
-    def _visit(self, node: int, children: list[list[int]], tokens: Sequence[int], words: Words) -> Iterator[int]:
+    def _visit(
+        self, node: int, children: list[list[int]], tokens: Sequence[int], words: Words, most: int
+    ) -> Iterator[Stand]:
+        early = not self._begun or len(self._tokens) < self._limits.min_tokens
         if self._begun:
-            yield node
-            if self._state.is_error():
-                words[node] = 0
-                self.error = self._state.get_error()
-                self._restore()
-                return
-            if self._more_ends and self._state.is_accepting():
-                set_bits(words[node], self._more_ends, True)
+            # The root's mask is computed on the matcher's own state, where the library keeps what it works out.
+            yield Stand(node, self._state.deep_copy() if node else self._state, self.forced(most), early)
         else:
             words[node] = self._everything
-        if not self._begun or len(self._tokens) < self._limits.min_tokens:
-            kept = words[node].copy()
             set_bits(words[node], self._limits.stop_ids, False)
-            if not words[node].any():
-                words[node] = kept
         for child in children[node]:
             begun = self._begun
             if tokens[child] in self._limits.end_ids or not self._take(tokens[child]):
                 continue
-            yield from self._visit(child, children, tokens, words)
+            yield from self._visit(child, children, tokens, words, most)
             self._tokens.pop()
             if begun:
                 self._state.rollback(1)
             self._begun = begun
 
+    def finish(self, at: Stand, words: Words) -> None:
+        """Add the request's own rules to a mask that the library has computed."""
+        mask = words[at.node]
+        if at.state.is_error():
+            mask[:] = 0
+            self.error = at.state.get_error()
+            if at.node == 0:
+                self._restore()
+            return
+        if self._more_ends and at.state.is_accepting():
+            set_bits(mask, self._more_ends, True)
+        if at.early:
+            kept = mask.copy()
+            set_bits(mask, self._limits.stop_ids, False)
+            if not mask.any():
+                mask[:] = kept
+
     def forced(self, most: int) -> list[int]:
         """The next tokens, as far as the grammar leaves no choice and no further than `most`."""
-        if not self._begun:
+        if not self._begun or not most:
             return []
         begin, run = self._run
         if not (run and begin <= (here := len(self._tokens)) < begin + len(run)) or (
