@@ -28,8 +28,7 @@ PLAN_FLAGS = flags_of(SamplingPlan, {"seed"})
 RUN_FLAGS = flags_of(HeadOptions, {"warmup_steps", "decay_share", "weight_decay", "step_decay"})
 ORDER_FLAGS = flags_of(
     HeadOrder,
-    {"target", "data", "out", "plan", "options", "shares", "taps", "evaluate", "sources", "start", "samples_of"}
-    | {"stop_after"},
+    {"target", "data", "out", "plan", "options", "shares", "taps", "evaluate", "start", "samples_of", "stop_after"},
 )
 
 

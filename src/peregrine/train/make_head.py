@@ -26,6 +26,7 @@ from peregrine.train.documents import MERLIN_SHARES, open_sources
 from peregrine.train.head import draft_ids, fresh_head, pick_taps
 from peregrine.train.head_run import HeadRun
 from peregrine.train.head_size import check_size
+from peregrine.train.merlin.requests import with_requests
 from peregrine.train.options import DSPARK, EAGLE3, FULL, Facts, HeadOrder, SamplingPlan
 from peregrine.train.prompts import Prompt, PromptBook
 from peregrine.train.rows import SampleRows, fitting_row_len
@@ -92,7 +93,8 @@ def prepare_prompts(order: HeadOrder, source: FolderSource) -> tuple[list[Prompt
     """(training, held-out) prompts, made from the data once and kept."""
     kept, plan = order.lessons / PROMPTS, order.plan
     if not kept.exists():
-        book = PromptBook(order.sources or open_sources(order.data, order.shares, MERLIN_SHARES), order.eval_prompts)
+        sources = with_requests(open_sources(order.data, order.shares, MERLIN_SHARES))  # in merlin's own folder
+        book = PromptBook(sources, order.eval_prompts)
         book.check(plan.num_prompts, plan.tokens)
         tokenizer = source.tokenizer()
         train = book.prompts(tokenizer, plan.num_prompts, plan.prompt_tokens, plan.seed, train=True)

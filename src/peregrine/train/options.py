@@ -6,7 +6,6 @@ from typing import Any
 
 from peregrine.config import option
 from peregrine.errors import ConfigError
-from peregrine.train.documents import Source
 
 AUTO, FULL = "auto", "full"
 EAGLE3, DFLASH, DSPARK = KINDS = "eagle3", "dflash", "dspark"
@@ -87,7 +86,6 @@ class HeadOrder:
     eval_prompts: int = option(64, "held-out prompts to evaluate on", "N")
     eval_tokens: int = option(128, "of each", "N")
     evaluate: bool = True
-    sources: tuple[Source, ...] | None = None  # replaces the sources found at `data`
     text_tokens: int = option(0, "of whole documents, trained on in addition to the samples", "N")
     start: Path | None = None  # a head whose weights to start from
     samples_of: Path | None = None  # a head whose prompts, samples and texts are taken instead of making them

@@ -82,7 +82,6 @@ def make_merlin(order: MerlinOrder) -> None:
             eval_prompts=order.eval_prompts,
             eval_tokens=order.eval_tokens,
             text_tokens=order.text_tokens,
-            sources=tuple(with_requests(find_sources(order.data, MERLIN_SHARES))),
         )
     )
     published.mkdir(parents=True, exist_ok=True)
