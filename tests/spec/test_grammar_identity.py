@@ -252,7 +252,7 @@ def test_a_choice_may_have_thousands_of_texts() -> None:
 
 
 REFUSED: dict[str, dict[str, object]] = {
-    "regex='(a': cannot be read": {"regex": "(a"},
+    "regex='(a': cannot be read: unclosed group; correct it": {"regex": "(a"},
     "look-around": {"regex": "(?=a)b"},
     "backreferences": {"regex": r"(a)\1"},
     "no text can satisfy it": {"regex": r"[^\s\S]"},

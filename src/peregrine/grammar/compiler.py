@@ -6,6 +6,7 @@ It says which keyword of a schema it cannot honour, and such a schema is refused
 
 import importlib.util
 import json
+import re
 import threading
 from collections import OrderedDict
 from typing import Any
@@ -23,6 +24,7 @@ JSON_OPTIONS = {"whitespace_flexible": False, "lenient": False, "coerce_one_of":
 # A fifth and a quarter of the library's own limits, with which a hostile regex took seconds for its first mask.
 LIMITS = {"initial_lexer_fuel": 200_000, "step_lexer_fuel": 50_000, "verbose_errors": False}
 MAX_PROBLEM = 300  # characters of the library's own explanation
+REGEX_PROBLEM = re.compile(r".* error: (.*?) 1 \| start:")  # around it stands the grammar that holds the expression
 
 
 class GrammarCompiler:
@@ -112,6 +114,8 @@ def library_grammar(constraint: Constraint) -> str:
 def explain(constraint: Constraint, error: str) -> tuple[str, str]:
     """The problem and the remedy of a grammar that the library refused."""
     problem = " ".join(error.replace("<non-verbose/>", "").split())[:MAX_PROBLEM]
+    if constraint.kind == "regex" and (found := REGEX_PROBLEM.match(problem)):
+        problem = found[1]
     if "NoExtension" in problem:
         return "no text can satisfy it", "correct it"
     if any(sign in problem for sign in ("Too many items", "too many", "too large", "max is", "fuel")):
