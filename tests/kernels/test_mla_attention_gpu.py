@@ -4,6 +4,7 @@ The conformance kit compares outputs with float64; here are internals that it do
 """
 
 from dataclasses import replace
+from types import FunctionType
 
 import pytest
 import torch
@@ -113,7 +114,8 @@ def few_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plans, "MLA_MAX_SPLITS", FEW)
     for name, function in (("split_width", mla_split_width), ("max_keys", mla_max_keys)):
         monkeypatch.setattr(function, "__defaults__", (FEW, *(function.__defaults__ or ())[1:]))
-        monkeypatch.setattr(mla_triton, name, triton.jit(function))  # reads the default anew
+        copied = FunctionType(function.__code__, function.__globals__)  # what is interpreted is kept by function
+        monkeypatch.setattr(mla_triton, name, triton.jit(copied))
     assert mla_max_keys(128) == BORDER
 
 
