@@ -14,6 +14,7 @@ from types import TracebackType
 from tqdm import tqdm
 
 from peregrine.config import Decision, EngineConfig
+from peregrine.engine.ahead_planner import AheadCosts
 from peregrine.engine.build import build_engine
 from peregrine.engine.loop import EngineLoop
 from peregrine.engine.prompts import Message, Prompt, as_conversations, as_prompts, token_ids
@@ -177,9 +178,10 @@ class LLM:
         return self.loop.call(self.engine.drop_cached)
 
     @property
-    def costs(self) -> Costs | None:
-        """What the parts of a round cost, as measured so far; None if windows are fixed."""
-        planner = self.engine.runner.planner
+    def costs(self) -> Costs | AheadCosts | None:
+        """What the parts of a round cost, as measured; None if windows are fixed."""
+        runner = self.engine.runner
+        planner = runner.planner or (runner.ahead and runner.ahead[0])
         return None if planner is None else planner.costs
 
     def close(self) -> None:

@@ -25,7 +25,8 @@ def problem(window: Window) -> Problem:
 @pytest.mark.parametrize(
     ("window", "kernel"),
     [
-        (Window.ragged([7, 3]), Kernel.CONTEXT),  # prefill
+        (Window.ragged([70, 3]), Kernel.CONTEXT),  # prefill
+        (Window.ragged([7, 3]), Kernel.DECODE),  # planned windows
         (Window.uniform(4, 5), Kernel.DECODE),  # verify, and the drafter rereading it
         (Window.uniform(4, 1), Kernel.DECODE),  # one draft step, or plain decoding
         (Window.uniform(4, 16), Kernel.DECODE),
@@ -92,7 +93,7 @@ def test_only_forces_a_kernel_where_both_may_serve(q_len: int, kernel: Kernel) -
 @pytest.mark.parametrize(
     ("window", "reason"),
     [
-        (Window.ragged([7, 3]), "2 x up to 7: context, rows differ in length"),
+        (Window.ragged([7, 3]), "2 x up to 7: decode, rows differ in length"),
         (Window.uniform(2, 17), "2 x 17: context, decode takes at most 16 queries a row"),
         (Window.uniform(2, 3), "2 x 3: decode, measured when an engine starts"),
         (Window.uniform(1, 4), "1 x 4: context, decode took 0.5000 ms and context 0.2500 ms"),

@@ -41,15 +41,26 @@ def store() -> KVStore:
         ({"drafter": "eagle3", "tree": (5, 4, 24)}, Eagle3Head, {1: False, 4: True, 6: False, 24: True}),
         ({"drafter": "eagle3", "tree": (3, 4, 24)}, Eagle3Head, {1: False, 4: True, 24: True}),
         ({"drafter": "eagle3", "tree": (3, 1, 4)}, Eagle3Head, {1: False, 4: False}),
+        ({"drafter": "eagle3", "windows": "auto"}, Eagle3Head, {1: False}),
         ({"drafter": "small", "num_drafts": 3}, Decoder, {1: False, 4: False, 5: False}),
         ({"drafter": "small", "tree": (3, 2, 8)}, Decoder, {1: False, 2: True, 5: False, 8: True}),
     ],
-    ids=["plain", "ngram", "chain", "tree", "tree as wide as its path", "narrow tree", "model", "model's tree"],
+    ids=[
+        "plain",
+        "ngram",
+        "chain",
+        "tree",
+        "tree as wide as its path",
+        "narrow tree",
+        "planned",
+        "model",
+        "model's tree",
+    ],
 )
 def test_the_windows_of_a_round(options: dict[str, object], network: type | None, expected: dict[int, bool]) -> None:
     """Queries per row, and whether they form a tree; the list is the same for every batch size."""
     draft = DraftSource(str(options["drafter"]), None if network is None else network.__new__(network))
-    windows = window_shapes(engine_config("merlin", options), draft, (8, 1))
+    windows = window_shapes(engine_config("merlin", {"windows": "fixed"} | options), draft, (8, 1))
     assert windows == {(rows, q_len): tree for rows in (1, 8) for q_len, tree in expected.items()}
     assert list(windows) == sorted(windows)
 
@@ -79,7 +90,7 @@ def test_a_round_has_no_other_windows(options: dict[str, object], monkeypatch: p
 
     for backend in (NumbaBackend, TorchBackend):
         monkeypatch.setattr(backend, "bind", record)
-    asked = {"drafter": "none", **options}
+    asked = {"drafter": "none", "windows": "fixed", **options}
     engine = build(**asked).engine
     run(engine, [Case((5,), SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))])
     network = getattr(engine.runner.drafter, "reader", None)

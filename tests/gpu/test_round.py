@@ -22,7 +22,7 @@ from peregrine.sampling import MAX_LOGPROBS, SamplingParams
 from spec.harness import Case, check_pages, run
 
 PAGE_SIZE, ROUNDS = 16, 2000
-GUESSES: dict[str, dict[str, object]] = {"chain": {"num_drafts": 3}, "tree": {"tree": (3, 3, 10)}}
+GUESSES: dict[str, dict[str, object]] = {"chain": {"num_drafts": 3, "windows": "fixed"}, "tree": {"tree": (3, 3, 10)}}
 either_guess = pytest.mark.parametrize("guess", GUESSES)
 
 
@@ -190,7 +190,7 @@ def test_fill_and_read_store_the_same_keys_and_values() -> None:
 
 
 def test_graphs_are_reported_with_their_memory() -> None:
-    made = {decision.field: decision for decision in build(row_sizes=(1, 8), num_drafts=3).decisions}
+    made = {decision.field: decision for decision in build(row_sizes=(1, 8), num_drafts=3, windows="fixed").decisions}
     assert made["graphs"].value is True
     assert made["recorded"].value == 2 * (len(VARIANTS) + 2)  # and the two parts of a round with a grammar
     assert re.search(r"rounds of 1, 8 rows in \d+ variants; \d+ MiB, [\d.]+ s", made["recorded"].because)

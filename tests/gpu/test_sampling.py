@@ -309,7 +309,7 @@ def test_bookkeeping_is_the_twins() -> None:
         for got, expected in pairs:
             for field in fields(got):
                 assert torch.equal(getattr(got, field.name), getattr(expected, field.name)), field.name
-        at = (choices, drawn, past, past, 2.6, 128_256)
+        at = (choices, drawn, past, past, torch.tensor([2.6, 1.2], device="cuda").double(), 128_256)
         assert torch.equal(bend_choices(*at), bend_choices_torch(*at))
 
         outcomes = []

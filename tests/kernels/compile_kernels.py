@@ -90,7 +90,7 @@ def compile_rounds() -> None:
 
         ends = Ends(whole(rows), whole(rows), whole(rows, 4), torch.zeros(rows, dtype=torch.bool))
         verdict = Verdict(verdict_triton.commit(out, window, ends, history, depth))
-        simulated_gpu.bend_choices(out, window, ends.past_lens, sampling.seeds, 2.5, vocab_size)
+        simulated_gpu.bend_choices(out, window, ends.past_lens, sampling.seeds, torch.ones(2).double(), vocab_size)
         places_triton.window_places(whole(rows), out, table, page_size, places)
         places_triton.path_places(whole(rows), whole(rows), history, table, page_size, depth + 1, 1, places)
         places_triton.ahead_places(whole(rows), table, page_size, 0, depth, width, places)

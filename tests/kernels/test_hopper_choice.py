@@ -55,7 +55,10 @@ def split_kv(tile: int, programs: int, on_hopper: bool = False) -> Launch:
         (window(LLAMA, 17, 16), H200, split_kv(64, 0, on_hopper=True)),
         (window(LLAMA, 17, 64), H200, split_kv(64, 0, on_hopper=True)),
         (window(LLAMA, 17, 65), H200, None),
-        (replace(LLAMA, q_len=None), H200, None),
+        (replace(window(LLAMA, 4), q_len=None), H200, split_kv(16, 8)),  # rows of up to 4
+        (replace(window(LLAMA, 32), q_len=None), H200, split_kv(16, 0, on_hopper=True)),
+        (replace(window(LLAMA, 4, 17), q_len=None), H200, None),
+        (replace(window(DEEPSEEK, 1), q_len=None), H200, None),
         (window(LLAMA, 32), BLACKWELL, None),
         (window(LLAMA, 8), BLACKWELL, split_kv(16, 4)),
         (replace(window(LLAMA, 1), num_keys=128), H200, None),  # one split

@@ -151,4 +151,4 @@ def test_packing() -> None:
     assert windows.starts.tolist() == [0, 2, 3, 6]
     assert not windows.is_uniform
     assert Windows.of((3, 3)).is_uniform
-    assert windows.longer(1).lens == (3, 2, 4)
+    assert windows.longer().lens == (3, 2, 4)

@@ -79,6 +79,7 @@ class TritonBackend:
             metadata.page_table,
             metadata.page_size,
             metadata.ancestors,
+            metadata.window.max_q_len,
         )
         slots, rank = metadata.slots, store.shape.value_dim
         launches: dict[tuple[bool, bool], Launch] = {}  # by what layers differ in

@@ -105,7 +105,7 @@ def measure_rows(plan: Plan, rows: int, slow: LLM, fast: LLM, peer: Peer | None)
 def shape_name(llm: LLM) -> str:
     """The shape of an engine's drafts in words."""
     shape = llm.engine.runner.drafter.shape
-    if llm.engine.runner.planner is not None:
+    if llm.costs is not None:
         return f"planned chains of up to {shape.depth}"
     return f"chain of {shape.depth}" if shape.is_chain else f"tree {shape.depth},{shape.width},{shape.nodes}"
 

@@ -116,6 +116,7 @@ def engine_config(options: dict[str, object], cases: Sequence[Case], rounds: int
         "num_pages": pages,
         "prefill_chunk": 2048,
         "page_size": page_size,
+        "windows": "fixed",  # rounds of one shape are timed
     }
     return parse_options(model, needed | named)
 

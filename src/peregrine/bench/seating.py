@@ -13,8 +13,11 @@ def seat(engine: Engine, rows: int, context: int, max_tokens: int) -> list[Reque
     fill_stores(engine)
     generator = torch.Generator().manual_seed(context)
     prompts = torch.randint(0, engine.limits.vocab_size, (rows, context), generator=generator).tolist()
-    params = SamplingParams(temperature=0.0, seed=1, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
-    requests = [engine.prepare(prompt, params) for prompt in prompts]
+    params = {"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True, "detokenize": False}
+    requests = [
+        engine.prepare(prompt, SamplingParams(seed=row, **params))  # type: ignore[arg-type]
+        for row, prompt in enumerate(prompts)
+    ]
     for request in requests:
         engine.enqueue(request)
     engine.seat_unread()

@@ -47,7 +47,7 @@ from peregrine.engine.rank_group import rank_devices
 from peregrine.engine.recording import record_graphs
 from peregrine.engine.runner import Runner
 from peregrine.engine.sources import ModelSource, open_source
-from peregrine.engine.window_choice import add_planner, with_windows
+from peregrine.engine.window_choice import add_planner, plan_ahead, time_ahead, with_windows
 from peregrine.errors import ConfigError
 from peregrine.grammar import GrammarCompiler
 from peregrine.hardware import arithmetic_dtype, current_device, resolve_device, resolve_kv_dtype
@@ -56,11 +56,11 @@ from peregrine.kernels.runtime.cpu import COMPILED, load_kernels
 from peregrine.models.config import ModelConfig
 from peregrine.models.parallel import Ranks
 from peregrine.spec.bound import BoundModel
-from peregrine.spec.judge import judge
+from peregrine.spec.judge import Judge, judge
 from peregrine.spec.registry import make_drafter
 from peregrine.spec.state import SeatState
 from peregrine.spec.types import Drafter
-from peregrine.synthetic.judge import simulated_judge
+from peregrine.synthetic.judge import SimulatedJudge
 from peregrine.text.chat import has_system_place
 from peregrine.text.tokenizer import Tokenizer
 from peregrine.threads import pick_threads
@@ -166,9 +166,12 @@ def _build(asked: EngineConfig, device: torch.device, start_ranks: Callable[[], 
     check_windows(target.config, drafter)
     ledger = make_ledger(asked, stores, int(drafter.reads_next_token), decisions)
     engine = assemble(asked, replace(bound, backend=backend), drafter, tokenizer, max_len, policy, ledger)
-    decisions.made += add_planner(asked, engine.runner, draft)
     if graphs:
+        plan_ahead(asked, engine.runner)
         decisions.made.append(record_graphs(engine, device))
+        decisions.made += time_ahead(engine.runner, policy.row_sizes or ())
+    else:
+        decisions.made += add_planner(asked, engine.runner, draft)
     return Built(engine, tokenizer, target.config, defaults, tuple(decisions.made))
 
 
@@ -201,7 +204,9 @@ def assemble(
     device, num_pages = target.store.keys.device, target.store.num_pages
     num_seats = policy.max_rows if policy.row_sizes is None else max(policy.row_sizes)
     seats = SeatState(num_seats, drafter.shape, max_len, asked.page_size, device)
-    verdicts = judge if asked.simulate_accept is None else simulated_judge(asked.simulate_accept, drafter.shape.depth)
+    verdicts: Judge = judge
+    if asked.simulate_accept is not None:
+        verdicts = SimulatedJudge(asked.simulate_accept, drafter.shape.depth, device)
     config = target.decoder.config
     return Engine(
         runner=Runner(target, drafter, verdicts, seats),

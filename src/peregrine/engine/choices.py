@@ -20,6 +20,7 @@ from peregrine.models.config import ModelConfig
 from peregrine.models.decoder import Decoder
 from peregrine.models.loading import num_weights
 from peregrine.models.rope_table import LongScaling
+from peregrine.spec.ahead import MAX_SHARE
 from peregrine.spec.registry import DraftSource, StoreShape
 from peregrine.spec.types import Drafter
 
@@ -162,7 +163,9 @@ def pick_max_rows(
     if device.type == "cpu" or free is None:
         return min(CPU_ROWS, most), "rows share the cores"
     tokens = int(free * GPU_SHARE / token_bytes) if asked.num_pages is None else asked.num_pages * asked.page_size
-    nodes = asked.depth + 1 if asked.tree is None else asked.tree.nodes
+    nodes: float = asked.depth + 1 if asked.tree is None else asked.tree.nodes
+    if asked.windows == "auto" and asked.tree is None:
+        nodes = min(nodes, MAX_SHARE)
     round_bytes = nodes * config.vocab_size * 4 * ROUND_LOGITS
     room = min(tokens // min(max_len, ROW_TOKENS), int(free * (1 - GPU_SHARE) / round_bytes))
     rows = min(most, 2 ** max(0, room.bit_length() - 1))

@@ -6,7 +6,7 @@ after the other on one stream, and their results are copied away in that stream'
 """
 
 from collections.abc import Callable, Hashable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -21,7 +21,8 @@ class Graphs(Generic[Result]):
         self._pool = torch.cuda.graph_pool_handle()
         # torch's default capture stream belongs to the device that captured first in this process.
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._recorded: dict[Hashable, tuple[torch.cuda.CUDAGraph, Result]] = {}
+        self._recorded: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self._results: dict[Hashable, Any] = {}
 
     def __len__(self) -> int:
         return len(self._recorded)
@@ -37,15 +38,18 @@ class Graphs(Generic[Result]):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             result = call()
-        self._recorded[key] = graph, result
+        self._recorded[key], self._results[key] = graph, result
         return max(0, before - torch.cuda.mem_get_info(self.device)[0])
 
-    def result(self, key: Hashable) -> Result:
-        """What the captured call returned, for a graph that reads it."""
-        return self._recorded[key][1]
+    def forget(self, key: Hashable) -> None:
+        """Drop what the captured call returned: its memory is free for graphs that are recorded from now on.
+
+        A graph that reads the result and was recorded before must run right after this one.
+        """
+        self._results[key] = None
 
     def replay(self, key: Hashable) -> Result:
-        """Queue the captured launches; the result is valid until the next replay of this key."""
-        graph, result = self._recorded[key]
-        graph.replay()
+        """Queue the captured launches; the result, unless forgotten, is valid until the next replay of this key."""
+        self._recorded[key].replay()
+        result: Result = self._results[key]
         return result

@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from peregrine.config import FIXED_DRAFTS
+from peregrine.engine.ahead_planner import AheadPlan, AheadPlanner
+from peregrine.engine.ahead_rounds import AheadRounds
 from peregrine.engine.graphs import Graphs
 from peregrine.engine.host_copy import Ring
 from peregrine.engine.masks import MaskWriter
@@ -50,7 +53,7 @@ class RoundInFlight:
     logprobs: tuple[Tensor, Tensor, Tensor] | None
     windows: Tensor | None  # [R, 3, T] i64 on the host: tokens, parents, offered or not; for report_drafts
     ready: torch.cuda.Event | None
-    planned: tuple[RoundPlan, RoundTimes] | None
+    planned: tuple[RoundPlan, RoundTimes] | AheadPlan | None
 
 
 class Runner:
@@ -61,7 +64,8 @@ class Runner:
     ) -> None:
         self.target, self.drafter, self.judge, self.seats = target, drafter, judge, seats
         self.graphs = graphs
-        self.planner: WindowPlanner | None = None  # None: every round has whole windows
+        self.planner: WindowPlanner | None = None  # plans each round from its drafts; None: it has whole windows, or
+        self.ahead: tuple[AheadPlanner, AheadRounds] | None = None  # is planned before they are known
         self._proposing = self._launched = 0.0  # when the last round began to draft, and when it was done
         self._masks: MaskWriter | None = None  # made for the first batch with a grammar
         self.device = seats.device
@@ -78,20 +82,33 @@ class Runner:
 
         All seats must be pads: the recorded rounds really run once.
         """
-        assert self.graphs is not None
+        graphs = self.graphs
+        assert graphs is not None
         for count in sorted(row_sizes, reverse=True):  # smaller graphs reuse the memory of larger ones
-            rows = Rows(count, self.seats.max_places)
-            for variant in VARIANTS:
-                yield self.graphs.record((rows, variant), partial(self._round, rows, variant))
+            rows = Rows(count, self.seats.max_places, self.masked_nodes)
+            for variant in VARIANTS if self.ahead is None else ():
+                yield graphs.record((rows, variant), partial(self._round, rows, variant))
             if self.seats.masks is not None:
-                yield self.graphs.record((rows, VERIFY), partial(self._verify, rows))
-                verified = self.graphs.result((rows, VERIFY))
-                yield self.graphs.record((rows, MASKED), partial(self._settle, verified, rows, MASKED))
+                yield graphs.record((rows, VERIFY), partial(self._verify, rows))
+                verified = graphs.replay((rows, VERIFY))  # what follows reads its results
+                yield graphs.record((rows, MASKED), partial(self._settle, verified, rows, MASKED))
+                graphs.forget((rows, VERIFY))
+                del verified
+        if self.ahead is not None:
+            yield from self.ahead[1].record(row_sizes, graphs)
+
+    @property
+    def masked_nodes(self) -> int | None:
+        """Nodes of the windows of a batch with a grammar, where rounds are planned ahead; None: whole windows."""
+        if self.ahead is None:
+            return None
+        depths = self.ahead[1].drafter.depths
+        return 1 + (FIXED_DRAFTS if FIXED_DRAFTS in depths else depths[-1])
 
     def rows(self, count: int, places: Callable[[], int]) -> Rows:
         """The first `count` seats, touching no place at or past `places()`; recorded rounds may touch every place."""
-        if self.graphs is not None and not self.eager:
-            return Rows(count, self.seats.max_places)
+        if self.ahead is not None or (self.graphs is not None and not self.eager):
+            return Rows(count, self.seats.max_places, self.masked_nodes)
         return self.seats.rows(count, places())
 
     def launch(
@@ -111,11 +128,19 @@ class Runner:
             if self.planner.must_absorb(plan):
                 self.absorb_held(requests)
         windows = None
+        ahead = self.ahead
+        foreseen = None if ahead is None or features.masked else ahead[0].plan(requests, rows.count)
         if features.masked or any(r.params.report_drafts for r in requests):
-            windows = self._to_host(self._windows(rows))
+            if ahead is not None and foreseen is not None:
+                ahead[1].clip(foreseen)
+            windows = self._to_host(self._windows(rows if foreseen is None else Rows(rows.count, rows.places)))
         if features.masked and windows is not None:
+            if ahead is not None:
+                ahead[0].drafted = (self.masked_nodes or 1) - 1
             matchers = [request.matcher for request in requests]
             verdict, logprobs = self._masked_round(matchers, windows, rows, features, catch_up, plan)
+        elif ahead is not None and foreseen is not None:
+            verdict, logprobs = ahead[1].run(foreseen, features, None if self.eager else self.graphs)
         elif self.graphs is None or self.eager:
             verdict, logprobs = self._round(rows, features, plan)
         else:
@@ -126,7 +151,7 @@ class Runner:
         if logprobs is not None and features.logprobs is not None:  # a recorded round may do more than was asked
             values = self._to_host(logprobs.chosen), self._to_host(logprobs.top_ids), self._to_host(logprobs.top)
         ready = event_after(verdict.table)
-        planned = None
+        planned: tuple[RoundPlan, RoundTimes] | AheadPlan | None = foreseen
         if self.planner is not None and repeated is not None:
             self.planner.note_rest(repeated)
         elif plan is not None:
@@ -231,7 +256,9 @@ class Runner:
         self.mark("read")
         requests, verdict = flight.requests, flight.verdict[: len(flight.requests)].numpy()  # pads come last
         lines, accept = verdict.tolist(), verdict[:, 0]
-        if flight.planned is not None and self.planner is not None:
+        if isinstance(flight.planned, AheadPlan) and self.ahead is not None:
+            self.ahead[0].learn(flight.planned, verdict)
+        elif isinstance(flight.planned, tuple) and self.planner is not None:
             plan, times = flight.planned
             self.planner.learn(plan, [line[1] for line in lines], [line[3] != 0 for line in lines], times)
         if flight.windows is None and flight.logprobs is None:

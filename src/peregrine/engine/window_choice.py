@@ -1,20 +1,24 @@
 """Whether an engine plans its windows, how deep they may get, and its planner, whose costs are timed here."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from peregrine.config import FIXED_DRAFTS, Decision, EngineConfig
+from peregrine.engine.ahead_planner import AheadCosts, AheadPlanner
+from peregrine.engine.ahead_rounds import AheadRounds
+from peregrine.engine.choices import pick_graphs
 from peregrine.engine.planning import WindowPlanner
 from peregrine.engine.round_costs import FixedPlan, measure_costs
-from peregrine.engine.runner import Runner
+from peregrine.engine.runner import VARIANTS, Runner
 from peregrine.kernels.sampling import Features
 from peregrine.models.draft_heads import BlockHead
 from peregrine.spec.registry import DraftSource
 from peregrine.spec.round import run_round
+from peregrine.spec.types import Drafter, PartedDrafter
 
 MOST_DRAFTS = 8  # of planned windows, unless another cap is asked for: later drafts are hardly ever reached
 AUTO, FIXED = "auto", "fixed"
@@ -32,12 +36,13 @@ def pick_windows(asked: EngineConfig, draft: DraftSource, device: torch.device) 
     """Whether windows are planned in every round or have a fixed shape, and why."""
     if asked.windows == FIXED:
         return FIXED, "asked for"
+    ahead = pick_graphs(asked, device)[0]
     for hinders, because in (
         (draft.name == "none", "there is no drafter"),
         (asked.tree is not None, "a tree has one shape in every round; leave tree out for planned chains"),
-        (device.type != "cpu", "rounds are recorded for one shape on a GPU"),
-        (bool(asked.lag), f"plans need the last verdict, and lag={asked.lag} leaves it unread"),
-        (asked.row_sizes is not None, "batches are padded to row_sizes"),
+        (device.type != "cpu" and not ahead, "rounds are not recorded"),
+        (not ahead and bool(asked.lag), f"plans need the last verdict, and lag={asked.lag} leaves it unread"),
+        (not ahead and asked.row_sizes is not None, "batches are padded to row_sizes"),
     ):
         if hinders:
             return FIXED, because
@@ -73,10 +78,46 @@ def add_planner(asked: EngineConfig, runner: Runner, draft: DraftSource) -> list
     seconds = time.perf_counter() - began
     runner.planner = WindowPlanner(depth, measured, looks_up=draft.network is None)
     costs = runner.planner.costs
-    written = ", ".join(f"{size}: {ms:.2f}" for size, ms in costs.verify)
-    stepped = ", ".join(f"{size}: {ms:.2f}" for size, ms in costs.step)
-    because = f"ms by tokens verified: {written}; by rows of a drafter's step: {stepped}; timed in {seconds:.2f} s"
-    return [Decision("costs", f"measured for {len(costs.verify)} sizes", because)]
+    because = f"ms by tokens verified: {written(costs.verify)}; by rows of a drafter's step: {written(costs.step)}"
+    return [Decision("costs", f"measured for {len(costs.verify)} sizes", f"{because}; timed in {seconds:.2f} s")]
+
+
+def plan_ahead(asked: EngineConfig, runner: Runner) -> None:
+    """Have the runner's rounds recorded in parts, if windows are planned; `time_ahead` times them afterwards."""
+    if asked.windows == AUTO:
+        rounds = AheadRounds(runner.target, parted(runner.drafter), runner.judge, runner.seats, VARIANTS)
+        runner.ahead = AheadPlanner(runner.drafter.shape.depth, AheadCosts({})), rounds
+
+
+def parted(drafter: Drafter) -> PartedDrafter:
+    """The drafter; every one that drafts chains has parts."""
+    assert isinstance(drafter, PartedDrafter), "windows are planned for chains"
+    return drafter
+
+
+def time_ahead(runner: Runner, row_sizes: Sequence[int]) -> list[Decision]:
+    """Time the parts of the runner's rounds, and say what was measured; nothing if windows are fixed."""
+    if runner.ahead is None:
+        return []
+    planner, rounds = runner.ahead
+    began = time.perf_counter()
+    with torch.inference_mode():
+        planner.costs = rounds.measure(row_sizes, runner.graphs)
+    seconds = time.perf_counter() - began
+    by_rows = planner.costs.by_rows
+    because = "; ".join(
+        f"{rows} rows: ms by tokens {written(zip(c.sizes, c.verify, strict=True))}, "
+        f"by drafts {written(zip(c.depths, c.draft, strict=True))}"
+        for rows, c in by_rows.items()
+        if rows in (min(by_rows), max(by_rows))
+    )
+    sizes = sum(len(c.sizes) for c in by_rows.values())
+    return [Decision("costs", f"measured for {sizes} sizes", f"{because}; timed in {seconds:.2f} s")]
+
+
+def written(points: Iterable[tuple[int, float]]) -> str:
+    """Sizes with their milliseconds."""
+    return ", ".join(f"{size}: {ms:.2f}" for size, ms in points)
 
 
 def time_round(runner: Runner, lens: Sequence[int], drafted: int) -> tuple[float, float]:

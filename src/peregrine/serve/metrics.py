@@ -8,6 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from peregrine.cache.host_tier import HostTier
+from peregrine.engine.ahead_planner import AheadPlanner
 from peregrine.engine.engine import Engine
 from peregrine.engine.planning import WindowPlanner
 from peregrine.engine.request import Delta, Output
@@ -132,8 +133,9 @@ class Metrics(Collector):
         if self.engine is not None:
             for name, (text, count_of) in LOAD.items():
                 yield GaugeMetricFamily(f"peregrine_{name}", text, value=count_of(self.engine))
-            if self.engine.runner.planner is not None:
-                yield from plan_metrics(self.engine.runner.planner)
+            runner = self.engine.runner
+            if (planner := runner.planner or (runner.ahead and runner.ahead[0])) is not None:
+                yield from plan_metrics(planner)
             if self.engine.ledger.tier is not None:
                 yield from host_cache(self.engine.ledger.tier, self.engine.ledger.page_size)
 
@@ -154,7 +156,7 @@ def host_cache(tier: HostTier, page_size: int) -> Iterator[CounterMetricFamily |
         yield GaugeMetricFamily(f"peregrine_host_cache_{name}", text, value=count)
 
 
-def plan_metrics(planner: WindowPlanner) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+def plan_metrics(planner: WindowPlanner | AheadPlanner) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
     """What was planned, and what came of it."""
     record = planner.record
     windows: dict[tuple[str, ...], int] = {(str(tokens),): count for tokens, count in record.windows.items()}

@@ -40,7 +40,7 @@ class BlockDrafter:
         self.layers = head.layer_attention()
         self.taps = head.taps
         self.num_inputs = depth if config.drafts_from_newest else depth + 1
-        self.shape = DraftShape.chain(depth, self.num_inputs)
+        self.shape, self.depths = DraftShape.chain(depth, self.num_inputs), (0, depth)
         if tree is not None:
             self.shape = DraftShape(depth, tree.width, tree.nodes, self.num_inputs)
         device = head.norm.weight.device
@@ -55,9 +55,11 @@ class BlockDrafter:
         self.head.remember(self.head.fuse(chunk.taps), chunk.metadata.positions, attend)
 
     def propose(self, seen: Seen) -> Drafts:
-        assert seen.taps is not None
-        depth, plan = self.shape.depth, seen.plan
-        self._remember(seen)
+        self.read(seen)
+        return self.draft(seen, None, self.shape.depth)
+
+    def draft(self, seen: Seen, hidden: Tensor | None, depth: int) -> Drafts:
+        plan = seen.plan
         if plan is not None and plan.rows is not None and not len(plan.rows):
             return Drafts(seen.past_lens.new_zeros(len(seen.past_lens), depth), 0, None)
         newest, total = seen.history.gather(1, seen.new_past_lens[:, None]), len(seen.past_lens)  # [R, 1]
@@ -81,11 +83,11 @@ class BlockDrafter:
             tokens = tokens.new_zeros(total, depth).index_copy_(0, plan.rows, tokens)
         return Drafts(tokens, plan.depths(), None)
 
-    def _remember(self, seen: Seen) -> None:
+    def read(self, seen: Seen) -> None:
         """Keys and values of the round's path."""
         assert seen.taps is not None
         pages, plan, num_rows = seen.pages, seen.plan, len(seen.past_lens)
-        depths = self._depths[:, : seen.next_tokens.shape[1]]
+        depths = self._depths[:, : seen.width]
         path = pages.window(seen.past_lens, depths.expand(num_rows, -1))
         if plan is None or plan.windows.is_uniform:
             metadata = pages.uniform(path.positions, path.past_lens, path.slots)

@@ -18,6 +18,7 @@ class ChainDrafter:
         self.taps = reader.taps
         self.reads_next_token = reader.reads_next_token
         self.shape = DraftShape.chain(num_drafts, num_drafts - 1 + reader.first_place)
+        self.depths = tuple(range(num_drafts + 1))
 
     def absorb(self, chunk: Chunk) -> None:
         self.reader.absorb(chunk)
@@ -25,8 +26,14 @@ class ChainDrafter:
     def propose(self, seen: Seen) -> Drafts:
         if seen.plan is not None:
             return self._propose_planned(seen, seen.plan)
-        depth, ahead = self.shape.depth, self._ahead(seen)
-        hidden = self.reader.read(seen)  # [R, H]
+        return self.draft(seen, self.read(seen), seen.depth)
+
+    def read(self, seen: Seen) -> Tensor:
+        return self.reader.read(seen)
+
+    def draft(self, seen: Seen, hidden: Tensor | None, depth: int) -> Drafts:
+        assert hidden is not None
+        ahead = self._ahead(seen, depth)
         tokens = seen.new_past_lens.new_empty(depth, hidden.shape[0])  # [K, R]
         for step in range(depth):
             if step > 0:
@@ -40,7 +47,7 @@ class ChainDrafter:
         hidden = self.reader.read(seen)  # [n, H]
         if len(hidden):
             some, rows = seen.drafted(), plan.rows
-            ahead = self._ahead(some)
+            ahead = self._ahead(some, self.shape.depth)
             for step in range(self.shape.depth):
                 picked = tokens.new_empty(len(hidden))
                 plan.add(top_chances(self._pick(some, ahead, step, hidden, picked)))
@@ -58,8 +65,8 @@ class ChainDrafter:
                 hidden = self._step(some, ahead, step + 1, picked, hidden)
         return Drafts(tokens.T, plan.depths(), None)
 
-    def _ahead(self, seen: Seen) -> AheadPlaces:
-        return seen.pages.ahead(seen.new_past_lens, self.reader.first_place, self.shape.depth, width=1)
+    def _ahead(self, seen: Seen, depth: int) -> AheadPlaces:
+        return seen.pages.ahead(seen.new_past_lens, self.reader.first_place, depth, width=1)
 
     def _step(self, seen: Seen, ahead: AheadPlaces, step: int, tokens: Tensor, hidden: Tensor) -> Tensor:
         """Read the drafts before this step; it attends to everything before it, earlier drafts included."""

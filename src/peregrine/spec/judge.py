@@ -6,6 +6,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from peregrine.kernels.round import WindowPlaces
+from peregrine.kernels.runtime.gpu import triton_ready
 from peregrine.kernels.sampling import Context, Features, Masks, choose
 from peregrine.spec.state import RowState
 from peregrine.spec.windows import Windows
@@ -23,6 +24,8 @@ def judge(
     context = state.context(places.past_lens) if features.penalised else None
     if windows is None:
         return choose(logits, places.next_positions, state.sampling, features, context)
+    if features.adjusted and triton_ready(logits):  # a row's history is counted once, for all its nodes
+        return choose(windows.spread(logits, empty=0), places.next_positions, state.sampling, features, context)
     # Every node is a row of its own: a token depends on its own row alone.
     rows, sampling = windows.row_of, state.sampling.only(windows.row_of, features)
     if features.masked and state.sampling.masks is not None:

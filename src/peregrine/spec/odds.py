@@ -6,7 +6,14 @@ has one factor: how many of its drafts were right over how many the engine's cou
 """
 
 from bisect import bisect
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
 EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)  # of ranges of the drafter's own probability
 DEPTHS = 4  # deeper drafts count as the deepest of these
@@ -114,3 +121,70 @@ class Odds:
         """The mean distance between the chance that was expected and the share that was right, over tenths."""
         total = sum(count for count, _, _ in self.tenths)
         return sum(abs(said - right) for _, said, right in self.tenths) / total if total else 0.0
+
+
+class DepthOdds:
+    """The odds of many rows at once, by depth alone: for plans that are made before the drafts are known.
+
+    A request's own verdicts count beside the engine's mean, which stands for PRIOR of them. Its line is found by its
+    id. After LINES further requests it shares the line with another one, which may cost speed.
+    """
+
+    LINES = 4096
+    PRIOR, MEMORY, RESTED = 2.0, 0.97, 0.99  # what is kept of a request's verdicts in a round with drafts, and without
+
+    def __init__(self, depth: int) -> None:
+        self.right = np.full((2, depth), FIRST_GUESS * PRIOR)  # by whether requests are sampled, and depth
+        self.tried = np.full((2, depth), PRIOR)
+        self._owner = np.full(self.LINES, -1)
+        self._own = np.zeros((2, self.LINES, depth))  # right, tried
+        self._tenths = np.zeros((3, TENTHS))  # drafts, their chances, and how many were right
+        self._order = np.arange(depth)
+
+    def lines(self, ids: Sequence[int]) -> Ints:
+        """The lines of these requests; new ones start afresh."""
+        wanted = np.array(ids)
+        lines = wanted % self.LINES
+        new = self._owner[lines] != wanted
+        self._owner[lines[new]] = wanted[new]
+        self._own[:, lines[new]] = 0.0
+        return lines
+
+    def chances(self, lines: Ints, sampled: Ints, hope: bool) -> Floats:
+        """The chance of each draft if those before it are right: [R, K]; with hope, higher while few were tried."""
+        mean = self.right / self.tried
+        if hope:
+            mean += HOPE / np.sqrt(self.tried)
+        right, tried = self._own[:, lines]
+        found: Floats = np.minimum((right + self.PRIOR * mean[sampled]) / (tried + self.PRIOR), MOST)
+        return found
+
+    def learn(self, lines: Ints, sampled: Ints, verified: Ints, correct: Ints, ended: Ints) -> None:
+        """Take in a round: how many drafts of each row were verified, how many were right, and which rows ended.
+
+        A draft after the first wrong one has no verdict, nor has the first one that a row did not take at its end.
+        """
+        known = np.minimum(verified, correct + 1 - ended)
+        tried = self._order < known[:, None]
+        right = tried & (self._order < correct[:, None])
+        self._note(self.chances(lines, sampled, hope=False)[tried], right[tried])
+        both = np.stack((right, tried))
+        kept = np.where(known > 0, self.MEMORY, self.RESTED)
+        self._own[:, lines] = self._own[:, lines] * kept[:, None] + both
+        for kind in (0, 1):
+            self.right[kind] += right[sampled == kind].sum(axis=0)
+            self.tried[kind] += tried[sampled == kind].sum(axis=0)
+        old = self.tried > MEMORY
+        self.right[old] /= 2
+        self.tried[old] /= 2
+
+    def _note(self, chances: Floats, right: NDArray[np.bool_]) -> None:
+        place = np.minimum((chances * TENTHS).astype(np.int64), TENTHS - 1)
+        for line, weights in zip(self._tenths, (None, chances, right), strict=True):
+            line += np.bincount(place, weights, TENTHS)
+
+    @property
+    def calibration_error(self) -> float:
+        """The mean distance between the chance that was expected and the share that was right, over tenths."""
+        count, said, right = self._tenths
+        return float(np.abs(said - right).sum() / max(1.0, count.sum()))

@@ -14,4 +14,4 @@ class NoDrafter:
         """Nothing to keep."""
 
     def propose(self, seen: Seen) -> Drafts:
-        return Drafts(seen.next_tokens[:, :0], 0, None)
+        return Drafts(seen.history[:, :0], 0, None)

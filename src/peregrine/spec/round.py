@@ -102,47 +102,84 @@ def settle(
     mark: Mark = no_mark,
 ) -> tuple[Verdict, Logprobs | None]:
     """Judge, commit and propose."""
-    places, logits, taps = verified.places, verified.logits, verified.taps
-    plan, windows = verified.plan, verified.windows
-    state, whole, shape = seats.view(planned_rows(rows, plan)), seats.view(rows), seats.shape
-    num_rows, num_nodes = state.window_tokens.shape
+    verdict, logprobs = decide(verified, target, judge, seats, rows, features, mark)
+    mark("propose")
+    propose(verified, verdict, drafter, seats, rows, features)
+    return verdict, logprobs
+
+
+def decide(
+    verified: Verified,
+    target: BoundModel,
+    judge: Judge,
+    seats: SeatState,
+    rows: Rows,
+    features: Features,
+    mark: Mark = no_mark,
+) -> tuple[Verdict, Logprobs | None]:
+    """Judge and commit."""
+    places, logits, windows = verified.places, verified.logits, verified.windows
+    state = seats.view(planned_rows(rows, verified.plan))
 
     mark("judge")
     choices = judge(logits, places, state, features, windows)  # [R, T]
 
     mark("commit")
     verdict = state.commit(choices)
-    if not shape.is_chain:
+    if not state.shape.is_chain:
         target.move_path(places.past_lens, verdict, state.pages.table, state.pages.page_size)
+    if windows is not None and features.logprobs is not None:
+        logits = windows.spread(logits, empty=0)
+    return verdict, logprobs_of_path(logits, verdict, state, features)
 
-    mark("propose")
-    if taps is not None and windows is None:
-        taps = on_path(taps.view(num_rows, num_nodes, -1), verdict, shape)
+
+def propose(
+    verified: Verified, verdict: Verdict, drafter: Drafter, seats: SeatState, rows: Rows, features: Features
+) -> None:
+    """Draft for the next round."""
+    plan, shape, whole = verified.plan, seats.shape, seats.view(rows)
+    state = seats.view(planned_rows(rows, plan))
+    taps = verified.taps
+    if taps is not None and verified.windows is None:
+        taps = on_path(taps.view(*state.window_tokens.shape, -1), verdict, shape)
     forced = state.forced_drafts(verdict) if features.masked else None
+    if forced is not None:
+        forced = forced[:, : whole.shape.depth]
+    seen = seen_by(state, verified.places.past_lens, taps, features, whole.shape.depth, forced, plan)
     if plan is not None and plan.rests:
         plan.hold(taps)
         whole.offered.zero_()
     else:
-        seen = Seen(
-            next_tokens=verdict.tokens,
-            taps=taps,
-            past_lens=places.past_lens,
-            new_past_lens=state.past_lens,
-            history=state.history,
-            pages=state.pages,
-            sampling=state.sampling,
-            features=features,
-            forced=forced,
-            plan=plan,
-        )
         whole.keep(drafter.propose(seen))
     if forced is not None:
         whole.offer_forced(forced)
         if plan is not None:
             plan.force(forced)
-    if windows is not None and features.logprobs is not None:
-        logits = windows.spread(logits, empty=0)
-    return verdict, logprobs_of_path(logits, verdict, state, features)
+
+
+def seen_by(
+    state: RowState,
+    past_lens: Tensor,
+    taps: Tensor | None,
+    features: Features,
+    depth: int,
+    forced: Tensor | None = None,
+    plan: Plan | None = None,
+) -> Seen:
+    """What a drafter is given after a commit; `past_lens` are those before it."""
+    return Seen(
+        width=state.shape.depth + 1,
+        depth=depth,
+        taps=taps,
+        past_lens=past_lens,
+        new_past_lens=state.past_lens,
+        history=state.history,
+        pages=state.pages,
+        sampling=state.sampling,
+        features=features,
+        forced=forced,
+        plan=plan,
+    )
 
 
 def planned_rows(rows: Rows, plan: Plan | None) -> Rows:

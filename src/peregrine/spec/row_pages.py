@@ -13,7 +13,8 @@ from peregrine.kernels.round import AheadPlaces, PathPlaces, WindowPlaces, ahead
 def even_starts(num_rows: int, max_q_len: int, device: torch.device | str) -> Tensor:
     """Where rows of equal windows begin, for every length: [max_q_len, R + 1], line q - 1 counts up by q."""
     lengths = torch.arange(1, max_q_len + 1, device=device)
-    return lengths[:, None] * torch.arange(num_rows + 1, device=device)
+    aligned = num_rows + 2 - num_rows % 2  # lines begin at multiples of 16 bytes: kernels are compiled for that
+    return (lengths[:, None] * torch.arange(aligned, device=device))[:, : num_rows + 1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,7 +125,7 @@ class SeatState:
     """The buffers of all seats; mutable, and only through the methods below and RowState's."""
 
     def __init__(self, seats: int, shape: DraftShape, max_len: int, page_size: int, device: torch.device) -> None:
-        self.shape, self.max_len, self.page_size, self.device = shape, max_len, page_size, device
+        self.count, self.shape, self.max_len, self.page_size, self.device = seats, shape, max_len, page_size, device
         self.max_places = -(-(max_len + 2 * shape.span + 2) // PLACES_STEP) * PLACES_STEP
         self._starts = even_starts(seats, max(shape.nodes, shape.depth + 2, shape.width), device)
         self._chain = Links.chain(shape.nodes, device)
@@ -266,6 +266,12 @@ class SeatState:
             pages += more
         both = self._upload(places + pages)
         table.view(-1).index_copy_(0, both[: len(pages)], both[len(pages) :])
+
+    def pretend(self, rows: int, context: int, num_pages: int) -> None:
+        """Give pads a context on any pages there are, so that rounds can be timed; `clear` makes them pads again."""
+        table = self._buffers["page_table"][:rows]
+        table.copy_((torch.arange(table.numel(), device=self.device) % max(1, num_pages - 1) + 1).view(table.shape))
+        self._buffers["past_lens"][:rows].fill_(context)
 
     def clear(self, seat: int) -> None:
         """Make the seat a pad."""

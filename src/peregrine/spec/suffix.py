@@ -1,6 +1,7 @@
 """Draft by look-up in the request's own text and in answers that the engine has finished."""
 
 import torch
+from torch import Tensor
 
 from peregrine.hardware import upload
 from peregrine.kernels.round import AnswerPool, add_answer, find_answers, find_repeats
@@ -20,7 +21,7 @@ class SuffixDrafter:
     reads_next_token = False
 
     def __init__(self, num_drafts: int, device: torch.device) -> None:
-        self.shape = DraftShape.chain(num_drafts, 0)
+        self.shape, self.depths = DraftShape.chain(num_drafts, 0), (0, num_drafts)
         self.pool = AnswerPool.empty(POOL_TOKENS, device)
         self._next = 0  # where the next answer goes
 
@@ -36,7 +37,13 @@ class SuffixDrafter:
         self._next += len(answer) + 1
 
     def propose(self, seen: Seen) -> Drafts:
-        history, newest, depth = seen.history, seen.new_past_lens, self.shape.depth
+        return self.draft(seen, None, seen.depth)
+
+    def read(self, seen: Seen) -> None:
+        """Nothing to keep here either."""
+
+    def draft(self, seen: Seen, hidden: Tensor | None, depth: int) -> Drafts:
+        history, newest = seen.history, seen.new_past_lens
         own, own_known = find_repeats(history, newest, depth)
         others, known, agreed = find_answers(self.pool, history, newest, depth)
         takes_other = (known > 0) & ((own_known == 0) | (agreed >= LONG_MATCH))  # [R]

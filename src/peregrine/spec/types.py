@@ -1,7 +1,7 @@
 """Types of speculative decoding: the shape of a window, its links, drafts, and what a drafter is given."""
 
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -74,13 +74,14 @@ class Drafts:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a round gives the drafter: the accepted path, the tokens after it, and the state. W = K + 1."""
+    """What a round gives the drafter: the accepted path, and the state."""
 
-    next_tokens: Tensor  # [R, W]  the token that follows each node of the path; past the newest valid, meaningless ids
+    width: int  # W: nodes of the longest path
+    depth: int  # how deep to draft
     taps: Tensor | None  # [R, W, taps * H], or with a plan [N, taps * H]: packed as its windows are
     past_lens: Tensor  # [R]  tokens cached before the round
     new_past_lens: Tensor  # [R]  and after it; also the newest token's position
-    history: Tensor  # [R, C]  every token so far by position, the newest at new_past_lens, then next_tokens
+    history: Tensor  # [R, C]  every token so far by position, the newest at new_past_lens, then valid, meaningless ids
     pages: RowPages
     sampling: SamplingTensors
     features: Features
@@ -125,3 +126,16 @@ class Drafter(Protocol):
 
     def propose(self, seen: Seen) -> Drafts:
         """Read the round's path and draft past the newest token."""
+
+
+@runtime_checkable
+class PartedDrafter(Drafter, Protocol):
+    """A drafter whose two parts can be recorded apart, so that each round may draft as deep as the host asks."""
+
+    depths: tuple[int, ...]  # how deep it can draft; 0 is first
+
+    def read(self, seen: Seen) -> Tensor | None:
+        """Read the round's path; what drafting begins with, for each row that is drafted for. [n, H]"""
+
+    def draft(self, seen: Seen, hidden: Tensor | None, depth: int) -> Drafts:
+        """Draft so deep for every row; of `seen`, what was read in the round is not used."""

@@ -1,16 +1,18 @@
 """Windows of different lengths in one round, packed without padding, and what a plan tells a round.
 
 Row r has the first lens[r] nodes of its window: the newest token and lens[r] - 1 drafts. Buffers have lines of T nodes,
-the longest; a forward reads the N nodes that are in some window, one row's after the other. Windows of one length need
-no packing: such a round is an ordinary one with fewer drafts.
+the longest; a forward reads the N nodes that are in some window, one row's after the other. Where rounds are recorded,
+which nodes these are is data on the device (`WindowBuffer`): a graph serves all windows of R rows and N nodes.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from peregrine.attention.metadata import AttentionMetadata
@@ -20,39 +22,36 @@ from peregrine.spec.row_pages import RowPages
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """How many nodes of each row's window a round reads, on the CPU."""
+    """Which nodes of each row's window a round reads."""
 
-    lens: tuple[int, ...]
-    width: int  # T: the longest
+    window: Window  # R rows, N nodes, at most T in a row
     at: Tensor  # [N] i64 where a packed node lies in [R, T]
     row_of: Tensor  # [N] i64
     starts: Tensor  # [R + 1] i64 where a row begins among packed nodes
     moved: Tensor  # [R] i64 from a row's place in [R, T] to its place among packed nodes
+    deepest: Tensor  # [R] i64 drafts in a row's window
+    lens: tuple[int, ...] = ()  # as far as the host knows them
+    wider: "Windows | None" = None  # the same windows with one node more, where the device alone knows the lengths
 
     @staticmethod
     @lru_cache(maxsize=512)
     def of(lens: tuple[int, ...]) -> "Windows":
         """Windows of these lengths; kept for the next round that has the same."""
-        width, starts = max(lens), list(accumulate(lens, initial=0))
-        pairs = [(row, node) for row, length in enumerate(lens) for node in range(length)]
         with torch.inference_mode(False):  # kept beyond the call
-            return Windows(
-                lens=lens,
-                width=width,
-                at=torch.tensor([row * width + node for row, node in pairs]),
-                row_of=torch.tensor([row for row, _ in pairs]),
-                starts=torch.tensor(starts),
-                moved=torch.tensor([start - row * width for row, start in enumerate(starts[:-1])]),
-            )
+            return windows_in(torch.from_numpy(places_of(lens, max(lens))), Window.ragged(lens), lens)
 
     @property
     def is_uniform(self) -> bool:
         """Whether all rows have one length, so that nothing has to be packed."""
-        return min(self.lens) == self.width
+        return self.window.q_len is not None
 
-    def longer(self, by: int) -> "Windows":
-        """The same windows with more nodes."""
-        return Windows.of(tuple(length + by for length in self.lens))
+    @property
+    def width(self) -> int:
+        return self.window.max_q_len
+
+    def longer(self) -> "Windows":
+        """The same windows with one node more."""
+        return self.wider or Windows.of(tuple(length + 1 for length in self.lens))
 
     def pack(self, values: Tensor) -> Tensor:
         """[R, T] or [R * T] -> [N]."""
@@ -60,14 +59,14 @@ class Windows:
 
     def spread(self, values: Tensor, empty: float) -> Tensor:
         """[N, ...] -> [R, T, ...], with `empty` where no window reaches."""
-        rest = values.shape[1:]
-        lines = values.new_full((len(self.lens) * self.width, *rest), empty)
-        return lines.index_copy_(0, self.at, values).view(len(self.lens), self.width, *rest)
+        rows, rest = self.window.num_rows, values.shape[1:]
+        lines = values.new_full((rows * self.width, *rest), empty)
+        return lines.index_copy_(0, self.at, values).view(rows, self.width, *rest)
 
     def metadata(self, pages: RowPages, positions: Tensor, past_lens: Tensor, slots: Tensor) -> AttentionMetadata:
         """Metadata of a forward over the packed nodes: positions, slots [N]."""
         return AttentionMetadata(
-            window=Window.ragged(self.lens),
+            window=self.window,
             positions=positions,
             q_starts=self.starts,
             past_lens=past_lens,
@@ -76,6 +75,50 @@ class Windows:
             slots=slots,
             ancestors=None,
         )
+
+
+def places_of(lens: Sequence[int], width: int) -> NDArray[np.int64]:
+    """The tensors of `Windows` one after the other, for lines of `width` nodes."""
+    lengths = np.asarray(lens, dtype=np.int64)
+    rows = np.arange(len(lengths))
+    starts = np.concatenate(([0], lengths.cumsum()))
+    row_of = np.repeat(rows, lengths)
+    moved = starts[:-1] - rows * width
+    at = np.arange(starts[-1]) - moved[row_of]
+    return np.concatenate((at, row_of, starts, moved, lengths - 1))
+
+
+def windows_in(buffer: Tensor, window: Window, lens: tuple[int, ...] = (), wider: Windows | None = None) -> Windows:
+    """Windows whose tensors lie in a buffer as `places_of` has them."""
+    rows, tokens = window.num_rows, window.num_tokens
+    sizes = [tokens, tokens, rows + 1, rows, rows]
+    at, row_of, starts, moved, deepest = torch.split(buffer[: sum(sizes)], sizes)
+    return Windows(window, at, row_of, starts, moved, deepest, lens, wider)
+
+
+class WindowBuffer:
+    """Windows of R rows and N nodes on the device; their lengths are written before each round that has others."""
+
+    def __init__(self, rows: int, tokens: int, width: int, device: torch.device) -> None:
+        self.rows, self.tokens, self.width = rows, tokens, width
+        size = 2 * (tokens + rows) + 3 * rows + 1
+        self._buffer = torch.zeros(2, size + size % 2, dtype=torch.int64, device=device)  # lines begin at even places
+        own, longer = self._buffer
+        same = 1 if width == 1 else None  # windows of the newest token alone are uniform
+        wider = windows_in(longer, Window(rows, tokens + rows, width + 1, same and 2))
+        self.windows = windows_in(own, Window(rows, tokens, width, same), wider=wider)
+        self._lens: Sequence[int] = ()
+
+    def write(self, lens: Sequence[int]) -> None:
+        """Set the lengths, which add up to N; the rounds queued from now on have them. Nothing waits."""
+        if lens != self._lens:
+            both = np.zeros(self._buffer.shape, dtype=np.int64)
+            for line, more in zip(both, (0, 1), strict=True):
+                places = places_of([length + more for length in lens], self.width + more)
+                line[: len(places)] = places
+            values = torch.from_numpy(both)
+            self._buffer.copy_(values.pin_memory() if self._buffer.is_cuda else values, non_blocking=True)
+            self._lens = lens
 
 
 class Plan(Protocol):

@@ -1,7 +1,5 @@
 """Simulated acceptance for benchmarks as one Triton kernel, one program per row; see `accept.py`."""
 
-import math
-
 import torch
 import triton
 import triton.language as tl
@@ -14,19 +12,16 @@ from peregrine.kernels.sampling.triton import key_of, random_bits
 
 
 def bend_choices(
-    choices: Tensor, nodes: Nodes, past_lens: Tensor, seeds: Tensor, accept: float, vocab_size: int
+    choices: Tensor, nodes: Nodes, past_lens: Tensor, seeds: Tensor, means: Tensor, vocab_size: int
 ) -> Tensor:
     """Choices [R, T] that accept a drawn number of drafts; see accept.py."""
     num_rows, num_nodes = choices.shape
-    whole = math.floor(accept)
     bent = torch.empty_like(choices)
     launch(
         _bend_choices,
         (num_rows,),
-        *(choices, nodes.tokens, nodes.parents, nodes.depths, nodes.offered, past_lens, seeds, bent),
+        *(choices, nodes.tokens, nodes.parents, nodes.depths, nodes.offered, past_lens, seeds, means, bent),
         *(nodes.tokens.stride(0), nodes.parents.stride(0), num_nodes, vocab_size),
-        WHOLE=whole,
-        BELOW=math.floor((accept - whole) * 2**32),
         NODES=max(2, triton.next_power_of_2(num_nodes)),
         num_warps=4,
         pdl=True,
@@ -43,13 +38,12 @@ def _bend_choices(  # type: ignore[no-untyped-def]
     offered,
     past_lens,
     seeds,
+    means,
     bent,
     token_stride,
     link_stride,
     num_nodes,
     vocab_size,
-    WHOLE: tl.constexpr,
-    BELOW: tl.constexpr,
     NODES: tl.constexpr,
 ):
     enter()
@@ -62,10 +56,13 @@ def _bend_choices(  # type: ignore[no-untyped-def]
     depth = tl.load(depths + row * link_stride + node, mask=inside, other=0)
     on_offer = inside & (node > 0) & (depth <= tl.load(offered + row))
     past = tl.load(past_lens + row)
-    draw = random_bits(key_of(tl.load(seeds + row), past), past * 0).to(tl.int64)
-    accept = WHOLE + (draw < BELOW).to(tl.int32)
+    seed = tl.load(seeds + row)
+    draw = random_bits(key_of(seed, past), past * 0).to(tl.int64)
+    mean = tl.load(means + (seed & 1))
+    whole = mean.to(tl.int32)
+    accept = whole + (draw < ((mean - whole) * 2.0**32).to(tl.int64)).to(tl.int32)
     end = accept * 0  # the path's last node so far
-    for length in tl.static_range(1, WHOLE + 1):
+    for length in range(1, num_nodes):
         child = tl.min(tl.where(on_offer & (parent == end), node, NODES))
         go = (child < NODES) & (length < accept)
         said = tl.sum(tl.where(node == child, token, 0))

@@ -43,6 +43,12 @@ def tile_rows(tile, GROUP: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no
     return row_of_tile(tile, tl.arange(0, ROWS), GROUP, ROWS)
 
 
+def row_queries_fn(q_starts, row):  # type: ignore[no-untyped-def]
+    """(first token, how many queries) of a row."""
+    q_start = tl.load(q_starts + row).to(tl.int32)
+    return q_start, tl.load(q_starts + row + 1).to(tl.int32) - q_start
+
+
 def find_tile_fn(place, q_starts, num_rows, QUERIES: tl.constexpr, HEAD_TILES: tl.constexpr):  # type: ignore[no-untyped-def]
     """(row, first token, queries of the row, tile) of a place: row r's begin at place q_starts[r] // QUERIES + r."""
     row, after = 0, num_rows
@@ -62,7 +68,8 @@ def power_of_two_fn(exponent):  # type: ignore[no-untyped-def]
     return (biased.to(tl.int32, bitcast=True) << 23).to(tl.float32, bitcast=True)
 
 
-find_tile = triton.jit(find_tile_fn)  # the plain functions are also compiled into the Gluon kernels
+row_queries = triton.jit(row_queries_fn)  # the plain functions are also compiled into the Gluon kernels
+find_tile = triton.jit(find_tile_fn)
 power_of_two = triton.jit(power_of_two_fn)
 
 

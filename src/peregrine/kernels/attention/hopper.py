@@ -23,13 +23,14 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from peregrine.kernels.attention import plan
-from peregrine.kernels.attention.blocks import LOG2_E, LOWEST
+from peregrine.kernels.attention.blocks import LOG2_E, LOWEST, row_queries_fn
 
 WIDTH = gl.constexpr(plan.HOPPER_COLUMN)
 BLOCK = gl.constexpr(plan.BLOCK)
 
 split_of = gluon.jit(plan.split_of_index)
 split_start = gluon.jit(plan.start_of_split)
+row_queries = gluon.jit(row_queries_fn)
 
 
 def paged(store: Tensor, page_size: int) -> TensorDescriptor:
@@ -193,17 +194,17 @@ def attend_blocks(  # type: ignore[no-untyped-def]
         gl.store(out + to + WIDTH, (total_second / divisor).to(NUMBER), mask=live[None, :])
 
 
-@gluon.jit(do_not_specialize=["q_len", "num_pages"])
+@gluon.jit(do_not_specialize=["num_pages"])
 def hopper_decode_kernel(  # type: ignore[no-untyped-def]
     q,  # [N, Hq, D], tokens q_stride apart
     out,  # [N, Hq, D]
     keys,  # [slots, Hkv * D] in pages by columns
     values,
     positions,  # [N]
+    q_starts,  # [R + 1]
     past_lens,  # [R]
     table,  # [R, num_pages]
     scale,
-    q_len,
     q_stride,
     num_pages,
     KV_HEADS: gl.constexpr,
@@ -229,8 +230,9 @@ def hopper_decode_kernel(  # type: ignore[no-untyped-def]
     fence_async_shared()
     place_in_tile = gl.arange(0, ROWS, gl.SliceLayout(0, product))
     query, member = tile * QUERIES + place_in_tile // GROUP, place_in_tile % GROUP
+    q_start, q_len = row_queries(q_starts, row)
     live = (place_in_tile < QUERIES * GROUP) & (query < q_len)
-    tokens, heads = row * q_len + query, kv_head * GROUP + member
+    tokens, heads = q_start + query, kv_head * GROUP + member
     past = gl.load(past_lens + row).to(gl.int32)
     position = gl.load(positions + tokens, mask=live, other=0).to(gl.int32)
     limit = gl.where(live, gl.minimum(position + 1, num_pages * PAGE), 0)

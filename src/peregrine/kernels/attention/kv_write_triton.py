@@ -261,18 +261,24 @@ def mla_rope_write_kernel(  # type: ignore[no-untyped-def]
 
 
 def plan_gpu(
-    positions: Tensor, q_starts: Tensor, past_lens: Tensor, page_table: Tensor, page_size: int, ancestors: Tensor | None
+    positions: Tensor,
+    q_starts: Tensor,
+    past_lens: Tensor,
+    page_table: Tensor,
+    page_size: int,
+    ancestors: Tensor | None,
+    longest: int | None = None,
 ) -> GpuPlan:
     """What all layers of a forward share; of a tree, ancestors [R, T] become lists of slots in one launch."""
     page_table = page_table.contiguous()
     if ancestors is None:
-        return GpuPlan(positions, q_starts, past_lens, page_table, page_size, None, None)
+        return GpuPlan(positions, q_starts, past_lens, page_table, page_size, None, None, longest)
     num_tokens, num_nodes, num_pages = ancestors.numel(), ancestors.shape[1], page_table.shape[1]
     limits = torch.empty(num_tokens, dtype=torch.int32, device=ancestors.device)
     paths = torch.empty(num_tokens, MAX_NODES, dtype=torch.int64, device=ancestors.device)
     arguments = (ancestors.contiguous(), past_lens, page_table, limits, paths, num_nodes, num_pages)
     launch(paths_kernel, (num_tokens,), *arguments, PAGE=page_size, num_warps=1)
-    return GpuPlan(positions, q_starts, past_lens, page_table, page_size, limits, paths)
+    return GpuPlan(positions, q_starts, past_lens, page_table, page_size, limits, paths, longest)
 
 
 def write_kv(kv: StoredKV, slots: Tensor, k: Tensor, v: Tensor) -> None:

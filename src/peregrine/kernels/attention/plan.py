@@ -21,6 +21,7 @@ PROGRAMS_PER_SM = 2  # split-KV programs that fit on a multiprocessor beside eac
 INTERPRETED_SMS = 16  # multiprocessors that the interpreter pretends to have
 MLA_MAX_SPLITS = 132  # one for each multiprocessor of an H200; fixed for every device, since splits decide bits
 MLA_WARPS = {16: 4, 32: 4, 64: 8}  # by rows of an MLA tile; the acc of a higher one would not fit into registers
+MAX_RAGGED_DECODE = 16  # longest row of a ragged window that the decode kernel takes; prompts are longer
 HOPPER_COLUMN = 64  # entries that the copy engine and the matrix unit of Hopper take side by side
 HOPPER_MIN_PAGE = 8  # tokens of the smallest page that the copy engine takes
 
@@ -46,6 +47,11 @@ class GpuPlan:
     page_size: int
     limits: Tensor | None  # [N] i32 keys that a tree's node sees; None: causal by position
     paths: Tensor | None  # [N, MAX_NODES] i64 slots of a node's ancestors, by ascending bit
+    longest: int | None = None  # queries on the longest row, or more; None: all rows have the same number
+
+    @property
+    def max_q_len(self) -> int:
+        return self.longest or len(self.positions) // len(self.past_lens)
 
 
 def dense_heads(x: Tensor) -> Tensor:
@@ -117,7 +123,7 @@ def max_tiles(num_tokens: int, num_rows: int, group: int, rows: int) -> int:
 class Kernel(Enum):
     """The two kinds of attention kernel."""
 
-    DECODE = "decode"  # uniform short windows: programs share the keys of a tile, or Hopper's own dense kernel
+    DECODE = "decode"  # short windows: programs share the keys of a tile, or Hopper's own dense kernel
     CONTEXT = "context"  # any window: one program reads all keys of a tile
 
 
@@ -194,10 +200,12 @@ def decode_launch(problem: Problem, gpu: Gpu, max_q_len: int) -> Launch | None:
 
     Where tiles alone fill the device, a program that leaves partials only does more than the context kernel.
     """
-    if problem.q_len is None or problem.q_len > max_q_len:
+    if problem.max_q_len > (max_q_len if problem.q_len else min(max_q_len, MAX_RAGGED_DECODE)):
         return None
     if not problem.is_mla:
-        return _dense_decode(problem, problem.q_len, gpu)
+        return _dense_decode(problem, problem.max_q_len, gpu)
+    if problem.q_len is None:
+        return None
     pairs = problem.q_len * problem.num_heads
     on_hopper = gpu.is_hopper and _hopper_takes_mla(problem)
     tile = _mla_hopper_tile(pairs) if on_hopper else _mla_tile(pairs, problem, gpu)

@@ -22,6 +22,7 @@ from peregrine.kernels.attention.blocks import (
     load_queries,
     merge,
     row_of_tile,
+    row_queries,
     score_factor,
     split_of,
     split_start,
@@ -46,7 +47,7 @@ from peregrine.kernels.runtime.gpu import launch
 from peregrine.kernels.runtime.pdl import enter, release, wait
 
 # Sizes that differ from call to call: kernels are not compiled again for special values of them.
-SIZES = ["window", "q_len", "num_rows", "num_pages", "max_splits"]
+SIZES = ["window", "num_rows", "num_pages", "max_splits"]
 MERGE_REGISTERS = 168  # per thread: the compiler would take 64, and wait for a few loads at a time
 HOPPER_STAGES, HOPPER_REGISTERS = 2, 128  # so that two programs and the next kernel fit on a multiprocessor
 
@@ -58,6 +59,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     values,  # [slots, Hkv, D]
     k_scale,  # [] f32
     positions,  # [N]
+    q_starts,  # [R + 1]
     past_lens,  # [R]
     table,  # [R, num_pages]
     limits,  # [N] i32
@@ -66,7 +68,6 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     partial_ml,  # [R * tiles, max_splits, ROWS, 2] f32
     scale,
     window,
-    q_len,
     q_stride,
     num_pages,
     max_splits,
@@ -88,9 +89,10 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     STRIDE: tl.constexpr = KV_HEADS * D
     program, programs = tl.program_id(0), tl.num_programs(0)
     tile, kv_head, row = tl.program_id(1) // KV_HEADS, tl.program_id(1) % KV_HEADS, tl.program_id(2)
+    q_start, q_len = row_queries(q_starts, row)
     query, member, live = tile_rows(tile, GROUP, ROWS)
     live = live & (query < q_len)
-    tokens, heads = row * q_len + query, kv_head * GROUP + member
+    tokens, heads = q_start + query, kv_head * GROUP + member
     past = tl.load(past_lens + row).to(tl.int32)
     low, limit = visible_range(positions, limits, tokens, live, past, num_pages * PAGE, window, TREE, WINDOWED)
     min_low, max_limit = tl.min(low), tl.max(limit)
@@ -130,7 +132,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
             begin = tl.maximum(split_start(split), min_low // BLOCK * BLOCK)
             stop = tl.minimum(split_start(split + 1), tl.max(own_limit))
             attend_keys(
-                *(queries, keys, values, table, paths + (row * q_len + node) * NODES, past),
+                *(queries, keys, values, table, paths + (q_start + node) * NODES, past),
                 *(low, own_limit, own, begin, stop, factor),
                 *(m_i, l_i, acc, partial_acc, partial_ml, place),
                 *(D, STRIDE, PAGE, BLOCK, True, True, STAGES),
@@ -143,12 +145,12 @@ def merge_kernel(  # type: ignore[no-untyped-def]
     v_scale,
     sinks,
     positions,
+    q_starts,
     past_lens,
     limits,
     partial_acc,
     partial_ml,
     window,
-    q_len,
     num_pages,
     max_splits,
     KV_HEADS: tl.constexpr,
@@ -166,10 +168,11 @@ def merge_kernel(  # type: ignore[no-untyped-def]
     """Grid (ROWS / MERGED, tiles * KV heads, rows): merge the states that `decode_kernel` stored, in order."""
     release()
     tile, kv_head, row = tl.program_id(1) // KV_HEADS, tl.program_id(1) % KV_HEADS, tl.program_id(2)
+    q_start, q_len = row_queries(q_starts, row)
     query, member, live = tile_rows(tile, GROUP, ROWS)
     live = live & (query < q_len)
     past = tl.load(past_lens + row).to(tl.int32)
-    tokens = row * q_len + query
+    tokens = q_start + query
     low, limit = visible_range(positions, limits, tokens, live, past, num_pages * PAGE, window, TREE, WINDOWED)
     first, end = split_of(tl.min(low)), split_of(tl.max(limit) - 1) + 1  # the splits that the tile's programs have read
     mine = tl.program_id(0) * MERGED + tl.arange(0, MERGED)
@@ -187,7 +190,7 @@ def merge_kernel(  # type: ignore[no-untyped-def]
         next_l = tl.load(partial_ml + at * 2 + 1, mask=live, other=0.0)
         next_acc = tl.load(partial_acc + at[:, None] * D_PAD + dim[None, :], mask=live[:, None], other=0.0)
         m_i, l_i, acc = merge(m_i, l_i, acc, next_m, next_l, next_acc)
-    tokens = row * q_len + query
+    tokens = q_start + query
     store_outputs(out, tokens, heads, live, l_i, acc, v_scale, KV_HEADS * GROUP, D, SCALED)
 
 
@@ -274,7 +277,7 @@ def dense_attention(
 ) -> Tensor:
     """Attention of q [N, Hq, D] over one layer's keys and values, by the kernel that `how` names. -> [N, Hq, D]
 
-    DECODE needs as many queries on every row. Hopper's own kernel knows neither windows nor sinks nor trees.
+    Hopper's own kernel knows neither windows nor sinks nor trees.
     """
     q = checked_queries(q, plan)
     if how.kernel is Kernel.CONTEXT:
@@ -288,19 +291,18 @@ def _split_kv_decode(
     q: Tensor, kv: StoredKV, plan: GpuPlan, how: Launch, scale: float, window: int | None, sinks: Tensor | None
 ) -> Tensor:
     num_rows, num_pages = plan.page_table.shape
-    q_len, tile = len(q) // num_rows, how.tile
-    constants = _constants(q, kv, plan, window, sinks, tile)
+    tile, constants = how.tile, _constants(q, kv, plan, window, sinks, how.tile)
+    tiles = tiles_of_row(plan.max_q_len, constants["GROUP"], tile) * constants["KV_HEADS"]  # of one row
     max_splits = num_splits(num_pages * plan.page_size)
-    tiles = tiles_of_row(q_len, constants["GROUP"], tile) * constants["KV_HEADS"]  # of one row
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     partials = num_rows * tiles, max_splits, tile
     partial_acc = torch.empty(*partials, constants["D_PAD"], dtype=torch.float32, device=q.device)
     partial_ml = torch.empty(*partials, 2, dtype=torch.float32, device=q.device)
-    sizes = {"window": window or 0, "q_len": q_len, "num_pages": num_pages, "max_splits": max_splits}
+    sizes = {"window": window or 0, "num_pages": num_pages, "max_splits": max_splits}
     launch(
         decode_kernel,
         (how.programs, tiles, num_rows),
-        *(q, kv.keys, kv.values, kv.k_scale, plan.positions, plan.past_lens, plan.page_table),
+        *(q, kv.keys, kv.values, kv.k_scale, plan.positions, plan.q_starts, plan.past_lens, plan.page_table),
         *(plan.limits, plan.paths, partial_acc, partial_ml, scale),
         q_stride=q.stride(0),
         **sizes,
@@ -311,7 +313,8 @@ def _split_kv_decode(
     launch(
         merge_kernel,
         (tile // merged, tiles, num_rows),
-        *(out, kv.v_scale, sinks, plan.positions, plan.past_lens, plan.limits, partial_acc, partial_ml),
+        *(out, kv.v_scale, sinks, plan.positions, plan.q_starts, plan.past_lens, plan.limits),
+        *(partial_acc, partial_ml),
         **sizes,
         **{name: value for name, value in constants.items() if name not in ("BLOCK", "STAGES", *SAME_BITS)},
         MERGED=merged,
@@ -329,13 +332,13 @@ def _hopper_decode(q: Tensor, kv: StoredKV, plan: GpuPlan, tile: int, scale: flo
 
     num_rows, num_pages = plan.page_table.shape
     num_kv_heads, head_dim = kv.keys.shape[1:]
-    q_len, group = len(q) // num_rows, q.shape[1] // num_kv_heads
+    group = q.shape[1] // num_kv_heads
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     launch(
         hopper_decode_kernel,
-        (tiles_of_row(q_len, group, tile) * num_kv_heads, num_rows),
+        (tiles_of_row(plan.max_q_len, group, tile) * num_kv_heads, num_rows),
         *(q, out, paged(kv.keys, plan.page_size), paged(kv.values, plan.page_size)),
-        *(plan.positions, plan.past_lens, plan.page_table, scale, q_len, q.stride(0), num_pages),
+        *(plan.positions, plan.q_starts, plan.past_lens, plan.page_table, scale, q.stride(0), num_pages),
         KV_HEADS=num_kv_heads,
         GROUP=group,
         D=head_dim,

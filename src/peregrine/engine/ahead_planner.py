@@ -1,0 +1,146 @@
+"""Chooses the windows of rounds that are queued before the last verdict is read: on a GPU, where rounds are recorded.
+
+When round n + 1 is queued, the verdicts of rounds up to n - 1 are known, and how deep round n drafts. So windows follow
+from how often drafts of each depth were right, and from each request's own record, not from the drafts themselves. A
+plan is kept for some rounds while the rows are the same. It changes speed, never a token.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from peregrine.engine.planning import PlanRecord
+from peregrine.engine.request import Request
+from peregrine.spec.ahead import Choice, RowCosts, allot, choose_size, size_of_drafts, window_width
+from peregrine.spec.odds import DepthOdds, Floats, Ints
+
+KEPT = 8  # rounds for which a plan is kept
+PROBE_EVERY = 256  # rounds; sooner while there were few
+PROBED = 4  # one of so many rows drafts in a probe
+
+
+@dataclass(frozen=True, slots=True)
+class AheadPlan:
+    """The windows of one round, and how deep it drafts."""
+
+    rows: int  # R, pads included
+    tokens: int  # N
+    lens: list[int]  # of each row's window; N in all
+    depth: int
+    lines: Ints  # of the requests' odds
+    sampled: Ints
+    expected: float  # tokens
+
+
+@dataclass(frozen=True, slots=True)
+class AheadCosts:
+    """The measured costs of rounds, by their number of rows."""
+
+    by_rows: Mapping[int, RowCosts]
+
+    def to_json(self) -> dict[str, dict[str, object]]:
+        """Sizes and milliseconds of each part, by rows."""
+        return {
+            str(rows): {
+                "verify": [[size, round(ms, 4)] for size, ms in zip(c.sizes, c.verify, strict=True)],
+                "absorb": [[size, round(ms, 4)] for size, ms in zip(c.sizes, c.absorb, strict=True)],
+                "read": [[size, round(ms, 4)] for size, ms in zip(c.sizes, c.read, strict=True)],
+                "draft": [[depth, round(ms, 4)] for depth, ms in zip(c.depths, c.draft, strict=True)],
+                "ms_per_1000_cached": round(1000 * c.key_ms, 5),
+            }
+            for rows, c in self.by_rows.items()
+        }
+
+
+class AheadPlanner:
+    """Plans rounds, and learns from them."""
+
+    def __init__(self, depth: int, costs: AheadCosts) -> None:
+        self.depth, self.costs = depth, costs
+        self.odds = DepthOdds(depth)
+        self.record = PlanRecord()
+        self.drafted = 0  # how deep the round that was queued last drafts
+        self._ids: list[int] = []
+        self._lines = self._sampled = np.zeros(0, dtype=np.int64)
+        self._caps = np.zeros(0, dtype=np.int64)
+        self._choice: Choice | None = None
+        self._plan: AheadPlan | None = None  # can be used again if the last round drafted as deep
+        self._rounds = self._due = self._probes = self._next_probe = 0
+        self._probing = False  # the last round drafted for a probe
+
+    @property
+    def calibration_error(self) -> float:
+        return self.odds.calibration_error
+
+    def plan(self, requests: Sequence[Request], rows: int) -> AheadPlan:
+        """The plan of the next round of the requests in these rows; rows past them are pads."""
+        self._rounds += 1
+        ids = [request.id for request in requests]
+        if ids != self._ids:
+            self._seat(requests, ids)
+        kept = self._plan
+        probe = self._rounds >= self._next_probe
+        steady = not (probe or self._probing) and self._rounds < self._due
+        if kept is not None and steady and kept.rows == rows and self.drafted == kept.depth:
+            return kept
+        survivals = self._survivals(rows)
+        costs = self.costs.by_rows[rows]
+        if self._choice is None or kept is None or kept.rows != rows or self._rounds >= self._due:
+            keys = sum(request.num_tokens for request in requests)
+            self._choice, self._due = choose_size(costs, survivals, len(ids), keys), self._rounds + KEPT
+        plan = self._fit(costs, survivals, self._choice, probe)
+        self._plan = plan if plan.depth == self.drafted == self._choice.depth else None
+        self.drafted = plan.depth
+        return plan
+
+    def _seat(self, requests: Sequence[Request], ids: list[int]) -> None:
+        """Note the rows of the rounds to come."""
+        self._ids, self._lines, self._plan = ids, self.odds.lines(ids), None
+        self._sampled = np.array([request.params.temperature > 0 for request in requests], dtype=np.int64)
+        asked = (request.params.num_drafts for request in requests)
+        self._caps = np.array([self.depth if cap is None else cap for cap in asked])
+
+    def _survivals(self, rows: int) -> Floats:
+        """[R, K]: the chance that a draft and all before it are right; 0 in pads and past a request's cap."""
+        found = np.zeros((rows, self.depth))
+        chances = self.odds.chances(self._lines, self._sampled, hope=True)
+        chances[np.arange(self.depth) >= self._caps[:, None]] = 0.0
+        np.cumprod(chances, axis=1, out=found[: len(chances)])
+        return found
+
+    def _fit(self, costs: RowCosts, survivals: Floats, choice: Choice, probe: bool) -> AheadPlan:
+        """The plan of this round, with the drafts that the last one made."""
+        tokens, rows, drafted = choice.tokens, len(survivals), self.drafted
+        wanted = survivals
+        if self._probing:  # what was drafted for a probe is looked at, whether it seems to pay or not
+            wanted = survivals.copy()
+            wanted[self._probes % PROBED :: PROBED, :drafted] = np.linspace(3.0, 2.0, drafted)
+            needed = rows + drafted * len(wanted[self._probes % PROBED :: PROBED])
+            tokens = next((size for size in costs.sizes if size >= max(needed, tokens)), costs.sizes[-1])
+        elif drafted != choice.depth:
+            tokens = size_of_drafts(costs, survivals, drafted, choice.rate) if drafted else rows
+        lens = allot(wanted, drafted, tokens, window_width(rows, tokens, self.depth))
+        depth = choice.depth
+        self._probing = False
+        if probe:
+            self._probes += 1
+            self._next_probe = self._rounds + min(PROBE_EVERY, 4 << self._probes)
+            # A depth more than what is used is looked at; depths that are used need no probe.
+            deeper = [d for d in costs.depths if d > depth]
+            if deeper and self._caps.max(initial=0) > depth:
+                depth, self._probing = deeper[0] if depth else deeper[min(len(deeper), 2) - 1], True
+        expected = len(self._ids) + float(sum(survivals[row, : n - 1].sum() for row, n in enumerate(lens) if n > 1))
+        return AheadPlan(rows, tokens, lens, depth, self._lines, self._sampled, expected)
+
+    def learn(self, plan: AheadPlan, table: Ints) -> None:
+        """Take in a round's verdicts: [R, columns], accept, correct, drafted and finish first."""
+        live = table[: len(plan.lines)]
+        verified = np.minimum(live[:, 2], self.depth)
+        self.odds.learn(plan.lines, plan.sampled, verified, live[:, 1], (live[:, 3] != 0).astype(np.int64))
+        record = self.record
+        record.windows.update(plan.lens[: len(plan.lines)])
+        kind = "plain" if plan.tokens == plan.rows else "drafts" if min(plan.lens) > 1 else "mixed"
+        record.rounds[kind] += 1
+        record.tokens += int(live[:, 0].sum())
+        record.expected_tokens += plan.expected

@@ -1,0 +1,240 @@
+"""Rounds in parts that are recorded apart, so that every round may have other windows and draft to another depth.
+
+verify    R rows, N tokens: which rows these belong to is data in a `WindowBuffer`
+decide    the same, for each variant of the sampling law: judge and commit
+read      the same: the drafter reads what was verified, with or without drafting next
+draft     R rows, a depth: as deep as the host asks
+
+Graphs of one (R, N) share memory with those of others: nothing of a round is needed once its verdict was copied.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from peregrine.engine.ahead_planner import AheadCosts, AheadPlan
+from peregrine.engine.graphs import Graphs
+from peregrine.kernels.round import Verdict
+from peregrine.kernels.sampling import Features
+from peregrine.spec.ahead import RowCosts, token_sizes, window_width
+from peregrine.spec.bound import BoundModel
+from peregrine.spec.judge import Judge
+from peregrine.spec.round import Logprobs, Verified, decide, seen_by, verify
+from peregrine.spec.state import Rows, SeatState
+from peregrine.spec.types import PartedDrafter
+from peregrine.spec.windows import WindowBuffer, Windows
+
+CONTEXT = 2048  # cached tokens of each timed row, as in a usual chat
+REPEATS = 2  # of timed parts; the fastest counts
+
+
+class DevicePlan:
+    """Windows whose lengths are on the device; see `spec.windows.Plan`. All rows are drafted for, or none."""
+
+    rests = False
+
+    def __init__(self, windows: Windows, rows: Tensor | None) -> None:
+        self.windows, self.rows = windows, rows
+
+    def add(self, chances: Tensor) -> None:
+        """The host does not look at drafts."""
+
+    def go_on(self) -> Tensor | None:
+        return None
+
+    def depths(self) -> Tensor:
+        raise NotImplementedError("the host chose the depth")
+
+    def hold(self, taps: Tensor | None) -> None:
+        """It never rests."""
+
+    def force(self, forced: Tensor) -> None:
+        """Grammars have rounds of their own."""
+
+
+class AheadRounds:
+    """Runs planned rounds, from graphs if they were recorded."""
+
+    def __init__(
+        self, target: BoundModel, drafter: PartedDrafter, judge: Judge, seats: SeatState, variants: Sequence[Features]
+    ) -> None:
+        self.target, self.drafter, self.judge, self.seats, self.variants = target, drafter, judge, seats, variants
+        self._nobody = torch.zeros(0, dtype=torch.int64, device=seats.device)
+        self._buffers: dict[tuple[int, int], WindowBuffer] = {}
+        self._hidden: Tensor | None = None  # [R, H] what drafting begins with
+
+    def run(self, plan: AheadPlan, features: Features, graphs: Graphs[Any] | None) -> tuple[Verdict, Logprobs | None]:
+        """Queue a round; `graphs` are None where nothing is recorded."""
+        rows, tokens = plan.rows, plan.tokens
+        self.buffer(rows, tokens).write(plan.lens)
+        if graphs is None:
+            verified = self.verify(rows, tokens)
+            result = self.decide(verified, rows, features)
+            self.read(verified, rows, plan.depth > 0)
+            if plan.depth:
+                self.draft(rows, plan.depth, features.sampled)
+            return result
+        variant = next(v for v in self.variants if v.covers(features))
+        graphs.replay(("verify", rows, tokens))
+        decided: tuple[Verdict, Logprobs | None] = graphs.replay(("decide", rows, tokens, variant))
+        graphs.replay(("read", rows, tokens, plan.depth > 0))
+        if plan.depth:
+            graphs.replay(("draft", rows, plan.depth, features.sampled))
+        return decided
+
+    def clip(self, plan: AheadPlan) -> None:
+        """Offer no draft that the plan does not read; the round does so itself, but not before it runs."""
+        buffer = self.buffer(plan.rows, plan.tokens)
+        buffer.write(plan.lens)
+        self._clip(buffer)
+
+    def _clip(self, buffer: WindowBuffer) -> None:
+        offered = self.seats.view(self._rows(buffer.rows, buffer.width)).offered
+        torch.minimum(offered, buffer.windows.deepest, out=offered)
+
+    def buffer(self, rows: int, tokens: int) -> WindowBuffer:
+        """The windows of this size."""
+        if (rows, tokens) not in self._buffers:
+            width = window_width(rows, tokens, self.seats.shape.depth)
+            self._buffers[rows, tokens] = WindowBuffer(rows, tokens, width, self.seats.device)
+        return self._buffers[rows, tokens]
+
+    def _rows(self, rows: int, nodes: int | None = None) -> Rows:
+        return Rows(rows, self.seats.max_places, nodes)
+
+    def verify(self, rows: int, tokens: int) -> Verified:
+        buffer = self.buffer(rows, tokens)
+        self._clip(buffer)
+        return verify(self.target, self.drafter, self.seats, self._rows(rows), DevicePlan(buffer.windows, None))
+
+    def decide(self, verified: Verified, rows: int, features: Features) -> tuple[Verdict, Logprobs | None]:
+        return decide(verified, self.target, self.judge, self.seats, self._rows(rows), features)
+
+    def read(self, verified: Verified, rows: int, drafts: bool) -> None:
+        """The drafter reads the accepted path; without drafting, its keys and values alone."""
+        assert verified.plan is not None
+        windows = verified.plan.windows
+        state, taps = self.seats.view(self._rows(rows, windows.width)), verified.taps
+        plan = DevicePlan(windows, None if drafts else self._nobody)
+        hidden = self.drafter.read(seen_by(state, verified.places.past_lens, taps, Features(), 0, plan=plan))
+        if not drafts:
+            state.offered.zero_()
+        elif hidden is not None:
+            if self._hidden is None:
+                with torch.inference_mode(False):  # kept beyond the call
+                    self._hidden = torch.zeros(
+                        self.seats.count, hidden.shape[1], dtype=hidden.dtype, device=hidden.device
+                    )
+            self._hidden[:rows].copy_(hidden)
+
+    def draft(self, rows: int, depth: int, sampled: bool) -> None:
+        """Draft for the next round."""
+        state = self.seats.view(self._rows(rows, depth + 1))
+        hidden = None if self._hidden is None else self._hidden[:rows]
+        seen = seen_by(state, state.past_lens, None, Features(sampled=sampled), depth)
+        state.keep(self.drafter.draft(seen, hidden, depth))
+
+    def sizes(self, rows: int) -> tuple[int, ...]:
+        return token_sizes(rows, self.seats.shape.depth)
+
+    def record(self, row_sizes: Sequence[int], graphs: Graphs[Any]) -> Iterator[int]:
+        """Record all parts; yields the bytes each graph took. All seats must be pads: parts really run once."""
+        for rows in sorted(row_sizes, reverse=True):  # smaller graphs reuse the memory of larger ones
+            for tokens in sorted(self.sizes(rows), reverse=True):
+                yield from self._record_size(rows, tokens, graphs)
+            for depth in self.drafter.depths[1:]:
+                for sampled in (False, True):
+                    yield graphs.record(("draft", rows, depth, sampled), partial(self.draft, rows, depth, sampled))
+
+    def _record_size(self, rows: int, tokens: int, graphs: Graphs[Any]) -> Iterator[int]:
+        """The parts of rounds of one size; what they pass on is kept until all of them are recorded."""
+        passed: list[Verified] = []
+
+        def verify() -> None:
+            passed[:] = [self.verify(rows, tokens)]
+
+        self.buffer(rows, tokens).write(even(rows, tokens))
+        yield graphs.record(("verify", rows, tokens), verify)
+        graphs.replay(("verify", rows, tokens))  # what follows reads its results
+        for variant in self.variants:
+            yield graphs.record(("decide", rows, tokens, variant), partial(self.decide, passed[0], rows, variant))
+        for drafts in (False, True):
+            yield graphs.record(("read", rows, tokens, drafts), partial(self.read, passed[0], rows, drafts))
+
+    def measure(self, row_sizes: Sequence[int], graphs: Graphs[Any] | None) -> AheadCosts:
+        """Time all parts on pads that pretend to have a context; all seats must be pads, and are again afterwards."""
+        found = {rows: self._measure_rows(rows, graphs) for rows in sorted(row_sizes, reverse=True)}
+        return AheadCosts(dict(sorted(found.items())))
+
+    def _measure_rows(self, rows: int, graphs: Graphs[Any] | None) -> RowCosts:
+        sizes, depths, device = self.sizes(rows), self.drafter.depths, self.seats.device
+        context = min(CONTEXT, self.seats.max_len // 2)
+        clock = partial(milliseconds, device)
+        plain = Features()
+
+        def verify_ms(tokens: int) -> tuple[float, float, float]:
+            """Of one size: verify and decide, absorb, read."""
+            self.buffer(rows, tokens).write(even(rows, tokens))
+            if graphs is not None:
+                keys = ("verify", rows, tokens), ("decide", rows, tokens, plain)
+                judged = clock(lambda: [graphs.replay(key) for key in keys])
+                reads = [partial(graphs.replay, ("read", rows, tokens, drafts)) for drafts in (False, True)]
+                return judged, clock(reads[0]), clock(reads[1])
+            verified = self.verify(rows, tokens)
+            judged = clock(lambda: self.decide(self.verify(rows, tokens), rows, plain))
+            absorb, read = (clock(partial(self.read, verified, rows, drafts)) for drafts in (False, True))
+            return judged, absorb, read
+
+        def draft_ms(depth: int) -> float:
+            call = partial(self.draft, rows, depth, False)
+            return clock(call if graphs is None else partial(graphs.replay, ("draft", rows, depth, False)))
+
+        short = verify_ms(rows)[0]
+        self.seats.pretend(rows, context, self.target.store.num_pages)
+        timed = [verify_ms(tokens) for tokens in sizes]
+        drafts = [0.0, *(draft_ms(depth) for depth in depths[1:])]
+        for seat in range(rows):
+            self.seats.clear(seat)
+        key_ms = max(0.0, timed[0][0] - short) / (rows * context)
+        judged, absorb, read = zip(*timed, strict=True)
+        return RowCosts(
+            sizes=sizes,
+            verify=tuple(ms - key_ms * rows * context for ms in rising(judged)),
+            absorb=rising(absorb),
+            read=rising(read),
+            depths=depths,
+            draft=rising(drafts),
+            key_ms=key_ms,
+        )
+
+
+def even(rows: int, tokens: int) -> list[int]:
+    """Windows of about one length."""
+    return [tokens // rows + (row < tokens % rows) for row in range(rows)]
+
+
+def rising(times: Sequence[float]) -> tuple[float, ...]:
+    """No size costs more than a larger one: a disturbance only adds time."""
+    return tuple(min(times[place:]) for place in range(len(times)))
+
+
+def milliseconds(device: torch.device, call: Callable[[], object]) -> float:
+    """Of the fastest of some calls, on the device or, on a CPU, of this thread's processor time."""
+    times = []
+    for _ in range(1 + REPEATS):
+        if device.type != "cuda":
+            began = time.thread_time()
+            call()
+            times.append(1e3 * (time.thread_time() - began))
+            continue
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        first.record()
+        call()
+        last.record()
+        last.synchronize()
+        times.append(first.elapsed_time(last))
+    return min(times[1:])
