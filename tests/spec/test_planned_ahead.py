@@ -117,6 +117,20 @@ def test_an_engine_with_its_own_plans() -> None:
     assert planner.calibration_error < 0.5
 
 
+def test_a_row_that_rests_is_looked_at_now_and_then() -> None:
+    """One request alone, whose drafts were all wrong, is drafted for again when its drafts have become right."""
+    engine, _ = ahead(0, **DRAFTERS["itself"])
+    runner = engine.runner
+    assert runner.ahead is not None
+    planner = AheadPlanner(6, AheadCosts({rows: table(token_sizes(rows, 6), depth=6) for rows in range(1, 5)}))
+    planner.odds.right[:], planner.odds.tried[:] = 0.0, 500.0
+    runner.ahead = planner, runner.ahead[1]
+    case = Case((5, 9, 200), SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True))
+    output = run(engine, [case])[0]
+    assert output.stats.correct > 20
+    assert planner.record.rounds["plain"] > 4
+
+
 def table(sizes: Sequence[int], depth: int, token_ms: float = 0.05, step_ms: float = 0.1) -> RowCosts:
     """Costs that grow evenly."""
     verify = tuple(1 + token_ms * size for size in sizes)

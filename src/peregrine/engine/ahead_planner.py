@@ -114,9 +114,10 @@ class AheadPlanner:
         tokens, rows, drafted = choice.tokens, len(survivals), self.drafted
         wanted = survivals
         if self._probing:  # what was drafted for a probe is looked at, whether it seems to pay or not
-            wanted = survivals.copy()
-            wanted[self._probes % PROBED :: PROBED, :drafted] = np.linspace(3.0, 2.0, drafted)
-            needed = rows + drafted * len(wanted[self._probes % PROBED :: PROBED])
+            wanted, every = survivals.copy(), min(PROBED, len(self._ids))
+            some = range(self._probes % every, len(self._ids), every)
+            wanted[some, :drafted] = np.linspace(3.0, 2.0, drafted)
+            needed = rows + drafted * len(some)
             tokens = next((size for size in costs.sizes if size >= max(needed, tokens)), costs.sizes[-1])
         elif drafted != choice.depth:
             tokens = size_of_drafts(costs, survivals, drafted, choice.rate) if drafted else rows
