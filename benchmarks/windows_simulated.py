@@ -46,7 +46,7 @@ def measure(engine: Engine, rows: int, args: argparse.Namespace) -> dict[str, fl
     for _ in range(args.warm):
         engine.step()
     torch.cuda.synchronize()
-    before, began, waited = [r.num_tokens for r in requests], time.perf_counter(), 0.0
+    before, began = [r.num_tokens for r in requests], time.perf_counter()
     stages = {"wait": 0.0, "read": 0.0}
     engine.runner.mark = lambda stage: stages.update({stage: stages.get(stage, 0.0) + time.perf_counter()})
     for _ in range(args.rounds):
@@ -106,6 +106,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--warm", type=int, default=24, help="rounds before those that are timed")
+    parser.add_argument("--seconds", type=float, help="begin no cell after so many seconds, the start included")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     growth = (args.warm + args.rounds + 16) * (args.num_drafts + 1)
@@ -120,8 +121,10 @@ def main() -> None:
     print(f"start {started:.1f} s; recorded {made['recorded']}; costs {made['costs']}", flush=True)
     cells = []
     with torch.inference_mode():
-        for rows in args.rows:
-            for text in args.means:
+        for text in args.means:
+            for rows in args.rows:
+                if args.seconds and time.perf_counter() - began > args.seconds:
+                    continue
                 parts = [float(part) for part in text.split(",")]
                 found = cell(built.engine, rows, (parts[0], parts[-1]), args)
                 cells.append(found)
