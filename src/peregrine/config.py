@@ -94,9 +94,7 @@ class EngineConfig:
     tree: TreeShape | None = option(
         None, "draft a tree instead of a chain: its depth, children per node, and nodes with the root", "D,W,N"
     )
-    windows: str = option(
-        "auto", "auto: each round has the windows that pay, on a CPU; fixed: always num_drafts", "auto|fixed"
-    )
+    windows: str = option("auto", "auto: each round has the windows that pay; fixed: always num_drafts", "auto|fixed")
     device: str = option("auto", "auto, cpu, cuda or cuda:INDEX", "DEVICE")
     dtype: str = option(
         "auto",

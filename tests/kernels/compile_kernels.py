@@ -23,6 +23,7 @@ POINTERS = {
     torch.int32: "*i32",
     torch.int16: "*i16",
     torch.uint8: "*u8",
+    torch.float64: "*fp64",
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",

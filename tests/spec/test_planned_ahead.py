@@ -191,7 +191,7 @@ def test_odds_tell_requests_apart() -> None:
     odds, ids = DepthOdds(4), [7, 8]
     lines, sampled = odds.lines(ids), np.zeros(2, dtype=np.int64)
     for _ in range(40):
-        odds.learn(lines, sampled, np.array([3, 3]), np.array([3, 0]), np.zeros(2, dtype=np.int64))
+        odds.learn(lines, sampled, np.array([[3, 3]]), np.array([[3, 0]]), np.zeros((1, 2), dtype=np.int64))
     good, bad = odds.chances(lines, sampled, hope=False)
     assert good[0] > 0.9 > 0.1 > bad[0]
     again = odds.chances(odds.lines([7, 9]), sampled, hope=False)

@@ -7,15 +7,17 @@ plan is kept for some rounds while the rows are the same. It changes speed, neve
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 
 from peregrine.engine.planning import PlanRecord
 from peregrine.engine.request import Request
+from peregrine.kernels.round import HEADER
 from peregrine.spec.ahead import Choice, RowCosts, allot, choose_size, size_of_drafts, window_width
 from peregrine.spec.odds import DepthOdds, Floats, Ints
 
-KEPT = 8  # rounds for which a plan is kept
+KEPT, MOST_KEPT = 4, 16  # rounds for which a plan is kept, twice as many each time that it stays the same
 PROBE_EVERY = 256  # rounds; sooner while there were few
 PROBED = 4  # one of so many rows drafts in a probe
 
@@ -67,10 +69,13 @@ class AheadPlanner:
         self._choice: Choice | None = None
         self._plan: AheadPlan | None = None  # can be used again if the last round drafted as deep
         self._rounds = self._due = self._probes = self._next_probe = 0
+        self._kept = KEPT
         self._probing = False  # the last round drafted for a probe
+        self._read: list[tuple[AheadPlan, Ints]] = []  # rounds whose verdicts have not been taken in
 
     @property
     def calibration_error(self) -> float:
+        """The mean distance between the chance that was expected of drafts and the share that was right."""
         return self.odds.calibration_error
 
     def plan(self, requests: Sequence[Request], rows: int) -> AheadPlan:
@@ -84,11 +89,15 @@ class AheadPlanner:
         steady = not (probe or self._probing) and self._rounds < self._due
         if kept is not None and steady and kept.rows == rows and self.drafted == kept.depth:
             return kept
+        self._learn()
         survivals = self._survivals(rows)
         costs = self.costs.by_rows[rows]
         if self._choice is None or kept is None or kept.rows != rows or self._rounds >= self._due:
-            keys = sum(request.num_tokens for request in requests)
-            self._choice, self._due = choose_size(costs, survivals, len(ids), keys), self._rounds + KEPT
+            before, keys = self._choice, sum(request.num_tokens for request in requests)
+            self._choice = choose_size(costs, survivals, len(ids), keys)
+            same = before is not None and (before.tokens, before.depth) == (self._choice.tokens, self._choice.depth)
+            self._kept = min(MOST_KEPT, 2 * self._kept) if same else KEPT
+            self._due = self._rounds + self._kept
         plan = self._fit(costs, survivals, self._choice, probe)
         self._plan = plan if plan.depth == self.drafted == self._choice.depth else None
         self.drafted = plan.depth
@@ -131,17 +140,34 @@ class AheadPlanner:
             deeper = [d for d in costs.depths if d > depth]
             if deeper and self._caps.max(initial=0) > depth:
                 depth, self._probing = deeper[0] if depth else deeper[min(len(deeper), 2) - 1], True
-        expected = len(self._ids) + float(sum(survivals[row, : n - 1].sum() for row, n in enumerate(lens) if n > 1))
+        read = np.arange(self.depth) < np.array(lens)[:, None] - 1
+        expected = len(self._ids) + float(survivals[read].sum())
         return AheadPlan(rows, tokens, lens, depth, self._lines, self._sampled, expected)
 
     def learn(self, plan: AheadPlan, table: Ints) -> None:
-        """Take in a round's verdicts: [R, columns], accept, correct, drafted and finish first."""
-        live = table[: len(plan.lines)]
-        verified = np.minimum(live[:, 2], self.depth)
-        self.odds.learn(plan.lines, plan.sampled, verified, live[:, 1], (live[:, 3] != 0).astype(np.int64))
+        """Note a round's verdicts: [R, columns], accept, correct, drafted and finish first."""
+        self._read.append((plan, table[: len(plan.lines), :HEADER].copy()))
+
+    def _learn(self) -> None:
+        """Take in the rounds that were read, those of the same rows together."""
+        for _, group in groupby(self._read, key=lambda one: id(one[0].lines)):
+            rounds = list(group)
+            first, tables = rounds[0][0], np.stack([table for _, table in rounds])
+            accept, correct, drafted, finish = tables.transpose(2, 0, 1)
+            verified, ended = np.minimum(drafted, self.depth), (finish != 0).astype(np.int64)
+            self.odds.learn(first.lines, first.sampled, verified, correct, ended)
+            self.record.tokens += int(accept.sum())
+        for _, group in groupby(self._read, key=lambda one: id(one[0])):
+            same = list(group)
+            self._count(same[0][0], len(same))
+        self._read.clear()
+
+    def _count(self, plan: AheadPlan, rounds: int) -> None:
+        """Count rounds of a plan for metrics."""
         record = self.record
-        record.windows.update(plan.lens[: len(plan.lines)])
+        for length, rows in enumerate(np.bincount(plan.lens[: len(plan.lines)])):
+            if rows:
+                record.windows[length] += rounds * int(rows)
         kind = "plain" if plan.tokens == plan.rows else "drafts" if min(plan.lens) > 1 else "mixed"
-        record.rounds[kind] += 1
-        record.tokens += int(live[:, 0].sum())
-        record.expected_tokens += plan.expected
+        record.rounds[kind] += rounds
+        record.expected_tokens += rounds * plan.expected

@@ -160,28 +160,32 @@ class DepthOdds:
         return found
 
     def learn(self, lines: Ints, sampled: Ints, verified: Ints, correct: Ints, ended: Ints) -> None:
-        """Take in a round: how many drafts of each row were verified, how many were right, and which rows ended.
+        """Take in rounds of the same rows: [n, R] drafts verified, drafts right, and 1 where a row ended.
 
         A draft after the first wrong one has no verdict, nor has the first one that a row did not take at its end.
         """
         known = np.minimum(verified, correct + 1 - ended)
-        tried = self._order < known[:, None]
-        right = tried & (self._order < correct[:, None])
-        self._note(self.chances(lines, sampled, hope=False)[tried], right[tried])
-        both = np.stack((right, tried))
-        kept = np.where(known > 0, self.MEMORY, self.RESTED)
-        self._own[:, lines] = self._own[:, lines] * kept[:, None] + both
+        tried = self._order < known[:, :, None]  # [n, R, K]
+        both = np.stack((tried & (self._order < correct[:, :, None]), tried))
+        sums = both.sum(axis=1, dtype=np.float64)  # [2, R, K]
+        self._note(self.chances(lines, sampled, hope=False), sums)
+        drafting = (known > 0).sum(axis=0)
+        kept = self.MEMORY**drafting * self.RESTED ** (len(known) - drafting)
+        self._own[:, lines] = self._own[:, lines] * kept[:, None] + sums
         for kind in (0, 1):
-            self.right[kind] += right[sampled == kind].sum(axis=0)
-            self.tried[kind] += tried[sampled == kind].sum(axis=0)
+            right, count = sums[:, sampled == kind].sum(axis=1)
+            self.right[kind] += right
+            self.tried[kind] += count
         old = self.tried > MEMORY
         self.right[old] /= 2
         self.tried[old] /= 2
 
-    def _note(self, chances: Floats, right: NDArray[np.bool_]) -> None:
-        place = np.minimum((chances * TENTHS).astype(np.int64), TENTHS - 1)
-        for line, weights in zip(self._tenths, (None, chances, right), strict=True):
-            line += np.bincount(place, weights, TENTHS)
+    def _note(self, chances: Floats, sums: Floats) -> None:
+        """Compare the chances of drafts with how many were right."""
+        place = np.minimum((chances * TENTHS).astype(np.int64), TENTHS - 1).ravel()
+        right, tried = sums
+        for line, weights in zip(self._tenths, (tried, chances * tried, right), strict=True):
+            line += np.bincount(place, weights.ravel(), TENTHS)
 
     @property
     def calibration_error(self) -> float:

@@ -65,7 +65,7 @@ def run_round(
 ) -> tuple[Verdict, Logprobs | None]:
     """Advance every row by 1 to K + 1 tokens; `seats` is read and written in place.
 
-    A plan is the host's choice for this round of chains, on a CPU: which drafts are read, and which rows get new ones.
+    A plan is the host's choice for this round of chains: which drafts are read, and which rows get new ones.
     """
     mark("verify")
     verified = verify(target, drafter, seats, rows, plan)
