@@ -4,6 +4,8 @@ The plans are random: any size, any windows that fill it, drafts of any depth. T
 """
 
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -129,6 +131,15 @@ def test_a_row_that_rests_is_looked_at_now_and_then() -> None:
     output = run(engine, [case])[0]
     assert output.stats.correct > 20
     assert planner.record.rounds["plain"] > 4
+
+
+def test_what_is_never_found_is_not_waited_for() -> None:
+    """Look-ups that find nothing end up with windows of one token, though no draft was ever wrong."""
+    planner = AheadPlanner(3, AheadCosts({2: table(token_sizes(2, 3), depth=3)}), looks_up=True)
+    requests: list[Any] = [SimpleNamespace(id=i, params=SamplingParams(), num_tokens=9) for i in range(2)]
+    for _ in range(60):
+        planner.learn(planner.plan(requests, 2), np.array([[1, 0, 0, 0]] * 2))
+    assert planner.record.rounds["plain"] > planner.record.rounds["drafts"] + planner.record.rounds["mixed"]
 
 
 def table(sizes: Sequence[int], depth: int, token_ms: float = 0.05, step_ms: float = 0.1) -> RowCosts:

@@ -58,8 +58,9 @@ class AheadCosts:
 class AheadPlanner:
     """Plans rounds, and learns from them."""
 
-    def __init__(self, depth: int, costs: AheadCosts) -> None:
+    def __init__(self, depth: int, costs: AheadCosts, looks_up: bool = False) -> None:
         self.depth, self.costs = depth, costs
+        self.looks_up = looks_up  # drafts are found or not, which only the device knows
         self.odds = DepthOdds(depth)
         self.record = PlanRecord()
         self.drafted = 0  # how deep the round that was queued last drafts
@@ -155,6 +156,8 @@ class AheadPlanner:
             first, tables = rounds[0][0], np.stack([table for _, table in rounds])
             accept, correct, drafted, finish = tables.transpose(2, 0, 1)
             verified, ended = np.minimum(drafted, self.depth), (finish != 0).astype(np.int64)
+            if self.looks_up:  # a draft that was not found is as good as a wrong one
+                verified = np.array([plan.lens[: len(plan.lines)] for plan, _ in rounds]) - 1
             self.odds.learn(first.lines, first.sampled, verified, correct, ended)
             self.record.tokens += int(accept.sum())
         for _, group in groupby(self._read, key=lambda one: id(one[0])):

@@ -167,7 +167,7 @@ def _build(asked: EngineConfig, device: torch.device, start_ranks: Callable[[], 
     ledger = make_ledger(asked, stores, int(drafter.reads_next_token), decisions)
     engine = assemble(asked, replace(bound, backend=backend), drafter, tokenizer, max_len, policy, ledger)
     if graphs:
-        plan_ahead(asked, engine.runner)
+        plan_ahead(asked, engine.runner, draft)
         decisions.made.append(record_graphs(engine, device))
         decisions.made += time_ahead(engine.runner, policy.row_sizes or ())
     else:

@@ -82,11 +82,12 @@ def add_planner(asked: EngineConfig, runner: Runner, draft: DraftSource) -> list
     return [Decision("costs", f"measured for {len(costs.verify)} sizes", f"{because}; timed in {seconds:.2f} s")]
 
 
-def plan_ahead(asked: EngineConfig, runner: Runner) -> None:
+def plan_ahead(asked: EngineConfig, runner: Runner, draft: DraftSource) -> None:
     """Have the runner's rounds recorded in parts, if windows are planned; `time_ahead` times them afterwards."""
     if asked.windows == AUTO:
         rounds = AheadRounds(runner.target, parted(runner.drafter), runner.judge, runner.seats, VARIANTS)
-        runner.ahead = AheadPlanner(runner.drafter.shape.depth, AheadCosts({})), rounds
+        planner = AheadPlanner(runner.drafter.shape.depth, AheadCosts({}), looks_up=draft.network is None)
+        runner.ahead = planner, rounds
 
 
 def parted(drafter: Drafter) -> PartedDrafter:
