@@ -223,7 +223,8 @@ def _dense_decode(problem: Problem, q_len: int, gpu: Gpu) -> Launch | None:
         if _programs_per_tile(rows * tiles_of_row(q_len, group, tile), gpu) == 1:
             return Launch(Kernel.DECODE, True, tile, 0)
     most = num_splits(problem.num_keys) + (2 * queries_per_tile(group, TILE) if problem.is_tree else 0)
-    programs = min(most, _programs_per_tile(rows * tiles_of_row(q_len, group, TILE), gpu))
+    mean = -(-problem.num_tokens // problem.num_rows)  # tiles past a row's end are empty and leave at once
+    programs = min(most, _programs_per_tile(rows * tiles_of_row(mean, group, TILE), gpu))
     return Launch(Kernel.DECODE, False, TILE, programs) if programs > 1 else None
 
 
