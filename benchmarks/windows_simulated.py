@@ -110,8 +110,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     growth = (args.warm + args.rounds + 16) * (args.num_drafts + 1)
-    wanted: dict[str, object] = {"drafter": args.drafter, "num_drafts": args.num_drafts, "simulate_accept": 2.0}
-    wanted |= {"device": "cuda", "max_rows": max(args.rows), "row_sizes": tuple(sorted(args.rows))}
+    wanted: dict[str, object] = {"drafter": args.drafter, "num_drafts": args.num_drafts, "windows": "planned"}
+    wanted |= {
+        "simulate_accept": 2.0,
+        "device": "cuda",
+        "max_rows": max(args.rows),
+        "row_sizes": tuple(sorted(args.rows)),
+    }
     wanted |= {"max_len": args.context + growth, "prefix_cache": False, "prefill_chunk": 2048}
     wanted |= {"num_pages": 1 + max(args.rows) * (-(-(args.context + growth) // 16) + 8)}
     began = time.perf_counter()

@@ -66,6 +66,14 @@ def test_embedding_rows_are_prepared_for_a_norm(rows: int) -> None:
     assert not spare.any()
 
 
+def test_tokens_may_lie_apart() -> None:
+    """The first nodes of windows are every so many tokens of a buffer."""
+    windows = torch.arange(12).view(4, 3)
+    apart = windows[:, :1].flatten()
+    assert not apart.is_contiguous()
+    assert torch.equal(gpu.embed(apart, EMBEDDING, NORMS[0].weight)[0], EMBEDDING[windows[:, 0]])
+
+
 def test_a_value_too_large_to_square_makes_its_row_nan_and_no_other() -> None:
     embedding = torch.tensor([[1.0, 1e30, 0.5], [1.0, 2.0, 3.0]])
     _, scaled, squares, _ = gpu.embed(torch.tensor([0, 1]), embedding, torch.ones(3))

@@ -191,6 +191,15 @@ def test_a_rows_token_does_not_depend_on_other_rows_features(dtype):
         assert torch.equal(alone, together[one])
 
 
+def test_masks_may_be_the_first_of_longer_windows():
+    logits, positions, context = demanding(torch.bfloat16)
+    expected = choose(logits, positions, demanded(), EVERYTHING, context)
+    masks = demanded().masks
+    longer = torch.cat((masks.words, torch.zeros_like(masks.words)), dim=1)
+    part = replace(demanded(), masks=Masks(masks.rows, longer[:, : masks.words.shape[1]]))
+    assert torch.equal(choose(logits, positions, part, EVERYTHING, context), expected)
+
+
 def test_adjusted_rows_that_are_not_finite_choose_nothing():
     logits, positions, context = demanding(torch.bfloat16)
     expected = choose(logits, positions, demanded(), EVERYTHING, context)

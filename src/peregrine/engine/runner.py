@@ -92,7 +92,8 @@ class Runner:
                 yield graphs.record((rows, VERIFY), partial(self._verify, rows))
                 verified = graphs.replay((rows, VERIFY))  # what follows reads its results
                 yield graphs.record((rows, MASKED), partial(self._settle, verified, rows, MASKED))
-                graphs.forget((rows, VERIFY))
+                if self.ahead is not None:
+                    graphs.forget((rows, VERIFY))
                 del verified
         if self.ahead is not None:
             yield from self.ahead[1].record(row_sizes, graphs)

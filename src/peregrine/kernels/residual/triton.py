@@ -87,6 +87,7 @@ def finish_norm_kernel(  # type: ignore[no-untyped-def]
 
 def embed(tokens: Tensor, embedding: Tensor, norm: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(values, values * norm, squares, zeros) of tokens [N] in embedding [V, H]."""
+    tokens = tokens.contiguous()  # the first nodes of wider windows lie apart
     num_rows, size = tokens.shape[0], embedding.shape[1]
     values, scaled = embedding.new_empty(num_rows, size), embedding.new_empty(num_rows, size)
     squares, spare = torch.empty(2, num_rows, 2, dtype=torch.int64, device=tokens.device)

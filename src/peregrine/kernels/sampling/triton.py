@@ -317,7 +317,7 @@ def adjust(
         window_tokens, ancestors = context.window_tokens, context.ancestors
     parts = {"PENALISED": features.penalised, "BIASED": features.biased, "MIN_LEN": features.min_len}
     masks = sampling.masks if features.masked else None
-    mask_rows, words = (rows, counts) if masks is None else (masks.rows, masks.words)
+    mask_rows, words = (rows, counts) if masks is None else (masks.rows, masks.words.contiguous())
     parts["MASKED"] = masks is not None
     penalties = (sampling.repetition, sampling.presence, sampling.frequency)
     launch(
