@@ -117,7 +117,7 @@ def main() -> None:
         "max_rows": max(args.rows),
         "row_sizes": tuple(sorted(args.rows)),
     }
-    wanted |= {"max_len": args.context + growth, "prefix_cache": False, "prefill_chunk": 2048}
+    wanted |= {"simulate_accept": 2.0, "max_len": args.context + growth, "prefix_cache": False, "prefill_chunk": 2048}
     wanted |= {"num_pages": 1 + max(args.rows) * (-(-(args.context + growth) // 16) + 8)}
     began = time.perf_counter()
     built = build_engine(engine_config(args.model, wanted))

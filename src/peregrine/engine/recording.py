@@ -30,7 +30,8 @@ def record_graphs(engine: Engine, device: torch.device) -> Decision:
     chunk = engine.policy.prefill_chunk
     prompts = PromptGraphs(runner.target, runner.drafter, engine.runner.graphs, chunk, pages, seats.page_size)
     count = len(sizes) * variants + len(prompts.inputs)
-    bar = tqdm(total=count, desc="recording rounds", unit="graph", delay=1, leave=False)
+    total = count if runner.ahead is None else None  # planned rounds are recorded in parts, as many as it takes
+    bar = tqdm(total=total, desc="recording rounds", unit="graph", delay=1, leave=False)
     with bar, explain_memory(device, "the graphs of rounds", "lower max_rows or num_pages"):
         for num_bytes in chain(prompts.record(), runner.record(sizes)):
             taken += num_bytes
@@ -38,9 +39,10 @@ def record_graphs(engine: Engine, device: torch.device) -> Decision:
     engine.replay_chunks = prompts.replay
     torch.cuda.synchronize(device)
     seconds = time.perf_counter() - began
+    parts = f"in {variants} variants" if runner.ahead is None else "in parts, by their tokens and drafts"
     return Decision(
         "recorded",
         len(engine.runner.graphs),
-        f"rounds of {', '.join(map(str, sizes))} rows in {variants} variants; prompt chunks of "
+        f"rounds of {', '.join(map(str, sizes))} rows {parts}; prompt chunks of "
         f"{', '.join(map(str, prompts.sizes))} tokens; {taken / 2**20:.0f} MiB, {seconds:.1f} s",
     )
