@@ -14,10 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.interpreted import needs_interpreter, send_to_triton
+from peregrine.engine import window_choice
 from peregrine.engine.ahead_planner import AheadCosts, AheadPlanner
+from peregrine.llm import engine_config
 from peregrine.sampling import SamplingParams
 from peregrine.spec.ahead import RowCosts, allot, choose_size, gains, token_sizes, window_width
 from peregrine.spec.odds import DepthOdds
+from peregrine.spec.registry import DraftSource
 from peregrine.spec.windows import WindowBuffer, Windows
 from spec.any_plans import ahead
 from spec.block_heads import block_head, calm_model
@@ -220,3 +223,14 @@ def test_a_buffer_holds_the_windows_it_was_told() -> None:
         assert own.pack(lines).tolist() == [4 * row + node for row in range(3) for node in range(lens[row])]
         assert own.deepest.tolist() == [length - 1 for length in lens]
         assert longer.starts.tolist() == Windows.of(tuple(n + 1 for n in lens)).starts.tolist()
+
+
+def test_a_gpu_plans_if_it_is_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    draft, gpu = DraftSource("ngram", None), torch.device("cuda")
+    monkeypatch.setattr(window_choice, "pick_graphs", lambda asked, device: (asked.graphs is not False, ""))
+
+    def picked(**options: object) -> str:
+        return window_choice.pick_windows(engine_config("merlin", options), draft, gpu)[0]
+
+    assert picked() == picked(windows="fixed") == picked(windows="planned", graphs=False) == "fixed"
+    assert picked(windows="planned") == picked(windows="planned", lag=2, row_sizes=(256,)) == "auto"
