@@ -11,10 +11,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from kernels.compile_kernels import UNFENCED
 from peregrine.kernels.attention import kv_write_triton as kv_write
 from peregrine.kernels.attention import triton as kernels
 from peregrine.kernels.attention.blocks import SAME_BITS
-from peregrine.kernels.attention.plan import BLOCK, TILE
+from peregrine.kernels.attention.plan import BLOCK, TALL_TILE, TILE
 
 TYPES = {
     "fp32": ("scale",),
@@ -47,8 +48,9 @@ def compile_kernel(kernel: Any, known: dict[str, Any], kv_type: str, **options: 
         "kv": kv_type,
         "shared": code.metadata.shared,
         "fused": len(re.findall(r"\bfma\.", ptx)),
-        "matrix": len(re.findall(r"\bmma\.sync", ptx)),
+        "matrix": len(re.findall(r"\bmma\.sync|wgmma\.mma_async", ptx)),
         "ahead": len(re.findall(r"cp\.async\.c[ag]", ptx)),
+        "unfenced": len(UNFENCED.findall(ptx)),
     }
     print(json.dumps(facts))
 
@@ -57,6 +59,8 @@ if __name__ == "__main__":
     for kernel in (kernels.decode_kernel, kernels.context_kernel):
         compile_kernel(kernel, SHAPE | PLAIN, "*bf16", num_stages=3, **SAME_BITS)
         compile_kernel(kernel, SHAPE | EVERYTHING, "*fp8e4nv", num_stages=3, **SAME_BITS)
+    tall = SHAPE | PLAIN | {"ROWS": TALL_TILE, "STAGES": 3}
+    compile_kernel(kernels.context_kernel, tall, "*bf16", num_stages=3, **SAME_BITS)
     for features in (PLAIN, EVERYTHING):
         known = SHAPE | features | {"MERGED": 1}
         compile_kernel(kernels.merge_kernel, known, "*bf16", enable_fp_fusion=False, num_warps=1)

@@ -4,6 +4,7 @@ Run as a script, outside the interpreter: `launch` compiles instead of launching
 Prints the name of each kernel that came out as machine code.
 """
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -29,15 +30,18 @@ POINTERS = {
     torch.float16: "*fp16",
     torch.float8_e4m3fn: "*fp8e4nv",
 }
+# A matrix instruction that may read copied values before they are visible to it: no proxy fence since the last wait.
+UNFENCED = re.compile(r"cp\.async\.wait(?:(?!fence\.proxy\.async|cp\.async\.wait).)*?wgmma\.mma_async", re.DOTALL)
 
 
 def compile_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    """Compile as a launch would: None becomes a constant, and so does an integer 1, unless the kernel forbids it."""
+    """Compile as a launch would: pointers are multiples of 16, None is a constant, and so is 1 unless forbidden."""
     signature: dict[str, str] = {}
     constants: dict[tuple[int], Any] = {}
+    aligned: dict[tuple[int], Any] = {}
     for place, (name, value) in enumerate(zip(kernel.arg_names, arguments, strict=False)):
         if isinstance(value, torch.Tensor):
-            signature[name] = POINTERS[value.dtype]
+            signature[name], aligned[(place,)] = POINTERS[value.dtype], [["tt.divisibility", 16]]
         elif value is None or (type(value) is int and value == 1 and not kernel.params[place].do_not_specialize):
             signature[name], constants[(place,)] = "constexpr", value
         else:
@@ -45,8 +49,9 @@ def compile_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **option
     for place, name in enumerate(kernel.arg_names):
         if place >= len(arguments):
             signature[name], constants[(place,)] = "constexpr", options.pop(name)
-    code = triton.compile(ASTSource(kernel, signature, constants), target=H200, options=options)
+    code = triton.compile(ASTSource(kernel, signature, constants, aligned), target=H200, options=options)
     assert code.asm["cubin"]
+    assert not UNFENCED.search(code.asm["ptx"]), f"{kernel.fn.__name__}: copies are multiplied without a fence"
     print(".".join(kernel.fn.__module__.split(".")[-2:]), kernel.fn.__name__)
 
 

@@ -13,11 +13,8 @@ import torch
 import triton
 from triton.compiler import ASTSource
 
-from kernels.compile_kernels import H200, POINTERS
+from kernels.compile_kernels import H200, POINTERS, UNFENCED
 from peregrine.kernels.runtime import gpu
-
-# A matrix instruction that may read copied keys before they are visible to it: no proxy fence since the last wait.
-UNFENCED = re.compile(r"cp\.async\.wait(?:(?!fence\.proxy\.async|cp\.async\.wait).)*?wgmma\.mma_async", re.DOTALL)
 
 
 def compile_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:

@@ -19,7 +19,7 @@ def test_attention_kernels_compile() -> None:
     outside = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("compile_attention.py"))],
-        env={**outside, "PYTHONPATH": str(SRC)},
+        env={**outside, "PYTHONPATH": os.pathsep.join([str(SRC), str(Path(__file__).parents[1])])},
         capture_output=True,
         text=True,
         check=False,
@@ -29,7 +29,7 @@ def test_attention_kernels_compile() -> None:
     arithmetic = [facts for facts in compiled if facts["kernel"] in ("decode_kernel", "context_kernel")]
     merges = [facts for facts in compiled if facts["kernel"] == "merge_kernel"]
     copies = {facts["kernel"] for facts in compiled} & {"write_kernel", "paths_kernel"}
-    assert len(arithmetic) == 4
+    assert len(arithmetic) == 5
     assert merges
     assert len(copies) == 2
     for facts in arithmetic + merges:
@@ -37,4 +37,5 @@ def test_attention_kernels_compile() -> None:
     for facts in arithmetic:
         assert facts["matrix"] > 0
         assert facts["ahead"] > 0, "loads are not pipelined"
+        assert facts["unfenced"] == 0, "copied keys must be fenced before the matrix unit reads them"
         assert facts["shared"] * 2 <= SHARED_BYTES, "two programs have to fit beside each other"

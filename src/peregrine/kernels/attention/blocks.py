@@ -14,12 +14,14 @@ import triton.language as tl
 
 from peregrine.config import MAX_NODES
 from peregrine.kernels.attention.plan import split_of_index, start_of_split
+from peregrine.kernels.runtime.fence import fence_copies
 
 SAME_BITS = {"enable_fp_fusion": False, "num_warps": 4}
 
 NODES = tl.constexpr(MAX_NODES)
 LOWEST = tl.constexpr(-1e30)  # below any score, yet finite: the difference of two of them is 0 and not NaN
 LOG2_E = tl.constexpr(1.4426950408889634)
+WGMMA_ROWS = tl.constexpr(64)  # of a tile whose products Hopper computes from shared memory
 L_COLUMNS = tl.constexpr(16)  # columns of l: the narrowest product there is
 
 split_of = triton.jit(split_of_index)
@@ -206,6 +208,8 @@ def add_block(  # type: ignore[no-untyped-def]
     k_places, v_places = keys + slot[None, :] + dim[:, None], values + slot[:, None] + dim[None, :]
     k = tl.load(k_places, mask=seen[None, :] & inside[:, None], other=0.0).to(q.dtype)  # [D_PAD, BLOCK]
     v = tl.load(v_places, mask=seen[:, None] & inside[None, :], other=0.0).to(q.dtype)  # [BLOCK, D_PAD]
+    if q.shape[0] >= WGMMA_ROWS:
+        fence_copies(start)
     scores = tl.dot(q, k, input_precision="ieee") * scale  # [ROWS, BLOCK]
     visible = (index[None, :] >= low[:, None]) & (index[None, :] < limit[:, None])
     scores = tl.where(visible, scores, float("-inf"))

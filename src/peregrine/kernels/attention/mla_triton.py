@@ -42,8 +42,9 @@ from peregrine.kernels.attention.plan import (
     tiles_of_row,
 )
 from peregrine.kernels.attention.triton import MERGE_REGISTERS, checked_queries, key_block, padded
+from peregrine.kernels.runtime.fence import fence_copies
 from peregrine.kernels.runtime.gpu import launch
-from peregrine.kernels.runtime.pdl import PDL, enter
+from peregrine.kernels.runtime.pdl import enter
 
 L_ROWS = tl.constexpr(64)  # rows of l: the height of a matrix instruction
 # Sizes that differ from call to call: kernels are not compiled again for special values of them.
@@ -91,20 +92,6 @@ def load_entries(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def fence_copied_keys(start):  # type: ignore[no-untyped-def]
-    """Let the matrix unit see keys that cp.async has copied to shared memory.
-
-    cp.async writes through the generic proxy and wgmma reads through the async proxy; the PTX memory model orders the
-    two only by fence.proxy.async. Triton 3.6 leaves it out for pipelined loads (triton-lang/triton#9610 adds it), and
-    wgmma may then multiply what its place in the ring held before.
-    """
-    if PDL:  # Hopper or later, and not the interpreter
-        tl.inline_asm_elementwise(
-            "fence.proxy.async.shared::cta; mov.u32 $0, $1;", "=r,r", [start], dtype=tl.int32, is_pure=False, pack=1
-        )
-
-
-@triton.jit
 def add_block(  # type: ignore[no-untyped-def]
     q_latent,
     q_rope,
@@ -136,7 +123,7 @@ def add_block(  # type: ignore[no-untyped-def]
     latent = load_entries(keys, slot, seen, 0, RANK, q_latent.shape[0], RANK + ROPE, MASKED)
     rotated = load_entries(keys, slot, seen, RANK, ROPE, q_rope.shape[0], RANK + ROPE, MASKED)
     if not MASKED:  # in the pipelined loop; for keys that are stored from registers Triton adds the fence itself
-        fence_copied_keys(start)
+        fence_copies(start)
     scores = tl.dot(latent, q_latent, input_precision="ieee")
     scores = tl.dot(rotated, q_rope, scores, input_precision="ieee") * factor  # [BLOCK, ROWS]
     if MASKED:

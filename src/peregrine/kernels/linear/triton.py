@@ -33,6 +33,7 @@ from peregrine.kernels.linear.tiles import (
     workspace_sizes,
 )
 from peregrine.kernels.residual import Norm, Residual, add_to_residual, splits_norm
+from peregrine.kernels.runtime.fence import fence_copies
 from peregrine.kernels.runtime.gpu import dense_rows, is_hopper, launch, multiprocessors, shared_bytes
 from peregrine.kernels.runtime.pdl import enter
 
@@ -213,8 +214,9 @@ def prefetched_product(w_places, x_places, live, INPUTS: tl.constexpr, DEPTH: tl
     values = tl.load(x_places, mask=live[None, :], other=0.0)
     total = tl.dot(weights, values, input_precision="ieee")
     for start in range(DEPTH, INPUTS, DEPTH):
-        values = tl.load(x_places + start, mask=live[None, :], other=0.0)
-        total = tl.dot(tl.load(w_places + start), values, total, input_precision="ieee")
+        values, weights = tl.load(x_places + start, mask=live[None, :], other=0.0), tl.load(w_places + start)
+        fence_copies(start)
+        total = tl.dot(weights, values, total, input_precision="ieee")
     return total
 
 
@@ -260,10 +262,11 @@ def linear_kernel(  # type: ignore[no-untyped-def]
     for start in range(0, K // SPLIT, DEPTH):
         values = tl.load(x_places + start, mask=live, other=0.0)
         weights = tl.load(w_places + start, eviction_policy="evict_first")
+        ups = tl.load(w_places + N * K + start, eviction_policy="evict_first") if GATE else weights
+        fence_copies(start)
         total = tl.dot(weights, values, total, input_precision="ieee")
         if GATE:
-            weights = tl.load(w_places + N * K + start, eviction_policy="evict_first")
-            up = tl.dot(weights, values, up, input_precision="ieee")
+            up = tl.dot(ups, values, up, input_precision="ieee")
     total, up = tl.trans(total), tl.trans(up)  # [ROWS, COLS]
     last = True
     if SPLIT > 1:

@@ -26,6 +26,7 @@ from peregrine.kernels.moe.reference import ExpertChoice, ExpertFormat, ExpertSh
 from peregrine.kernels.moe.tiles import DIRECT_ROWS, pick_expert_tiles
 from peregrine.kernels.residual import Norm, Residual, splits_norm, start_residual
 from peregrine.kernels.residual.triton import counted_square, fine_square, is_small, root_mean_square, weighted
+from peregrine.kernels.runtime.fence import fence_copies
 from peregrine.kernels.runtime.gpu import dense_rows, launch, shared_bytes
 from peregrine.kernels.runtime.pdl import enter
 
@@ -185,6 +186,7 @@ def block_kernel(  # type: ignore[no-untyped-def]
     DEPTH: tl.constexpr,
 ):
     """Some outputs of one expert's linear, for one block of its pairs: gate_up with GATE, down without."""
+    tl.static_assert(K % DEPTH == 0)
     # Down finds its block before it waits: gate_up runs before it, and has waited for the choice and the plan.
     if GATE:
         enter()
@@ -214,9 +216,12 @@ def block_kernel(  # type: ignore[no-untyped-def]
     up = tl.zeros((COLS, ROWS), tl.float32)
     for start in range(0, K, DEPTH):
         values = tl.load(x_places + start, mask=live[None, :], other=0.0)
-        total = tl.dot(tl.load(w_places + start), values, total, input_precision="ieee")
+        weights = tl.load(w_places + start)
+        ups = tl.load(w_places + N * K + start) if GATE else weights
+        fence_copies(start)
+        total = tl.dot(weights, values, total, input_precision="ieee")
         if GATE:
-            up = tl.dot(tl.load(w_places + N * K + start), values, up, input_precision="ieee")
+            up = tl.dot(ups, values, up, input_precision="ieee")
     total, up = tl.trans(total), tl.trans(up)  # [ROWS, COLS]
     if SCALE:
         scale = (1.0 / root_mean_square(coarse, fine, eps, K))[:, None]
