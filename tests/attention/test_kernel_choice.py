@@ -53,6 +53,26 @@ def test_with_many_rows_one_kernel_is_left_on_hopper() -> None:
     assert choose_launch(many, ON_CUDA, H200).on_hopper
 
 
+@pytest.mark.parametrize(
+    ("change", "on_hopper"),
+    [
+        ({}, True),
+        ({"page_size": 64, "key_dim": 64, "value_dim": 64}, True),
+        ({"num_tokens": 31, "max_q_len": 31, "q_len": 31}, False),  # less than a tile of 128 query rows
+        ({"key_dim": 96, "value_dim": 96}, False),
+        ({"kv_dtype": torch.float8_e4m3fn}, False),
+        ({"has_window": True}, False),
+        ({"has_sinks": True}, False),
+        ({"is_tree": True}, False),
+    ],
+)
+def test_long_windows_have_a_kernel_of_their_own_on_hopper(change: dict[str, object], on_hopper: bool) -> None:
+    prompt = replace(problem(Window.uniform(1, 4096)), **change)  # type: ignore[arg-type]
+    assert choose_launch(prompt, NO_DECODE, H200) == context_launch(prompt, H200)
+    assert context_launch(prompt, H200).on_hopper is on_hopper
+    assert not context_launch(prompt, A100).on_hopper
+
+
 def test_the_faster_kernel_is_taken_for_the_shape_that_was_measured() -> None:
     costs = KernelCosts({(1, 4): (0.5, 0.25), (8, 4): (0.25, 0.5)})
     taken = [choose_launch(problem(Window.uniform(rows, 4)), TRAITS, H200, costs).kernel for rows in (1, 8, 2)]

@@ -23,7 +23,8 @@ from peregrine.attention.kernel_choice import only
 from peregrine.attention.triton_backend import TritonBackend
 from peregrine.cache.store import KVShape, KVStore
 from peregrine.kernels.attention import Launch, StoredKV
-from peregrine.kernels.attention.plan import TILE
+from peregrine.kernels.attention.plan import PROMPT_TILE, TALL_TILE, TILE
+from peregrine.kernels.runtime.gpu import HOPPER
 
 LLAMA = (32, 8, 128)  # query heads, KV heads, head dim of an 8B model
 DEVICE = torch.device("cuda")
@@ -250,7 +251,58 @@ def test_taller_tiles_of_the_context_kernel(capsys: pytest.CaptureFixture[str]) 
         print("\ncontext kernel, 1024 queries after 1000 keys, 32/8 heads of 128:", *lines, sep="\n  ")
 
 
-def milliseconds(call: Callable[[], Tensor], repeats: int = 20) -> float:
+@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize("heads", [LLAMA, (28, 4, 128), (8, 8, 64)], ids=["llama-8b", "groups-of-7", "no-groups-d64"])
+def test_prompts_on_hopper_have_the_bits_of_the_other_kernels(heads: tuple[int, int, int], page_size: int) -> None:
+    """Rows of any length after any past, NaN in all that no query sees; repeated, since a race differs sometimes."""
+    if torch.cuda.get_device_capability()[0] != HOPPER:
+        pytest.skip("Hopper's own kernel")
+    from peregrine.kernels.attention.kv_write_triton import plan_gpu
+    from peregrine.kernels.attention.triton import dense_attention
+
+    tall, own = (
+        Launch(Kernel.CONTEXT, on_hopper, tile, 0) for on_hopper, tile in ((False, TALL_TILE), (True, PROMPT_TILE))
+    )
+    for rows in (
+        [(0, 1100)],
+        [(30_000, 70)],
+        [(0, 5), (100, 700), (63, 1), (64, 129), (8191, 64), (4000, 31), (0, 300)],
+    ):
+        forward = lay_out(on_gpu([chain(*row, heads) for row in rows]), Layout(page_size=page_size, poison=True))
+        forward.store.write(LAYER, forward.metadata.slots, forward.k, forward.v)
+        kv = StoredKV(forward.store.keys[LAYER], forward.store.values[LAYER], None, None)
+        m = forward.metadata
+        plan = plan_gpu(m.positions, m.q_starts, m.past_lens, m.page_table, m.page_size, None)
+        right = dense_attention(forward.q, kv, plan, tall, SCALE, None, None)
+        assert bool(right.isfinite().all())
+        for _ in range(5):
+            assert torch.equal(dense_attention(forward.q, kv, plan, own, SCALE, None, None), right), rows
+
+
+def test_speed_of_prompts(capsys: pytest.CaptureFixture[str]) -> None:
+    """Prints operations per second of a prompt read at once, 32/8 heads of 128, beside the Triton kernel."""
+    from peregrine.kernels.attention.kv_write_triton import plan_gpu
+    from peregrine.kernels.attention.triton import dense_attention
+
+    lines = []
+    for num_tokens in (2048, 8192, 32768):
+        forward = opened(on_gpu([chain(0, num_tokens, LLAMA)]))
+        m = forward.metadata
+        plan = plan_gpu(m.positions, m.q_starts, m.past_lens, m.page_table, m.page_size, None)
+        kv = StoredKV(forward.store.keys[LAYER], forward.store.values[LAYER], None, None)
+        operations = 2 * LLAMA[0] * LLAMA[2] * num_tokens * (num_tokens + 1)
+        for how in (Launch(Kernel.CONTEXT, True, PROMPT_TILE, 0), Launch(Kernel.CONTEXT, False, TALL_TILE, 0)):
+            dense_attention(forward.q, kv, plan, how, SCALE, None, None)  # compiled now
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                dense_attention(forward.q, kv, plan, how, SCALE, None, None)
+            rate = operations / milliseconds(graph.replay, 5) / 1e9
+            lines.append(f"{num_tokens} tokens, {'Hopper' if how.on_hopper else 'Triton'}: {rate:.0f} TFLOP/s")
+    with capsys.disabled():
+        print("\nprompts:", *lines, sep="\n  ")
+
+
+def milliseconds(call: Callable[[], object], repeats: int = 20) -> float:
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     call()
     first.record()

@@ -13,10 +13,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from peregrine.kernels.attention.hopper import hopper_decode_kernel
+from peregrine.kernels.attention.hopper_prompt import hopper_prompt_kernel
 from peregrine.kernels.attention.mla_hopper import mla_hopper_kernel
 from peregrine.kernels.attention.mla_triton import HOPPER_REGISTERS as MLA_REGISTERS
 from peregrine.kernels.attention.plan import MLA_WARPS
-from peregrine.kernels.attention.triton import HOPPER_REGISTERS, HOPPER_STAGES
+from peregrine.kernels.attention.triton import HOPPER_REGISTERS, HOPPER_STAGES, PROMPT_REGISTERS
 from peregrine.kernels.linear.hopper import hopper_kernel
 from peregrine.kernels.linear.hopper_large import large_kernel
 from peregrine.kernels.linear.tiles import HOPPER_TABLES
@@ -42,7 +43,8 @@ def compile_kernel(kernel: Any, tiled: dict[str, str], known: dict[str, Any], **
     types = {name: kind for kind, names in TYPES.items() for name in names} | tiled
     signature = {n: "constexpr" if n in known else types.get(n, "i32") for n in kernel.arg_names}
     constants = {(kernel.arg_names.index(name),): value for name, value in known.items()}
-    source = GluonASTSource(fn=kernel, signature=signature, constexprs=constants, attrs={})
+    aligned = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in options.pop("aligned", ())}
+    source = GluonASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
     options |= {"num_warps": known["num_warps"], "launch_pdl": True}
     code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     assert code.asm["cubin"]
@@ -95,6 +97,9 @@ if __name__ == "__main__":
         known = ROUND | {"ROWS": rows, "D": head_dim, "PAGE": page, "num_warps": 4}
         options = {"maxnreg": HOPPER_REGISTERS, "enable_fp_fusion": False}
         compile_kernel(hopper_decode_kernel, {"keys": pages, "values": pages}, known, **options)
+    known = {"KV_HEADS": 8, "GROUP": 4, "D": 128, "PAGE": 16, "num_warps": 4}
+    options = {"maxnreg": PROMPT_REGISTERS, "enable_fp_fusion": False, "aligned": ("q", "out", "q_stride")}
+    compile_kernel(hopper_prompt_kernel, dict.fromkeys(("keys", "values"), tiles(16, 64, height=64)), known, **options)
     for heads, rank, rows, split_kv in (
         (16, 512, 16, True),
         (16, 512, 64, False),

@@ -43,18 +43,28 @@ def paged(store: Tensor, page_size: int) -> TensorDescriptor:
 
 @gluon.jit
 def copy_blocks(  # type: ignore[no-untyped-def]
-    keys, values, table, past, blocks, column, ring, PAGE: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr
+    keys,
+    values,
+    table,
+    past,
+    blocks,
+    column,
+    ring,
+    done,
+    PAGE: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    STAGES: gl.constexpr,
 ):
-    """The copying warp: bring block after block as places of the ring become free."""
+    """The copying warp: bring block after block as places of the ring become free; `done` were brought before."""
     max_limit, count = blocks
     k_tiles, v_tiles, ready, free = ring
     PIECE: gl.constexpr = PAGE if PAGE < BLOCK else BLOCK
     slots = slots_of(table, 0, max_limit, PAGE, PIECE)
     for i in range(count):
-        place = i % STAGES
+        place = (done + i) % STAGES
         start = i * BLOCK
         next_slots = slots_of(table, start + BLOCK, max_limit, PAGE, PIECE)  # loaded a block ahead
-        mbarrier.wait(free.index(place), ((i // STAGES) & 1) ^ 1)
+        mbarrier.wait(free.index(place), (((done + i) // STAGES) & 1) ^ 1)
         if start + BLOCK > past:  # holds keys of this forward
             gdc_wait()
         mbarrier.expect(ready.index(place), 4 * BLOCK * COLUMNS * WIDTH)
@@ -247,7 +257,7 @@ def hopper_decode_kernel(  # type: ignore[no-untyped-def]
     gl.warp_specialize(
         [
             (attend_blocks, (q, out, rows, blocks, factor, q_stride, ring, HEADS, COLUMNS, ROWS, STAGES)),
-            (copy_blocks, (keys, values, row_table, past, blocks, kv_head * D, ring, PAGE, COLUMNS, STAGES)),
+            (copy_blocks, (keys, values, row_table, past, blocks, kv_head * D, ring, 0, PAGE, COLUMNS, STAGES)),
         ],
         [1],
         [40],  # registers per thread of the copying warp

@@ -15,6 +15,7 @@ from peregrine.kernels.runtime.gpu import is_hopper, multiprocessors
 
 TILE = 16  # query rows (query, head of one KV head) of a tile: the lowest matrix instruction
 TALL_TILE = 64  # query rows of a tile of long windows
+PROMPT_TILE = 128  # query rows of a tile of Hopper's own kernel for long windows
 BLOCK = 64  # key indices per product; a divisor of every split's width
 FLOAT32_BLOCK = 16  # float32 has no matrix instruction: the product is unrolled, and a large one takes long to compile
 PROGRAMS_PER_SM = 2  # split-KV programs that fit on a multiprocessor beside each other
@@ -190,6 +191,8 @@ def context_launch(problem: Problem, gpu: Gpu) -> Launch:
     if problem.is_mla:
         on_hopper = gpu.is_hopper and _hopper_takes_mla(problem)
         return Launch(Kernel.CONTEXT, on_hopper, TALL_TILE if on_hopper else _mla_tile(query_rows, problem, gpu), 0)
+    if gpu.is_hopper and _hopper_takes_dense(problem) and query_rows >= PROMPT_TILE:
+        return Launch(Kernel.CONTEXT, True, PROMPT_TILE, 0)
     # Low tiles multiply float8 in an order of their own, and bits must not depend on the height: float8 has no others.
     is_tall = query_rows >= TALL_TILE and not problem.is_tree and problem.kv_dtype != torch.float8_e4m3fn
     return Launch(Kernel.CONTEXT, False, TALL_TILE if is_tall else TILE, 0)
@@ -216,8 +219,7 @@ def decode_launch(problem: Problem, gpu: Gpu, max_q_len: int) -> Launch | None:
 
 def _dense_decode(problem: Problem, q_len: int, gpu: Gpu) -> Launch | None:
     group, rows = problem.group, problem.num_rows * problem.num_kv_heads
-    plain = problem.suits_hopper and not problem.has_window and not problem.has_sinks
-    if gpu.is_hopper and plain and problem.key_dim in (64, 128) and group <= TALL_TILE:
+    if gpu.is_hopper and _hopper_takes_dense(problem):
         # Measured: where programs have to share the keys of a tile, split-KV in Triton was as fast or faster.
         tile = hopper_tile(q_len, group)
         if _programs_per_tile(rows * tiles_of_row(q_len, group, tile), gpu) == 1:
@@ -236,6 +238,12 @@ def _programs_per_tile(tiles: int, gpu: Gpu) -> int:
 def hopper_tile(q_len: int, group: int) -> int:
     """Query rows of a tile of Hopper's dense kernel: all queries of a row share one read of its keys, up to 64 rows."""
     return min(TALL_TILE, max(TILE, 1 << (q_len * group - 1).bit_length()))
+
+
+def _hopper_takes_dense(problem: Problem) -> bool:
+    """Whether heads are one or two columns, whole groups of them fit a tile, and keys are only cut by position."""
+    plain = problem.suits_hopper and not problem.has_window and not problem.has_sinks
+    return plain and problem.key_dim in (HOPPER_COLUMN, 2 * HOPPER_COLUMN) and problem.group <= TALL_TILE
 
 
 def _hopper_takes_mla(problem: Problem) -> bool:

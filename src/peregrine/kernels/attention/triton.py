@@ -43,12 +43,13 @@ from peregrine.kernels.attention.plan import (
     num_splits,
     tiles_of_row,
 )
-from peregrine.kernels.runtime.gpu import launch
+from peregrine.kernels.runtime.gpu import launch, multiprocessors
 from peregrine.kernels.runtime.pdl import enter, release, wait
 
 # Sizes that differ from call to call: kernels are not compiled again for special values of them.
 SIZES = ["window", "num_rows", "num_pages", "max_splits"]
 MERGE_REGISTERS = 168  # per thread: the compiler would take 64, and wait for a few loads at a time
+PROMPT_REGISTERS = 168  # per thread at the start, a third of all; then the groups that multiply take more
 HOPPER_STAGES, HOPPER_REGISTERS = 2, 128  # so that two programs and the next kernel fit on a multiprocessor
 
 
@@ -277,13 +278,13 @@ def dense_attention(
 ) -> Tensor:
     """Attention of q [N, Hq, D] over one layer's keys and values, by the kernel that `how` names. -> [N, Hq, D]
 
-    Hopper's own kernel knows neither windows nor sinks nor trees.
+    Hopper's own kernels know neither windows nor sinks nor trees.
     """
     q = checked_queries(q, plan)
+    if how.on_hopper:
+        return (_hopper_context if how.kernel is Kernel.CONTEXT else _hopper_decode)(q, kv, plan, how.tile, scale)
     if how.kernel is Kernel.CONTEXT:
         return _context(q, kv, plan, how.tile, scale, window, sinks)
-    if how.on_hopper:
-        return _hopper_decode(q, kv, plan, how.tile, scale)
     return _split_kv_decode(q, kv, plan, how, scale, window, sinks)
 
 
@@ -347,6 +348,37 @@ def _hopper_decode(q: Tensor, kv: StoredKV, plan: GpuPlan, tile: int, scale: flo
         STAGES=HOPPER_STAGES,
         num_warps=4,
         maxnreg=HOPPER_REGISTERS,
+        enable_fp_fusion=False,
+        pdl=True,
+    )
+    return out
+
+
+def _hopper_context(q: Tensor, kv: StoredKV, plan: GpuPlan, tile: int, scale: float) -> Tensor:
+    # Imports Gluon, which other devices have no use for.
+    from peregrine.kernels.attention.hopper import paged
+    from peregrine.kernels.attention.hopper_prompt import hopper_prompt_kernel
+
+    num_rows, num_pages = plan.page_table.shape
+    num_kv_heads, head_dim = kv.keys.shape[1:]
+    group = q.shape[1] // num_kv_heads
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    # One row's tiles are dealt out evenly beforehand. Of several rows, each multiprocessor takes the next when it can.
+    alone = num_rows == 1
+    places = tiles_of_row(len(q), group, tile) if alone else max_tiles(len(q), num_rows, group, tile)
+    programs = places * num_kv_heads
+    launch(
+        hopper_prompt_kernel,
+        (min(programs, multiprocessors(q.device, programs)) if alone else programs,),
+        *(q, out, paged(kv.keys, plan.page_size), paged(kv.values, plan.page_size)),
+        *(plan.positions, plan.q_starts, plan.past_lens, plan.page_table),
+        *(scale, num_rows, q.stride(0), num_pages, places),
+        KV_HEADS=num_kv_heads,
+        GROUP=group,
+        D=head_dim,
+        PAGE=plan.page_size,
+        num_warps=4,
+        maxnreg=PROMPT_REGISTERS,
         enable_fp_fusion=False,
         pdl=True,
     )
