@@ -170,7 +170,7 @@ def test_an_engine_that_hangs_is_noticed(monkeypatch: pytest.MonkeyPatch, caplog
 
 def test_a_fault_of_one_request_is_reported_to_it_alone(http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     """NaN logits end one generation; the server stays healthy."""
-    from peregrine.engine.engine import FINISH_REASONS
+    from peregrine.engine.round_result import FINISH_REASONS
     from peregrine.kernels.round import FINISH_LENGTH
 
     monkeypatch.setitem(FINISH_REASONS, FINISH_LENGTH, "error")
