@@ -16,6 +16,7 @@ from peregrine.engine.engine import Engine
 from peregrine.engine.request import Output
 from peregrine.engine.runner import VARIANTS
 from peregrine.errors import ConfigError
+from peregrine.grammar import GRAMMARS_PRESENT
 from peregrine.kernels.sampling.reference import Features
 from peregrine.llm import engine_config
 from peregrine.sampling import MAX_LOGPROBS, SamplingParams
@@ -190,10 +191,13 @@ def test_fill_and_read_store_the_same_keys_and_values() -> None:
 
 
 def test_graphs_are_reported_with_their_memory() -> None:
-    made = {decision.field: decision for decision in build(row_sizes=(1, 8), num_drafts=3, windows="fixed").decisions}
+    options: dict[str, object] = {"row_sizes": (1, 8), "num_drafts": 3, "windows": "fixed", "prefill_chunk": 128}
+    made = {decision.field: decision for decision in build(**options).decisions}
     assert made["graphs"].value is True
-    assert made["recorded"].value == 2 * (len(VARIANTS) + 2)  # and the two parts of a round with a grammar
-    assert re.search(r"rounds of 1, 8 rows in \d+ variants; \d+ MiB, [\d.]+ s", made["recorded"].because)
+    variants = len(VARIANTS) + (2 if GRAMMARS_PRESENT else 0)  # the two parts of a round with a grammar
+    assert made["recorded"].value == 2 * variants + 3  # chunks of 64 and 128 tokens, and of 128 of one prompt
+    because = r"rounds of 1, 8 rows in \d+ variants; prompt chunks of 64, 128 tokens; \d+ MiB, [\d.]+ s"
+    assert re.search(because, made["recorded"].because)
 
 
 def test_a_store_that_does_not_fit_is_refused_with_sizes_and_remedy() -> None:
