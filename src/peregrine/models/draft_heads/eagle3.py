@@ -140,7 +140,8 @@ class Eagle3Layer(nn.Module):
     ) -> Residual:
         """The residual stream after the layer, prepared for `next_norm`."""
         values = hidden
-        if self.is_recordable:  # queries of all rows take less time than kernels that are called one by one
+        # Queries of all rows take less time than kernels that are called one by one; but a prompt needs none of them.
+        if self.is_recordable and len(hidden) <= MAX_GRAPH_ROWS and (live is None or len(live)):
             qkv, normed = self._project(tokens, embedding, hidden, positions, table)
             values = normed if self.norm_before_residual else hidden
             if live is not None:
