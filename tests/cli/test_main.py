@@ -87,6 +87,11 @@ def test_refusal_is_one_line_and_code_2(calls: object, peregrine: Run) -> None:
         (["genrate", "hi"], "'genrate': no such command; did you mean generate?"),
         (["xyz"], "'xyz': no such command; choose from demo, chat, generate"),
         (
+            ["train", "head", "--target", "x", "--data", "x", "--out", "x", "--stop-after", "never"],
+            "--stop-after: 'never' is no choice of it; choose from prompts, samples",
+        ),
+        (["generate", "x", "--choice", "a", "b"], "an option again for each of several values"),
+        (
             ["generate", "Once", "upon", "a", "time"],
             "'upon': peregrine generate expects no such argument; write a text",
         ),

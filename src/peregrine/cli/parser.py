@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from peregrine.errors import ConfigError
 
-INVALID_CHOICE = re.compile(r"invalid choice: '(.*)' \(choose from (.*)\)")
+INVALID_CHOICE = re.compile(r"(?:argument (--\S+): )?.*invalid choice: '(.*)' \(choose from (.*)\)")
 INVALID_NUMBER = re.compile(r"(.*: )invalid (int|float) value: (.*)")
 
 
@@ -22,8 +22,9 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Refuse the command line; ConfigError is printed in one line."""
         if found := INVALID_CHOICE.search(message):
-            word, known = found[1], re.findall(r"[\w-]+", found[2])
-            message = f"{word!r}: no such command{meant(word, known) or '; choose from ' + ', '.join(known)}"
+            option, word, known = found[1], found[2], re.findall(r"[\w-]+", found[3])
+            wrong = f"{option}: {word!r} is no choice of it" if option else f"{word!r}: no such command"
+            message = wrong + (meant(word, known) or f"; choose from {', '.join(known)}")
         if found := INVALID_NUMBER.search(message):
             message = f"{found[1]}{found[3]} is not a {'whole ' if found[2] == 'int' else ''}number"
         raise ConfigError(f"{message}; {self.prog} --help lists all")
@@ -39,7 +40,8 @@ class Parser(argparse.ArgumentParser):
         """Refuse words that no option and no argument takes."""
         for word in (word.partition("=")[0] for word in rest if word.startswith("--")):
             self.error(f"{word}: {self.prog} has no such option{meant(word, self._option_string_actions)}")
-        self.error(f"{rest[0]!r}: {self.prog} expects no such argument; write a text of several words in quotes")
+        remedy = "write a text of several words in quotes, and an option again for each of several values"
+        self.error(f"{rest[0]!r}: {self.prog} expects no such argument; {remedy}")
 
 
 def meant(word: str, known: Iterable[str]) -> str:
