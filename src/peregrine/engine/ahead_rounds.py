@@ -10,6 +10,7 @@ Graphs of one (R, N) share memory with those of others: nothing of a round is ne
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -32,28 +33,12 @@ CONTEXT = 2048  # cached tokens of each timed row, as in a usual chat
 REPEATS = 2  # of timed parts; the fastest counts
 
 
-class DevicePlan:
-    """Windows whose lengths are on the device; see `spec.windows.Plan`. All rows are drafted for, or none."""
+@dataclass(slots=True)
+class DeviceLayout:
+    """Windows whose lengths are on the device. All rows are drafted for, or none."""
 
-    rests = False
-
-    def __init__(self, windows: Windows, rows: Tensor | None) -> None:
-        self.windows, self.rows = windows, rows
-
-    def add(self, chances: Tensor) -> None:
-        """The host does not look at drafts."""
-
-    def go_on(self) -> Tensor | None:
-        return None
-
-    def depths(self) -> Tensor:
-        raise NotImplementedError("the host chose the depth")
-
-    def hold(self, taps: Tensor | None) -> None:
-        """It never rests."""
-
-    def force(self, forced: Tensor) -> None:
-        """Grammars have rounds of their own."""
+    windows: Windows
+    rows: Tensor | None
 
 
 class AheadRounds:
@@ -109,18 +94,18 @@ class AheadRounds:
     def verify(self, rows: int, tokens: int) -> Verified:
         buffer = self.buffer(rows, tokens)
         self._clip(buffer)
-        return verify(self.target, self.drafter, self.seats, self._rows(rows), DevicePlan(buffer.windows, None))
+        return verify(self.target, self.drafter, self.seats, self._rows(rows), DeviceLayout(buffer.windows, None))
 
     def decide(self, verified: Verified, rows: int, features: Features) -> tuple[Verdict, Logprobs | None]:
         return decide(verified, self.target, self.judge, self.seats, self._rows(rows), features)
 
     def read(self, verified: Verified, rows: int, drafts: bool) -> None:
         """The drafter reads the accepted path; without drafting, its keys and values alone."""
-        assert verified.plan is not None
-        windows = verified.plan.windows
+        assert verified.layout is not None
+        windows = verified.layout.windows
         state, taps = self.seats.view(self._rows(rows, windows.width)), verified.taps
-        plan = DevicePlan(windows, None if drafts else self._nobody)
-        hidden = self.drafter.read(seen_by(state, verified.places.past_lens, taps, Features(), 0, plan=plan))
+        layout = DeviceLayout(windows, None if drafts else self._nobody)
+        hidden = self.drafter.read(seen_by(state, verified.places.past_lens, taps, Features(), 0, layout=layout))
         if not drafts:
             state.offered.zero_()
         elif hidden is not None:

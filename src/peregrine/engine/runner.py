@@ -27,7 +27,7 @@ from peregrine.kernels.sampling import Features
 from peregrine.sampling import MAX_LOGPROBS
 from peregrine.spec.bound import BoundModel
 from peregrine.spec.judge import Judge
-from peregrine.spec.round import Logprobs, Mark, Verified, no_mark, run_round, settle, verify
+from peregrine.spec.round import Logprobs, Mark, Verified, decide, no_mark, propose, run_round, verify
 from peregrine.spec.state import Rows, SeatState
 from peregrine.spec.types import Drafter
 from peregrine.spec.windows import Plan
@@ -220,7 +220,7 @@ class Runner:
         self._masks.write([*matchers, *of_pads], [Window(*window) for window in windows.tolist()])
         self.mark("settle")
         if recorded is None:
-            return self._settle(verified, rows, features)
+            return self._settle(verified, rows, features, plan)
         result: tuple[Verdict, Logprobs | None] = recorded.replay((rows, MASKED))
         return result
 
@@ -228,8 +228,13 @@ class Runner:
         self.mark("verify")
         return verify(self.target, self.drafter, self.seats, rows, plan)
 
-    def _settle(self, verified: Verified, rows: Rows, features: Features) -> tuple[Verdict, Logprobs | None]:
-        return settle(verified, self.target, self.drafter, self.judge, self.seats, rows, features, self._mark)
+    def _settle(
+        self, verified: Verified, rows: Rows, features: Features, plan: Plan | None = None
+    ) -> tuple[Verdict, Logprobs | None]:
+        verdict, logprobs = decide(verified, self.target, self.judge, self.seats, rows, features, self._mark)
+        self._mark("propose")
+        propose(verified, verdict, self.drafter, self.seats, rows, features, plan)
+        return verdict, logprobs
 
     def _replay(self, rows: Rows, features: Features) -> tuple[Verdict, Logprobs | None]:
         """Replay the cheapest recorded variant that covers the features."""

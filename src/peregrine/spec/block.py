@@ -86,14 +86,14 @@ class BlockDrafter:
     def read(self, seen: Seen) -> None:
         """Keys and values of the round's path."""
         assert seen.taps is not None
-        pages, plan, num_rows = seen.pages, seen.plan, len(seen.past_lens)
+        pages, layout, num_rows = seen.pages, seen.layout, len(seen.past_lens)
         depths = self._depths[:, : seen.width]
         path = pages.window(seen.past_lens, depths.expand(num_rows, -1))
-        if plan is None or plan.windows.is_uniform:
+        if layout is None or layout.windows.is_uniform:
             metadata = pages.uniform(path.positions, path.past_lens, path.slots)
         else:
-            packed = plan.windows.pack(path.positions), path.past_lens, plan.windows.pack(path.slots)
-            metadata = plan.windows.metadata(pages, *packed)
+            packed = layout.windows.pack(path.positions), path.past_lens, layout.windows.pack(path.slots)
+            metadata = layout.windows.metadata(pages, *packed)
         attend = self.backend.bind(self.store, self.layers, metadata)
         self.head.remember(self.head.fuse(seen.taps.flatten(0, -2)), metadata.positions, attend)
 

@@ -51,17 +51,17 @@ class Path:
     @staticmethod
     def of(seen: Seen, first: int) -> "Path":
         """The path; `first` is 1 if the entry before it is read once more, and an entry's token is its own."""
-        pages, plan, width = seen.pages, seen.plan, seen.width + first
+        pages, layout, width = seen.pages, seen.layout, seen.width + first
         places = pages.path(seen.past_lens, seen.new_past_lens, seen.history, width, behind=1 - first)
         tokens, slots, live, live_positions = places.tokens, places.slots, places.live, places.live_positions
-        if plan is None or plan.windows.is_uniform:
+        if layout is None or layout.windows.is_uniform:
             body = pages.uniform(places.positions, seen.past_lens, slots)
         else:
-            windows = plan.windows.longer() if first else plan.windows
+            windows = layout.windows.longer() if first else layout.windows
             tokens, positions, slots = (windows.pack(x) for x in (tokens, places.positions, slots))
             body, live = windows.metadata(pages, positions, seen.past_lens, slots), live + windows.moved
-        if plan is not None and plan.rows is not None:
-            live, live_positions = (x.index_select(0, plan.rows) for x in (live, live_positions))
+        if layout is not None and layout.rows is not None:
+            live, live_positions = (x.index_select(0, layout.rows) for x in (live, live_positions))
         if not len(live):
             return Path(tokens, live, body, body)
         last = seen.drafted().pages.uniform(live_positions, live_positions[:, 0], slots)

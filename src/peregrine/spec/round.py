@@ -9,7 +9,7 @@ propose   the drafter reads the accepted path, then drafts past its newest token
 Plain decoding is a round with no drafts. A CPU calls this function; a GPU captures this very call as one CUDA
 graph: it never waits for the device, never branches on device data, and its shapes depend on `rows` alone.
 
-A batch with a grammar in it runs the round in two parts, `verify` and `settle`: while the device verifies, the host
+A batch with a grammar in it runs the round in two parts, `verify` and the rest: while the device verifies, the host
 computes which tokens are legal at each node.
 """
 
@@ -24,7 +24,7 @@ from peregrine.spec.bound import BoundModel
 from peregrine.spec.judge import Judge
 from peregrine.spec.state import Rows, RowState, SeatState
 from peregrine.spec.types import Drafter, DraftShape, Seen
-from peregrine.spec.windows import Plan, Windows
+from peregrine.spec.windows import Layout, Plan, Windows
 
 Mark = Callable[[str], None]  # called with the name of each stage as it begins; benchmarks time stages with it
 
@@ -49,7 +49,7 @@ class Verified:
     places: WindowPlaces
     logits: Tensor  # [R, T, V]; [N, V] of packed windows
     taps: Tensor | None  # [R * T, taps * H]; [N, taps * H] of packed windows
-    plan: Plan | None
+    layout: Layout | None
     windows: Windows | None  # None: every row has its whole window
 
 
@@ -69,13 +69,18 @@ def run_round(
     """
     mark("verify")
     verified = verify(target, drafter, seats, rows, plan)
-    return settle(verified, target, drafter, judge, seats, rows, features, mark)
+    verdict, logprobs = decide(verified, target, judge, seats, rows, features, mark)
+    mark("propose")
+    propose(verified, verdict, drafter, seats, rows, features, plan)
+    return verdict, logprobs
 
 
-def verify(target: BoundModel, drafter: Drafter, seats: SeatState, rows: Rows, plan: Plan | None = None) -> Verified:
+def verify(
+    target: BoundModel, drafter: Drafter, seats: SeatState, rows: Rows, layout: Layout | None = None
+) -> Verified:
     """Score every node of the windows."""
-    state, shape = seats.view(planned_rows(rows, plan)), seats.shape
-    windows = None if plan is None or plan.windows.is_uniform else plan.windows
+    state, shape = seats.view(planned_rows(rows, layout)), seats.shape
+    windows = None if layout is None or layout.windows.is_uniform else layout.windows
     num_rows, num_nodes = state.window_tokens.shape
     places = state.pages.window(state.past_lens, state.links.depths)
     if windows is not None:
@@ -83,29 +88,12 @@ def verify(target: BoundModel, drafter: Drafter, seats: SeatState, rows: Rows, p
         tokens, positions, slots = packed
         metadata = windows.metadata(state.pages, positions, places.past_lens, slots)
         hidden, taps = target.read(tokens, metadata, drafter.taps)  # [N, H]
-        return Verified(places, target.decoder.logits(hidden), taps, plan, windows)
+        return Verified(places, target.decoder.logits(hidden), taps, layout, windows)
     ancestors = None if shape.is_chain else state.links.ancestors
     metadata = state.pages.uniform(places.positions, places.past_lens, places.slots, ancestors)
     hidden, taps = target.read(state.window_tokens.flatten(), metadata, drafter.taps)  # [R * T, H]
     logits = target.decoder.logits(hidden).view(num_rows, num_nodes, -1)
-    return Verified(places, logits, taps, plan, None)
-
-
-def settle(
-    verified: Verified,
-    target: BoundModel,
-    drafter: Drafter,
-    judge: Judge,
-    seats: SeatState,
-    rows: Rows,
-    features: Features,
-    mark: Mark = no_mark,
-) -> tuple[Verdict, Logprobs | None]:
-    """Judge, commit and propose."""
-    verdict, logprobs = decide(verified, target, judge, seats, rows, features, mark)
-    mark("propose")
-    propose(verified, verdict, drafter, seats, rows, features)
-    return verdict, logprobs
+    return Verified(places, logits, taps, layout, None)
 
 
 def decide(
@@ -119,7 +107,7 @@ def decide(
 ) -> tuple[Verdict, Logprobs | None]:
     """Judge and commit."""
     places, logits, windows = verified.places, verified.logits, verified.windows
-    state = seats.view(planned_rows(rows, verified.plan))
+    state = seats.view(planned_rows(rows, verified.layout))
 
     mark("judge")
     choices = judge(logits, places, state, features, windows)  # [R, T]
@@ -134,18 +122,24 @@ def decide(
 
 
 def propose(
-    verified: Verified, verdict: Verdict, drafter: Drafter, seats: SeatState, rows: Rows, features: Features
+    verified: Verified,
+    verdict: Verdict,
+    drafter: Drafter,
+    seats: SeatState,
+    rows: Rows,
+    features: Features,
+    plan: Plan | None = None,
 ) -> None:
     """Draft for the next round."""
-    plan, shape, whole = verified.plan, seats.shape, seats.view(rows)
-    state = seats.view(planned_rows(rows, plan))
+    shape, whole = seats.shape, seats.view(rows)
+    state = seats.view(planned_rows(rows, verified.layout))
     taps = verified.taps
     if taps is not None and verified.windows is None:
         taps = on_path(taps.view(*state.window_tokens.shape, -1), verdict, shape)
     forced = state.forced_drafts(verdict) if features.masked else None
     if forced is not None:
         forced = forced[:, : whole.shape.depth]
-    seen = seen_by(state, verified.places.past_lens, taps, features, whole.shape.depth, forced, plan)
+    seen = seen_by(state, verified.places.past_lens, taps, features, whole.shape.depth, forced, verified.layout, plan)
     if plan is not None and plan.rests:
         plan.hold(taps)
         whole.offered.zero_()
@@ -164,6 +158,7 @@ def seen_by(
     features: Features,
     depth: int,
     forced: Tensor | None = None,
+    layout: Layout | None = None,
     plan: Plan | None = None,
 ) -> Seen:
     """What a drafter is given after a commit; `past_lens` are those before it."""
@@ -178,13 +173,14 @@ def seen_by(
         sampling=state.sampling,
         features=features,
         forced=forced,
+        layout=layout,
         plan=plan,
     )
 
 
-def planned_rows(rows: Rows, plan: Plan | None) -> Rows:
-    """The rows with windows as wide as the plan's longest."""
-    return rows if plan is None else Rows(rows.count, rows.places, plan.windows.width)
+def planned_rows(rows: Rows, layout: Layout | None) -> Rows:
+    """The rows with windows as wide as the layout's longest."""
+    return rows if layout is None else Rows(rows.count, rows.places, layout.windows.width)
 
 
 def logprobs_of_path(logits: Tensor, verdict: Verdict, state: RowState, features: Features) -> Logprobs | None:

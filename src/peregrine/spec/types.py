@@ -9,7 +9,7 @@ from torch import Tensor
 from peregrine.attention.metadata import AttentionMetadata
 from peregrine.kernels.sampling import Features, SamplingTensors
 from peregrine.spec.row_pages import RowPages
-from peregrine.spec.windows import Plan
+from peregrine.spec.windows import Layout, Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class Seen:
 
     width: int  # W: nodes of the longest path
     depth: int  # how deep to draft
-    taps: Tensor | None  # [R, W, taps * H], or with a plan [N, taps * H]: packed as its windows are
+    taps: Tensor | None  # [R, W, taps * H], or with a layout [N, taps * H]: packed as its windows are
     past_lens: Tensor  # [R]  tokens cached before the round
     new_past_lens: Tensor  # [R]  and after it; also the newest token's position
     history: Tensor  # [R, C]  every token so far by position, the newest at new_past_lens, then valid, meaningless ids
@@ -86,11 +86,12 @@ class Seen:
     sampling: SamplingTensors
     features: Features
     forced: Tensor | None = None  # [R, K]  tokens that a grammar forces after the newest; -1: it leaves a choice
-    plan: Plan | None = None  # which rows are drafted for; None: all, as deep as the shape allows
+    layout: Layout | None = None  # None: every row has its whole window, and all are drafted for
+    plan: Plan | None = None  # the layout, if drafts are planned step by step; None: as deep as `depth`
 
     def drafted(self) -> "Seen":
-        """The rows that the plan drafts for; what was read in this round is left as it is."""
-        return self if self.plan is None or self.plan.rows is None else self.only(self.plan.rows)
+        """The rows that are drafted for; what was read in this round is left as it is."""
+        return self if self.layout is None or self.layout.rows is None else self.only(self.layout.rows)
 
     def only(self, rows: Tensor) -> "Seen":
         """Some of the rows [n]; what was read in this round is left as it is."""

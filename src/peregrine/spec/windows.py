@@ -121,11 +121,16 @@ class WindowBuffer:
             self._lens = lens
 
 
-class Plan(Protocol):
-    """What the host chose for one round. A drafter reports its drafts to it, and asks it before every further step."""
+class Layout(Protocol):
+    """Which nodes of the windows a round reads, and which rows are drafted for next."""
 
     windows: Windows
-    rows: Tensor | None  # [n] i64 rows that are drafted for; None: all
+    rows: Tensor | None  # [n] i64; None: all
+
+
+class Plan(Layout, Protocol):
+    """What the host chose for one round. A drafter reports its drafts to it, and asks it before every further step."""
+
     rests: bool  # no row is, and all windows are the newest token alone
 
     def add(self, chances: Tensor) -> None:
