@@ -105,6 +105,12 @@ def test_a_prediction_layer_that_is_not_there_is_refused_by_name() -> None:
         build(tiny_model(), drafter="mtp")
 
 
+def test_a_draft_model_with_other_tokens_is_refused_before_weights_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FolderSource, "target", lambda *_: pytest.fail("the target was loaded"))
+    with pytest.raises(ConfigError, match="its vocabulary has 8192 tokens, the target's 300; a draft model must share"):
+        build(tiny_model(), drafter=str(MERLIN))
+
+
 def test_a_shape_too_large_for_the_machine_is_refused_before_it_is_drawn() -> None:
     with pytest.raises(ConfigError, match=r"no room for the weights of shape:kimi-k2: 3823\.\d GiB are needed"):
         ShapeSource("shape:kimi-k2", MERLIN).target(torch.device("cpu"), torch.float32)
@@ -116,8 +122,8 @@ def test_a_shape_has_no_folder_to_draft_from() -> None:
     with pytest.raises(
         ConfigError, match=r"drafter='mtp': this shape has no such drafter.* choose .*eagle3, none, ngram"
     ):
-        source.drafter("mtp", target)
-    assert source.drafter("ngram", target).network is None
+        source.drafter("mtp")
+    assert source.drafter("ngram")(target).network is None
     assert source.dtype == torch.bfloat16
     assert source.automatic_drafter()[0] == "eagle3"
     assert source.tokenizer().vocab_size > 0

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from peregrine.engine.sources import FolderSource
 from peregrine.errors import ConfigError, PeregrineError
 from peregrine.sampling import SamplingParams
 from spec.block_heads import BLOCK, BlockReference, block_head, calm_model
@@ -98,9 +99,12 @@ def test_accepted_blocks_change_no_token() -> None:
         ({"markov_rank": 8, "markov_head_type": "fir"}, "markov_head_type='fir': supported are vanilla, gated, rnn"),
         ({"architectures": ["DFlash2DraftModel"]}, "DFlash 2 heads are not supported"),
         ({"selector_rank": 16}, "selector_rank=16: such heads are not supported"),
+        ({"block_size": 3}, "num_drafts=5: this head drafts a block of 2 at once"),
     ],
 )
-def test_a_head_for_another_target_is_refused_by_name(fields: dict[str, object], problem: str, tmp_path: Path) -> None:
+def test_a_head_for_another_target_is_refused_before_weights_load(
+    fields: dict[str, object], problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = block_head()
     config = json.loads((source / "config.json").read_text())
     inner = config["dflash_config"]
@@ -108,14 +112,15 @@ def test_a_head_for_another_target_is_refused_by_name(fields: dict[str, object],
         (inner if name in inner else config)[name] = value
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").symlink_to(source / "model.safetensors")
+    monkeypatch.setattr(FolderSource, "target", lambda *_: pytest.fail("the target was loaded"))
     with pytest.raises(PeregrineError, match=problem):
-        build(drafter=str(tmp_path))
+        build(drafter=str(tmp_path), num_drafts=5)
 
 
 def test_more_drafts_than_a_block_holds_are_refused() -> None:
-    with pytest.raises(ConfigError, match="num_drafts=7: this head drafts blocks of 7, at most 6 drafts"):
+    with pytest.raises(ConfigError, match="num_drafts=7: this head drafts a block of 6 at once"):
         build(drafter=str(block_head()), num_drafts=7)
-    with pytest.raises(ConfigError, match=r"tree=\(7, 2, 9\): this head drafts blocks of 7, at most 6"):
+    with pytest.raises(ConfigError, match=r"tree=\(7, 2, 9\): this head drafts a block of 6"):
         build(drafter=str(block_head()), tree=(7, 2, 9))
 
 

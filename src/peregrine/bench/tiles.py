@@ -82,7 +82,7 @@ def run(model: str, drafter: str, rows: Sequence[int], dtype: str) -> dict[str, 
     number = resolve_dtype(dtype, device, source.dtype)
     target = source.target(device, number)
     name = source.automatic_drafter()[0] if drafter == "auto" else drafter
-    network = source.drafter(name, target).network
+    network = source.drafter(name)(target).network
     shapes = shapes_of([target, network] if isinstance(network, nn.Module) else [target])
     shapes = [replace(shape, on_hopper=takes_hopper(shape, number, device)) for shape in shapes]
     del target, network  # room for the copies

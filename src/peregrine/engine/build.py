@@ -122,6 +122,7 @@ def _build(asked: EngineConfig, device: torch.device, start_ranks: Callable[[], 
     name = decisions.take("drafter", pick_drafter(asked, source))
     dtype = decisions.take("dtype", pick_dtype(asked, device, source, round_rows(asked, name)))
     # What cannot be served is refused before anything large is loaded.
+    load_drafter = source.drafter(name, (asked.num_drafts, asked.tree))
     max_len = decisions.take("max_len", pick_max_len(asked, source.config))
     defaults = pick_sampling_defaults(asked, source, decisions)
     tokenizer = source.tokenizer()
@@ -134,7 +135,7 @@ def _build(asked: EngineConfig, device: torch.device, start_ranks: Callable[[], 
     with explain_memory(device, "the model's weights", "choose a smaller model or another device"):
         target = source.target(device, dtype, max_len, ranks)
     with explain_memory(device, "the drafter's weights", "choose a smaller drafter, ngram or none"):
-        draft = source.drafter(name, target)
+        draft = load_drafter(target)
     asked = with_windows(asked, draft, device, decisions.take)
     if device.type == "cpu":
         torch.set_num_threads(decisions.take("threads", pick_threads(torch.get_num_threads(), ranks.size)))

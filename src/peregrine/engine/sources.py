@@ -17,7 +17,7 @@ from peregrine.models.draft_heads import has_prediction_layer
 from peregrine.models.families import read_config
 from peregrine.models.loading import load_decoder, stored_dtype
 from peregrine.models.parallel import ALONE, Ranks
-from peregrine.spec.registry import DraftSource, find_drafter
+from peregrine.spec.registry import AskedDepth, LoadDrafter, find_drafter
 from peregrine.synthetic.shapes import PREFIX
 from peregrine.synthetic.source import ShapeSource
 from peregrine.text.gguf import tokenizer_of
@@ -80,8 +80,9 @@ class FolderSource:
             return "mtp", "the checkpoint has a prediction layer"
         return "none", "the model's folder has no head; ask for ngram or a folder to speculate"
 
-    def drafter(self, name: str, target: Decoder) -> DraftSource:
-        return find_drafter(name, self.weights, target)
+    def drafter(self, name: str, depth: AskedDepth = (None, None)) -> LoadDrafter:
+        """The drafter of this name or folder, checked against the model; its weights are loaded by a call."""
+        return find_drafter(name, self.weights, self.config, depth)
 
 
 ModelSource = FolderSource | ShapeSource

@@ -17,6 +17,14 @@ from peregrine.spec.row_pages import RowPages
 from peregrine.spec.types import Chunk, Drafts, DraftShape, Links, Seen
 
 
+def check_depth(most: int | None, num_drafts: int | None, tree: TreeShape | None) -> None:
+    """Refuse more drafts than a head makes in one forward; None: as many as there may be, or as it makes."""
+    depth = num_drafts if tree is None else tree.depth
+    if most is not None and depth is not None and depth > most:
+        asked = f"num_drafts={num_drafts}" if tree is None else f"tree=({tree.depth}, {tree.width}, {tree.nodes})"
+        raise ConfigError(f"{asked}: this head drafts a block of {most} at once; ask for no more")
+
+
 class BlockDrafter:
     """Runs a block head after the newest token.
 
@@ -30,12 +38,7 @@ class BlockDrafter:
         self, head: BlockHead, store: KVStore, backend: AttentionBackend, num_drafts: int, tree: TreeShape | None
     ) -> None:
         config, depth = head.config, num_drafts if tree is None else tree.depth
-        if depth > config.max_drafts:
-            asked = f"num_drafts={num_drafts}" if tree is None else f"tree=({tree.depth}, {tree.width}, {tree.nodes})"
-            raise ConfigError(
-                f"{asked}: this head drafts blocks of {config.block_size}, at most {config.max_drafts} drafts deep; "
-                "ask for no more"
-            )
+        check_depth(config.max_drafts, num_drafts, tree)
         self.head, self.store, self.backend = head, store, backend
         self.layers = head.layer_attention()
         self.taps = head.taps

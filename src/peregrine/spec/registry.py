@@ -11,11 +11,13 @@ from peregrine.cache.store import KVShape, KVStore
 from peregrine.config import TreeShape
 from peregrine.errors import ConfigError
 from peregrine.models.checkpoint.weights import Weights
+from peregrine.models.config import ModelConfig
 from peregrine.models.decoder import Decoder
-from peregrine.models.draft_heads import BlockHead, DraftHead, StepHead, has_prediction_layer, is_head, load_head
+from peregrine.models.draft_heads import BlockHead, DraftHead, StepHead, find_head, has_prediction_layer, is_head
+from peregrine.models.families import read_config
 from peregrine.models.loading import load_decoder
 from peregrine.models.rope_table import SPARE_POSITIONS
-from peregrine.spec.block import BlockDrafter
+from peregrine.spec.block import BlockDrafter, check_depth
 from peregrine.spec.bound import BoundModel
 from peregrine.spec.chain import ChainDrafter
 from peregrine.spec.ngram import NgramDrafter
@@ -31,6 +33,9 @@ DRAFTERS: dict[str, Callable[[int, torch.device], Drafter]] = {
     "ngram": lambda num_drafts, device: NgramDrafter(num_drafts),
     "suffix": SuffixDrafter,
 }
+
+
+AskedDepth = tuple[int | None, TreeShape | None]  # num_drafts and tree, as they were asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +68,16 @@ class DraftSource:
         return isinstance(self.network, BlockHead) and not all(self.network.config.causal)
 
 
-def find_drafter(name: str, model: Weights, target: Decoder) -> DraftSource:
-    """Load a drafter: a name in DRAFTERS, "mtp" for the model's own layer, a folder inside the model's, or a folder."""
+LoadDrafter = Callable[[Decoder], DraftSource]  # loads the weights of a drafter that was found, for its target
+
+
+def find_drafter(name: str, model: Weights, target: ModelConfig, depth: AskedDepth) -> LoadDrafter:
+    """A drafter by name: one in DRAFTERS, "mtp" for the model's own layer, a folder inside the model's, or a folder.
+
+    What does not fit the target is refused here, before weights are loaded.
+    """
     if name in DRAFTERS:
-        return DraftSource(name, None)
+        return lambda decoder: DraftSource(name, None)
     model_folder = model.folder
     beside, elsewhere = model_folder / name, Path(name)
     if name == "mtp":
@@ -79,26 +90,31 @@ def find_drafter(name: str, model: Weights, target: Decoder) -> DraftSource:
     else:
         known = [*DRAFTERS, "mtp", *(p.name for p in sorted(model_folder.iterdir()) if (p / "config.json").exists())]
         raise ConfigError(f"drafter={name!r}: no such drafter or folder; choose {', '.join(known)} or a folder")
-    device, dtype = target.embedding.device, target.embedding.dtype
     if name == "mtp" or is_head(weights):
-        return DraftSource(name, load_head(weights, target, device, dtype))
-    # Its table covers the target's positions, whatever its own config says.
-    num_positions = len(target.rope_table) - SPARE_POSITIONS
-    network = load_decoder(weights, device, dtype, num_positions=num_positions)
-    if network.config.vocab_size != target.config.vocab_size:
+        head = find_head(weights, target)
+        check_depth(head.blueprint.max_drafts, *depth)
+        return lambda decoder: DraftSource(name, head.load(decoder, decoder.embedding.device, decoder.embedding.dtype))
+    vocab_size = read_config(weights.folder).vocab_size
+    if vocab_size != target.vocab_size:
         raise ConfigError(
-            f"drafter={name!r}: its vocabulary has {network.config.vocab_size} tokens, the target's "
-            f"{target.config.vocab_size}; a draft model must share the target's tokenizer"
+            f"drafter={name!r}: its vocabulary has {vocab_size} tokens, the target's "
+            f"{target.vocab_size}; a draft model must share the target's tokenizer"
         )
-    return DraftSource(name, network)
+    return lambda decoder: DraftSource(name, load_draft_model(weights, decoder))
 
 
-def check_prediction_layer(model: Weights, target: Decoder) -> None:
+def load_draft_model(weights: Weights, target: Decoder) -> Decoder:
+    """A small model that drafts. Its table covers the target's positions, whatever its own config says."""
+    num_positions = len(target.rope_table) - SPARE_POSITIONS
+    return load_decoder(weights, target.embedding.device, target.embedding.dtype, num_positions=num_positions)
+
+
+def check_prediction_layer(model: Weights, target: ModelConfig) -> None:
     """Refuse to draft with a layer that the checkpoint does not have."""
     if not has_prediction_layer(model):
         raise ConfigError(
             f"drafter='mtp': {str(model.folder)!r} has no prediction layer (its config says "
-            f"num_nextn_predict_layers={target.config.num_extra_layers}, and no tensor is a layer's eh_proj or "
+            f"num_nextn_predict_layers={target.num_extra_layers}, and no tensor is a layer's eh_proj or "
             "input_proj); choose ngram, none or a draft head's folder, or the files that have the layer"
         )
 

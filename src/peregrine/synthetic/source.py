@@ -11,7 +11,7 @@ from peregrine.models.config import ModelConfig
 from peregrine.models.decoder import Decoder
 from peregrine.models.loading import num_weights
 from peregrine.models.parallel import ALONE, Ranks
-from peregrine.spec.registry import DRAFTERS, DraftSource
+from peregrine.spec.registry import DRAFTERS, AskedDepth, DraftSource, LoadDrafter
 from peregrine.synthetic.heads import SHAPE_DRAFTERS
 from peregrine.synthetic.shapes import draw_decoder, shape_config
 from peregrine.text.tokenizer import Tokenizer
@@ -50,15 +50,15 @@ class ShapeSource:
             return "mtp", "the shape has a prediction layer"
         return "eagle3", "a head of the usual shape"
 
-    def drafter(self, name: str, target: Decoder) -> DraftSource:
+    def drafter(self, name: str, depth: AskedDepth = (None, None)) -> LoadDrafter:
         if name in DRAFTERS:
-            return DraftSource(name, None)
+            return lambda target: DraftSource(name, None)
         if name not in self._drafters:
             raise ConfigError(
                 f"drafter={name!r}: this shape has no such drafter, and no folder; "
                 f"choose {', '.join([*self._drafters, *DRAFTERS])}"
             )
-        return DraftSource(name, SHAPE_DRAFTERS[name](target))
+        return lambda target: DraftSource(name, SHAPE_DRAFTERS[name](target))
 
     @property
     def _drafters(self) -> list[str]:

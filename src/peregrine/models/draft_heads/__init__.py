@@ -11,7 +11,7 @@ from peregrine.models.draft_heads.block_config import BlockConfig
 from peregrine.models.draft_heads.eagle import EagleHead
 from peregrine.models.draft_heads.eagle3 import Eagle3Config, Eagle3Head, Eagle3Layer
 from peregrine.models.draft_heads.formats import default_taps, prediction_layer
-from peregrine.models.draft_heads.loading import has_prediction_layer, is_head, load_head
+from peregrine.models.draft_heads.loading import find_head, has_prediction_layer, is_head, load_head
 from peregrine.models.draft_heads.mtp import MTPHead
 from peregrine.models.draft_heads.parts import DraftHead, StepHead, dense_layers
 from peregrine.models.draft_heads.saving import save_head
@@ -28,6 +28,7 @@ __all__ = [
     "StepHead",
     "default_taps",
     "dense_layers",
+    "find_head",
     "has_prediction_layer",
     "is_head",
     "load_head",

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from peregrine.attention import Attend
 from peregrine.kernels.residual import Residual, embed_residual, start_residual
 from peregrine.models.checkpoint.plan import Piece, Plan, linear_plan
+from peregrine.models.config import ModelConfig
 from peregrine.models.decoder import Decoder
 from peregrine.models.decoder_layer import Layer
 from peregrine.models.draft_heads.block_config import BlockConfig, read_block_config
@@ -112,12 +113,13 @@ def block_plan(config: BlockConfig) -> Plan:
     )
 
 
-def block_blueprint(source: OpenedHead, target: Decoder) -> Blueprint:
+def block_blueprint(source: OpenedHead, target: ModelConfig) -> Blueprint:
     """How to build the folder's DFlash or DSpark head for this target."""
     config = read_block_config(source, target)
     draft_to_target = read_draft_to_target(source, config.draft_vocab_size, config.layer.vocab_size)
     return Blueprint(
         block_plan(config),
         is_ignorable,
-        lambda device, dtype: BlockHead(config, target, device, dtype, draft_to_target),
+        lambda decoder, device, dtype: BlockHead(config, decoder, device, dtype, draft_to_target),
+        config.max_drafts,
     )

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from peregrine.config import MAX_NODES
 from peregrine.models.checkpoint.folder import Fields
 from peregrine.models.config import ModelConfig
-from peregrine.models.decoder import Decoder
 from peregrine.models.draft_heads.formats import HeadFields, plain_layer_config
 from peregrine.models.draft_heads.markov import MARKOV_KINDS
 from peregrine.models.draft_heads.opened import OpenedHead, require_same
@@ -41,11 +40,11 @@ class BlockConfig:
         return self.block_size if self.drafts_from_newest else self.block_size - 1
 
 
-def read_block_config(source: OpenedHead, target: Decoder) -> BlockConfig:
+def read_block_config(source: OpenedHead, target: ModelConfig) -> BlockConfig:
     """A block head's fields, checked against its target."""
     fields, names = source.fields, source.stored
     outer, layer = fields.outer, plain_layer_config(fields.layer)
-    vocab, hidden = target.config.vocab_size, target.config.hidden_size
+    vocab, hidden = target.vocab_size, target.hidden_size
     require_same(fields.layer, "vocab_size", layer.vocab_size, vocab, "vocabulary")
     seen_size = outer.whole("target_hidden_size", hidden)
     require_same(outer, "target_hidden_size", seen_size, hidden, "idea of the hidden size")
@@ -67,7 +66,7 @@ def read_block_config(source: OpenedHead, target: Decoder) -> BlockConfig:
         raise place.refusal("confidence_head_with_markov", "there is no Markov head to read from", "correct the config")
     return BlockConfig(
         layer=layer,
-        taps=_read_taps(fields, target.config.num_layers),
+        taps=_read_taps(fields, target.num_layers),
         target_hidden_size=hidden,
         draft_vocab_size=draft_vocab,
         mask_token=mask_token,

@@ -59,12 +59,12 @@ class EagleHead(StepHead):
         return self.score(hidden)
 
 
-def eagle_blueprint(source: OpenedHead, target: Decoder) -> Blueprint:
+def eagle_blueprint(source: OpenedHead, target: ModelConfig) -> Blueprint:
     """How to build the folder's EAGLE head for this target."""
     fields, names = source.fields, source.stored
     layer = plain_layer_config(fields.layer)
-    require_same(fields.layer, "vocab_size", layer.vocab_size, target.config.vocab_size, "vocabulary")
-    require_same(fields.layer, "hidden_size", layer.hidden_size, target.config.hidden_size, "hidden size")
+    require_same(fields.layer, "vocab_size", layer.vocab_size, target.vocab_size, "vocabulary")
+    require_same(fields.layer, "hidden_size", layer.hidden_size, target.hidden_size, "hidden size")
     hidden, bias = layer.hidden_size, "fc.bias" in names
     own_embedding, own_head = "embed_tokens.weight" in names, "lm_head.weight" in names
     plan = linear_plan("fc", {"fc": (hidden, 2 * hidden)}, bias)
@@ -73,5 +73,7 @@ def eagle_blueprint(source: OpenedHead, target: Decoder) -> Blueprint:
     del plan["layers.0.input_norm.weight"]
     plan |= own_tables(layer, own_embedding, layer.vocab_size if own_head else None)
     return Blueprint(
-        plan, is_ignorable, lambda device, dtype: EagleHead(layer, target, device, dtype, own_embedding, own_head, bias)
+        plan,
+        is_ignorable,
+        lambda decoder, device, dtype: EagleHead(layer, decoder, device, dtype, own_embedding, own_head, bias),
     )

@@ -220,18 +220,18 @@ def eagle3_plan(config: Eagle3Config) -> Plan:
     return plan
 
 
-def eagle3_blueprint(source: OpenedHead, target: Decoder) -> Blueprint:
+def eagle3_blueprint(source: OpenedHead, target: ModelConfig) -> Blueprint:
     """How to build the folder's EAGLE-3 head for this target."""
     fields, names = source.fields, source.stored
     layer, variant = plain_layer_config(fields.layer), read_variant(fields)
-    require_same(fields.layer, "vocab_size", layer.vocab_size, target.config.vocab_size, "vocabulary")
+    require_same(fields.layer, "vocab_size", layer.vocab_size, target.vocab_size, "vocabulary")
     seen_size = fields.outer.whole("target_hidden_size", layer.hidden_size)
-    require_same(fields.outer, "target_hidden_size", seen_size, target.config.hidden_size, "idea of the hidden size")
+    require_same(fields.outer, "target_hidden_size", seen_size, target.hidden_size, "idea of the hidden size")
     draft_vocab_size = fields.outer.whole("draft_vocab_size", layer.vocab_size)
-    same_size = layer.hidden_size == target.config.hidden_size
+    same_size = layer.hidden_size == target.hidden_size
     config = Eagle3Config(
         layer=layer,
-        taps=read_taps(fields, target.config.num_layers),
+        taps=read_taps(fields, target.num_layers),
         target_hidden_size=seen_size,
         draft_vocab_size=draft_vocab_size,
         own_embedding="embed_tokens.weight" in names or not same_size,
@@ -248,5 +248,5 @@ def eagle3_blueprint(source: OpenedHead, target: Decoder) -> Blueprint:
     return Blueprint(
         eagle3_plan(config),
         is_ignorable,
-        lambda device, dtype: Eagle3Head(config, target, device, dtype, draft_to_target),
+        lambda decoder, device, dtype: Eagle3Head(config, decoder, device, dtype, draft_to_target),
     )

@@ -38,6 +38,9 @@ _FIXED = {
 }
 
 
+_PARALLEL = ("parallel_drafting", "mask_token_id", "ptd_token_id", "pard_token")  # fields of P-EAGLE heads
+
+
 class Kind(Enum):
     """Kinds of draft heads."""
 
@@ -75,12 +78,22 @@ def head_kind(config: Fields, names: Set[str]) -> Kind | None:
         return Kind.BLOCK
     stripped = {name.removeprefix("model.") for name in names}
     if "eagle3" in words or any(name.startswith(("midlayer.", "layers.0.hidden_norm.")) for name in stripped):
+        refuse_parallel(config, words)
         return Kind.EAGLE3
     if "eagle" in words or {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= stripped:
+        refuse_parallel(config, words)
         return Kind.EAGLE
     if mtp_prefixes(names):
         return Kind.MTP
     return None
+
+
+def refuse_parallel(config: Fields, words: str) -> None:
+    """Refuse P-EAGLE: layers as EAGLE-3's, but masked places are filled in one forward."""
+    said = [name for name in _PARALLEL if config.values.get(name) not in (None, False)]
+    if said or "peagle" in words:
+        problem = "P-EAGLE heads (parallel drafting) are not supported"
+        raise config.refusal((said or ["architectures"])[0], problem, "choose an EAGLE-3, DFlash or DSpark head")
 
 
 def mtp_prefixes(names: Set[str]) -> list[str]:
@@ -200,9 +213,9 @@ def read_variant(fields: HeadFields) -> Variant:
         if eagle.flag(name, served) != served:
             raise eagle.refusal(name, f"only {str(served).lower()} is supported", "choose another head")
     for place in (outer, eagle):
-        if "mask_token_id" in place or place.whole("parallel_draft_step", 1) != 1:
-            name = "mask_token_id" if "mask_token_id" in place else "parallel_draft_step"
-            raise place.refusal(name, "parallel drafting is not supported", "choose a head that drafts in steps")
+        if place.whole("parallel_draft_step", 1) != 1:
+            problem = "parallel drafting is not supported"
+            raise place.refusal("parallel_draft_step", problem, "choose a head that drafts in steps")
     if outer.number("logit_scale", 1.0) != 1.0:
         raise outer.refusal("logit_scale", "scaled logits are not supported", "choose another head")
     # Readers of the speculators layout disagree about the default.

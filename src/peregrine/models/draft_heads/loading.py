@@ -3,20 +3,23 @@
 Every public naming is brought to one canonical set of names first (EAGLE's are SafeAILab's); plans use those.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from peregrine.errors import CheckpointError
 from peregrine.models.checkpoint.config_file import read_config_file
+from peregrine.models.checkpoint.plan import Plan
 from peregrine.models.checkpoint.weights import Weights
+from peregrine.models.config import ModelConfig
 from peregrine.models.decoder import Decoder
 from peregrine.models.draft_heads.block import block_blueprint
 from peregrine.models.draft_heads.eagle import eagle_blueprint
 from peregrine.models.draft_heads.eagle3 import eagle3_blueprint
 from peregrine.models.draft_heads.formats import Kind, canonical_names, head_kind, mtp_prefixes, open_fields
 from peregrine.models.draft_heads.mtp import mtp_blueprint
-from peregrine.models.draft_heads.opened import OpenedHead
+from peregrine.models.draft_heads.opened import Blueprint, OpenedHead
 from peregrine.models.draft_heads.parts import DraftHead
 
 _BLUEPRINTS = {
@@ -40,10 +43,24 @@ def has_prediction_layer(source: str | Path | Weights) -> bool:
     return bool(mtp_prefixes(Weights.of(source).names()))
 
 
-def load_head(
-    source: str | Path | Weights, target: Decoder, device: torch.device | str, dtype: torch.dtype, *, pack: bool = True
-) -> DraftHead:
-    """The folder's draft head, made for this target; packed for inference, or plain to be trained on."""
+@dataclass(frozen=True, slots=True)
+class FoundHead:
+    """A folder's draft head that fits a target, by its config and its tensors' names and shapes; nothing is loaded."""
+
+    weights: Weights
+    blueprint: Blueprint
+    plan: Plan
+
+    def load(self, target: Decoder, device: torch.device | str, dtype: torch.dtype, *, pack: bool = True) -> DraftHead:
+        """The head, packed for inference, or plain to be trained on."""
+        head = self.blueprint.build(target, device, dtype)
+        fill = self.weights.fill_and_pack if pack else self.weights.fill
+        fill(head, self.plan)
+        return head
+
+
+def find_head(source: str | Path | Weights, target: ModelConfig) -> FoundHead:
+    """The folder's draft head, checked against its target; CheckpointError or ConfigError if it does not fit."""
     weights = Weights.of(source)
     config = read_config_file(weights.folder)
     kind = head_kind(config, weights.names())
@@ -57,9 +74,11 @@ def load_head(
     blueprint = _BLUEPRINTS[kind](opened, target)
     plan = opened.placed(blueprint.plan)
     weights.check(plan, blueprint.ignorable)
-    head = blueprint.build(device, dtype)
-    if pack:
-        weights.fill_and_pack(head, plan)
-    else:
-        weights.fill(head, plan)
-    return head
+    return FoundHead(weights, blueprint, plan)
+
+
+def load_head(
+    source: str | Path | Weights, target: Decoder, device: torch.device | str, dtype: torch.dtype, *, pack: bool = True
+) -> DraftHead:
+    """The folder's draft head, made for this target; packed for inference, or plain to be trained on."""
+    return find_head(source, target.config).load(target, device, dtype, pack=pack)

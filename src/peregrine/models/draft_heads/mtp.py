@@ -83,12 +83,12 @@ class MTPHead(StepHead):
         return self.score(hidden)
 
 
-def mtp_blueprint(source: OpenedHead, target: Decoder) -> Blueprint:
+def mtp_blueprint(source: OpenedHead, target: ModelConfig) -> Blueprint:
     """How to build the folder's only prediction layer for this target."""
     fields, weights = source.fields, source.weights
     config, prefixes = layer_config(fields.layer), mtp_prefixes(weights.names())
-    require_same(fields.layer, "vocab_size", config.vocab_size, target.config.vocab_size, "vocabulary")
-    require_same(fields.layer, "hidden_size", config.hidden_size, target.config.hidden_size, "hidden size")
+    require_same(fields.layer, "vocab_size", config.vocab_size, target.vocab_size, "vocabulary")
+    require_same(fields.layer, "hidden_size", config.hidden_size, target.hidden_size, "hidden size")
     if len(prefixes) != 1 or fields.outer.whole("num_nextn_predict_layers", 1, minimum=0) > 1:
         raise CheckpointError(
             f"{str(weights.folder)!r} holds {len(prefixes)} prediction layers "
@@ -113,8 +113,8 @@ def mtp_blueprint(source: OpenedHead, target: Decoder) -> Blueprint:
     return Blueprint(
         plan | own,
         lambda name: not name.startswith(prefix) or name in copies.values() or is_ignorable(name),
-        lambda device, dtype: MTPHead(
-            layer, target, device, dtype, prefix == MIMO_PREFIX, "embedding" in own, "head.weight" in own
+        lambda decoder, device, dtype: MTPHead(
+            layer, decoder, device, dtype, prefix == MIMO_PREFIX, "embedding" in own, "head.weight" in own
         ),
     )
 

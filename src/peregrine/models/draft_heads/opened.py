@@ -11,6 +11,7 @@ from peregrine.errors import CheckpointError
 from peregrine.models.checkpoint.folder import Fields
 from peregrine.models.checkpoint.plan import Plan
 from peregrine.models.checkpoint.weights import Weights
+from peregrine.models.decoder import Decoder
 from peregrine.models.draft_heads.formats import HeadFields
 from peregrine.models.draft_heads.parts import DraftHead
 
@@ -36,11 +37,12 @@ class OpenedHead:
 
 @dataclass(frozen=True, slots=True)
 class Blueprint:
-    """What to read into a head, which tensors to ignore, and how to make the module."""
+    """What to read into a head, which tensors to ignore, and how to make the module for a target."""
 
     plan: Plan
     ignorable: Callable[[str], bool]
-    build: Callable[[torch.device | str, torch.dtype], DraftHead]
+    build: Callable[[Decoder, torch.device | str, torch.dtype], DraftHead]
+    max_drafts: int | None = None  # of one forward; None: as many as are asked for
 
 
 def require_same(fields: Fields, name: str, head: int, target: int, what: str) -> None:
