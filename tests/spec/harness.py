@@ -232,12 +232,15 @@ def accept_length(outputs: Sequence[Output]) -> float:
     return sum(o.stats.accepted for o in outputs) / sum(o.stats.rounds for o in outputs)
 
 
-def prompts(count: int, seed: int = 0, low: int = 1, high: int = 60) -> list[tuple[int, ...]]:
-    """Random prompts; every third repeats itself so that look-up finds something."""
+def prompts(count: int, seed: int = 0, low: int = 1, high: int = 60, bands: int = 1) -> list[tuple[int, ...]]:
+    """Random prompts; every third repeats itself so that look-up finds something.
+
+    With several `bands`, prompts in a row have lengths from ranges that follow each other.
+    """
     generator = torch.Generator().manual_seed(seed)
     made = []
     for index in range(count):
-        length = int(torch.randint(low, high, (1,), generator=generator))
+        length = int(torch.randint(low, high, (1,), generator=generator)) + (high - low) * (index % bands)
         drawn = torch.randint(1, VOCAB, (length,), generator=generator).tolist()
         made.append(tuple((drawn[: length // 3 + 1] * 4)[:length] if index % 3 == 0 else drawn))
     return made
@@ -260,7 +263,12 @@ PARAMS: tuple[dict[str, object], ...] = (
 
 def cases(count: int, max_tokens: int = 256, seed: int = 0, **more: object) -> list[Case]:
     """Requests that cycle through PARAMS."""
+    return with_params(prompts(count, seed), max_tokens, seed, **more)
+
+
+def with_params(asked: Sequence[tuple[int, ...]], max_tokens: int, seed: int = 0, **more: object) -> list[Case]:
+    """A request for each prompt; they cycle through PARAMS."""
     return [
         Case(prompt, SamplingParams(**{**PARAMS[i % len(PARAMS)], "seed": seed + i, "max_tokens": max_tokens, **more}))  # type: ignore[arg-type]
-        for i, prompt in enumerate(prompts(count, seed))
+        for i, prompt in enumerate(asked)
     ]
