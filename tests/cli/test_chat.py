@@ -21,7 +21,9 @@ WORDS = ["A", " bird", " fell", " down"]
 class Speaker:
     """A fake LLM: generates its words in rounds of two, the first of each drafted."""
 
-    tokenizer = SimpleNamespace(byte_level=True, special_ids=frozenset(), token_bytes=lambda i: WORDS[i].encode())
+    tokenizer = SimpleNamespace(
+        byte_level=True, special_ids=frozenset(), token_bytes=lambda i: WORDS[i].encode(), chat_template=None
+    )
     engine = SimpleNamespace(limits=SimpleNamespace(num_drafts=3))
     decisions = (SimpleNamespace(field="model", value="m"), SimpleNamespace(field="drafter", value="d"))
 
@@ -157,6 +159,15 @@ def test_the_system_message_can_be_changed_in_a_chat(speaker: Speaker, monkeypat
     told = [[message["content"] for message in chat if message["role"] == "system"] for chat in speaker.chats]
     assert told == [["Sing."], ["Be brief."], ["Be brief."], []]
     assert [len(chat) for chat in speaker.chats] == [2, 4, 2, 3]  # only /reset forgets the conversation
+
+
+def test_an_answer_in_channels_is_kept_without_its_thoughts(speaker: Speaker, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["<|channel|>analysis<|message|>", "Hm<|end|>", "<|start|>assistant<|channel|>final<|message|>", "Yes"]
+    monkeypatch.setattr(speaker.tokenizer, "chat_template", "<|start|>assistant<|channel|>final<|message|>")
+    monkeypatch.setitem(globals(), "WORDS", words)
+    talk(monkeypatch, "a", "b")
+    assert speaker.chats[1][1] == {"role": "assistant", "content": "Yes"}
+    assert not speaker.params[0].skip_special_tokens  # the marks are special tokens
 
 
 def test_lines_in_another_encoding_are_refused(

@@ -35,6 +35,7 @@ ASKED = {
     "OpenAI": ({"response_format": {"type": "json_schema", "json_schema": {"name": "b", "schema": SCHEMA}}}, is_bird),
     "vLLM json": ({"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}}, is_bird),
     "vLLM json, closed": ({"structured_outputs": {"json": OPEN, "disable_additional_properties": True}}, is_bird),
+    "vLLM, an older body": ({"guided_json": SCHEMA, "guided_decoding_backend": "xgrammar:no-fallback"}, is_bird),
     "vLLM regex": ({"structured_outputs": {"regex": CODE}}, is_code),
     "vLLM choice": ({"structured_outputs": {"choice": ["up", "down"]}}, ["up", "down"].__contains__),
     "guided_json": ({"guided_json": json.dumps(SCHEMA)}, is_bird),
@@ -89,6 +90,14 @@ DEEP = '{"prompt": "x", "guided_json": ' + '{"not": ' * 9000 + "{}" + "}" * 9000
 REFUSED: dict[str, tuple[dict[str, object], str]] = {
     "response_format.type": ({"response_format": {"type": "xml"}}, "use text, json_object or json_schema"),
     "response_format.json_schema": ({"response_format": {"type": "json_schema"}}, "has no schema"),
+    "response_format.json_schema.schema ": (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": True}}},
+        "=True: is not a JSON object",
+    ),
+    "structured_outputs.whitespace_pattern": (
+        {"structured_outputs": {"json": {}, "whitespace_pattern": " "}},
+        "without white space",
+    ),
     "response_format.json_schema.schema": (
         {"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}},
         'Unimplemented keys: ["not"]',
@@ -117,7 +126,7 @@ def test_refusals_name_the_field_as_the_body_does(http: httpx.Client, field: str
     response = http.post("/v1/completions", json={"prompt": "x", **asked})
     error = response.json()["error"]
     assert response.status_code == 400
-    assert (error["param"], problem in error["message"]) == (field, True), error
+    assert (error["param"], problem in error["message"]) == (field.strip(), True), error
 
 
 def test_a_body_nested_without_end_is_refused(http: httpx.Client) -> None:

@@ -144,21 +144,26 @@ class Chat:
 
     def _answer(self, text: str) -> None:
         """One turn. A refused turn leaves the conversation as it was; one that was stopped keeps the text so far."""
+        from peregrine.text.harmony import HarmonyStream
         from peregrine.text.stream import Detokenizer
+        from peregrine.text.tool_formats import HARMONY, format_of
 
         if not text:
             return
         told = [{"role": "system", "content": self.system}] if self.system else []
         asked = [*self.messages, {"role": "user", "content": text}]
         prompt = self.llm.encode_chat([*told, *asked])
-        marks = DraftMarks(Detokenizer(self.llm.tokenizer, prompt, self.params.skip_special_tokens))
+        harmony = format_of(self.llm.tokenizer.chat_template) == HARMONY
+        params = replace(self.params, skip_special_tokens=self.params.skip_special_tokens and not harmony)
+        marks = DraftMarks(Detokenizer(self.llm.tokenizer, prompt, params.skip_special_tokens))
         turn, begun = Turn(), time.perf_counter()
         try:
-            print_stream(turn.watch(self.llm.stream(prompt, self.params)), marks)
+            print_stream(turn.watch(self.llm.stream(prompt, params)), marks)
         except KeyboardInterrupt:
             print()
             turn.ending = "stopped"
-        self.messages = [*asked, {"role": "assistant", "content": turn.text}]
+        answer = HarmonyStream(()).push(turn.text, final=True)[1].text if harmony else turn.text
+        self.messages = [*asked, {"role": "assistant", "content": answer}]
         self.failed |= turn.ending.startswith("failed")
         print_note(turn.line(time.perf_counter() - begun))
 

@@ -91,7 +91,7 @@ def compile_constraint(constraint: Constraint, tokenizer: Any) -> Any:
 
 def library_grammar(constraint: Constraint) -> str:
     """The constraint in llguidance's own notation."""
-    from llguidance import LLMatcher, grammar_from, regex_to_lark
+    from llguidance import LLMatcher, grammar_from
 
     match constraint.kind:
         case "json_schema":
@@ -99,16 +99,39 @@ def library_grammar(constraint: Constraint) -> str:
         case "json_object":
             return str(LLMatcher.grammar_from_json_schema('{"type":"object"}', overrides=JSON_OPTIONS))
         case "regex":
-            # \d is 0 to 9, not every digit of Unicode, as in the patterns of JSON schemas.
-            return str(LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(constraint.text, 'd')}/"))
+            return str(LLMatcher.grammar_from_lark(f"start: {regex_in_lark(constraint.text)}"))
         case "choice":
             # As one terminal: as alternatives of a rule, 2,000 texts would be too many, and masks slow for 1,000.
-            texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in json.loads(constraint.text))
-            return str(LLMatcher.grammar_from_lark(f"start: TEXT\nTEXT: {texts}"))
+            return str(LLMatcher.grammar_from_lark(f"start: TEXT\nTEXT: {choice_in_lark(constraint.text)}"))
         case _ if constraint.text.startswith("%llguidance"):
             return str(LLMatcher.grammar_from_lark(constraint.text))
         case _:
             return str(grammar_from("grammar", constraint.text))  # in Lark's or GBNF's syntax
+
+
+def regex_in_lark(regex: str) -> str:
+    """The expression as Lark writes it: \\d is 0 to 9, not every digit of Unicode, as in patterns of JSON schemas."""
+    from llguidance import regex_to_lark
+
+    return f"/{regex_to_lark(regex, 'd')}/"
+
+
+def choice_in_lark(texts: str) -> str:
+    """A JSON list of texts as Lark's alternatives."""
+    return " | ".join(json.dumps(text, ensure_ascii=False) for text in json.loads(texts))
+
+
+def lark_definition(constraint: Constraint) -> str | None:
+    """The constraint as a rule or a terminal of a larger grammar in Lark's syntax; None: it is a whole grammar."""
+    match constraint.kind:
+        case "regex":
+            return f"ANSWER: {regex_in_lark(constraint.text)}"
+        case "choice":
+            return f"ANSWER: {choice_in_lark(constraint.text)}"
+        case "json_schema" | "json_object":
+            schema = json.loads(constraint.text or '{"type": "object"}')
+            return f"answer: %json {json.dumps({**schema, 'x-guidance': JSON_OPTIONS})}"
+    return None
 
 
 def explain(constraint: Constraint, error: str) -> tuple[str, str]:

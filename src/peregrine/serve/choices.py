@@ -70,7 +70,7 @@ class ChatWriter(ChoiceWriter):
 
     def __init__(self, job: Job, index: int, tokenizer: Tokenizer) -> None:
         super().__init__(job, index, tokenizer)
-        self._answer = AnswerStream(job.tools, job.thinks, job.opened)
+        self._answer = AnswerStream(job.tools, job.thinks, job.opened, job.harmony)
         self._begun = False
 
     def ending(self, output: Output) -> str:

@@ -6,13 +6,24 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from peregrine.errors import RequestError
+from peregrine.grammar import GRAMMARS_PRESENT, lark_definition
 from peregrine.llm import LLM
 from peregrine.sampling import SamplingParams
 from peregrine.serve.protocol import ChatBody, CompletionBody, Generation, Message
 from peregrine.serve.structured import StructuredFields, answer_schema, asked_constraint
-from peregrine.serve.tools import ToolPlan, plain_calls, sampling_of_tools, template_variables, told_messages, tool_plan
+from peregrine.serve.tools import (
+    ToolPlan,
+    plain_calls,
+    sampling_of_harmony,
+    sampling_of_tools,
+    template_variables,
+    told_messages,
+    tool_plan,
+)
 from peregrine.text.chat import render_chat
+from peregrine.text.harmony import ENDS_ANSWER
 from peregrine.text.reasoning import ReasoningStream
+from peregrine.text.tool_formats import HARMONY, format_of
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default
 # A longer text is refused before it is tokenized: no text has so many characters for each token of the context.
@@ -38,6 +49,7 @@ class Job:
     tools: ToolPlan | None = None
     thinks: bool = False  # the model writes its thoughts before its answer
     opened: bool = False  # and the prompt has begun them
+    harmony: bool = False  # its thoughts, calls and answer are messages in channels
 
     @property
     def size(self) -> int:
@@ -60,8 +72,8 @@ def named_as_in(body: CompletionBody | ChatBody) -> Iterator[None]:
     constraint = asked_constraint(body)
     if constraint is not None:
         names[constraint.option] = constraint.field
-        if names.get("grammar") == "tools":
-            names["grammar"] = f"tools, {constraint.field}"  # both are in it
+        tools = "tools, " if names.get("grammar") == "tools" else ""  # both are in it
+        names["grammar"] = f"{tools}{constraint.field}"
     try:
         yield
     except RequestError as error:
@@ -156,18 +168,19 @@ def chat_job(body: ChatBody, llm: LLM) -> Job:
     more["logprobs"] = (body.top_logprobs or 0) if body.logprobs else None
     template = llm.tokenizer.chat_template
     plan = tool_plan(body, template)
+    harmony = format_of(template, body.tool_parser or "auto") == HARMONY
     with named_as_in(body):
         messages = told_messages(plain_messages(body.messages), plan, template)
-        text = render_chat(llm.tokenizer, messages, **template_variables(body, plan))  # type: ignore[arg-type]
-        thinks = ReasoningStream.end in (template or "")
+        text = render_chat(llm.tokenizer, messages, **template_variables(body, plan, template))  # type: ignore[arg-type]
+        thinks = harmony or ReasoningStream.end in (template or "")
         opened = thinks and text.rstrip().endswith(ReasoningStream.begin)
-        more |= constraint_of_tools(body, plan, opened, llm)
-        if (thinks or (plan is not None and plan.schema is None)) and body.skip_special_tokens is None:
+        more |= in_channels(body, plan, llm) if harmony else constraint_of_tools(body, plan, opened, llm)
+        if thinks or (plan is not None and plan.schema is None):
             more["skip_special_tokens"] = False  # marks of thoughts and calls may be special tokens
         params = sampling_of(body, more, llm.sampling)
         check_length("messages", len(text), llm)
         job = make_job([llm.tokenizer.encode(text, add_special=False)], params, None, body, llm)
-        return replace(job, tools=plan, thinks=thinks, opened=opened)
+        return replace(job, tools=plan, thinks=thinks, opened=opened, harmony=harmony)
 
 
 def constraint_of_tools(body: ChatBody, plan: ToolPlan | None, opened: bool, llm: LLM) -> dict[str, Any]:
@@ -183,6 +196,25 @@ def constraint_of_tools(body: ChatBody, plan: ToolPlan | None, opened: bool, llm
             raise RequestError("chat_template_kwargs", body.chat_template_kwargs, problem, "turn thinking off there")
         more["grammar_after"] = mark
     return more
+
+
+def in_channels(body: ChatBody, plan: ToolPlan | None, llm: LLM) -> dict[str, Any]:
+    """Sampling parameters of a chat in channels: a constraint is on the final message, or on a call."""
+    more: dict[str, Any] = {}
+    if not body.ignore_eos:
+        known = llm.tokenizer.special_ids - set(llm.engine.limits.eos_ids)
+        ends = known & {llm.tokenizer.backend.token_to_id(mark) for mark in ENDS_ANSWER}
+        more["stop_token_ids"] = [*(body.stop_token_ids or ()), *sorted(ends)]
+    asked, answer = asked_constraint(body), None
+    if asked is not None and GRAMMARS_PRESENT:
+        if plan is not None:
+            answer_schema(asked)  # refuses what can be no answer beside calls
+        constraint = SamplingParams(**{asked.option: asked.value}).constraint  # type: ignore[arg-type]
+        answer = None if constraint is None else lark_definition(constraint)
+        if answer is None:
+            problem = "is a grammar of the whole text, and this model writes messages in channels"
+            raise RequestError(asked.field, asked.value, problem, "use a JSON schema, a regex or a choice")
+    return more | sampling_of_harmony(plan, answer, llm.tokenizer)
 
 
 def plain_messages(messages: list[Message]) -> list[dict[str, object]]:

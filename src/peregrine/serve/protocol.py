@@ -15,7 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fail
 
 from peregrine.errors import RequestError
 from peregrine.sampling import MAX_BIAS, MAX_CHOICES, SamplingParams
-from peregrine.serve.structured import StructuredFields
+from peregrine.serve.structured import WITHOUT_SPACES, StructuredFields
 from peregrine.serve.tools import ToolFields
 
 MAX_LABELS = 16
@@ -23,22 +23,29 @@ MAX_PROMPTS = MAX_MESSAGES = 2**13
 
 # field -> (values that ask for nothing, what to do instead)
 REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
+    "add_generation_prompt": ((True,), "end with the user's message"),
     "annotations": (([],), "leave it out"),
     "audio": ((), "ask for text"),
+    "bad_words": (([],), "use logit_bias, or a regex"),
     "best_of": ((1,), "use n and choose among the answers"),
     "continue_final_message": ((False,), "end with the user's message"),
     "function_call": (("none",), "use tool_choice"),
     "functions": (([],), "use tools"),
-    "guided_decoding_backend": ((), "there is one; leave it out"),
-    "guided_whitespace_pattern": ((), "JSON is written without white space; leave it out"),
+    "guided_whitespace_pattern": ((), WITHOUT_SPACES),
+    "documents": (([],), "put them into the messages"),
     "include_reasoning": ((True,), "leave it out"),
+    "include_stop_str_in_output": ((False,), "leave it out: the stop string is never part of the text"),
+    "length_penalty": ((1.0,), "it belongs to beam search; leave it out"),
     "modalities": ((["text"],), "only text is generated"),
     "no_stop_trim": ((False,), "leave it out: the stop string is never part of the text"),
-    "reasoning_effort": (("none",), "the model has no such switch; ask in the messages"),
+    "priority": ((0,), "requests are served in order; leave it out"),
     "return_hidden_states": ((False,), "leave it out"),
+    "return_tokens_as_token_ids": ((False,), "set return_speculation to see token ids"),
     "separate_reasoning": ((True,), "leave it out"),
+    "spaces_between_special_tokens": ((True,), "leave it out"),
     "stream_reasoning": ((True,), "leave it out"),
     "suffix": (("",), "text is generated after a prompt only; put what matters before it"),
+    "use_beam_search": ((False,), "use n and choose among the answers"),
     "verbosity": (("medium",), "ask in the messages"),
     "web_search_options": ((), "put what should be known into the messages"),
 }

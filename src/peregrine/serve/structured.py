@@ -11,6 +11,7 @@ from peregrine.sampling import check_schema
 from peregrine.text.tools import closed
 
 FORMATS = "text, json_object or json_schema"
+WITHOUT_SPACES = "JSON is written without white space; leave it out"
 # Fields of a body -> the sampling parameter they are.
 SAME = {
     "guided_json": "json_schema",
@@ -57,6 +58,7 @@ class StructuredFields(BaseModel):
     guided_regex: str | None = Field(None, description="vLLM: a regular expression for the whole text.")
     guided_choice: list[str] | None = Field(None, description="vLLM: the texts to choose from.")
     guided_grammar: str | None = Field(None, description="vLLM: a grammar in Lark's or GBNF's syntax.")
+    guided_decoding_backend: str | None = Field(None, description="vLLM: accepted without effect; there is one.")
     json_schema: ObjectOrText | None = Field(None, description="SGLang: a JSON schema.")
     regex: str | None = Field(None, description="SGLang: a regular expression for the whole text.")
     ebnf: str | None = Field(None, description="SGLang: a grammar in GBNF's or Lark's syntax.")
@@ -109,7 +111,7 @@ def response_format(given: dict[str, Any]) -> list[Asked]:
     if kind == "json_object":
         return [Asked("response_format", "json_object", True)]
     described = given.get("json_schema")
-    if not isinstance(described, dict) or not isinstance(described.get("schema"), dict | str):
+    if not isinstance(described, dict) or described.get("schema") is None:
         remedy = 'send {"type": "json_schema", "json_schema": {"name": "...", "schema": {...}}}'
         raise RequestError("response_format.json_schema", described, "has no schema", remedy)
     refuse_unknown("response_format.json_schema", described, ("name", "description", "schema", "strict"))
@@ -131,7 +133,8 @@ def structured_outputs(given: dict[str, Any]) -> list[Asked]:
         if value is None or value is False:
             continue
         if name not in OUTPUTS:
-            raise RequestError(field, value, "is not supported", f"use one of {', '.join(OUTPUTS)}")
+            remedy = WITHOUT_SPACES if name == "whitespace_pattern" else f"use one of {', '.join(OUTPUTS)}"
+            raise RequestError(field, value, "is not supported", remedy)
         option = OUTPUTS[name]
         if option == "json_schema" and given.get("disable_additional_properties") is True:
             check_schema(field, value)

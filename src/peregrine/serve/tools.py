@@ -5,6 +5,7 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from pydantic import BaseModel, Field
@@ -12,13 +13,15 @@ from pydantic import BaseModel, Field
 from peregrine.errors import RequestError
 from peregrine.sampling import check_schema
 from peregrine.serve.structured import ObjectOrText
+from peregrine.text.harmony import ANY_TEXT, HarmonyStream, harmony_grammar
 from peregrine.text.reasoning import ReasoningStream
 from peregrine.text.tokenizer import Tokenizer
-from peregrine.text.tool_formats import FORMATS, format_of
-from peregrine.text.tool_stream import Piece, ToolStream
+from peregrine.text.tool_formats import HARMONY, NAMES, format_of
+from peregrine.text.tool_stream import Parsed, Piece, ToolStream
 from peregrine.text.tools import auto_grammar, call_schema, closed
 
 MAX_TOOLS = 128
+EFFORTS = ("low", "medium", "high")
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 Json = dict[str, object]
 HOW = "\n\nYou can call these tools, as JSON: {tools}\nTo call some, write only a JSON list of "
@@ -39,11 +42,20 @@ class ToolFields(BaseModel):
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="Variables for the chat template, such as enable_thinking."
     )
+    reasoning_effort: str | None = Field(
+        None, description="low, medium or high, where the chat template asks for it; none: as if it were left out."
+    )
 
 
-def template_variables(body: ToolFields, plan: "ToolPlan | None") -> Json:
+def template_variables(body: ToolFields, plan: "ToolPlan | None", template: str | None) -> Json:
     """What the chat template is given beside the messages."""
     extra = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort not in (None, "none"):
+        effort, asks = body.reasoning_effort, "reasoning_effort" in (template or "")
+        if not asks or effort not in EFFORTS:
+            remedy = f"use {', '.join(EFFORTS)}" if asks else "the model has no such switch; ask in the messages"
+            raise RequestError("reasoning_effort", effort, "is not supported", remedy)
+        extra.setdefault("reasoning_effort", effort)
     for name in ("messages", "tools", "tokenizer", "add_generation_prompt"):
         if name in extra:
             remedy = "leave it out; messages and tools are fields of the body"
@@ -65,7 +77,9 @@ class ToolPlan:
 
     @property
     def schema(self) -> Mapping[str, object] | None:
-        """The JSON schema of the whole text; None: the model decides whether it calls."""
+        """The JSON schema of the whole text; None: it is not JSON, or the model decides whether it calls."""
+        if self.format == HARMONY:
+            return None
         if self.named is not None:
             return self.schemas[self.named]
         return call_schema(self.schemas, self.most) if self.required else None
@@ -79,8 +93,8 @@ class ToolPlan:
 def tool_plan(body: ToolFields, template: str | None) -> ToolPlan | None:
     """What the body asks about tools; None: nothing. RequestError names what is wrong."""
     choice = body.tool_choice
-    if body.tool_parser not in (None, "auto", *FORMATS):
-        raise RequestError("tool_parser", body.tool_parser, "is not a format", f"use auto or {', '.join(FORMATS)}")
+    if body.tool_parser not in (None, "auto", *NAMES):
+        raise RequestError("tool_parser", body.tool_parser, "is not a format", f"use auto or {', '.join(NAMES)}")
     if not body.tools:
         if choice not in (None, "none", "auto"):
             raise RequestError("tool_choice", choice, "needs tools", "send tools, or leave it out")
@@ -111,9 +125,13 @@ def tool_plan(body: ToolFields, template: str | None) -> ToolPlan | None:
     elif choice not in (None, "auto", "required"):
         raise RequestError("tool_choice", choice, "is not a choice", "use auto, none, required or a function")
     required = choice == "required"
-    style = "generic" if required else format_of(template, body.tool_parser or "auto")
+    style = format_of(template, body.tool_parser or "auto")
+    style = "generic" if required and style != HARMONY else style
     parallel = body.parallel_tool_calls is not False
-    return ToolPlan(schemas, body.tools, style, named, required, parallel, frozenset(strict))
+    described = [dict(tool) for tool in body.tools]
+    for tool in described if style == HARMONY else ():  # its template needs descriptions
+        tool["function"] = {**tool["function"], "description": tool["function"].get("description") or ""}
+    return ToolPlan(schemas, described, style, named, required, parallel, frozenset(strict))
 
 
 def chosen_name(choice: Any, schemas: Mapping[str, object]) -> str:
@@ -131,12 +149,26 @@ def sampling_of_tools(plan: ToolPlan, answer: Mapping[str, object] | None, token
         return {"json_schema": plan.schema}
     if not plan.strict and answer is None:
         return {}
-
-    def mark(text: str) -> str:
-        token = tokenizer.backend.token_to_id(text)
-        return f"<[{token}]>" if token in tokenizer.special_ids else json.dumps(text)
-
+    mark = partial(mark_in_lark, tokenizer)
     return {"grammar": auto_grammar(plan.format, plan.schemas, plan.strict, mark, plan.most, answer)}
+
+
+def sampling_of_harmony(plan: ToolPlan | None, answer: str | None, tokenizer: Tokenizer) -> Json:
+    """The same for a chat in channels; `answer` is Lark's definition of the final message."""
+    if plan is None:
+        return {} if answer is None else {"grammar": harmony_grammar({}, answer, partial(mark_in_lark, tokenizer))}
+    must = plan.required or plan.named is not None
+    if not must and not plan.strict and answer is None:
+        return {}
+    names = plan.schemas if plan.named is None else [plan.named]
+    calls = {name: plan.schemas[name] if must or name in plan.strict else {"type": "object"} for name in names}
+    return {"grammar": harmony_grammar(calls, None if must else answer or ANY_TEXT, partial(mark_in_lark, tokenizer))}
+
+
+def mark_in_lark(tokenizer: Tokenizer, text: str) -> str:
+    """A mark as Lark writes it: a special token by its id, other text as a string."""
+    token = tokenizer.backend.token_to_id(text)
+    return f"<[{token}]>" if token in tokenizer.special_ids else json.dumps(text)
 
 
 def checked_tool(field: str, tool: dict[str, Any]) -> tuple[str, Mapping[str, object], bool]:
@@ -161,6 +193,8 @@ def checked_tool(field: str, tool: dict[str, Any]) -> tuple[str, Mapping[str, ob
 
 def told_messages(messages: list[Json], plan: ToolPlan | None, template: str | None) -> list[Json]:
     """The messages for a template; if that knows no tools, they, their calls and their answers become plain text."""
+    if format_of(template) == HARMONY:
+        return [with_thinking(message) for message in messages]
     if "tool" in (template or ""):
         return messages
     told: list[Json] = []
@@ -176,6 +210,14 @@ def told_messages(messages: list[Json], plan: ToolPlan | None, template: str | N
         functions = json.dumps([tool["function"] for tool in plan.described], ensure_ascii=False)
         told[0] = {**told[0], "content": f"{told[0]['content']}{HOW.format(tools=functions)}"}
     return told
+
+
+def with_thinking(message: Json) -> Json:
+    """A message with its thoughts where harmony's template reads them: with a call it takes one text, as a thought."""
+    texts = [message.get("reasoning_content") or message.get("reasoning")]
+    if message.get("tool_calls"):
+        message, texts = {**message, "content": ""}, [*texts, message["content"]]
+    return {**message, "thinking": "\n".join(map(str, filter(None, texts)))} if any(texts) else message
 
 
 def template_call(field: str, call: Any) -> Json:
@@ -194,24 +236,22 @@ def template_call(field: str, call: Any) -> Json:
 class AnswerStream:
     """One generation's text as the fields of a message: content, reasoning, tool calls."""
 
-    def __init__(self, plan: ToolPlan | None, thinks: bool, opened: bool) -> None:
+    def __init__(self, plan: ToolPlan | None, thinks: bool, opened: bool, harmony: bool = False) -> None:
         self._plan, self._thinks = plan, thinks
+        self._channels = HarmonyStream(() if plan is None else plan.schemas) if harmony else None
         self._reasoning = ReasoningStream(opened)
-        self._tools = None if plan is None or plan.named else ToolStream(plan.format, plan.schemas)
+        self._tools = None if plan is None or plan.named or harmony else ToolStream(plan.format, plan.schemas)
         self.num_calls = 0
         self._is_dropped = False  # what comes now belongs to a call too many
 
     def fields(self, text: str, final: bool, whole: bool) -> Json:
         """What this text adds to the message, or is the whole of it."""
-        thought, text = self._reasoning.push(text, final) if self._thinks else ("", text)
-        calls: list[Json] = []
-        if self._plan is not None and self._plan.named:
-            if text or final:  # the arguments of the named tool are the whole text
-                calls = self._piece(Piece(None if self.num_calls else self._plan.named, text))
-            text = ""
-        elif self._tools is not None:
-            parsed = self._tools.push(text, final)
-            calls, text = [part for piece in parsed.pieces for part in self._piece(piece)], parsed.text
+        if self._channels is not None:
+            thought, parsed = self._channels.push(text, final)
+        else:
+            thought, text = self._reasoning.push(text, final) if self._thinks else ("", text)
+            parsed = self._parsed(text, final)
+        calls, text = [part for piece in parsed.pieces for part in self._piece(piece)], parsed.text
         may_call = self.num_calls > 0 if whole else self._plan is not None
         if self._plan is not None and self._plan.required and self.num_calls:
             text = ""  # the beginning of a call that was cut off
@@ -221,6 +261,15 @@ class AnswerStream:
         if thought or (whole and self._thinks):
             fields |= {"reasoning": thought, "reasoning_content": thought}
         return fields
+
+    def _parsed(self, text: str, final: bool) -> Parsed:
+        """Text after the thoughts, split into text and calls."""
+        if self._tools is not None:
+            return self._tools.push(text, final)
+        if self._plan is None or not self._plan.named:
+            return Parsed(text, ())
+        # The arguments of the named tool are the whole text.
+        return Parsed("", (Piece(None if self.num_calls else self._plan.named, text),) if text or final else ())
 
     def _piece(self, piece: Piece) -> list[Json]:
         """A part of a call as a delta; none of calls beyond the one that the client wants."""

@@ -93,8 +93,11 @@ FORMATS = {
     "llama3_json": Format(None, None, ("<|python_tag|>",), (JSON_HEAD,)),
     "generic": Format(None, None, (), (JSON_HEAD,)),
 }
+HARMONY = "harmony"  # in which calls are messages like any others: harmony.py
+NAMES = (*FORMATS, HARMONY)
 # What a chat template holds -> the format its model writes; the first that fits.
 SIGNS = (
+    ("<|channel|>", HARMONY),
     ("<function=", "qwen3_coder"),
     ("<tool_call>", "hermes"),
     ("[TOOL_CALLS]", "mistral"),
@@ -107,7 +110,7 @@ SIGNS = (
 def format_of(template: str | None, asked: str = "auto") -> str:
     """The name of the format: the one asked for, else the one that the chat template is written for."""
     if asked != "auto":
-        if asked not in FORMATS:
-            raise ConfigError(f"tool_parser={asked!r}: no such format; use auto or one of {', '.join(FORMATS)}")
+        if asked not in NAMES:
+            raise ConfigError(f"tool_parser={asked!r}: no such format; use auto or one of {', '.join(NAMES)}")
         return asked
     return next((name for sign, name in SIGNS if sign in (template or "")), "generic")

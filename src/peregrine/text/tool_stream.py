@@ -30,6 +30,15 @@ class Parsed:
     pieces: tuple[Piece, ...]
 
 
+def add_piece(pieces: list[Piece], piece: Piece) -> None:
+    """Note a piece; more arguments of the call noted last are one piece with it."""
+    if piece.name is None and pieces:
+        last = pieces.pop()
+        piece = replace(last, arguments=last.arguments + piece.arguments)
+    if piece.name is not None or piece.arguments:
+        pieces.append(piece)
+
+
 class ToolStream:
     """Splits the text of one answer into text and calls.
 
@@ -104,7 +113,7 @@ class ToolStream:
         behind = self._held[len(body) :]
         if self._arguments is not None:
             more, rest = self._arguments.feed(body, ended)
-            self._add(Piece(None, more))
+            add_piece(self._pieces, Piece(None, more))
             self._held = rest + behind
             if self._arguments.done:
                 self._arguments = None
@@ -125,7 +134,7 @@ class ToolStream:
             if found and found[1] in self._tools:
                 tagged = head.outer is None
                 self._arguments = TaggedArguments(self._tools[found[1]]) if tagged else JsonArguments(head.outer or 0)
-                self._add(Piece(found[1], ""))
+                add_piece(self._pieces, Piece(found[1], ""))
                 self._called = True
                 self._held = body[found.end() :] + behind
                 return True
@@ -136,7 +145,7 @@ class ToolStream:
         shown = rest.strip(BETWEEN) if self._called else f"{self._opening}{rest}{closing}"
         calls = self._read_whole(rest.strip(BETWEEN) if self._called else rest)
         for call in calls:
-            self._add(Piece(call.name, call.arguments))
+            add_piece(self._pieces, Piece(call.name, call.arguments))
         if self._called or calls:
             self._fresh = self._after_call = True
         self._opening, self._arguments = None, None
@@ -149,14 +158,6 @@ class ToolStream:
         except (ValueError, RecursionError):
             return []
         return calls if all(call.name in self._tools for call in calls) else []
-
-    def _add(self, piece: Piece) -> None:
-        """Note a piece; more arguments of the call noted last are one piece with it."""
-        if piece.name is None and self._pieces:
-            last = self._pieces.pop()
-            piece = replace(last, arguments=last.arguments + piece.arguments)
-        if piece.name is not None or piece.arguments:
-            self._pieces.append(piece)
 
     def _send(self, text: str) -> None:
         """Text that is part of the answer: white space before or between calls is not."""
