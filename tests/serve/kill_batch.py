@@ -75,7 +75,7 @@ def main(model: str, source: Path, target: Path) -> None:
             goal = sizes[-1] + draw.randint(0, 25)  # some are killed before they have written anything
             while num_lines(target) < goal:
                 time.sleep(0.001)
-            time.sleep(draw.uniform(0, 0.03))
+            time.sleep(draw.uniform(0, 0.01))
             os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
         killed += os.WIFSIGNALED(status)

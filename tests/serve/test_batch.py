@@ -368,7 +368,7 @@ def test_killed_twenty_times_it_ends_with_every_line_once(tmp_path: Path) -> Non
     draw = random.Random(7)
     source = write(
         tmp_path / "in.jsonl",
-        [request(str(i), prompt=[5 + i % 200], max_tokens=draw.randint(5, 60), seed=i) for i in range(600)],
+        [request(str(i), prompt=[5 + i % 200], max_tokens=draw.randint(3, 20), seed=i) for i in range(600)],
     )
     target, script = tmp_path / "out.jsonl", str(Path(__file__).parent / "kill_batch.py")
     command = [sys.executable, script, str(tiny_model()), str(source), str(target)]

@@ -9,7 +9,7 @@ from serve.conftest import Served
 from serve.stress import make_good_requests, memory_mib, stress
 from spec.harness import check_pages
 
-REQUESTS, CONCURRENCY = 70, 32
+REQUESTS, CONCURRENCY = 48, 32
 
 
 @pytest.fixture(scope="module")
