@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from peregrine.engine.build import Built
-from peregrine.engine.planning import RoundPlan, WindowPlanner
-from peregrine.engine.request import Request
+from peregrine.engine.planning import AT_REST, RoundPlan, WindowPlanner
+from peregrine.engine.prefill import PromptChunk, held_taps
+from peregrine.engine.request import Held, Request
 from peregrine.engine.round_costs import RoundCosts
 from peregrine.sampling import SamplingParams
 from peregrine.spec.windows import Windows
@@ -130,17 +131,57 @@ def test_logprobs_under_any_plan() -> None:
 
 
 def test_a_row_that_rested_drafts_as_if_it_had_not() -> None:
-    """What a drafter missed meanwhile is absorbed before it drafts again: a perfect drafter stays perfect."""
-    case = Case((5, 9, 200), SamplingParams(temperature=0.0, max_tokens=120, ignore_eos=True))
+    """What a drafter missed meanwhile is absorbed before it drafts again: a perfect drafter stays perfect.
+
+    Rows rest together or while others draft, and their taps are in order when they come back.
+    """
+    params = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
     for options in (DRAFTERS["itself"], DRAFTERS["eagle3"]):
         engine = planned(7, **options).engine
-        output = run(engine, [case])[0]
+        outputs = run(engine, [Case((5, 9, 200 + row), params) for row in range(3)])
         planner = engine.runner.planner
         assert isinstance(planner, RandomPlanner)
         assert planner.rested > 5
         if options is DRAFTERS["itself"]:
-            assert output.stats.correct == output.stats.drafted > 20
+            assert all(output.stats.correct == output.stats.drafted > 20 for output in outputs)
     check_pages(engine)
+
+
+def test_held_taps_are_those_of_their_tokens() -> None:
+    """Of requests that began to rest in different rounds, and whose rows were others then."""
+    first, second = (Request(i, list(range(10)), SamplingParams(), 0, 99) for i in (0, 1))
+    rounds = [torch.full((2, 3), 10.0 * i) + torch.arange(2)[:, None] for i in range(4)]
+    shared: list[Tensor | None] = [rounds[0], rounds[1]]
+    later: list[Tensor | None] = [rounds[2], rounds[3]]
+    first.held = [Held(7, 0, shared), Held(9, 1, later)]
+    second.held = [Held(9, 0, later)]
+    chunks = [PromptChunk(first, 7, 10), PromptChunk(second, 9, 11)]
+    assert held_taps(chunks)[:, 0].tolist() == [0.0, 10.0, 21.0, 20.0, 30.0]
+    assert first.num_held == 4
+
+
+def test_what_is_held_is_dropped_where_drafts_do_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After many rounds without drafts that pay, a request's end costs no more than that of plain decoding."""
+    built = build(**(DRAFTERS["eagle3"] | {"max_rows": 2}))  # type: ignore[arg-type]
+    runner = built.engine.runner
+    costly = RoundCosts({1: 1.0, 8: 50.0}, {1: 5.0}, {1: 5.0}, 3)
+    planner = runner.planner = WindowPlanner(3, costly, looks_up=False)
+    ends, leave = [], runner.leave
+
+    def watched(request: Request) -> None:
+        calls: list[object] = []
+        with monkeypatch.context() as patch:
+            patch.setattr(runner.drafter, "absorb", calls.append)
+            leave(request)
+        ends.append((request.num_held, len(calls)))
+
+    monkeypatch.setattr(runner, "leave", watched)
+    case = Case((5, 9, 200), SamplingParams(temperature=0.0, max_tokens=AT_REST // 2, ignore_eos=True))
+    outputs = [run(built.engine, [case])[0] for _ in range(4)]
+    assert planner.at_rest
+    assert ends[0] == (0, 1), "what the first one held was absorbed"
+    assert ends[-1] == (0, 0), "what the last one held was dropped"
+    assert outputs[0].token_ids == outputs[-1].token_ids
 
 
 def test_packing() -> None:

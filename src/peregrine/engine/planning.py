@@ -5,7 +5,9 @@ of `spec/planner.py`. It changes speed, never a token.
 
 A row that is not drafted for still has to be known to the drafter when it comes back. While some row drafts, the
 drafter absorbs every row's tokens, which costs little beside its other work. While none does, it is not called at all:
-what it has to absorb is held, and read as one prompt-like chunk before the next draft, or before pages are released.
+what it has to absorb is held, and read as one prompt-like chunk before the next draft of that row, or at its end. If
+drafts have not paid for a while, what a request holds at its end is dropped: should a later prompt hit those pages,
+its first drafts are worse, which is seldom and costs less than to absorb every request's text.
 """
 
 from collections import Counter
@@ -15,14 +17,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from peregrine.engine.request import Request
+from peregrine.engine.request import Held, Request
 from peregrine.engine.round_costs import RoundCosts, RoundTimes
 from peregrine.spec.odds import MOST, Guess, Odds
 from peregrine.spec.planner import Costs, plan_depths, trim_windows, worth_taking
 from peregrine.spec.windows import Windows
 
-MAX_HELD = 64  # rounds whose taps are held
-KEPT = 8  # rounds for which the choice of rows to draft for is kept, if the rows stay the same
+MAX_HELD = 256  # rounds whose taps are held
+KEPT, MOST_KEPT = 8, 64  # rounds for which rows are chosen to be drafted for; twice as many each time that none is
+AT_REST = 128  # rounds without drafts that pay, after which none is expected to
 PROBE_EVERY = 256  # rounds; sooner while there were few
 PROBE_DEPTHS = (3, 1, 2)  # drafts of a row in a probe
 LOOK_AHEAD = 4  # drafts that are planned before the first is made; further ones are decided step by step
@@ -42,8 +45,9 @@ class RoundPlan:
         self.steps: list[int] = []  # rows of each step of the drafter
         self.expected = 0.0  # tokens of this round
         self.probe = 0  # drafts that each of these rows gets, to learn what they cost and whether they are right
-        self._active = drafted
+        self.drafted = self._active = drafted
         self._tokens = len(lens)  # of the next round, as far as it is planned
+        self._held: list[Tensor | None] | None = None
 
     def add(self, chances: Tensor) -> None:
         self.steps.append(len(self._active))
@@ -79,11 +83,15 @@ class RoundPlan:
         return torch.tensor([len(line) for line in self.guesses])
 
     def hold(self, taps: Tensor | None) -> None:
-        lines = [None] * len(self.requests) if taps is None else taps.flatten(0, -2).unbind()
-        for request, line in zip(self.requests, lines, strict=True):
-            if not request.held:
-                request.held_from = request.num_tokens - 1
-            request.held.append(line)
+        holding = [row for row, request in enumerate(self.requests) if self.rests or request.held]
+        if not holding:
+            return
+        requests, lens = self.requests, self.windows.lens
+        if self._held is None or any(not r.held or r.held[-1].taps is not self._held for r in requests):
+            self._held = []
+            for row in holding:
+                requests[row].held.append(Held(requests[row].num_tokens - 1, sum(lens[:row]), self._held))
+        self._held.append(None if taps is None else taps.flatten(0, -2))
 
     def force(self, forced: Tensor) -> None:
         for line, known in zip(self.guesses, (forced >= 0).long().cumprod(dim=1).sum(dim=1).tolist(), strict=True):
@@ -116,7 +124,10 @@ class WindowPlanner:
         self._planned: list[int] = []  # ids of the requests that `_drafted` was chosen for
         self._drafted: list[int] = []  # rows that are drafted for
         self._due = 0  # the round after which they are chosen anew
+        self._kept = KEPT
+        self._paid = 0  # the last round in which drafts were expected to pay
         self._resting: RoundPlan | None = None  # the last plan, if it lets all rows rest
+        self._repeated = 0  # how often it was repeated
 
     def odds(self, request: Request) -> Odds:
         return self._odds[request.params.temperature > 0]
@@ -142,19 +153,31 @@ class WindowPlanner:
         if self._planned != [request.id for request in requests]:
             return None
         self._rounds += 1
+        self._repeated += 1
         return self._resting
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether no draft has been expected to pay for a while."""
+        return self._rounds - self._paid > AT_REST
 
     def plan(self, requests: Sequence[Request], offered: Sequence[int]) -> RoundPlan:
         """The plan of the next round of the requests in these rows, whose windows hold so many drafts."""
         if self.measured.changed:
             self.costs = self.measured.costs()
-        ids = [request.id for request in requests]
+        if self._resting is not None and self._repeated:
+            for request in self._resting.requests:
+                request.odds.fade(self._repeated)
+        self._repeated, ids = 0, [request.id for request in requests]
         if ids != self._planned or self._rounds >= self._due:
             means = {sampled: odds.means_by_depth(LOOK_AHEAD) for sampled, odds in self._odds.items()}
             survivals = [self._expected(request, means[request.params.temperature > 0]) for request in requests]
             following = plan_depths(self.costs, survivals)
-            self.rate, self._planned, self._due = following.rate, ids, self._rounds + KEPT
             self._drafted = [row for row, depth in enumerate(following.depths) if depth]
+            resting = ids == self._planned and not self._drafted
+            self._kept = min(MOST_KEPT, 2 * self._kept) if resting else KEPT
+            self.rate, self._planned, self._due = following.rate, ids, self._rounds + self._kept
+            self._paid = self._rounds if self._drafted else self._paid
         drafted = self._drafted
         probe = self._next_probe(requests)
         if self.looks_up:
@@ -184,11 +207,12 @@ class WindowPlanner:
             self._next = self._rounds + min(PROBE_EVERY, 4 << self._probes)
         return depth
 
-    def must_absorb(self, plan: RoundPlan) -> bool:
-        """Whether the drafter has to absorb what is held before this round."""
-        return any(request.held for request in plan.requests) and (
-            not plan.rests or max(len(request.held) for request in plan.requests) >= MAX_HELD
-        )
+    def must_absorb(self, plan: RoundPlan) -> list[Request]:
+        """Whose held taps the drafter has to absorb before this round."""
+        if any(request.num_held >= MAX_HELD for request in plan.requests):
+            return list(plan.requests)
+        windows = [row for row, length in enumerate(plan.windows.lens) if length > 1]  # a grammar forced their drafts
+        return [plan.requests[row] for row in {*plan.drafted, *windows}]
 
     def choose_verified(self, requests: Sequence[Request], offered: Sequence[int]) -> list[int]:
         """How many drafts of each row are verified."""
@@ -211,8 +235,6 @@ class WindowPlanner:
 
     def note_rest(self, plan: RoundPlan) -> None:
         """Count a round that only repeated a plan."""
-        for request in plan.requests:
-            request.odds.fade()
         count = len(plan.requests)
         self.record.windows[1] += count
         self.record.rounds["plain"] += 1

@@ -86,21 +86,35 @@ def absorb_held(drafter: Drafter, requests: Sequence[Request], page_size: int, d
     """Let the drafter absorb what it missed while no row was drafted for, all in one chunk."""
     chunks = []
     for request in requests:
-        count = min(len(request.held), request.num_tokens - 1 - request.held_from)
-        if count > 0:
-            chunks.append(PromptChunk(request, request.held_from, request.held_from + count))
+        start = request.held[0].start if request.held else 0
+        end = min(start + request.num_held, request.num_tokens - 1)
+        if end > start:
+            chunks.append(PromptChunk(request, start, end))
     if chunks:
-        taps = [row for chunk in chunks for row in chunk.request.held[: chunk.end - chunk.start] if row is not None]
+        taps = held_taps(chunks) if drafter.taps else None
         drafter.absorb(
             Chunk(
                 tokens=upload(chunk_tokens(chunks), device),
                 next_tokens=upload(chunk_tokens(chunks, 1), device),
-                taps=torch.stack(taps) if taps else None,
+                taps=taps,
                 metadata=chunk_metadata(chunks, page_size, device),
             )
         )
     for request in requests:
         request.held = []
+
+
+def held_taps(chunks: Sequence[PromptChunk]) -> Tensor:
+    """The held taps of the chunks' tokens: [N, taps * H]."""
+    rounds: dict[int, Tensor] = {}  # taps of several rows are held together
+    found = []
+    for chunk in chunks:
+        for held in chunk.request.held:
+            if id(held.taps) not in rounds:
+                rounds[id(held.taps)] = torch.stack([taps for taps in held.taps if taps is not None])
+        lines = [rounds[id(held.taps)][:, held.line] for held in chunk.request.held]
+        found.append(torch.cat(lines)[: chunk.end - chunk.start])
+    return torch.cat(found)
 
 
 def _score(target: BoundModel, hidden: Tensor, following: Tensor, chunks: list[PromptChunk]) -> None:

@@ -126,8 +126,8 @@ class Runner:
         if self.planner is not None:
             repeated = None if features.masked else self.planner.rest_again(requests)
             plan = repeated or self._plan(self.planner, requests, rows)
-            if self.planner.must_absorb(plan):
-                self.absorb_held(requests)
+            if repeated is None:
+                self.absorb_held(self.planner.must_absorb(plan))
         windows = None
         ahead = self.ahead
         foreseen = None if ahead is None or features.masked else ahead[0].plan(requests, rows.count)
@@ -179,6 +179,12 @@ class Runner:
         """Let the drafter read what these requests hold for it."""
         if any(request.held for request in requests):
             absorb_held(self.drafter, requests, self.seats.page_size, self.device)
+
+    def leave(self, request: Request) -> None:
+        """The request leaves its seat: what it holds is absorbed, or dropped if drafts do not pay for anyone."""
+        if self.planner is not None and self.planner.at_rest:
+            request.held = []
+        self.absorb_held([request])
 
     def _times(self, began: float) -> RoundTimes:
         """Milliseconds of the round that began then and has just been done."""

@@ -55,10 +55,10 @@ class RequestOdds:
     def factor(self) -> float:
         return (self.right + OWN_PRIOR) / (self.expected + OWN_PRIOR)
 
-    def fade(self) -> None:
-        """A round has passed: old verdicts count less, so that a request that rests is tried again."""
-        self.expected *= OWN_MEMORY
-        self.right *= OWN_MEMORY
+    def fade(self, rounds: int = 1) -> None:
+        """Rounds have passed: old verdicts count less, so that a request that rests is tried again."""
+        self.expected *= OWN_MEMORY**rounds
+        self.right *= OWN_MEMORY**rounds
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,10 +141,11 @@ def propose(
         forced = forced[:, : whole.shape.depth]
     seen = seen_by(state, verified.places.past_lens, taps, features, whole.shape.depth, forced, verified.layout, plan)
     if plan is not None and plan.rests:
-        plan.hold(taps)
         whole.offered.zero_()
     else:
         whole.keep(drafter.propose(seen))
+    if plan is not None:
+        plan.hold(taps)
     if forced is not None:
         whole.offer_forced(forced)
         if plan is not None:

@@ -143,7 +143,7 @@ class Plan(Layout, Protocol):
         """How many drafts each row got: [R]."""
 
     def hold(self, taps: Tensor | None) -> None:
-        """Keep what the drafter has not absorbed, [R, taps * H]."""
+        """After the drafter: keep the taps, packed as windows are, of rows whose tokens it did not absorb in order."""
 
     def force(self, forced: Tensor) -> None:
         """Note the drafts that grammars leave no choice about, [R, K]; -1: they do."""
