@@ -15,11 +15,13 @@ from peregrine.cli.main import main
 from peregrine.llm import LLM
 from peregrine.models.loading import load_decoder
 from peregrine.sampling import SamplingParams
+from peregrine.train.block import fresh_block_head
 from peregrine.train.head import fresh_head
 from peregrine.train.head_run import HeadRun
-from peregrine.train.make_head import copy_weights
+from peregrine.train.make_head import copy_weights, new_head
 from peregrine.train.merlin.pretrain import PretrainOptions
 from peregrine.train.merlin.recipe import MerlinOrder, Shape, make_merlin, make_target
+from peregrine.train.options import DFLASH, HeadOptions, HeadOrder
 from peregrine.train.rows import Rows
 from peregrine.train.run import load_state
 from peregrine.train.samples import Samples
@@ -304,6 +306,17 @@ def test_a_head_starts_from_one_with_other_draft_tokens() -> None:
         assert torch.equal(got[name], given[name]), name
     assert torch.equal(got["head.weight"][1:3], given["head.weight"][1:])
     assert torch.equal(got["head.weight"][[0, 3]], fresh[[0, 3]])
+
+
+def test_a_block_head_keeps_the_mask_token_of_the_one_it_starts_from(tmp_path: Path) -> None:
+    target = load_decoder(tiny_model(), pack=False).requires_grad_(False)
+    order = HeadOrder("", (), tmp_path, kind=DFLASH, options=HeadOptions(unroll=3))
+    samples = Samples.pack([np.arange(1, 300)], [1])  # the token that never occurs is 0
+    made = [
+        new_head(order, target, samples, None, start)
+        for start in (None, fresh_block_head(target, (1, 2), None, order, 7))
+    ]
+    assert [head.config.mask_token for head in made] == [0, 7]
 
 
 def test_merlin_is_made_end_to_end_and_finds_its_head(toy: Path, tmp_path: Path) -> None:

@@ -114,11 +114,12 @@ def train_head(order: HeadOrder, folder: Path, samples: Samples, device: torch.d
     target.requires_grad_(False)
     config = target.config
     ids = draft_ids(samples, order.draft_vocab, config.vocab_size, config.eos_ids)
-    head = new_head(order, target, samples, ids)
+    start = None if order.start is None else load_head(order.start, target, device, torch.float32, pack=False)
+    head = new_head(order, target, samples, ids, start)
     if not (order.work / UNTRAINED).exists():
         save_head(head, order.work / UNTRAINED, torch.bfloat16)
-    if order.start is not None:
-        copy_weights(head, load_head(order.start, target, device, torch.float32, pack=False), order.start)
+    if start is not None and order.start is not None:
+        copy_weights(head, start, order.start)
     texts = Samples.load(order.lessons / TEXTS) if order.text_tokens else None
     epoch = with_texts(samples, texts)
     rows = SampleRows(epoch, fitting_row_len(epoch))
@@ -143,15 +144,16 @@ def train_head(order: HeadOrder, folder: Path, samples: Samples, device: torch.d
 
 
 def new_head(
-    order: HeadOrder, target: Decoder, samples: Samples, ids: NDArray[np.int64] | None
+    order: HeadOrder, target: Decoder, samples: Samples, ids: NDArray[np.int64] | None, start: DraftHead | None
 ) -> Eagle3Head | BlockHead:
-    """An untrained head of the kind that is asked for."""
+    """An untrained head of the kind that is asked for, with the mask token of the head it will start from."""
     num_layers = target.config.num_layers
     if order.kind == EAGLE3:
         return fresh_head(target, order.taps or pick_taps(num_layers), ids, order.options.seed, order.mlp)
     # The mask token is the one that occurs least in what the target writes.
-    counts = np.bincount(samples.written(), minlength=target.config.vocab_size)
-    return fresh_block_head(target, order.taps or pick_block_taps(num_layers), ids, order, int(counts.argmin()))
+    rarest = int(np.bincount(samples.written(), minlength=target.config.vocab_size).argmin())
+    mask_token = start.config.mask_token if isinstance(start, BlockHead) else rarest
+    return fresh_block_head(target, order.taps or pick_block_taps(num_layers), ids, order, mask_token)
 
 
 def copy_weights(head: Eagle3Head | BlockHead, start: DraftHead, folder: Path) -> None:
