@@ -160,6 +160,23 @@ def test_held_taps_are_those_of_their_tokens() -> None:
     assert first.num_held == 4
 
 
+def test_who_holds_taps() -> None:
+    """All rows while none drafts; in other rounds those whose tokens wait already, so that none is left out."""
+    requests = [Request(i, list(range(6 + i)), SamplingParams(), 0, 99) for i in range(3)]
+    planner = WindowPlanner(2, RoundCosts(dict(COSTS), dict(COSTS), dict(COSTS), 2), looks_up=False)
+    resting = RoundPlan(planner, requests[:2], [1, 1], [])
+    for number in range(2):
+        resting.hold(torch.full((2, 4), float(number)))
+    assert [(held.start, held.line, len(held.taps)) for held in requests[1].held] == [(6, 1, 2)]
+    requests[1].tokens += [1, 2]
+    drafting = RoundPlan(planner, requests, [1, 1, 3], [0, 2])
+    assert {request.id for request in planner.must_absorb(drafting)} == {0, 2}
+    requests[0].held = []
+    drafting.hold(torch.arange(20.0).view(5, 4))
+    assert [request.num_held for request in requests] == [0, 3, 0]
+    assert held_taps([PromptChunk(requests[1], 6, 9)])[:, 0].tolist() == [0.0, 1.0, 4.0]
+
+
 def test_what_is_held_is_dropped_where_drafts_do_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     """After many rounds without drafts that pay, a request's end costs no more than that of plain decoding."""
     built = build(**(DRAFTERS["eagle3"] | {"max_rows": 2}))  # type: ignore[arg-type]
