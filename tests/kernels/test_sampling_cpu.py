@@ -8,7 +8,16 @@ from kernels.exact_sampling import Params, sampling_of
 from peregrine.kernels.runtime.cpu import NUMBA_PRESENT
 from peregrine.kernels.sampling.filters import MASS, lowest_kept, lowest_kept_torch, masses, masses_torch
 from peregrine.kernels.sampling.noise import gumbel
-from peregrine.kernels.sampling.reference import Features, choose, choose_torch, pick, pick_scores, pick_scores_torch
+from peregrine.kernels.sampling.reference import (
+    Features,
+    choose,
+    choose_torch,
+    pick,
+    pick_scores,
+    pick_scores_torch,
+    top_chances,
+    top_chances_torch,
+)
 
 if not NUMBA_PRESENT:
     pytest.skip("numba is not installed", allow_module_level=True)
@@ -249,3 +258,17 @@ def test_half_precision_takes_the_twin(features):
     expected = choose_torch(logits, positions, sampling, features, None)
     assert torch.equal(choose(logits, positions, sampling, features, None), expected)
     assert torch.equal(picked_of(logits, positions, None, sampling, features), expected)
+
+
+@pytest.mark.parametrize("width", [1, 15, 16, 300, 4097])
+def test_top_chances_are_the_twins(width):
+    """One row or many, any width; what is not a number has no chance."""
+    scores = 4 * torch.randn(5, width, generator=torch.Generator().manual_seed(width))
+    scores[2] = scores[2] * 1e-3
+    scores[3, 0] = 1e30
+    got = top_chances(scores)
+    torch.testing.assert_close(got, top_chances_torch(scores), rtol=1e-5, atol=0)
+    assert torch.equal(top_chances(scores[1:2]), got[1:2])
+    scores[4, width // 2] = torch.nan
+    assert top_chances(scores)[4] == top_chances_torch(scores)[4] == 0
+    assert torch.equal(top_chances(scores)[:4], got[:4])

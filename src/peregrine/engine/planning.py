@@ -28,6 +28,7 @@ KEPT, MOST_KEPT = 8, 64  # rounds for which rows are chosen to be drafted for; t
 AT_REST = 128  # rounds without drafts that pay, after which none is expected to
 PROBE_EVERY = 256  # rounds; sooner while there were few
 PROBE_DEPTHS = (3, 1, 2)  # drafts of a row in a probe
+NOBODY = torch.zeros(0, dtype=torch.int64)
 LOOK_AHEAD = 4  # drafts that are planned before the first is made; further ones are decided step by step
 
 
@@ -75,12 +76,15 @@ class RoundPlan:
         count, _ = worth_taking(planner.costs, chances, self._tokens, planner.rate, depth < planner.costs.steps)
         if count == len(active):
             return None
+        if not count:
+            return NOBODY
         kept = sorted(place for _, place in survivals[:count])
         self._active = [active[place] for place in kept]
         return torch.tensor(kept, dtype=torch.int64)
 
-    def depths(self) -> Tensor:
-        return torch.tensor([len(line) for line in self.guesses])
+    def depths(self) -> Tensor | int:
+        depths = [len(line) for line in self.guesses]
+        return depths[0] if depths.count(depths[0]) == len(depths) else torch.tensor(depths)
 
     def hold(self, taps: Tensor | None) -> None:
         holding = [row for row, request in enumerate(self.requests) if self.rests or request.held]

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from peregrine.kernels.round import AheadPlaces
-from peregrine.kernels.sampling import pick
+from peregrine.kernels.sampling import pick, top_chances
 from peregrine.spec.readers import DraftReader
 from peregrine.spec.types import Chunk, Drafts, DraftShape, Seen
 from peregrine.spec.windows import Plan
@@ -49,11 +49,9 @@ class ChainDrafter:
             some, rows = seen.drafted(), plan.rows
             ahead = self._ahead(some, self.shape.depth)
             for step in range(self.shape.depth):
-                picked = tokens.new_empty(len(hidden))
-                plan.add(top_chances(self._pick(some, ahead, step, hidden, picked)))
-                if rows is None:
-                    tokens[step].copy_(picked)
-                else:
+                picked = tokens[step] if rows is None else tokens.new_empty(len(hidden))
+                plan.add(top_chances(self._pick(some, ahead, step, hidden, picked)[:, 0]))
+                if rows is not None:
                     tokens[step].index_copy_(0, rows, picked)
                 kept = plan.go_on()
                 if kept is not None:
@@ -82,11 +80,6 @@ class ChainDrafter:
         if seen.forced is not None:  # what a grammar leaves no choice about is taken as given
             out.copy_(torch.where(seen.forced[:, step] >= 0, seen.forced[:, step], out))
         return logits
-
-
-def top_chances(scores: Tensor) -> Tensor:
-    """The largest probability of each line of scores: [n, 1, Vd] -> [n]."""
-    return scores[:, 0].softmax(dim=1).amax(dim=1)
 
 
 def only(ahead: AheadPlaces, rows: Tensor) -> AheadPlaces:

@@ -8,6 +8,7 @@ has one factor: how many of its drafts were right over how many the engine's cou
 from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,8 +62,7 @@ class RequestOdds:
         self.right *= OWN_MEMORY**rounds
 
 
-@dataclass(frozen=True, slots=True)
-class Guess:
+class Guess(NamedTuple):
     """One draft: what the drafter said of it, and its chance."""
 
     depth: int

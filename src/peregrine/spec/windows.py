@@ -139,8 +139,8 @@ class Plan(Layout, Protocol):
     def go_on(self) -> Tensor | None:
         """The rows that get one draft more, as places [m] among those that got the last; None: all of them."""
 
-    def depths(self) -> Tensor:
-        """How many drafts each row got: [R]."""
+    def depths(self) -> Tensor | int:
+        """How many drafts each row got: [R], or one for all rows."""
 
     def hold(self, taps: Tensor | None) -> None:
         """After the drafter: keep the taps, packed as windows are, of rows whose tokens it did not absorb in order."""

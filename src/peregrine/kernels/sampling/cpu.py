@@ -225,6 +225,16 @@ def masses(scores: Tensor, best: Tensor) -> Tensor:
     return found
 
 
+def top_chances(scores: Tensor) -> Tensor:
+    """The largest probability of each line of scores [n, V] f32 on the CPU: [n]."""
+    scores = scores.contiguous()
+    num_rows, width = scores.shape
+    found = scores.new_empty(num_rows)
+    pieces = pieces_for(num_rows, scores.numel(), SERIAL_WORK)
+    _top_chances(pieces, scores.data_ptr(), found.data_ptr(), num_rows, width)
+    return found
+
+
 def mask(scores: Tensor, masks: Masks) -> Tensor:
     """Scores [R, T, V] f32 on the CPU with illegal tokens at -inf, in rows that have masks."""
     scores, rows, words = scores.contiguous(), masks.rows.contiguous(), masks.words.contiguous()
@@ -273,6 +283,32 @@ def _weigh(context: Any, scores: Any, best: Any, weights: Any, count: Any) -> An
         return codegen.get_dummy_value()
 
     return types.void(types.int64, types.float32, types.int64, types.int64), build
+
+
+@intrinsic
+def _sum_of_shares(context: Any, scores: Any, best: Any, count: Any) -> Any:
+    """(scores, best, count) -> the sum of exp(score - best) over so many scores at an address."""
+
+    def build(codegen: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
+        scores = builder.inttoptr(arguments[0], FLOAT.as_pointer())
+        best, count = arguments[1], arguments[2]
+
+        def take(carried: list[ir.Value], first: ir.Value, step: int) -> list[ir.Value]:
+            below = builder.fsub(
+                load_vector(builder, builder.gep(scores, [first]), step), _broadcast(builder, best, step)
+            )
+            return [builder.fadd(carried[0], exponential(builder, below))]
+
+        whole = builder.sub(count, builder.srem(count, INT64(LANES)))
+        none = ir.Constant(ir.VectorType(FLOAT, LANES), [0.0] * LANES)
+        sums = counted_loop(builder, INT64(0), whole, LANES, [none], take)[0]
+        total = ir.Constant(FLOAT, 0.0)
+        for lane in range(LANES):
+            total = builder.fadd(total, builder.extract_element(sums, INT32(lane)))
+        rest = counted_loop(builder, whole, count, 1, [_broadcast(builder, total, 1)], take)[0]
+        return builder.extract_element(rest, INT32(0))
+
+    return types.float32(types.int64, types.float32, types.int64), build
 
 
 @njit
@@ -586,6 +622,21 @@ def _choose_nodes(block):  # type: ignore[no-untyped-def]
                 key = key_of(seeds[row], positions[place])
                 token = _draw(start, width, maxima, hashes, divisor, lowest, key, ids, token)
             tokens[place] = token
+        piece = claim(words)
+
+
+@cpu_kernel("q" * 4)
+def _top_chances(block):  # type: ignore[no-untyped-def]
+    words = words_of(block)
+    pieces, scores, rows, width = words[1], words[2], words[4], words[5]
+    found = floats_at(words[3], rows)
+    piece = claim(words)
+    while piece < pieces:
+        for row in range(piece * rows // pieces, (piece + 1) * rows // pieces):
+            start = scores + row * width * 4
+            best = span(floats_at(start, width), width)[1]
+            chance = ONE / _sum_of_shares(start, best, width)
+            found[row] = chance if chance > 0 else np.float32(0)
         piece = claim(words)
 
 

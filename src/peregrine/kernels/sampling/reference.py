@@ -230,6 +230,19 @@ def pick_torch(
     out.copy_(ids if target_ids is None else target_ids[ids])
 
 
+def top_chances(scores: Tensor) -> Tensor:
+    """The largest probability of each line of scores: [n, V] -> [n] f32; 0 where scores are not numbers."""
+    if numba_ready(scores):
+        chances: Tensor = _cpu.top_chances(scores)
+        return chances
+    return top_chances_torch(scores)
+
+
+def top_chances_torch(scores: Tensor) -> Tensor:
+    """The torch twin of `top_chances`."""
+    return scores.float().softmax(dim=1).amax(dim=1).nan_to_num(0.0)
+
+
 def logprobs(
     logits: Tensor, tokens: Tensor, path: Tensor | None, asked: Tensor | None, count: int
 ) -> tuple[Tensor, Tensor, Tensor]:
