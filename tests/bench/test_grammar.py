@@ -1,6 +1,7 @@
 """`peregrine bench grammar`: every figure is there, forced tokens are drafted; idle time is that between parts."""
 
 import itertools
+import re
 
 import pytest
 
@@ -39,6 +40,11 @@ def test_a_vocabulary_grows_to_the_size_of_a_shape() -> None:
     large = grown(merlin, 20000)
     assert large.vocab_size == len(large.backend.get_vocab()) == 20000
     assert large.decode(large.encode("a Falcon, über {}")) == "a Falcon, über {}"
+    new = [large.token_bytes(token) for token in range(8192, 20000)]
+    odd = [
+        token for token in new if re.search(rb'["\\\x00-\x1f\x7f]', token) or "\ufffd" in token.decode(errors="replace")
+    ]
+    assert 0.01 < len(odd) / len(new) < 0.02  # as in a public vocabulary: what a mask in a string costs depends on it
     end = frozenset({large.eos_id or 0})
     constraint = SamplingParams(regex="[a-z]{5}").constraint
     assert constraint is not None

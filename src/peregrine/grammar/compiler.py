@@ -23,6 +23,9 @@ MAX_KEPT = 128  # compiled grammars
 JSON_OPTIONS = {"whitespace_flexible": False, "lenient": False, "coerce_one_of": False}
 # A fifth and a quarter of the library's own limits, with which a hostile regex took seconds for its first mask.
 LIMITS = {"initial_lexer_fuel": 200_000, "step_lexer_fuel": 50_000, "verbose_errors": False}
+# Tokens of a string of JSON, by their characters: where so many fit, all of them are legal at once. The library's own
+# steps are 10 and 30, with which masks near a string's maxLength take one and a half times as long.
+STRING_STEPS = (2, 4, 6, 8, 10, 12, 14, 16, 30)
 MAX_PROBLEM = 300  # characters of the library's own explanation
 REGEX_PROBLEM = re.compile(r".* error: (.*?) 1 \| start:")  # around it stands the grammar that holds the expression
 
@@ -65,7 +68,10 @@ class GrammarCompiler:
         # The library must name some end token; a model without one has its matchers refused above unless the request
         # brings its own, and those are added to the masks by the matcher.
         ends = list(self._eos_ids) or [self._vocab_size - 1]
-        return LLTokenizer(self._tokenizer.backend.to_str(), n_vocab=self._vocab_size, eos_token=ends)
+        spaces, *_, strings = LLTokenizer.general_slices()  # the last one is for strings of any length
+        slices = [spaces, *(f"{strings.removesuffix('+')}{{1,{most}}}" for most in STRING_STEPS), strings]
+        text = self._tokenizer.backend.to_str()
+        return LLTokenizer(text, n_vocab=self._vocab_size, eos_token=ends, slices=slices)
 
 
 def compile_constraint(constraint: Constraint, tokenizer: Any) -> Any:
