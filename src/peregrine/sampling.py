@@ -64,7 +64,8 @@ class SamplingParams:
 
     At most one of json_schema, json_object, regex, grammar and choice constrains the text: tokens that cannot be part
     of it are never chosen, and the text ends when it is complete, or where it may end and the model ends it. JSON is
-    written without white space. `min_tokens` gives way where the text is complete.
+    written without white space, and without properties that its schema neither lists nor mentions. `min_tokens` gives
+    way where the text is complete.
 
     None means the default, except for max_tokens, where it means the rest of the context. Numbers of numpy are taken as
     Python's. A value that cannot be honoured raises RequestError with the field, the value and what to pass instead.

@@ -34,6 +34,7 @@ CODE = r"[a-z]{2}-\d{2}"
 ASKED = {
     "OpenAI": ({"response_format": {"type": "json_schema", "json_schema": {"name": "b", "schema": SCHEMA}}}, is_bird),
     "vLLM json": ({"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}}, is_bird),
+    "vLLM json, open": ({"structured_outputs": {"json": OPEN}}, is_bird),
     "vLLM json, closed": ({"structured_outputs": {"json": OPEN, "disable_additional_properties": True}}, is_bird),
     "vLLM, an older body": ({"guided_json": SCHEMA, "guided_decoding_backend": "xgrammar:no-fallback"}, is_bird),
     "vLLM regex": ({"structured_outputs": {"regex": CODE}}, is_code),
@@ -108,7 +109,7 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
         "use name, description, schema, strict",
     ),
     "structured_outputs.regex": ({"structured_outputs": {"regex": "((x{999}){999}){999}"}}, "is too complex"),
-    "structured_outputs.structural_tag": ({"structured_outputs": {"structural_tag": "{}"}}, "is not supported"),
+    "structured_outputs.structural_tag": ({"structured_outputs": {"structural_tag": "{}"}}, "as tools with"),
     "structured_outputs": ({"structured_outputs": {}}, "asks for nothing"),
     "guided_choice": ({"guided_choice": []}, "is empty"),
     "regex": ({"regex": "(a"}, "unclosed group"),

@@ -235,6 +235,17 @@ def is_legal(llm: LLM, asked: dict[str, object], text: str) -> bool:
     return matcher.advance(ids) == len(ids) and matcher.state.is_accepting()
 
 
+def test_json_has_no_properties_that_its_schema_does_not_mention(server: Served) -> None:
+    listed = {"type": "object", "properties": {"a": {"const": 1}}}
+    for schema, legal in (
+        (listed, False),
+        ({**listed, "additionalProperties": True}, True),
+        ({"type": "object"}, True),
+    ):
+        assert is_legal(server.llm, {"guided_json": schema}, '{"a":1,"b":2}') == legal
+        assert is_legal(server.llm, {"guided_json": schema}, '{"a":1}')
+
+
 @pytest.mark.parametrize("format", CALLS)
 def test_strict_tools_are_held_to_their_schemas_where_the_model_decides(server: Served, format: str) -> None:
     strict = {"type": "function", "function": {**FLY["function"], "strict": True}}  # type: ignore[dict-item]

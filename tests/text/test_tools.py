@@ -194,7 +194,10 @@ def test_a_tools_arguments_are_closed_where_its_schema_leaves_them_open() -> Non
         "properties": {"a": {"items": closed_inner}, "b": {"anyOf": [closed_inner, {"type": "object"}]}},
         "$defs": {"c": closed_inner},
     }
-    for stays in ({"additionalProperties": True}, {"patternProperties": {}}, {"allOf": [inner]}, {"$ref": "#/$defs/x"}):
+    for stays in (
+        *({"additionalProperties": True}, {"patternProperties": {}}, {"allOf": [inner]}, {"$ref": "#/$defs/x"}),
+        *({"required": ["others"]}, {"minProperties": 2}, {"propertyNames": {"maxLength": 3}}),
+    ):
         assert closed(inner | stays) == inner | stays
 
 

@@ -15,6 +15,7 @@ from peregrine.errors import RequestError
 from peregrine.grammar.matcher import Matcher, MatcherLimits
 from peregrine.sampling import Constraint
 from peregrine.text.tokenizer import Tokenizer
+from peregrine.text.tools import closed
 
 GRAMMARS_PRESENT = importlib.util.find_spec("llguidance") is not None
 INSTALL = "run: pip install llguidance"
@@ -101,7 +102,8 @@ def library_grammar(constraint: Constraint) -> str:
 
     match constraint.kind:
         case "json_schema":
-            return str(LLMatcher.grammar_from_json_schema(constraint.text, overrides=JSON_OPTIONS))
+            schema = dict(closed(json.loads(constraint.text)))
+            return str(LLMatcher.grammar_from_json_schema(schema, overrides=JSON_OPTIONS))
         case "json_object":
             return str(LLMatcher.grammar_from_json_schema('{"type":"object"}', overrides=JSON_OPTIONS))
         case "regex":
@@ -135,7 +137,7 @@ def lark_definition(constraint: Constraint) -> str | None:
         case "choice":
             return f"ANSWER: {choice_in_lark(constraint.text)}"
         case "json_schema" | "json_object":
-            schema = json.loads(constraint.text or '{"type": "object"}')
+            schema = closed(json.loads(constraint.text or '{"type": "object"}'))
             return f"answer: %json {json.dumps({**schema, 'x-guidance': JSON_OPTIONS})}"
     return None
 

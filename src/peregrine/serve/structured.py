@@ -11,6 +11,7 @@ from peregrine.sampling import check_schema
 from peregrine.text.tools import closed
 
 FORMATS = "text, json_object or json_schema"
+AS_TOOLS = 'send what the tags stand for as tools with "strict": true'
 WITHOUT_SPACES = "JSON is written without white space; leave it out"
 # Fields of a body -> the sampling parameter they are.
 SAME = {
@@ -29,7 +30,7 @@ OUTPUTS = {
     "choice": "choice",
     "grammar": "grammar",
     "json_object": "json_object",
-    "disable_additional_properties": None,
+    "disable_additional_properties": None,  # as ever
     "disable_any_whitespace": None,
     "disable_fallback": None,
 }
@@ -96,14 +97,15 @@ def answer_schema(asked: Asked) -> dict[str, Any]:
         raise RequestError(asked.field, asked.value, problem, "set tool_choice to none, or ask for JSON by a schema")
     check_schema(asked.field, asked.value)
     schema: Any = asked.value
-    return dict(json.loads(schema) if isinstance(schema, str) else schema)
+    return dict(closed(json.loads(schema) if isinstance(schema, str) else schema))
 
 
 def response_format(given: dict[str, Any]) -> list[Asked]:
     """OpenAI's field; a schema is honoured whether or not it is called strict."""
     kind = given.get("type")
     if kind not in ("text", "json_object", "json_schema"):
-        raise RequestError("response_format.type", kind, "is not supported", f"use {FORMATS}")
+        remedy = AS_TOOLS if kind == "structural_tag" else f"use {FORMATS}"
+        raise RequestError("response_format.type", kind, "is not supported", remedy)
     known = ("type", "json_schema") if kind == "json_schema" else ("type",)
     refuse_unknown("response_format", given, known)
     if kind == "text":
@@ -133,12 +135,10 @@ def structured_outputs(given: dict[str, Any]) -> list[Asked]:
         if value is None or value is False:
             continue
         if name not in OUTPUTS:
-            remedy = WITHOUT_SPACES if name == "whitespace_pattern" else f"use one of {', '.join(OUTPUTS)}"
+            others = {"whitespace_pattern": WITHOUT_SPACES, "structural_tag": AS_TOOLS}
+            remedy = others.get(name, f"use one of {', '.join(OUTPUTS)}")
             raise RequestError(field, value, "is not supported", remedy)
         option = OUTPUTS[name]
-        if option == "json_schema" and given.get("disable_additional_properties") is True:
-            check_schema(field, value)
-            value = closed(json.loads(value) if isinstance(value, str) else value)
         if option is not None:
             asked.append(Asked(field, option, value))
     if not asked:

@@ -36,11 +36,12 @@ def moved(schema: object, root: str) -> object:
     return [moved(item, root) for item in schema] if isinstance(schema, list) else schema
 
 
+OTHERS = ("patternProperties", "propertyNames", "minProperties", "dependentRequired")  # are about any property
 APPLIED = ("$ref", "anyOf", "oneOf", "if", "dependentSchemas")  # keywords that add to what stands beside them
 
 
 def closed(schema: Mapping[str, object]) -> Mapping[str, object]:
-    """The schema without properties that it does not list, where it leaves them open: a function takes no others.
+    """The schema without properties that it does not list, where it does not mention them: nobody expects others.
 
     What it allows then, it allowed before. A schema that combines others is left as it is: each part lists only some.
     """
@@ -71,7 +72,9 @@ def close(schema: Mapping[str, object]) -> dict[str, object]:
             shut[key] = [inside(part) for part in value]
         elif key == "items":
             shut[key] = inside(value)
-    if "properties" in schema and "patternProperties" not in schema:
+    listed, required = schema.get("properties"), schema.get("required", [])
+    lists = isinstance(listed, Mapping) and isinstance(required, list) and all(name in listed for name in required)
+    if lists and not schema.keys() & OTHERS:
         shut.setdefault("additionalProperties", False)
     return shut
 
