@@ -39,17 +39,23 @@ class FixedPlanner(AheadPlanner):
         return AheadPlan(rows, rows * nodes, [nodes] * rows, self.drafts, self._lines, self._sampled, 0.0)
 
 
-def measure(engine: Engine, rows: int, args: argparse.Namespace) -> dict[str, float]:
+def rounds_of(rows: int, rounds: int) -> int:
+    """Timed rounds: more with few rows, which draw fewer numbers of accepted tokens each."""
+    return rounds * (4 if rows < 4 else 2 if rows < 32 else 1)
+
+
+def measure(engine: Engine, rows: int, warm: int, args: argparse.Namespace) -> dict[str, float]:
     """Tokens per second and per round, milliseconds of a round, and of the host's own work in it."""
-    growth = (args.warm + args.rounds + 8) * (engine.runner.drafter.shape.depth + 1)
+    rounds = rounds_of(rows, args.rounds)
+    growth = (warm + rounds + 8) * (engine.runner.drafter.shape.depth + 1)
     requests = seat(engine, rows, args.context, growth)
-    for _ in range(args.warm):
+    for _ in range(warm):
         engine.step()
     torch.cuda.synchronize()
     before, began = [r.num_tokens for r in requests], time.perf_counter()
     stages = {"wait": 0.0, "read": 0.0}
     engine.runner.mark = lambda stage: stages.update({stage: stages.get(stage, 0.0) + time.perf_counter()})
-    for _ in range(args.rounds):
+    for _ in range(rounds):
         engine.step()
     torch.cuda.synchronize()
     seconds, waited = time.perf_counter() - began, stages["read"] - stages["wait"]
@@ -58,9 +64,9 @@ def measure(engine: Engine, rows: int, args: argparse.Namespace) -> dict[str, fl
     unseat(engine, requests)
     return {
         "tokens_per_s": round(made / seconds, 1),
-        "tokens_per_round": round(made / args.rounds / rows, 3),
-        "ms": round(1e3 * seconds / args.rounds, 3),
-        "host_us": round(1e6 * (seconds - waited) / args.rounds),
+        "tokens_per_round": round(made / rounds / rows, 3),
+        "ms": round(1e3 * seconds / rounds, 3),
+        "host_us": round(1e6 * (seconds - waited) / rounds),
     }
 
 
@@ -76,10 +82,10 @@ def cell(engine: Engine, rows: int, means: tuple[float, float], args: argparse.N
     for drafts in args.fixed:
         if rows * (1 + drafts) in sizes:
             runner.ahead = FixedPlanner(planner, drafts), rounds
-            figures[str(drafts)] = measure(engine, rows, args)
+            figures[str(drafts)] = measure(engine, rows, 4, args)
     auto = AheadPlanner(planner.depth, planner.costs)
     runner.ahead = auto, rounds
-    figures["auto"] = measure(engine, rows, args)
+    figures["auto"] = measure(engine, rows, args.warm, args)
     runner.ahead = planner, rounds
     best = max((name for name in figures if name != "auto"), key=lambda name: figures[name]["tokens_per_s"])
     speed = figures["auto"]["tokens_per_s"]
@@ -104,21 +110,19 @@ def main() -> None:
     parser.add_argument("--means", nargs="+", default=["1.2", "2", "3", "4", "1.1,3.8"])
     parser.add_argument("--fixed", type=int, nargs="+", default=[0, 1, 2, 3, 5])
     parser.add_argument("--context", type=int, default=2048)
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--warm", type=int, default=24, help="rounds before those that are timed")
+    parser.add_argument("--rounds", type=int, default=30, help="timed rounds; more with few rows")
+    parser.add_argument("--warm", type=int, default=24, help="rounds in which auto learns, before those that are timed")
     parser.add_argument("--seconds", type=float, help="begin no cell after so many seconds, the start included")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    growth = (args.warm + args.rounds + 16) * (args.num_drafts + 1)
-    wanted: dict[str, object] = {"drafter": args.drafter, "num_drafts": args.num_drafts, "windows": "planned"}
-    wanted |= {
-        "simulate_accept": 2.0,
-        "device": "cuda",
-        "max_rows": max(args.rows),
-        "row_sizes": tuple(sorted(args.rows)),
+    lens = {
+        rows: args.context + (args.warm + rounds_of(rows, args.rounds) + 16) * (args.num_drafts + 1)
+        for rows in args.rows
     }
-    wanted |= {"simulate_accept": 2.0, "max_len": args.context + growth, "prefix_cache": False, "prefill_chunk": 2048}
-    wanted |= {"num_pages": 1 + max(args.rows) * (-(-(args.context + growth) // 16) + 8)}
+    wanted: dict[str, object] = {"drafter": args.drafter, "num_drafts": args.num_drafts}
+    wanted |= {"device": "cuda", "max_rows": max(args.rows), "row_sizes": tuple(sorted(args.rows))}
+    wanted |= {"simulate_accept": 2.0, "max_len": max(lens.values()), "prefix_cache": False, "prefill_chunk": 2048}
+    wanted |= {"num_pages": 1 + max(rows * (-(-length // 16) + 8) for rows, length in lens.items())}
     began = time.perf_counter()
     built = build_engine(engine_config(args.model, wanted))
     started = time.perf_counter() - began

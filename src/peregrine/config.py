@@ -89,16 +89,12 @@ class EngineConfig:
         "DRAFTER",
     )
     num_drafts: int | None = option(
-        None, "most tokens drafted per round; 0: plain decoding; by default auto: what pays (on a GPU 3)", "K|auto"
+        None, "most tokens drafted per round; 0: plain decoding; by default auto: what pays", "K|auto"
     )
     tree: TreeShape | None = option(
         None, "draft a tree instead of a chain: its depth, children per node, and nodes with the root", "D,W,N"
     )
-    windows: str = option(
-        "auto",
-        "auto: each round has the windows that pay, on a CPU; planned: on a GPU, too; fixed: always num_drafts",
-        "auto|planned|fixed",
-    )
+    windows: str = option("auto", "auto: each round has the windows that pay; fixed: always num_drafts", "auto|fixed")
     device: str = option("auto", "auto, cpu, cuda or cuda:INDEX", "DEVICE")
     dtype: str = option(
         "auto",
@@ -163,8 +159,8 @@ class EngineConfig:
         object.__setattr__(self, "max_stall_ms", stall)
         if self.host_cache and not self.prefix_cache:
             raise ConfigError(f"host_cache={self.host_cache}: it extends the prefix cache; leave prefix_cache on")
-        if self.windows not in ("auto", "planned", "fixed"):
-            raise ConfigError(f"windows={shown(self.windows)}: use auto, planned or fixed")
+        if self.windows not in ("auto", "fixed"):
+            raise ConfigError(f"windows={shown(self.windows)}: use auto or fixed")
         if self.generation_config not in ("auto", "none"):
             raise ConfigError(f"generation_config={shown(self.generation_config)}: use auto or none")
         if self.page_size & (self.page_size - 1):

@@ -225,12 +225,12 @@ def test_a_buffer_holds_the_windows_it_was_told() -> None:
         assert longer.starts.tolist() == Windows.of(tuple(n + 1 for n in lens)).starts.tolist()
 
 
-def test_a_gpu_plans_if_it_is_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_plans_where_rounds_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     draft, gpu = DraftSource("ngram", None), torch.device("cuda")
     monkeypatch.setattr(window_choice, "pick_graphs", lambda asked, device: (asked.graphs is not False, ""))
 
     def picked(**options: object) -> str:
         return window_choice.pick_windows(engine_config("merlin", options), draft, gpu)[0]
 
-    assert picked() == picked(windows="fixed") == picked(windows="planned", graphs=False) == "fixed"
-    assert picked(windows="planned") == picked(windows="planned", lag=2, row_sizes=(256,)) == "auto"
+    assert picked(windows="fixed") == picked(graphs=False) == picked(tree=(3, 2, 8)) == "fixed"
+    assert picked() == picked(lag=2, row_sizes=(256,)) == "auto"

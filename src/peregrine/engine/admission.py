@@ -1,7 +1,7 @@
 """Checks a request before it is queued; each refusal names the field, the value and the remedy."""
 
 import secrets
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from peregrine.engine.request import Request
@@ -23,8 +23,10 @@ class Limits:
     num_drafts: int
     eos_ids: tuple[int, ...]
 
-    def check_ids(self, field: str, ids: Iterable[int]) -> None:
+    def check_ids(self, field: str, ids: Collection[int]) -> None:
         """Refuse ids the model does not have."""
+        if {int}.issuperset(map(type, ids)) and (not ids or (min(ids) >= 0 and max(ids) < self.vocab_size)):
+            return  # most of them, several times faster than one by one
         bad = [i for i in ids if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < self.vocab_size]
         if bad:
             raise RequestError(field, bad[0], "is not a token id", f"ids run from 0 to {self.vocab_size - 1}")

@@ -21,7 +21,7 @@ from peregrine.spec.round import run_round
 from peregrine.spec.types import Drafter, PartedDrafter
 
 MOST_DRAFTS = 8  # of planned windows, unless another cap is asked for: later drafts are hardly ever reached
-AUTO, PLANNED, FIXED = "auto", "planned", "fixed"
+AUTO, FIXED = "auto", "fixed"
 
 
 def with_windows(
@@ -41,7 +41,6 @@ def pick_windows(asked: EngineConfig, draft: DraftSource, device: torch.device) 
         (draft.name == "none", "there is no drafter"),
         (asked.tree is not None, "a tree has one shape in every round; leave tree out for planned chains"),
         (device.type != "cpu" and not ahead, "rounds are not recorded"),
-        (ahead and asked.windows != PLANNED, "windows='planned' asks for planned ones on a GPU"),
         (not ahead and bool(asked.lag), f"plans need the last verdict, and lag={asked.lag} leaves it unread"),
         (not ahead and asked.row_sizes is not None, "batches are padded to row_sizes"),
     ):
