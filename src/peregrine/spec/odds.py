@@ -131,7 +131,7 @@ class DepthOdds:
     """
 
     LINES = 4096
-    PRIOR, MEMORY, RESTED = 2.0, 0.97, 0.99  # what is kept of a request's verdicts in a round with drafts, and without
+    PRIOR, MEMORY, RESTED = 3.0, 0.98, 0.993  # what is kept of a request's verdicts in a round with drafts, and without
 
     def __init__(self, depth: int) -> None:
         self.right = np.full((2, depth), FIRST_GUESS * PRIOR)  # by whether requests are sampled, and depth
