@@ -13,10 +13,10 @@ from peregrine import LLM, SamplingParams
 
 HEAD = Path(peregrine.__file__).parent / "assets" / "merlin" / "eagle3"
 FILES = {  # name: (bytes, sha256)
-    "config.json": (798, "c87bffa2aaffe2dab728c615f91f144ccd975d80fcc7edf92cd3e1596c0be5fb"),
-    "model.safetensors": (5_533_584, "e706b3db8195cb7253012af3db37bce6b28b27fe6c3e9de86ff2f66e2e4aaade"),
+    "config.json": (799, "39b8ecb343f6bd9de613d1c4b05efb7c5decbcfc5c9d873cc01fca0af19dc893"),
+    "model.safetensors": (7_991_184, "46338c29a2e3ceede6c20bf91e1d50ff8dfa207e98254c2aa039bb9d997453eb"),
 }
-VOCAB, DRAFT_VOCAB, HIDDEN, INNER, HEAD_DIM, HEADS = 8192, 4096, 320, 768, 64, 5
+VOCAB, DRAFT_VOCAB, HIDDEN, INNER, HEAD_DIM, HEADS = 8192, 4096, 320, 2048, 64, 5
 SHAPES = {  # what SafeAILab's EAGLE, SGLang and vLLM look for in a head of one Llama layer
     "fc.weight": (HIDDEN, 3 * HIDDEN),
     "midlayer.input_layernorm.weight": (HIDDEN,),
@@ -42,7 +42,7 @@ PROMPTS = (  # (text, is a chat)
     ("def is_even(n):", False),
 )
 # Tokens per round with a chain of 3, bonus included; kernels with other rounding move it a little.
-GREEDY_BAND, SAMPLED_BAND = (2.86, 3.06), (2.74, 2.94)
+GREEDY_BAND, SAMPLED_BAND = (3.06, 3.26), (2.81, 3.01)
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -19,7 +19,7 @@ Use the head with --drafter FOLDER; a folder named eagle3, dflash or dspark in t
 """
 MERLIN_EPILOG = """examples:
   peregrine train merlin corpus --out merlin
-  peregrine train merlin corpus --out merlin --device cuda --head-tokens 4000000
+  peregrine train merlin corpus --out merlin --device cuda --head-tokens 8000000
 
 The tokenizer, the target and its head are made one after the other; the same command resumes a stopped run.
 """
@@ -72,7 +72,7 @@ def add_merlin(kinds: Commands) -> None:
     parser.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="for the model")
     parser.add_argument("--work", type=Path, metavar="FOLDER", help="kept between stages (default: OUT.work)")
     parser.add_argument("--steps", type=at_least(1), metavar="N", help="updates of the target (default: 3600)")
-    add_number(parser, "--head-tokens", 4_000_000, "to sample for the head")
+    add_number(parser, "--head-tokens", 8_000_000, "to sample for the head")
     add_number(parser, "--head-steps", 3000, "updates of the head")
     parser.add_argument("--device", default="auto", metavar="DEVICE", help="auto, cpu, cuda or cuda:INDEX")
 
