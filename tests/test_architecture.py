@@ -7,6 +7,7 @@ it must complain about.
 import ast
 import re
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,11 @@ DOOR = SRC / "__init__.py"
 
 FILES = sorted(SRC.rglob("*.py"))
 Complaints = Iterator[str]
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
 def unit_of(path: Path) -> str:
@@ -146,7 +152,7 @@ def test_every_file(check: Callable[[ast.Module, str], Complaints]) -> None:
             continue
         unit = unit_of(path) if path != DOOR else "errors"
         assert unit in LAYER, f"{unit} has no layer: add it to LAYERS"
-        complaints += [f"{path.relative_to(SRC)}: {said}" for said in check(ast.parse(path.read_text()), unit)]
+        complaints += [f"{path.relative_to(SRC)}: {said}" for said in check(parsed(path), unit)]
     assert not complaints, "\n".join(complaints)
 
 
@@ -166,7 +172,7 @@ def test_there_is_no_import_cycle() -> None:
     modules = {".".join(("peregrine", *path.relative_to(SRC).with_suffix("").parts)): path for path in FILES}
     modules = {name.removesuffix(".__init__"): path for name, path in modules.items() if path != DOOR}
     graph = {
-        name: {module for used in imports_of(ast.parse(path.read_text())) if (module := module_of(used, modules))}
+        name: {module for used in imports_of(parsed(path)) if (module := module_of(used, modules))}
         for name, path in modules.items()
     }
     assert not find_cycle(graph)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from peregrine.bench import fleet_run
+from peregrine.bench import fleet_costs, fleet_run
 from peregrine.bench import http as bench
 from peregrine.cli import flags
 from peregrine.errors import ConfigError
@@ -35,8 +35,12 @@ def test_both_ways_give_the_same_texts(server: Served, monkeypatch: pytest.Monke
     assert "3 streams of 12 tokens" in bench.show(result)
 
 
-def test_bench_fleet_simulates_our_own_server(server: Served, peregrine: Command) -> None:
+def test_bench_fleet_simulates_our_own_server(
+    server: Served, peregrine: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The server's costs are measured, one replica is simulated with them, and the server gets the same load."""
+    for name, value in {"MEASURED": 1, "LEAST_MEASURED": 3, "LONG_WORDS": 80}.items():  # no figure is needed here
+        monkeypatch.setattr(fleet_costs, name, value)
     asked = ("--rate", "20", "--requests", "6", "--output-tokens", "6", "--json")
     code, printed, errors = peregrine("bench", "fleet", "--url", server.url, *asked)
     assert code == 0, errors

@@ -20,6 +20,7 @@ from serve.conftest import Lent, Served, start, wait_ready
 from serve.processes import HANG, breaking, process
 from spec.harness import check_pages
 
+PLAIN = ("--drafter", "none")  # nothing to load or to measure but the model
 ENDLESS = {"prompt": "Once", "max_tokens": 2000, "ignore_eos": True}
 
 
@@ -181,14 +182,14 @@ def test_a_fault_of_one_request_is_reported_to_it_alone(http: httpx.Client, monk
 
 
 def test_a_hang_ends_the_process_with_code_1() -> None:
-    with process("--hang-seconds", "1", script=breaking(HANG)) as (running, http):
+    with process("--hang-seconds", "1", *PLAIN, script=breaking(HANG)) as (running, http):
         assert http.post("/v1/completions", json={"prompt": "x"}).status_code == 500
         assert running.wait(timeout=60) == 1
 
 
 def test_sigterm_ends_a_process_in_which_everything_hangs() -> None:
     """The engine's step does not end, and neither does a call in the event loop."""
-    with process("--drain-seconds", "1", script=breaking(HANG)) as (running, http):
+    with process("--drain-seconds", "1", *PLAIN, script=breaking(HANG)) as (running, http):
         for request in (("POST", "/v1/completions", {"prompt": "x"}), ("GET", "/server_info", None)):
             with pytest.raises(httpx.ReadTimeout):
                 http.request(request[0], request[1], json=request[2], timeout=0.5)
@@ -198,7 +199,7 @@ def test_sigterm_ends_a_process_in_which_everything_hangs() -> None:
 
 def test_sigterm_drains_then_cuts_off() -> None:
     """Requests that can end before the deadline do; others get an error; new ones are refused; exit code 0."""
-    with process("--drain-seconds", "4", "--max-rows", "4") as (running, http):
+    with process("--drain-seconds", "4", "--max-rows", "4", *PLAIN) as (running, http):
         with http.stream("POST", "/v1/completions", json={**ENDLESS, "n": 3, "stream": True}) as endless:
             lines = endless.iter_lines()
             next(lines)
