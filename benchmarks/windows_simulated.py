@@ -10,7 +10,6 @@ settings run on one engine and its recorded rounds; a fixed one has the same win
 import argparse
 import json
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -31,10 +30,9 @@ class FixedPlanner(AheadPlanner):
         super().__init__(planner.depth, planner.costs)
         self.drafts = drafts
 
-    def plan(self, requests: Sequence[Request], rows: int) -> AheadPlan:
-        ids = [request.id for request in requests]
-        if ids != self._ids:
-            self._seat(requests, ids)
+    def plan(self, requests: list[Request], rows: int) -> AheadPlan:
+        if requests != self._requests:
+            self._seat(requests)
         nodes = 1 + self.drafts
         return AheadPlan(rows, rows * nodes, [nodes] * rows, self.drafts, self._lines, self._sampled, 0.0)
 

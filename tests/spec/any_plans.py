@@ -28,8 +28,8 @@ class AnyPlanner(AheadPlanner):
         super().__init__(depth, AheadCosts({}))
         self.dice, self.depths, self.seen = dice, depths, set[tuple[int, int, int]]()
 
-    def plan(self, requests: Sequence[Request], rows: int) -> AheadPlan:
-        self._seat(requests, [request.id for request in requests])
+    def plan(self, requests: list[Request], rows: int) -> AheadPlan:
+        self._seat(requests)
         size = self.dice.choice(token_sizes(rows, self.depth))
         lens = any_lens(self.dice, rows, size, window_width(rows, size, self.depth))
         self.drafted = self.dice.choice(self.depths)

@@ -18,7 +18,7 @@ from peregrine.engine import window_choice
 from peregrine.engine.ahead_planner import AheadCosts, AheadPlanner
 from peregrine.llm import engine_config
 from peregrine.sampling import SamplingParams
-from peregrine.spec.ahead import RowCosts, allot, choose_size, gains, token_sizes, window_width
+from peregrine.spec.ahead import MARGIN, Choice, RowCosts, allot, choose_size, gains, token_sizes, window_width
 from peregrine.spec.odds import DepthOdds
 from peregrine.spec.registry import DraftSource
 from peregrine.spec.windows import WindowBuffer, Windows
@@ -173,6 +173,23 @@ def test_the_choice_is_the_best_there_is(chances: list[float], token_ms: float, 
     choice = choose_size(costs, survivals, rows, keys=0)
     assert choice.rate == pytest.approx(best)
     assert choice.rate >= rows / costs.verify[0] * (1 - 1e-9), "never worse than plain decoding"
+    for size in costs.sizes:
+        for d in costs.depths:
+            kept = choose_size(costs, survivals, rows, 0, Choice(size, d, 1.0, 1.0))
+            assert kept.rate >= max(choice.rate * (1 - MARGIN), rows / costs.verify[0]) * (1 - 1e-9)
+            assert (kept.tokens, kept.depth) in {(size, d), (choice.tokens, choice.depth)}
+
+
+def test_a_choice_stays_if_it_is_as_good() -> None:
+    costs = table(token_sizes(2, 3), 3, token_ms=0.1, step_ms=0.1)
+    survivals = survivals_of([0.57, 0.57], 3)
+    best = choose_size(costs, survivals, 2, 0)
+    rates = [(2 + survivals[:, :d].sum()) / (1 + 0.1 * 2 * (1 + d) + 0.1 * d) for d in range(4)]
+    near = min((rate, d) for d, rate in enumerate(rates) if rate > max(rates) * (1 - MARGIN))[1]
+    far = int(np.argmin(rates))
+    before = Choice(2 * (1 + near), near, 0.0, 1.0)
+    assert choose_size(costs, survivals, 2, 0, before).depth == near != best.depth
+    assert choose_size(costs, survivals, 2, 0, Choice(2 * (1 + far), far, 0.0, 1.0)) == best
 
 
 @settings(max_examples=60, deadline=None)
@@ -212,6 +229,24 @@ def test_odds_tell_requests_apart() -> None:
     again = odds.chances(odds.lines([7, 9]), sampled, hope=False)
     assert again[0, 0] == good[0]
     assert bad[0] < again[1, 0] < good[0], "a new request starts with the engine's mean"
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4), st.booleans()), min_size=2, max_size=8))
+def test_odds_count_every_verdict_of_several_rounds(verdicts: list[tuple[int, int, bool]]) -> None:
+    """Drafts after the first wrong one have no verdict, nor has the one at which a row ended."""
+    odds, rows = DepthOdds(4), 2
+    whole = verdicts[: len(verdicts) // rows * rows]
+    verified, correct, ended = (np.array([v[i] for v in whole]).reshape(-1, rows).astype(np.int64) for i in range(3))
+    correct = np.minimum(correct, verified)
+    right, tried = odds.right[0].copy(), odds.tried[0].copy()
+    for count, good, end in zip(verified.flat, correct.flat, ended.flat, strict=True):
+        for depth in range(count):
+            tried[depth] += depth < good or (depth == good and not end)
+            right[depth] += depth < good
+    odds.learn(odds.lines([1, 2]), np.zeros(2, dtype=np.int64), verified, correct, ended)
+    assert odds.right[0].tolist() == right.tolist()
+    assert odds.tried[0].tolist() == tried.tolist()
 
 
 def test_a_buffer_holds_the_windows_it_was_told() -> None:

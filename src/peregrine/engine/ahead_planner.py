@@ -5,7 +5,7 @@ from how often drafts of each depth were right, and from each request's own reco
 plan is kept for some rounds while the rows are the same. It changes speed, never a token.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -17,7 +17,7 @@ from peregrine.kernels.round import HEADER
 from peregrine.spec.ahead import Choice, RowCosts, allot, choose_size, size_of_drafts, window_width
 from peregrine.spec.odds import DepthOdds, Floats, Ints
 
-KEPT, MOST_KEPT = 4, 16  # rounds for which a plan is kept, twice as many each time that it stays the same
+KEPT, MOST_KEPT = 8, 32  # rounds for which a plan is kept, twice as many each time that it stays the same
 PROBE_EVERY = 256  # rounds; sooner while there were few
 PROBED = 4  # one of so many rows drafts in a probe
 
@@ -64,13 +64,14 @@ class AheadPlanner:
         self.odds = DepthOdds(depth)
         self.record = PlanRecord()
         self.drafted = 0  # how deep the round that was queued last drafts
-        self._ids: list[int] = []
+        self._requests: list[Request] = []
         self._lines = self._sampled = np.zeros(0, dtype=np.int64)
         self._caps = np.zeros(0, dtype=np.int64)
         self._choice: Choice | None = None
         self._plan: AheadPlan | None = None  # can be used again if the last round drafted as deep
         self._rounds = self._due = self._probes = self._next_probe = 0
         self._kept = KEPT
+        self._num_rows = 0  # that the choice was made for
         self._probing = False  # the last round drafted for a probe
         self._read: list[tuple[AheadPlan, Ints]] = []  # rounds whose verdicts have not been taken in
 
@@ -79,23 +80,24 @@ class AheadPlanner:
         """The mean distance between the chance that was expected of drafts and the share that was right."""
         return self.odds.calibration_error
 
-    def plan(self, requests: Sequence[Request], rows: int) -> AheadPlan:
+    def plan(self, requests: list[Request], rows: int) -> AheadPlan:
         """The plan of the next round of the requests in these rows; rows past them are pads."""
         self._rounds += 1
-        ids = [request.id for request in requests]
-        if ids != self._ids:
-            self._seat(requests, ids)
+        if requests != self._requests:
+            self._seat(requests)
         kept = self._plan
         probe = self._rounds >= self._next_probe
         steady = not (probe or self._probing) and self._rounds < self._due
         if kept is not None and steady and kept.rows == rows and self.drafted == kept.depth:
             return kept
-        self._learn()
+        costs, due = self.costs.by_rows[rows], self._rounds >= self._due or self._num_rows != rows
+        if due:
+            self._learn()
         survivals = self._survivals(rows)
-        costs = self.costs.by_rows[rows]
-        if self._choice is None or kept is None or kept.rows != rows or self._rounds >= self._due:
+        if self._choice is None or due:
+            self._num_rows = rows
             before, keys = self._choice, sum(request.num_tokens for request in requests)
-            self._choice = choose_size(costs, survivals, len(ids), keys)
+            self._choice = choose_size(costs, survivals, len(requests), keys, before)
             same = before is not None and (before.tokens, before.depth) == (self._choice.tokens, self._choice.depth)
             self._kept = min(MOST_KEPT, 2 * self._kept) if same else KEPT
             self._due = self._rounds + self._kept
@@ -104,9 +106,10 @@ class AheadPlanner:
         self.drafted = plan.depth
         return plan
 
-    def _seat(self, requests: Sequence[Request], ids: list[int]) -> None:
+    def _seat(self, requests: list[Request]) -> None:
         """Note the rows of the rounds to come."""
-        self._ids, self._lines, self._plan = ids, self.odds.lines(ids), None
+        self._requests, self._plan, self._due = list(requests), None, 0
+        self._lines = self.odds.lines([request.id for request in requests])
         self._sampled = np.array([request.params.temperature > 0 for request in requests], dtype=np.int64)
         asked = (request.params.num_drafts for request in requests)
         self._caps = np.array([self.depth if cap is None else cap for cap in asked])
@@ -124,8 +127,8 @@ class AheadPlanner:
         tokens, rows, drafted = choice.tokens, len(survivals), self.drafted
         wanted = survivals
         if self._probing:  # what was drafted for a probe is looked at, whether it seems to pay or not
-            wanted, every = survivals.copy(), min(PROBED, len(self._ids))
-            some = range(self._probes % every, len(self._ids), every)
+            wanted, every = survivals.copy(), min(PROBED, len(self._requests))
+            some = range(self._probes % every, len(self._requests), every)
             wanted[some, :drafted] = np.linspace(3.0, 2.0, drafted)
             needed = rows + drafted * len(some)
             tokens = next((size for size in costs.sizes if size >= max(needed, tokens)), costs.sizes[-1])
@@ -142,7 +145,7 @@ class AheadPlanner:
             if deeper and self._caps.max(initial=0) > depth:
                 depth, self._probing = deeper[0] if depth else deeper[min(len(deeper), 2) - 1], True
         read = np.arange(self.depth) < np.array(lens)[:, None] - 1
-        expected = len(self._ids) + float(survivals[read].sum())
+        expected = len(self._requests) + float(survivals[read].sum())
         return AheadPlan(rows, tokens, lens, depth, self._lines, self._sampled, expected)
 
     def learn(self, plan: AheadPlan, table: Ints) -> None:

@@ -15,6 +15,7 @@ from peregrine.spec.odds import Floats, Ints
 # Tokens for each row. With many rows every token costs, so that sizes lie closer and long windows never pay.
 SHARES = {1: (1, 2, 3, 4, 6, 9), 4: (1, 1.5, 2, 2.5, 3, 4, 6, 9), 32: (1, 1.25, 1.5, 2, 2.5, 3, 4)}  # from so many rows
 MAX_SHARE = 4  # with many rows
+MARGIN = 0.01  # of the best rate, for which a choice is not changed
 
 
 def token_sizes(rows: int, depth: int) -> tuple[int, ...]:
@@ -72,13 +73,20 @@ def gains(survivals: Floats, depths: Ints, sizes: Ints) -> Floats:
     return taken
 
 
-def choose_size(costs: RowCosts, survivals: Floats, live: int, keys: int) -> Choice:
-    """The size and depth with the highest rate; survivals are [R, K], of which `live` rows are no pads."""
+def choose_size(costs: RowCosts, survivals: Floats, live: int, keys: int, before: Choice | None = None) -> Choice:
+    """The size and depth with the highest rate; survivals are [R, K], of which `live` rows are no pads.
+
+    The choice before stays if its rate is as good but for a hundredth, and no worse than plain decoding's:
+    odds that are learnt are never quite the same, and every change costs a round between two depths.
+    """
     depths, sizes = np.array(costs.depths), np.array(costs.sizes)
     ms = costs.round_ms(keys)
     rates = (live + gains(survivals, depths, sizes)) / ms
-    best = int(rates.argmax())
-    depth, size = divmod(best, len(sizes))
+    depth, size = divmod(int(rates.argmax()), len(sizes))
+    if before is not None and before.tokens in costs.sizes and before.depth in costs.depths:
+        kept = costs.depths.index(before.depth), costs.sizes.index(before.tokens)
+        if rates[kept] >= max(rates[depth, size] * (1 - MARGIN), rates[0, 0]):
+            depth, size = kept
     return Choice(costs.sizes[size], costs.depths[depth], float(rates[depth, size]), float(ms[depth, size]))
 
 

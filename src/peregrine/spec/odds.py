@@ -165,9 +165,13 @@ class DepthOdds:
         A draft after the first wrong one has no verdict, nor has the first one that a row did not take at its end.
         """
         known = np.minimum(verified, correct + 1 - ended)
-        tried = self._order < known[:, :, None]  # [n, R, K]
-        both = np.stack((tried & (self._order < correct[:, :, None]), tried))
-        sums = both.sum(axis=1, dtype=np.float64)  # [2, R, K]
+        depth, rows = len(self._order), known.shape[1]
+        first = np.arange(rows) * (depth + 1)
+        # How many rounds of a row have so many right, or tried; then, by depth, how many have more.
+        deep = np.stack((np.minimum(known, correct), known)) + first  # [2, n, R]
+        counts = np.stack([np.bincount(line.ravel(), minlength=rows * (depth + 1)) for line in deep])
+        more = counts.reshape(2, rows, depth + 1)[:, :, :0:-1].cumsum(axis=2)[:, :, ::-1]
+        sums: Floats = more.astype(np.float64)  # [2, R, K]
         self._note(self.chances(lines, sampled, hope=False), sums)
         drafting = (known > 0).sum(axis=0)
         kept = self.MEMORY**drafting * self.RESTED ** (len(known) - drafting)
