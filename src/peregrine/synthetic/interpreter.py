@@ -4,6 +4,8 @@ import inspect
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from peregrine.kernels.runtime.gpu import TRITON_PRESENT
 
 
@@ -108,8 +110,11 @@ def _share_types() -> None:
 
 
 def _check_types_once() -> None:
-    """Take operands of one type as they are, and make each constant once."""
-    from triton.language import core
+    """Find out once what two types give, make each constant once, and leave it to numpy to repeat a smaller operand.
+
+    An operand that numpy repeats has the type of the result and less data; every result has all of it.
+    """
+    import triton.language as tl
     from triton.language.semantic import TritonSemantic
 
     broadcast, constant = TritonSemantic.broadcast_impl_value, TritonSemantic.scalar_constant
@@ -118,23 +123,74 @@ def _check_types_once() -> None:
     def faster_broadcast(self: Any, left: Any, right: Any) -> Any:
         return (left, right) if left.type is right.type else broadcast(self, left, right)
 
-    def check_unless_alike(self: Any, left: Any, right: Any, *rules: Any, **more_rules: Any) -> Any:
-        if type(left) is core.tensor and type(right) is core.tensor and left.type is right.type:
-            kind = left.type.__dict__.get("is_its_result")
-            if kind is None:  # whether operations on two such values give one more, by every rule
-                kind = left.type.is_its_result = left.dtype.is_int() or left.dtype.is_fp32()
-            if kind:
+    def as_type(self: Any, side: Any, kind: Any) -> Any:
+        scalar, handle = kind.scalar, side.handle
+        if side.dtype is not scalar and not scalar.is_ptr() and side.dtype != scalar:
+            handle = self.builder.cast_impl(handle, scalar)
+        return tl.tensor(handle, kind)
+
+    def faster_check(self: Any, left: Any, right: Any, *rules: Any, **more_rules: Any) -> Any:
+        if type(left) is not tl.tensor:
+            if type(right) is tl.tensor and _fits(left, right.dtype):
+                return tl.tensor(constant_once(self, left, right.dtype).handle, right.type), right
+        elif type(right) is not tl.tensor:
+            if _fits(right, left.dtype):
+                return left, tl.tensor(constant_once(self, right, left.dtype).handle, left.type)
+        elif left.type is right.type:
+            if _is_plain(left.dtype):
                 return left, right
+        elif not rules or rules[0] or rules[2]:  # the left one may be a pointer, or both become one type
+            met = left.type.__dict__.setdefault("met", {})
+            entry = met.get(id(right.type))
+            if entry is None:  # its type is kept, so that no other one gets its id
+                entry = met[id(right.type)] = right.type, _meet(left.type, right.type)
+            types = entry[1]
+            if types is not None and (rules[:1] == (True,) or not left.dtype.is_ptr()):
+                return as_type(self, left, types[0]), as_type(self, right, types[1])
         return check_operands(self, left, right, *rules, **more_rules)
 
     def constant_once(self: Any, value: Any, dtype: Any) -> Any:
         made = dtype.__dict__.setdefault("constants", {})
-        found = made.get(value)
+        key = value or str(value)  # 0.0 equals -0.0
+        found = made.get(key)
         if found is None:
-            found = made[value] = constant(self, value, dtype)
+            found = made[key] = constant(self, value, dtype)
             found.handle.data.flags.writeable = False
         return found
 
     TritonSemantic.broadcast_impl_value = faster_broadcast
-    TritonSemantic.binary_op_type_checking_impl = check_unless_alike
+    TritonSemantic.binary_op_type_checking_impl = faster_check
     TritonSemantic.scalar_constant = constant_once
+
+
+def _is_plain(dtype: Any) -> bool:
+    """Whether operations on two such values give one more, by every rule."""
+    found = dtype.__dict__.get("is_plain")
+    if found is None:
+        found = dtype.is_plain = dtype.is_fp32() or dtype.is_int()
+    return bool(found)
+
+
+def _meet(left: Any, right: Any) -> Any:
+    """The types that two operands have in an operation; None: Triton's own rules say so."""
+    import triton.language as tl
+
+    kinds = [left.scalar, right.scalar]
+    if kinds[0].is_int_signed() and kinds[1].is_int_signed():
+        kinds = [max(kinds, key=lambda kind: kind.int_bitwidth)] * 2
+    elif not (kinds[0].is_ptr() and kinds[1].is_int()) and not (_is_plain(kinds[0]) and kinds[0] == kinds[1]):
+        return None
+    try:
+        shape = list(np.broadcast_shapes(*(side.shape if side.is_block() else () for side in (left, right))))
+    except ValueError:
+        return None
+    return tuple(tl.block_type(kind, shape) if shape else kind for kind in kinds)
+
+
+def _fits(value: Any, dtype: Any) -> bool:
+    """Whether a Python number takes on the type of the other operand."""
+    if not _is_plain(dtype) or dtype.is_int1():
+        return False
+    if dtype.is_fp32():
+        return type(value) is float or type(value) is int
+    return type(value) is int and dtype.get_int_min_value() <= value <= dtype.get_int_max_value()
