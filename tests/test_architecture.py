@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-SRC = Path(__file__).parents[1] / "src" / "peregrine"
+ROOT = Path(__file__).parents[1]
+SRC = ROOT / "src" / "peregrine"
 LAYERS = (
     {"errors", "files", "log", "hardware", "threads", "config", "sampling", "assets"},
     {"kernels", "text"},
@@ -166,6 +167,16 @@ def test_files_are_short_and_plainly_named() -> None:
         if {word for part in name.with_suffix("").parts for word in part.split("_")} & VAGUE_NAMES:
             complaints.append(f"{name}: name the file after what is in it")
     assert not complaints, "\n".join(complaints)
+
+
+def test_documents_name_files_that_exist() -> None:
+    """In backquotes, with folders or without; CONTRIBUTING shows a file that its reader writes."""
+    files = [path.relative_to(ROOT) for folder in ("src", "tests", "benchmarks") for path in (ROOT / folder).rglob("*")]
+    documents = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
+    named = {(path.name, name) for path in documents for name in re.findall(r"`([\w/]+\.py)`", path.read_text())}
+    assert ("DESIGN.md", "kernels/attention/hopper_prompt.py") in named
+    missing = [each for each in named if not any(file.match(each[1]) for file in files)]
+    assert missing == [("CONTRIBUTING.md", "spec/echo.py")]
 
 
 def test_there_is_no_import_cycle() -> None:
