@@ -18,8 +18,8 @@ from peregrine.spec.ahead import Choice, RowCosts, allot, choose_size, size_of_d
 from peregrine.spec.odds import DepthOdds, Floats, Ints
 
 KEPT, MOST_KEPT = 8, 32  # rounds for which a plan is kept, twice as many each time that it stays the same
-PROBE_EVERY = 256  # rounds; sooner while there were few
-PROBED = 4  # one of so many rows drafts in a probe
+PROBE_EVERY = 256  # rounds between probes; the first ones follow each other sooner
+PROBED = 4  # a probe drafts for one row in so many
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class AheadPlan:
     tokens: int  # N
     lens: list[int]  # of each row's window; N in all
     depth: int
-    lines: Ints  # of the requests' odds
+    lines: Ints  # of each request in the tables of odds
     sampled: Ints
     expected: float  # tokens
 
@@ -60,7 +60,7 @@ class AheadPlanner:
 
     def __init__(self, depth: int, costs: AheadCosts, looks_up: bool = False) -> None:
         self.depth, self.costs = depth, costs
-        self.looks_up = looks_up  # drafts are found or not, which only the device knows
+        self.looks_up = looks_up  # drafts come from a look-up; only the device knows whether it found any
         self.odds = DepthOdds(depth)
         self.record = PlanRecord()
         self.drafted = 0  # how deep the round that was queued last drafts

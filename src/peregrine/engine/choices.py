@@ -26,16 +26,16 @@ from peregrine.spec.types import Drafter
 
 PAGE_SIZE = 16
 MAX_ROWS, CPU_ROWS, CPU_CHUNK = 256, 8, 256
-ROW_TOKENS = 1024  # a row that memory is planned for has so many tokens, or the context if that is less
-# What a recorded round takes, in float32 logits of its nodes: 1.1 GiB for 32 rows of 4 nodes and 128,256 tokens.
+ROW_TOKENS = 1024  # tokens of a row that memory is planned for; the context, if that is shorter
+# Memory of a recorded round, as a multiple of its float32 logits: 1.1 GiB for 32 rows of 4 nodes and 128,256 tokens.
 ROUND_LOGITS = 18
-CHUNK_SHARE = 0.05  # of free memory, for the largest chunk to work in
-MEASURED_WEIGHTS = 1e8  # of models with fewer, neither dtype is much faster
-MAX_DEFAULT_LEN = 2**20  # tables of positions take memory before the first request comes
+CHUNK_SHARE = 0.05  # of free memory, for the scratch tensors of the largest chunk
+MEASURED_WEIGHTS = 1e8  # with fewer weights no dtype is much faster than the other, so none is measured
+MAX_DEFAULT_LEN = 2**20  # tables with an entry for every position take memory before the first request comes
 
 
 def pick_dtype(asked: EngineConfig, device: torch.device, source: ModelSource, rows: int) -> tuple[torch.dtype, str]:
-    """The dtype that weights are held in, and why; `rows` are those of one request's round."""
+    """The dtype that weights are held in, and why; `rows` is the number of tokens of one request's window."""
     dtype = resolve_dtype(asked.dtype, device, source.dtype)
     if asked.dtype != "auto":
         narrow = device.type == "cpu" and dtype != torch.float32
@@ -48,7 +48,7 @@ def pick_dtype(asked: EngineConfig, device: torch.device, source: ModelSource, r
 
 
 def faster_dtype(rows: int, num_inputs: int) -> tuple[torch.dtype, str]:
-    """float32 or bfloat16 for weights that both hold exactly, by a measurement; tokens are the same."""
+    """The faster of float32 and bfloat16, measured, for weights that both hold exactly; tokens are the same."""
     seconds = {dtype: linear_seconds(dtype, rows, num_inputs) for dtype in (torch.float32, torch.bfloat16)}
     ratio = seconds[torch.float32] / seconds[torch.bfloat16]
     rounds = f"at {rows} {'row' if rows == 1 else 'rows'}, measured; bits are the same"
@@ -65,7 +65,7 @@ def round_rows(asked: EngineConfig, drafter: str) -> int:
 
 
 def pick_long_factors(config: ModelConfig, max_len: int) -> tuple[str, str] | None:
-    """Which of longrope's two sets of factors all positions have, and why; None for a model without two."""
+    """Which of longrope's two sets of factors is used for all positions, and why; None if the model has only one."""
     scaling = config.rope.scaling
     if not isinstance(scaling, LongScaling) or scaling.short_factors == scaling.long_factors:
         return None
@@ -154,7 +154,8 @@ def pick_max_rows(
 ) -> tuple[int, str]:
     """Requests that run together, and why: on CUDA a power of two that memory has room for, on a CPU a few.
 
-    `token_bytes`: of one token in all KV stores. The page size is known, and on CUDA the weights are loaded.
+    `token_bytes` is what one token takes in all KV stores. To be called when the page size is chosen and, on CUDA, the
+    weights are loaded: rows are planned for the memory that is still free.
     """
     if asked.max_rows:
         return asked.max_rows, "asked for"
@@ -191,7 +192,7 @@ def pick_prefill_chunk(
 def pick_row_sizes(asked: EngineConfig, graphs: bool) -> tuple[int, ...] | None:
     """The batch sizes that are recorded; None: batches have any size.
 
-    Powers of two, and from 32 on one between each two: there a padding row costs what a row costs.
+    Powers of two, and from 32 on one more between each two: in large batches a padding row costs as much as a row.
     """
     if asked.row_sizes is not None or not graphs:
         return asked.row_sizes

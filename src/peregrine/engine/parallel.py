@@ -42,13 +42,13 @@ from peregrine.threads import pick_threads, usable_cores
 
 END_SECONDS = 30
 WATCH_SECONDS = 1
-# A process of its own and not multiprocessing's: that would run the user's main program again.
+# Started by subprocess: multiprocessing would import the user's main program again in every rank.
 BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from peregrine.engine.parallel import main; main()"
 
 
 @dataclass(frozen=True, slots=True)
 class LeadingModel(BoundModel):
-    """The target on rank 0: what it reads, the others read with it."""
+    """The target on rank 0: every window that it reads is read by the other ranks as well."""
 
     ranks: Ranks
 
@@ -69,7 +69,7 @@ class LeadingModel(BoundModel):
 
 
 def lead(model: BoundModel, ranks: Ranks) -> BoundModel:
-    """The target as rank 0 reads it, once the others have stores like its own."""
+    """The target of rank 0, which tells the others what to read; they make their KV stores first."""
     if ranks.size == 1:
         return model
     store, backend = model.store, model.backend.name
@@ -128,7 +128,7 @@ class Started:
             raise EngineFault(LOST)
 
     def watch(self, closing: threading.Event) -> None:
-        """Wait until a rank ends, and free this one from what it waits for on its device."""
+        """Wait until a rank ends, then abort the collectives in which this rank's device waits for it."""
         assert self.ranks.group is not None
         while not closing.wait(WATCH_SECONDS):
             if self.has_lost:
@@ -157,7 +157,7 @@ def started_ranks(devices: Sequence[torch.device]) -> Iterator[Started]:
                 )
                 theirs.close()  # a rank that is gone is then the end of its pipe
             pipes = tuple(ours for ours, _ in pairs)
-            await_ranks(pipes)  # imported; a rank that could not start would be waited for by the group
+            await_ranks(pipes)  # until all have started: joining the group would wait for one that cannot
             started = Started(join(folder, 0, devices, pipes), processes)
             threading.Thread(target=started.watch, args=(closing,), name="peregrine-ranks", daemon=True).start()
             yield started
@@ -188,10 +188,8 @@ def main() -> None:
     """A follower's process."""
     folder, rank, names, number = json.loads(sys.argv[2])
     devices = [torch.device(name) for name in names]
-    for ending in (
-        signal.SIGINT,
-        signal.SIGTERM,
-    ):  # for rank 0, which may finish its requests first; then this one ends
+    # Rank 0 gets these signals too, and may finish its requests first; this rank ends with it.
+    for ending in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ending, signal.SIG_IGN)
     pipe = Connection(number)
     pipe.send(None)

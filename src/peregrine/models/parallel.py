@@ -1,7 +1,7 @@
 """Tensor parallel: which rows of each weight a rank holds, and how the ranks' results become whole rows.
 
-Every linear layer is split by its outputs and its ranks' results are gathered, so no sum of floats crosses ranks: an
-output is computed by one rank as one rank alone would compute it, and the bits are those of one device. Queries, keys
+Every linear layer is split by its outputs, and the ranks' results are gathered. So no sum of floats crosses ranks: each
+output is computed by one rank, in the same order as on a single device, and has the same bits. Queries, keys
 and values are split by heads and stay on their rank through attention. Experts are split by expert; their outputs are
 put together as whole numbers (every rank but one adds zero bits), and each row adds them up in its own order.
 `sharded.py` has the weights that do so.
@@ -118,7 +118,7 @@ class Ranks:
         return torch.cat([own[:, :, :width] for own, width in zip(parts, widths, strict=True)], dim=2).flatten(1)
 
     def merge(self, x: Tensor) -> Tensor:
-        """Values of which every one is set by one rank and zero bits on the others."""
+        """The values of all ranks, put together in x: each value is set by one rank and is zero bits on the others."""
         self._group.add(x.view(torch.int32))
         return x
 
@@ -173,7 +173,7 @@ def fields_of(value: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """What a rank holds of one weight."""
+    """The rows of one weight that a rank holds."""
 
     ranks: Ranks
     rows: tuple[Span, ...]  # of the whole weight, ascending

@@ -1,4 +1,4 @@
-"""The weights of one rank of several, whose results are those of the whole ones on every rank (see `parallel.py`)."""
+"""Weights of which a rank holds a part and that give every rank the whole result (see `parallel.py`)."""
 
 from dataclasses import dataclass
 
@@ -77,7 +77,7 @@ class LedWeight(ShardedWeight):
 
 @dataclass(frozen=True, slots=True)
 class ShardedExperts(ExpertFormat):
-    """A rank's experts of one linear layer, the `first` of all and those after it."""
+    """A rank's experts of one linear layer: as many as `own` has, from number `first` of all on."""
 
     own: ExpertFormat
     ranks: Ranks

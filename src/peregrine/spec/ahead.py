@@ -12,8 +12,9 @@ import numpy as np
 
 from peregrine.spec.odds import Floats, Ints
 
-# Tokens for each row. With many rows every token costs, so that sizes lie closer and long windows never pay.
-SHARES = {1: (1, 2, 3, 4, 6, 9), 4: (1, 1.5, 2, 2.5, 3, 4, 6, 9), 32: (1, 1.25, 1.5, 2, 2.5, 3, 4)}  # from so many rows
+# Tokens per row of the sizes that are recorded, by the least number of rows they are for. With many rows every token
+# costs, so sizes lie closer together and long windows never pay.
+SHARES = {1: (1, 2, 3, 4, 6, 9), 4: (1, 1.5, 2, 2.5, 3, 4, 6, 9), 32: (1, 1.25, 1.5, 2, 2.5, 3, 4)}
 MAX_SHARE = 4  # with many rows
 MARGIN = 0.01  # of the best rate, for which a choice is not changed
 
@@ -51,7 +52,7 @@ class RowCosts:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The size and depth of rounds of one kind after another, and what is expected of one."""
+    """The size and depth with which rounds that are all alike give the most tokens per millisecond."""
 
     tokens: int
     depth: int
