@@ -34,12 +34,12 @@ print(*check_rows(table=table), sep="\\n", end="")
 """
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("numba", ["numba", "no numba"])
-def test_no_operation_depends_on_the_batch(capability: str, numba: str) -> None:
-    if numba == "numba" and not NUMBA_PRESENT:
+# numba compiles for the CPU that there is; torch's own operations are all swept without it.
+@pytest.mark.parametrize(("capability", "numba"), [(CAPABILITIES[-1], True), *((each, False) for each in CAPABILITIES)])
+def test_no_operation_depends_on_the_batch(capability: str, numba: bool) -> None:
+    if numba and not NUMBA_PRESENT:
         pytest.skip("numba is not installed")
-    script = SWEEP.format(hidden=numba == "no numba", capability=capability)
+    script = SWEEP.format(hidden=not numba, capability=capability)
     environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr

@@ -71,10 +71,6 @@ class BlockHead(DraftHead):
             residual = embed_residual(tokens, self.token_embedding, norm)
         return self.through(layers, residual, positions, attend, None, self.norm).finish_norm()
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[n, H] -> [n, Vd], before the Markov head."""
-        return self.score(hidden)
-
     def confidences(self, hidden: Tensor, before: Tensor) -> Tensor:
         """The chance that drafts are right if all before them are: hidden [n, H], tokens before them [n] -> [n]."""
         assert self.confidence is not None

@@ -42,10 +42,6 @@ class EagleHead(StepHead):
             self.head = Linear(hidden_size, layer.vocab_size) if own_head else None
         self.place(device, dtype, target)
 
-    def fuse(self, tapped: Tensor) -> Tensor:
-        """One tap needs no fusing."""
-        return tapped
-
     def forward(
         self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, live: Tensor | None = None
     ) -> Tensor:
@@ -53,10 +49,6 @@ class EagleHead(StepHead):
         values = self.fc(torch.cat((self.embed(tokens), hidden), dim=1))
         residual = Residual(values, values)  # the first layer has no input norm
         return self.through(list(self.layers), residual, positions, attend, live, None).values
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[n, H] -> [n, V]."""
-        return self.score(hidden)
 
 
 def eagle_blueprint(source: OpenedHead, target: ModelConfig) -> Blueprint:

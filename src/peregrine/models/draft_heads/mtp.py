@@ -65,10 +65,6 @@ class MTPHead(StepHead):
             self.head = Linear(layer.hidden_size, layer.vocab_size) if own_head else None
         self.place(device, dtype, target)
 
-    def fuse(self, tapped: Tensor) -> Tensor:
-        """One tap needs no fusing."""
-        return tapped
-
     def forward(
         self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, live: Tensor | None = None
     ) -> Tensor:
@@ -77,10 +73,6 @@ class MTPHead(StepHead):
         values = self.fc(torch.cat(halves[::-1] if self.hidden_first else halves, dim=1))
         residual = start_residual(values, input_norm(self.layers[0]))
         return self.through(list(self.layers), residual, positions, attend, live, self.norm).finish_norm()
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[n, H] -> [n, V]."""
-        return self.score(hidden)
 
 
 def mtp_blueprint(source: OpenedHead, target: ModelConfig) -> Blueprint:

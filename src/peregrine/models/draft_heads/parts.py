@@ -67,13 +67,13 @@ class DraftHead(nn.Module, ABC):
         ids = None if draft_to_target is None else draft_to_target.to(device)
         self.register_buffer("draft_to_target", ids, persistent=False)
 
-    @abstractmethod
     def fuse(self, tapped: Tensor) -> Tensor:
-        """The target's taps as one hidden state each. [N, len(taps) * Ht] -> [N, H]"""
+        """The target's taps as one hidden state each, [N, len(taps) * Ht] -> [N, H]; a single tap is one."""
+        return tapped
 
-    @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
-        """Scores of the draft vocabulary. [n, H] -> [n, Vd]"""
+        """Scores of the draft vocabulary, before a Markov head. [n, H] -> [n, Vd]"""
+        return self.score(hidden)
 
     def layer_attention(self) -> list[LayerAttention]:
         """Scale and window of each layer, for `bind`."""
