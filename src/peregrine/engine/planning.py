@@ -87,14 +87,14 @@ class RoundPlan:
         return depths[0] if depths.count(depths[0]) == len(depths) else torch.tensor(depths)
 
     def hold(self, taps: Tensor | None) -> None:
-        holding = [row for row, request in enumerate(self.requests) if self.rests or request.held]
-        if not holding:
-            return
-        requests, lens = self.requests, self.windows.lens
-        if self._held is None or any(not r.held or r.held[-1].taps is not self._held for r in requests):
-            self._held = []
+        if self._held is None:  # else the plan is repeated: the same rows rest again
+            holding = [row for row, request in enumerate(self.requests) if self.rests or request.held]
+            if not holding:
+                return
+            self._held, lens = [], self.windows.lens
             for row in holding:
-                requests[row].held.append(Held(requests[row].num_tokens - 1, sum(lens[:row]), self._held))
+                request = self.requests[row]
+                request.held.append(Held(request.num_tokens - 1, sum(lens[:row]), self._held))
         self._held.append(None if taps is None else taps.flatten(0, -2))
 
     def force(self, forced: Tensor) -> None:

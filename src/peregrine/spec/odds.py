@@ -23,7 +23,7 @@ FIRST_GUESS = 0.6  # of drafters that say nothing themselves
 MEMORY = 500.0  # drafts after which older ones begin to count less
 OWN_PRIOR, OWN_MEMORY = 6.0, 0.97  # of a request's factor: drafts, and what is kept of them each round
 MOST = 0.995
-HOPE = 0.5  # added to a mean chance, over the square root of the drafts it is made of
+HOPE = 0.3  # added to a mean chance, over the square root of the drafts it is made of
 TENTHS = 10
 
 

@@ -139,10 +139,11 @@ def propose(
     forced = state.forced_drafts(verdict) if features.masked else None
     if forced is not None:
         forced = forced[:, : whole.shape.depth]
-    seen = seen_by(state, verified.places.past_lens, taps, features, whole.shape.depth, forced, verified.layout, plan)
     if plan is not None and plan.rests:
         whole.offered.zero_()
     else:
+        lens, depth = verified.places.past_lens, whole.shape.depth
+        seen = seen_by(state, lens, taps, features, depth, forced, verified.layout, plan)
         whole.keep(drafter.propose(seen))
     if plan is not None:
         plan.hold(taps)
