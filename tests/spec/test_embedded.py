@@ -1,8 +1,11 @@
 """Identity on the embedded model and its trained head."""
 
+from functools import cache
+
 import pytest
 
 from peregrine.engine.folders import ASSETS
+from peregrine.engine.request import Output
 from peregrine.kernels.runtime.cpu_graph import CpuGraph
 from peregrine.sampling import SamplingParams
 from peregrine.text.chat import encode_chat
@@ -33,17 +36,20 @@ def requests(max_tokens: int) -> list[Case]:
     ]
 
 
+@cache
+def plain() -> list[Output]:
+    return run(build(MERLIN).engine, requests(72))
+
+
 @pytest.mark.parametrize(
     "options",
     [{"num_drafts": 3}, {"num_drafts": 6, "lag": 1, "page_size": 64}, {"tree": (5, 4, 24)}],
     ids=["chain of 3", "chain of 6, one behind", "tree of 24"],
 )
 def test_the_embedded_head_changes_no_token(options: dict[str, object]) -> None:
-    some = requests(96)
-    plain = run(build(MERLIN).engine, some)
-    drafted = run(build(MERLIN, drafter="eagle3", **options).engine, some)
-    assert tokens(drafted) == tokens(plain)
-    assert [o.text for o in drafted] == [o.text for o in plain]
+    drafted = run(build(MERLIN, drafter="eagle3", **options).engine, requests(72))
+    assert tokens(drafted) == tokens(plain())
+    assert [o.text for o in drafted] == [o.text for o in plain()]
     assert accept_length(drafted) > 1.8, "the head should be worth having"
 
 
