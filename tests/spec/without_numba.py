@@ -10,7 +10,7 @@ from peregrine.kernels.runtime.cpu import NUMBA_PRESENT
 from spec.expert_models import expert_model
 from spec.harness import accept_length, build, cases, disturbed, mla_model, run, tiny_model, tokens
 
-SOME = cases(10, max_tokens=7)  # greedy, sampled, and every other sampling parameter
+SOME = cases(10, max_tokens=5)  # greedy, sampled, and every other sampling parameter
 MODELS: dict[str, Callable[[], Path]] = {"dense": tiny_model, "mla": mla_model, "experts": expert_model}
 GUESSES: dict[str, dict[str, object]] = {"chain": {"num_drafts": 3}, "tree": {"tree": (3, 2, 8)}}
 
