@@ -20,6 +20,7 @@ from peregrine.llm import engine_config
 from peregrine.sampling import SamplingParams
 from peregrine.spec.ahead import MARGIN, Choice, RowCosts, allot, choose_size, gains, token_sizes, window_width
 from peregrine.spec.odds import DepthOdds
+from peregrine.spec.registry import DRAFTERS as BY_NAME
 from peregrine.spec.registry import DraftSource
 from peregrine.spec.windows import WindowBuffer, Windows
 from spec.any_plans import ahead
@@ -261,11 +262,13 @@ def test_a_buffer_holds_the_windows_it_was_told() -> None:
 
 
 def test_a_gpu_plans_where_rounds_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    draft, gpu = DraftSource("ngram", None), torch.device("cuda")
+    gpu = torch.device("cuda")
+    monkeypatch.setitem(BY_NAME, "echo", lambda num_drafts, device: SimpleNamespace(propose=None))  # type: ignore[arg-type]
     monkeypatch.setattr(window_choice, "pick_graphs", lambda asked, device: (asked.graphs is not False, ""))
 
-    def picked(**options: object) -> str:
-        return window_choice.pick_windows(engine_config("merlin", options), draft, gpu)[0]
+    def picked(drafter: str = "ngram", **options: object) -> str:
+        return window_choice.pick_windows(engine_config("merlin", options), DraftSource(drafter, None), gpu)[0]
 
     assert picked(windows="fixed") == picked(graphs=False) == picked(tree=(3, 2, 8)) == "fixed"
-    assert picked() == picked(lag=2, row_sizes=(256,)) == "auto"
+    assert picked() == picked("suffix") == picked(lag=2, row_sizes=(256,)) == "auto"
+    assert picked("echo") == "fixed", "it was written without parts"

@@ -16,7 +16,7 @@ from peregrine.engine.round_costs import FixedPlan, measure_costs
 from peregrine.engine.runner import VARIANTS, Runner
 from peregrine.kernels.sampling import Features
 from peregrine.models.draft_heads import BlockHead
-from peregrine.spec.registry import DraftSource
+from peregrine.spec.registry import DRAFTERS, DraftSource
 from peregrine.spec.round import run_round
 from peregrine.spec.types import Drafter, PartedDrafter
 
@@ -41,12 +41,18 @@ def pick_windows(asked: EngineConfig, draft: DraftSource, device: torch.device) 
         (draft.name == "none", "there is no drafter"),
         (asked.tree is not None, "a tree has one shape in every round; leave tree out for planned chains"),
         (device.type != "cpu" and not ahead, "rounds are not recorded"),
+        (ahead and not has_parts(draft), "rounds are recorded whole: the drafter has no `read`, `draft` and `depths`"),
         (not ahead and bool(asked.lag), f"plans need the last verdict, and lag={asked.lag} leaves it unread"),
         (not ahead and asked.row_sizes is not None, "batches are padded to row_sizes"),
     ):
         if hinders:
             return FIXED, because
     return AUTO, "each round drafts and verifies what pays, by measured costs and learnt odds"
+
+
+def has_parts(draft: DraftSource) -> bool:
+    """Whether reading and drafting can be recorded apart; a network is driven by drafters that can."""
+    return draft.network is not None or isinstance(DRAFTERS[draft.name](1, torch.device("cpu")), PartedDrafter)
 
 
 def pick_num_drafts(asked: EngineConfig, draft: DraftSource, windows: str) -> tuple[int, str]:
@@ -91,8 +97,8 @@ def plan_ahead(asked: EngineConfig, runner: Runner, draft: DraftSource) -> None:
 
 
 def parted(drafter: Drafter) -> PartedDrafter:
-    """The drafter; every one that drafts chains has parts."""
-    assert isinstance(drafter, PartedDrafter), "windows are planned for chains"
+    """The drafter, which has parts: `pick_windows` saw to it."""
+    assert isinstance(drafter, PartedDrafter), "windows are planned for drafters with parts"
     return drafter
 
 
