@@ -2,7 +2,8 @@
 
 Every row's matcher is walked through the legal nodes of its window and copied at each; then the library's threads
 compute all masks at once, without Python's lock. (Node after node, a round would wait for the slowest row as often as
-its windows are deep.)
+its windows are deep.) Drafts that the grammar forces are walked by those threads: their masks take little time, the
+copies would take more.
 """
 
 from collections.abc import Sequence
@@ -61,14 +62,18 @@ class MaskWriter:
             if matcher is not None
             for at in matcher.walk(window, self._words[row], most)
         ]
-        asked = [(at.state, row * nodes + at.node) for row, _, at in stands]
-        if asked:
-            self._executor.unsafe_compute_mask_ptr(
-                asked, self._words.ctypes.data, num_words * WORD_BYTES, seats * nodes
-            )
+        where = self._words.ctypes.data, num_words * WORD_BYTES, seats * nodes
+        single = [(at.state, row * nodes + at.node) for row, _, at in stands if not at.drafts]
+        chains = [(at.state, row * nodes, at.drafts) for row, _, at in stands if at.drafts]
+        if single:
+            self._executor.unsafe_compute_mask_ptr(single, *where)
+        if chains:
+            self._executor.unsafe_compute_mask_ptr_with_draft_token(chains, *where)
         for row, matcher, at in stands:
             matcher.finish(at, self._words[row])
-            self._forced[row, at.node, : len(at.forced)] = at.forced
+            for behind in range(len(at.drafts) + 1 if at.forced else 0):
+                forced = at.forced[behind : behind + most]
+                self._forced[row, at.node + behind, : len(forced)] = forced
 
     def _upload(self, count: int) -> None:
         (masks, forced), (on_device, forced_on_device) = self._host, self._device

@@ -39,6 +39,11 @@ class Window:
     parents: Sequence[int]  # [T]
     offered: Sequence[int]  # [T]: 1 if the node may be accepted
 
+    @property
+    def is_whole_chain(self) -> bool:
+        """Whether each node is behind the one before it, and all may be accepted."""
+        return all(self.offered[1:]) and all(parent == node for node, parent in enumerate(self.parents[1:]))
+
     def children(self) -> list[list[int]]:
         """The offered children of each node."""
         of: list[list[int]] = [[] for _ in self.tokens]
@@ -50,12 +55,13 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Stand:
-    """A legal node of a window."""
+    """A legal node of a window, with the nodes behind it if they are what the grammar forces."""
 
     node: int
     state: Any  # the library's matcher there
     forced: list[int]  # the tokens that come next, as far as there is no choice
-    early: bool  # before min_tokens
+    num_tokens: int  # before it
+    drafts: list[int]  # of the nodes behind it, one behind the other
 
 
 class Matcher:
@@ -77,29 +83,39 @@ class Matcher:
 
     def advance(self, tokens: Sequence[int]) -> int:
         """Take the tokens of a round; returns how many of them are legal. If not all are, `error` says why."""
-        for count, token in enumerate(tokens):
+        legal = 0
+        if self._begun and self._limits.end_ids.isdisjoint(tokens):
+            legal = self._state.try_consume_tokens(list(tokens))
+            self._tokens += tokens[:legal]
+        for token in tokens[legal:]:
             if token in self._limits.end_ids and self._begun and self._state.is_accepting():
-                return count + 1  # it ends the request: whatever follows is dropped
+                return legal + 1  # it ends the request: whatever follows is dropped
             if not self._take(token):
                 self.error = self.error or "no token can continue the text within the limits of its grammar"
-                return count
-        return len(tokens)
+                return legal
+            legal += 1
+        return legal
 
     def walk(self, window: Window, words: Words, most: int) -> Iterator[Stand]:
         """The legal nodes of a window, each with the library's state there, for its mask to be computed into `words`.
 
         Nodes that no legal text reaches are passed over: the target never chooses their tokens, whatever their masks.
-        `most` is how many forced tokens are wanted.
+        `most` is how many forced tokens are wanted. The library itself walks along drafts that are all forced.
         """
-        yield from self._visit(0, window.children(), window.tokens, words, most)
+        drafts = list(window.tokens[1:])
+        run = self.forced(most + len(drafts)) if drafts and window.is_whole_chain else []
+        if len(run) > len(drafts) and run[: len(drafts)] == drafts:
+            yield Stand(0, self._state, run, len(self._tokens), drafts)
+        else:
+            yield from self._visit(0, window.children(), window.tokens, words, most)
 
     def _visit(
         self, node: int, children: list[list[int]], tokens: Sequence[int], words: Words, most: int
     ) -> Iterator[Stand]:
-        early = not self._begun or len(self._tokens) < self._limits.min_tokens
         if self._begun:
             # The root's mask is computed on the matcher's own state, where the library keeps what it works out.
-            yield Stand(node, self._state.deep_copy() if node else self._state, self.forced(most), early)
+            state = self._state.deep_copy() if node else self._state
+            yield Stand(node, state, self.forced(most), len(self._tokens), [])
         else:
             words[node] = self._everything
             set_bits(words[node], self._limits.stop_ids, False)
@@ -115,16 +131,16 @@ class Matcher:
 
     def finish(self, at: Stand, words: Words) -> None:
         """Add the request's own rules to a mask that the library has computed."""
-        mask = words[at.node]
+        masks = words[at.node : at.node + 1 + len(at.drafts)]
         if at.state.is_error():
-            mask[:] = 0
+            masks[:] = 0
             self.error = at.state.get_error()
             if at.node == 0:
                 self._restore()
             return
-        if self._more_ends and at.state.is_accepting():
-            set_bits(mask, self._more_ends, True)
-        if at.early:
+        if self._more_ends and at.state.is_accepting():  # then nothing is forced
+            set_bits(masks[0], self._more_ends, True)
+        for mask in masks[: max(0, self._limits.min_tokens - at.num_tokens)]:
             kept = mask.copy()
             set_bits(mask, self._limits.stop_ids, False)
             if not mask.any():
