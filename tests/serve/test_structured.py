@@ -87,9 +87,10 @@ def test_the_openai_clients_parse_and_streams(client: openai.OpenAI) -> None:
     assert Bird.model_validate_json(text) == parsed.choices[0].message.parsed
 
 
+TAG = {"begin": "<f=fly>", "schema": {"type": "object", "properties": {"km": {"type": "integer"}}}, "end": "</f>"}
 DEEP = '{"prompt": "x", "guided_json": ' + '{"not": ' * 9000 + "{}" + "}" * 9000 + "}"
 REFUSED: dict[str, tuple[dict[str, object], str]] = {
-    "response_format.type": ({"response_format": {"type": "xml"}}, "use text, json_object or json_schema"),
+    "response_format.type": ({"response_format": {"type": "xml"}}, "use text, json_object, json_schema or"),
     "response_format.json_schema": ({"response_format": {"type": "json_schema"}}, "has no schema"),
     "response_format.json_schema.schema ": (
         {"response_format": {"type": "json_schema", "json_schema": {"schema": True}}},
@@ -109,7 +110,29 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
         "use name, description, schema, strict",
     ),
     "structured_outputs.regex": ({"structured_outputs": {"regex": "((x{999}){999}){999}"}}, "is too complex"),
-    "structured_outputs.structural_tag": ({"structured_outputs": {"structural_tag": "{}"}}, "as tools with"),
+    "structured_outputs.structural_tag": ({"structured_outputs": {"structural_tag": "{}"}}, "has no structures"),
+    "structured_outputs.structural_tag.format": (
+        {"structured_outputs": {"structural_tag": {"format": {}}}},
+        "use type",
+    ),
+    "response_format.structures[1]": (
+        {"response_format": {"type": "structural_tag", "structures": [TAG, {"begin": "<f"}], "triggers": ["<f"]}},
+        "send begin, schema and end",
+    ),
+    "response_format.structures[0].begin": (
+        {"response_format": {"type": "structural_tag", "structures": [TAG], "triggers": ["<g"]}},
+        "has no trigger",
+    ),
+    "response_format": (
+        {
+            "response_format": {
+                "type": "structural_tag",
+                "structures": [TAG | {"schema": {"not": {}}}],
+                "triggers": ["<"],
+            }
+        },
+        'Unimplemented keys: ["not"]',
+    ),
     "structured_outputs": ({"structured_outputs": {}}, "asks for nothing"),
     "guided_choice": ({"guided_choice": []}, "is empty"),
     "regex": ({"regex": "(a"}, "unclosed group"),

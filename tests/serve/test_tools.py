@@ -235,6 +235,26 @@ def is_legal(llm: LLM, asked: dict[str, object], text: str) -> bool:
     return matcher.advance(ids) == len(ids) and matcher.state.is_accepting()
 
 
+def test_structural_tags_hold_json_in_free_text(server: Served) -> None:
+    tags = [
+        {"begin": "<f=fly>", "schema": {"properties": {"km": {"type": "integer"}}, "required": ["km"]}, "end": "</f>"},
+        {"begin": "<f=land>", "schema": {"type": "object"}, "end": "</f>"},
+        {"begin": "[", "schema": {"const": 1}, "end": ""},
+    ]
+    tag = {"type": "structural_tag", "structures": tags, "triggers": ["<f=", "<f=l", "["]}
+    legal = {
+        'So: <f=fly>{"km":3}</f> and <f=land>{"any":1}</f>.': True,
+        "1 < 2 <f>": True,
+        "[1": True,
+        '<f=fly>{"km":"3"}</f>': False,
+        "<f=swim>{}</f>": False,
+        '<f=fly>{"km":3}': False,
+    }
+    for text, expected in legal.items():
+        for asked in ({"response_format": tag}, {"structured_outputs": {"structural_tag": json.dumps(tag)}}):
+            assert is_legal(server.llm, asked, text) == expected, text
+
+
 def test_json_has_no_properties_that_its_schema_does_not_mention(server: Served) -> None:
     listed = {"type": "object", "properties": {"a": {"const": 1}}}
     for schema, legal in (

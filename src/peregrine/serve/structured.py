@@ -8,10 +8,9 @@ from pydantic import BaseModel, Discriminator, Field, Tag
 
 from peregrine.errors import RequestError
 from peregrine.sampling import check_schema
-from peregrine.text.tools import closed
+from peregrine.text.tools import closed, tagged_grammar
 
-FORMATS = "text, json_object or json_schema"
-AS_TOOLS = 'send what the tags stand for as tools with "strict": true'
+FORMATS = "text, json_object, json_schema or structural_tag"
 WITHOUT_SPACES = "JSON is written without white space; leave it out"
 # Fields of a body -> the sampling parameter they are.
 SAME = {
@@ -30,6 +29,7 @@ OUTPUTS = {
     "choice": "choice",
     "grammar": "grammar",
     "json_object": "json_object",
+    "structural_tag": "grammar",
     "disable_additional_properties": None,  # as ever
     "disable_any_whitespace": None,
     "disable_fallback": None,
@@ -103,9 +103,10 @@ def answer_schema(asked: Asked) -> dict[str, Any]:
 def response_format(given: dict[str, Any]) -> list[Asked]:
     """OpenAI's field; a schema is honoured whether or not it is called strict."""
     kind = given.get("type")
+    if kind == "structural_tag":
+        return [structural_tag("response_format", given)]
     if kind not in ("text", "json_object", "json_schema"):
-        remedy = AS_TOOLS if kind == "structural_tag" else f"use {FORMATS}"
-        raise RequestError("response_format.type", kind, "is not supported", remedy)
+        raise RequestError("response_format.type", kind, "is not supported", f"use {FORMATS}")
     known = ("type", "json_schema") if kind == "json_schema" else ("type",)
     refuse_unknown("response_format", given, known)
     if kind == "text":
@@ -118,6 +119,27 @@ def response_format(given: dict[str, Any]) -> list[Asked]:
         raise RequestError("response_format.json_schema", described, "has no schema", remedy)
     refuse_unknown("response_format.json_schema", described, ("name", "description", "schema", "strict"))
     return [Asked("response_format.json_schema.schema", "json_schema", described["schema"])]
+
+
+def structural_tag(field: str, given: Any) -> Asked:
+    """vLLM's and SGLang's tags in free text: what stands between a begin and its end is JSON."""
+    check_schema(field, given)  # that it is an object in JSON, and how large and deep
+    tag = json.loads(given) if isinstance(given, str) else given
+    refuse_unknown(field, tag, ("type", "structures", "triggers"))
+    tags, triggers = tag.get("structures"), tag.get("triggers")
+    are_lists = isinstance(tags, list) and isinstance(triggers, list) and tags and triggers
+    if not are_lists or not all(isinstance(text, str) and text for text in triggers):
+        remedy = 'send {"structures": [{"begin": "...", "schema": {...}, "end": "..."}], "triggers": ["..."]}'
+        raise RequestError(field, given, "has no structures or no triggers", remedy)
+    read = []
+    for place, one in enumerate(tags):
+        begin, schema, end = map((one if isinstance(one, dict) else {}).get, ("begin", "schema", "end"))
+        if not (isinstance(begin, str) and isinstance(schema, dict) and isinstance(end, str)):
+            raise RequestError(f"{field}.structures[{place}]", one, "is not a tag", "send begin, schema and end")
+        if not begin.startswith(tuple(triggers)):
+            raise RequestError(f"{field}.structures[{place}].begin", begin, "has no trigger", "begin it with one")
+        read.append((begin, schema, end))
+    return Asked(field, "grammar", tagged_grammar(read, triggers))
 
 
 def refuse_unknown(field: str, given: dict[str, Any], known: tuple[str, ...]) -> None:
@@ -135,11 +157,12 @@ def structured_outputs(given: dict[str, Any]) -> list[Asked]:
         if value is None or value is False:
             continue
         if name not in OUTPUTS:
-            others = {"whitespace_pattern": WITHOUT_SPACES, "structural_tag": AS_TOOLS}
-            remedy = others.get(name, f"use one of {', '.join(OUTPUTS)}")
+            remedy = WITHOUT_SPACES if name == "whitespace_pattern" else f"use one of {', '.join(OUTPUTS)}"
             raise RequestError(field, value, "is not supported", remedy)
         option = OUTPUTS[name]
-        if option is not None:
+        if name == "structural_tag":
+            asked.append(structural_tag(field, value))
+        elif option is not None:
             asked.append(Asked(field, option, value))
     if not asked:
         raise RequestError("structured_outputs", given, "asks for nothing", "use json, regex, choice or grammar")

@@ -1,7 +1,7 @@
 """What tools mean for the text: the JSON schema of calls that must be made, the grammar of those that may be."""
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from peregrine.text.tool_formats import FORMATS, SEPARATOR, Tools
 
@@ -127,3 +127,20 @@ def auto_grammar(
     lines += [f"start: call{'*' if most is None else '?'} {free}", "call: trigger body", r"TEXT: /(.|\n)*/"]
     lines.append(f"trigger: {free} {mark(begin)}" if special else f"trigger[lazy]: TEXT {mark(begin)}")
     return "\n".join([LARK, *lines])
+
+
+def tagged_grammar(tags: Sequence[tuple[str, Mapping[str, object], str]], triggers: Sequence[str]) -> str:
+    """A grammar in Lark's syntax: any text, in which a trigger begins one of these tags: (begin, schema, end).
+
+    Each begin starts with a trigger; between begin and end stands JSON.
+    """
+    bodies: dict[str, list[str]] = {}
+    for begin, schema, end in tags:
+        trigger = next(trigger for trigger in triggers if begin.startswith(trigger))
+        rest, last = (json.dumps(text) if text else "" for text in (begin.removeprefix(trigger), end))
+        bodies.setdefault(trigger, []).append(f"{rest} %json {json.dumps({**closed(schema), **COMPACT})} {last}")
+    lines = [LARK, f"start: ({' | '.join(f'tag{place}' for place in range(len(bodies)))})* TEXT", r"TEXT: /(.|\n)*/"]
+    for place, (trigger, alternatives) in enumerate(bodies.items()):
+        lines.append(f"trigger{place}[lazy]: TEXT {json.dumps(trigger)}")
+        lines.append(f"tag{place}: trigger{place} ({' | '.join(alternatives)})")
+    return "\n".join(lines)
