@@ -15,6 +15,7 @@ import torch
 from peregrine.grammar import Matcher, Window
 from peregrine.kernels.sampling import Masks
 from peregrine.spec.state import SeatState
+from peregrine.threads import usable_cores
 
 WORD_BYTES = 4
 
@@ -42,7 +43,7 @@ class MaskWriter:
             self._stream = torch.cuda.Stream(seats.device)  # type: ignore[no-untyped-call]
         masks, forced = self._host  # as arrays: writing a few entries of a tensor takes several times as long
         self._rows, self._words, self._forced = masks.rows.numpy(), masks.words.numpy().view(np.uint32), forced.numpy()
-        self._executor: Any = LLExecutor()
+        self._executor: Any = LLExecutor(usable_cores())  # this thread waits meanwhile
 
     def write(self, matchers: Sequence[Matcher | None], windows: Sequence[Window]) -> None:
         """Masks and forced tokens of the rows that have a matcher; the round queued next reads them."""
