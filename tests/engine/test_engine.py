@@ -93,7 +93,7 @@ class Panic(BaseException):
     """As a panic of the tokenizers library: no Exception."""
 
 
-@pytest.mark.parametrize("part", ["join", "set_pages", "push"])
+@pytest.mark.parametrize("part", ["pack", "push"])
 def test_a_fault_in_handling_one_request_ends_it_alone(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """While it is seated, or while its text is made."""
     some = cases(6, max_tokens=20)

@@ -1,11 +1,15 @@
 """What the host counts in bulk: pages that cover every reach, statistics from verdicts, outputs without deltas."""
 
+import numpy as np
 import pytest
 import torch
 
+from peregrine.engine.admission import seat_entry
 from peregrine.engine.engine import Engine
 from peregrine.engine.request import Output
 from peregrine.engine.stats import Stats, drafted_flags
+from peregrine.sampling import SamplingParams
+from peregrine.spec.state import Rows
 from spec.harness import Case, build, cases, noisy_model, run
 
 DRAFTED = {"drafter": str(noisy_model()), "num_drafts": 3}
@@ -64,3 +68,47 @@ def test_outputs_do_not_depend_on_deltas(stop: tuple[str, ...]) -> None:
         )
         assert (one.finish_reason, one.stop_reason) == (other.finish_reason, other.stop_reason)
     assert stop or deltas < 3 * len(asked)
+
+
+def test_prompts_come_first_if_nobody_reads_along() -> None:
+    """Whole outputs are awaited: all prompts are read, then everybody is in every round. Streams are not held up."""
+    asked = cases(6, max_tokens=10, ignore_eos=True)
+    long = [Case((case.prompt * 50)[:50], case.params) for case in asked]
+    sizes = {"drafter": "none", "prefill_chunk": 16, "max_rows": 6, "prefix_cache": False, "lag": 0}
+    streamed, awaited = build(**sizes).engine, build(**sizes).engine
+    expected = run(streamed, long)
+    outputs, _ = quiet(awaited, long)
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
+    assert awaited.runner.launched == 10
+    assert streamed.runner.launched > 10
+
+
+def test_requests_that_join_together_have_the_lines_they_have_alone() -> None:
+    params = [
+        {"temperature": 0.0, "ignore_eos": True},
+        {"temperature": 0.7, "min_p": 0.05, "top_k": 9, "stop_token_ids": [5, 8], "logprobs": 2},
+        {"temperature": 1.1, "top_p": 0.3, "logit_bias": {7: 1.5, 2: -0.1}, "frequency_penalty": 0.3, "min_tokens": 3},
+    ]
+    asked = [Case(tuple(range(3, 9 + i)), SamplingParams(seed=i, max_tokens=9, **p)) for i, p in enumerate(params)]  # type: ignore[arg-type]
+    engine = build(**DRAFTED, max_rows=4).engine
+    seats = engine.runner.seats
+    packed = [seats.pack(seat_entry(engine.prepare(list(case.prompt), case.params), engine.limits)) for case in asked]
+    for row, line in enumerate(packed):
+        seats.join(row, [line])
+    alone = {name: buffer.clone() for name, buffer in seats._buffers.items()}
+    for row in range(3):
+        seats.join(row, [packed[2]])  # what others leave behind
+    seats.join(0, packed)
+    assert all(torch.equal(buffer, alone[name]) for name, buffer in seats._buffers.items() if name != "history")
+    view = seats.view(Rows(3, 64))
+    for row, case in enumerate(asked):
+        assert view.history[row, : len(case.prompt)].tolist() == list(case.prompt)
+        assert view.past_lens[row] == len(case.prompt) - 1
+    assert view.window_tokens.tolist() == [[8, 0, 0, 0], [9, 0, 0, 0], [10, 0, 0, 0]]
+    assert view.sampling.temperature.tolist() == torch.tensor([0.0, 0.7, 1.1]).tolist()
+    assert view.sampling.log_min_p.tolist() == [-torch.inf, float(np.float32(np.log(0.05))), -torch.inf]
+    assert view.sampling.stop_ids[1, :3].tolist() == [5, 8, *engine.limits.eos_ids[:1]]
+    assert view.sampling.bias_ids[:, :2].tolist() == [[-1, -1], [-1, -1], [7, 2]]
+    assert view.sampling.bias_values[2, :3].tolist() == torch.tensor([1.5, -0.1, 0.0]).tolist()
+    assert not view.done.any()
+    assert seats.view(Rows(4, 64)).done[3]

@@ -158,3 +158,27 @@ def test_the_embedded_model_gives_the_same_tokens(capsys: pytest.CaptureFixture[
     with capsys.disabled():
         print(f"\nidentity, merlin: {compared} tokens compared, no difference")
     assert compared >= 50_000
+
+
+def test_256_rows_and_prompts_cut_at_odd_places_give_the_same_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    """A crowd whose prompts share recorded and plain chunks of any size, with and without drafts; then some alone."""
+    model, crowd = str(qwen3()), 256
+    generator, some = torch.Generator().manual_seed(8), []
+    for index in range(crowd):
+        prompt = torch.randint(2, VOCAB, (1 + 37 * index % 701,), generator=generator).tolist()
+        params = {"seed": index, "max_tokens": 40, "ignore_eos": True, "detokenize": False}
+        some.append(Case(tuple(prompt), SamplingParams(**(params | PARAMS[index % len(PARAMS)]))))  # type: ignore[arg-type]
+    sizes: dict[str, object] = {"max_rows": crowd, "row_sizes": (64, 192, crowd), "num_pages": 13_000}
+    expected = tokens(run(build(model, **sizes, prefill_chunk=4096).engine, some))
+    drafts: dict[str, object] = {"drafter": str(disturbed(qwen3())), "num_drafts": 3, "windows": "fixed"}
+    compared = 0
+    for name, options in (
+        ("chunks of 333", {"prefill_chunk": 333}),
+        ("chunks of 1471, drafts", drafts | {"prefill_chunk": 1471}),
+    ):
+        compared += count_equal(name, tokens(run(build(model, **(sizes | options)).engine, some)), expected)
+    few = slice(crowd - 8, crowd)
+    compared += count_equal("alone", tokens(run(build(model, max_rows=1).engine, some[few])), expected[few])
+    with capsys.disabled():
+        print(f"\nidentity, 256 rows: {compared} tokens compared, no difference")
+    assert compared > 20_000

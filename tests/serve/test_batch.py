@@ -26,7 +26,7 @@ from peregrine.serve.batch import Batch, check_source
 from peregrine.serve.batch_engines import Answer, EngineProcesses, LocalEngine
 from peregrine.serve.batch_identity import served_hash
 from peregrine.serve.batch_output import BatchOutput
-from peregrine.spec.state import SeatEntry
+from peregrine.spec.seat_entry import SeatEntry, Words
 from serve.conftest import Served
 from spec.harness import tiny_model
 
@@ -101,14 +101,14 @@ def test_a_line_that_overflows_or_cannot_be_seated_ends_alone(
     server: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seats = server.llm.engine.runner.seats
-    join = seats.join
+    pack = seats.pack
 
-    def fail_for_seed_13(seat: int, entry: SeatEntry) -> None:
+    def fail_for_seed_13(entry: SeatEntry) -> dict[str, Words]:
         if entry.seed == 13:
             raise OverflowError("number too large")
-        join(seat, entry)
+        return pack(entry)
 
-    monkeypatch.setattr(seats, "join", fail_for_seed_13)
+    monkeypatch.setattr(seats, "pack", fail_for_seed_13)
     bad = [request(name, prompt="x", **{name: 2**63}) for name in ("top_k", "min_tokens", "max_tokens", "seed")]
     fault, good = request("fault", prompt="Once", seed=13), request("good", prompt="Once", max_tokens=2, seed=1)
     batch = run(server, write(tmp_path / "in.jsonl", [*bad, fault, good]), tmp_path / "out.jsonl")

@@ -51,21 +51,26 @@ class PagePool:
 
     def retain(self, pages: Iterable[int]) -> None:
         """Add one reference to each page; each must have one already."""
+        refs, end = self._refs, self.num_pages
         for page in pages:
-            self._check_owned(page)
-            self._refs[page] += 1
+            if not (SCRATCH_PAGE < page < end and refs[page]):
+                raise not_owned(page, end)
+            refs[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
         """Remove one reference from each page; a page whose last one is removed becomes free."""
+        refs, end = self._refs, self.num_pages
         for page in pages:
-            self._check_owned(page)
-            self._refs[page] -= 1
-            if self._refs[page] == 0:
+            if not (SCRATCH_PAGE < page < end and refs[page]):
+                raise not_owned(page, end)
+            refs[page] -= 1
+            if not refs[page]:
                 self._free.append(page)
 
-    def _check_owned(self, page: int) -> None:
-        if not SCRATCH_PAGE < page < self.num_pages or self._refs[page] == 0:
-            raise EngineFault(
-                f"page {page} has no owner, so no reference can be added or given back; "
-                f"pages are 1 to {self.num_pages - 1} and come from allocate()"
-            )
+
+def not_owned(page: int, num_pages: int) -> EngineFault:
+    """What is wrong with a page that nobody holds, or that does not exist."""
+    return EngineFault(
+        f"page {page} has no owner, so no reference can be added or given back; "
+        f"pages are 1 to {num_pages - 1} and come from allocate()"
+    )

@@ -217,11 +217,11 @@ class PrefixTree:
             )
         if len(set(pages)) < len(pages):
             raise EngineFault(f"pages={list(pages)}: a page holds one run of tokens; insert each page once")
-        for index, page in enumerate(pages):
-            ours = index < len(path) and path[index].page == page
-            if page in self._cached and not ours:
-                raise EngineFault(f"page {page} is cached for other tokens; insert pages of the caller's own")
-            if self.pool.refs(page) < 1 + ours:
+        ours = {page for page, node in zip(pages, path, strict=False) if page == node.page}
+        for page in sorted(self._cached.intersection(pages) - ours):
+            raise EngineFault(f"page {page} is cached for other tokens; insert pages of the caller's own")
+        for page, refs in zip(pages, map(self.pool.refs, pages), strict=True):
+            if refs < 2 and refs < 1 + (page in ours):
                 raise EngineFault(f"page {page} is not the caller's to give; retain it before it is inserted")
 
     def _add_child(self, parent: Node, key: Key, page: int) -> Node:

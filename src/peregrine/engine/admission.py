@@ -9,7 +9,7 @@ from peregrine.errors import RequestError
 from peregrine.grammar import MatcherLimits
 from peregrine.kernels.sampling import Features
 from peregrine.sampling import SEED_BITS, SamplingParams
-from peregrine.spec.state import SeatEntry
+from peregrine.spec.seat_entry import SeatEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ def seat_entry(request: Request, limits: Limits) -> SeatEntry:
     params = request.params
     stop_ids = list(dict.fromkeys([*params.stop_token_ids, *(() if params.ignore_eos else limits.eos_ids)]))
     return SeatEntry(
-        tokens=request.tokens,
+        tokens=request.ids(0, request.num_tokens),
         prompt_len=len(request.prompt),
         limit=request.limit,
         draft_cap=limits.num_drafts if params.num_drafts is None else params.num_drafts,

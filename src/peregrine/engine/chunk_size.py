@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 
 LEAST_TOKENS = {"cpu": 32, "cuda": 256}  # below it a chunk hardly gets faster; a step never reads less
+MOST_QUEUED = 2  # chunks on a device: what comes meanwhile is not stuck behind more
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class TimedChunk:
 
 
 class ChunkSize:
-    """The size of prompt chunks, from what the last ones cost. The host never waits to learn it."""
+    """The size of prompt chunks, from what the last ones cost. The host waits only for chunks to be queued behind."""
 
     def __init__(self, most: int, max_stall_s: float | None, device: torch.device) -> None:
         self.most, self.max_stall_s, self._on_cuda = most, max_stall_s, device.type == "cuda"
@@ -42,8 +43,9 @@ class ChunkSize:
 
     def tokens(self, running: bool) -> int:
         """The most tokens of the next chunk; `running`: there are requests that it would hold up."""
-        while self._queued and self._queued[0].ended.query():  # type: ignore[no-untyped-call]
+        while self._queued and (len(self._queued) >= MOST_QUEUED or self._queued[0].ended.query()):  # type: ignore[no-untyped-call]
             chunk = self._queued.popleft()
+            chunk.ended.synchronize()
             self.learn(chunk.tokens, chunk.began.elapsed_time(chunk.ended) / 1e3)
         return self._next if running else self.most
 
@@ -58,9 +60,7 @@ class ChunkSize:
     @contextmanager
     def timed(self, tokens: int) -> Iterator[None]:
         """Time the chunk that is read, or queued, inside the block."""
-        if self.max_stall_s is None:
-            yield
-        elif self._on_cuda:
+        if self._on_cuda:
             chunk = TimedChunk(tokens, new_event(), new_event())
             chunk.began.record()
             yield

@@ -20,6 +20,7 @@ from peregrine.hardware import current_device
 from peregrine.kernels.sampling import Features
 from peregrine.log import logger
 from peregrine.sampling import SamplingParams
+from peregrine.spec.seat_entry import Words
 from peregrine.spec.suffix import SuffixDrafter
 from peregrine.text.tokenizer import Tokenizer
 
@@ -105,9 +106,10 @@ class Engine:
         with current_device(self.runner.device):
             deltas, self._ended = self._ended, []
             self._admit_waiting()
-            self._prefill()
-            deltas += self._make_room()
-            launched = self._launch()
+            launched = False
+            if not self._prefill():
+                deltas += self._make_room()
+                launched = self._launch()
             deltas += self._take_results()
             while len(self.runner.in_flight) > (self.policy.lag if launched else 0):
                 deltas += self._collect()
@@ -127,15 +129,20 @@ class Engine:
             request.begin(next(self._admissions))
             self.reading.append(request)
 
-    def _prefill(self) -> None:
-        """Read the next chunk of prompts, and seat the requests whose prompts are read."""
+    def _prefill(self) -> bool:
+        """Read the next chunk of prompts, and seat the requests whose prompts are read.
+
+        True: more prompts come before the next round, since nobody reads the tokens of running requests as they come.
+        """
         self.ledger.settle(self.reading, idle=not self.running)
         unread = [request for request in self.reading if request.num_unread and request.arriving is None]
+        watched = bool(unread) and any(request.streams for request in self.running)
         if unread:
-            chunks = next_chunks(unread, self.chunk_size.tokens(bool(self.running)))
+            chunks = next_chunks(unread, self.chunk_size.tokens(watched))
             with self.chunk_size.timed(sum(chunk.end - chunk.start for chunk in chunks)):
                 read_chunks(self.runner.target, self.runner.drafter, chunks, self.ledger.page_size, self.replay_chunks)
         self._seat_read(share=True)
+        return not watched and any(request.num_unread for request in unread)
 
     def seat_unread(self) -> None:
         """Benchmark hook: admit and seat waiting requests without prefill."""
@@ -147,24 +154,29 @@ class Engine:
     def _seat_read(self, share: bool) -> None:
         """Seat requests whose prompts are read, oldest first, while there are seats; their pages may be shared."""
         read = [request for request in self.reading if not request.num_unread]
+        taken, packed = [], []
         for request in read[: self.policy.max_rows - len(self.running)]:
-            self.reading.remove(request)
-            if share:
-                self.ledger.share(request)
             try:
-                self._take_seat(request)
+                packed.append(self.runner.seats.pack(seat_entry(request, self.limits)))
             except Exception:
                 self._ended.append(self._fail(request))
+                continue
+            self.reading.remove(request)
+            taken.append(request)
+        if taken:
+            self._take_seats(taken, packed)
+        for request in taken if share else ():
+            self.ledger.share(request)
 
     # Seats.
 
-    def _take_seat(self, request: Request) -> None:
-        seat = request.seat = len(self.running)
-        self.running.append(request)
-        request.round_before, self._spare[seat] = self.runner.launched, -1
-        self._features = None
-        self.runner.seats.join(seat, seat_entry(request, self.limits))
-        self.runner.seats.set_pages([(seat, 0, request.pages)])
+    def _take_seats(self, requests: list[Request], packed: list[dict[str, Words]]) -> None:
+        first, self._features = len(self.running), None
+        for seat, request in enumerate(requests, first):
+            request.seat, request.round_before, self._spare[seat] = seat, self.runner.launched, -1
+        self.running += requests
+        self.runner.seats.join(first, packed)
+        self.runner.seats.set_pages([(seat, 0, request.pages) for seat, request in enumerate(requests, first)])
 
     def _free_seat(self, request: Request) -> None:
         """Free the request's seat; the request in the last seat moves into it, so that seats stay compact."""

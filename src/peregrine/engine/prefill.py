@@ -143,33 +143,38 @@ class ChunkPlaces:
 
     @staticmethod
     def of(chunks: Sequence[PromptChunk], page_size: int) -> "ChunkPlaces":
-        starts, lens = (np.array(x) for x in zip(*((c.start, c.end - c.start) for c in chunks), strict=True))
-        places = [np.arange(chunk.start, chunk.end) for chunk in chunks]
-        pages = [np.array(c.request.pages)[at // page_size] for c, at in zip(chunks, places, strict=True)]
+        starts, ends = np.array([(chunk.start, chunk.end) for chunk in chunks]).T
+        places, first = [np.arange(chunk.start, chunk.end) for chunk in chunks], starts // page_size
+        held = [np.array(c.request.pages[i : -(-c.end // page_size)]) for c, i in zip(chunks, first, strict=True)]
+        pages = [line[at // page_size - i] for line, at, i in zip(held, places, first, strict=True)]
         positions = np.concatenate(places)
-        return ChunkPlaces(lens, starts, positions, np.concatenate(pages) * page_size + positions % page_size)
+        return ChunkPlaces(ends - starts, starts, positions, np.concatenate(pages) * page_size + positions % page_size)
 
 
 def chunk_metadata(chunks: list[PromptChunk], page_size: int, device: torch.device) -> AttentionMetadata:
     """Where the ragged window of these chunks reads and writes."""
     places = ChunkPlaces.of(chunks, page_size)
-    width = max(-(-c.end // page_size) for c in chunks)
-    table = np.zeros((len(chunks), width), dtype=np.int64)
-    for line, chunk in zip(table, chunks, strict=True):
-        pages = chunk.request.pages[:width]
-        line[: len(pages)] = pages
     return AttentionMetadata(
         window=Window.ragged(places.lens.tolist()),
         positions=upload(places.positions, device),
         q_starts=upload(np.concatenate([[0], places.lens.cumsum()]), device),
         past_lens=upload(places.starts, device),
-        page_table=upload(table, device),
+        page_table=upload(page_rows(chunks, page_size), device),
         page_size=page_size,
         slots=upload(places.slots, device),
         ancestors=None,
     )
 
 
-def chunk_tokens(chunks: Sequence[PromptChunk], shift: int = 0) -> list[int]:
+def page_rows(chunks: Sequence[PromptChunk], page_size: int) -> IntArray:
+    """A page table for the chunks: the pages of each up to its end, then the scratch page. [R, P]"""
+    ends = [-(-chunk.end // page_size) for chunk in chunks]
+    table = np.zeros((len(chunks), max(ends)), dtype=np.int64)
+    for line, chunk, end in zip(table, chunks, ends, strict=True):
+        line[:end] = chunk.request.pages[:end]
+    return table
+
+
+def chunk_tokens(chunks: Sequence[PromptChunk], shift: int = 0) -> IntArray:
     """The tokens of all chunks, or those `shift` places after them."""
-    return [token for c in chunks for token in c.request.tokens[c.start + shift : c.end + shift]]
+    return np.concatenate([c.request.ids(c.start + shift, c.end + shift) for c in chunks])

@@ -17,7 +17,7 @@ from torch import Tensor
 from peregrine.attention.metadata import AttentionMetadata
 from peregrine.attention.window import Window
 from peregrine.engine.graphs import Graphs
-from peregrine.engine.prefill import ChunkPlaces, PromptChunk
+from peregrine.engine.prefill import ChunkPlaces, PromptChunk, chunk_tokens, page_rows
 from peregrine.hardware import upload
 from peregrine.spec.bound import BoundModel
 from peregrine.spec.types import Chunk, Drafter
@@ -115,10 +115,10 @@ class PromptGraphs:
 
     def _fill(self, size: int, rows: int, chunks: Sequence[PromptChunk]) -> None:
         """Write the inputs of a recorded chunk, by one copy; and its page table, by another."""
-        inputs, used = self.inputs[size, rows], len(chunks)
-        packed = np.zeros(len(inputs.packed), dtype=np.int64)
+        inputs, used, is_cuda = self.inputs[size, rows], len(chunks), self.device.type == "cuda"
+        packed = torch.zeros(len(inputs.packed), dtype=torch.int64, pin_memory=is_cuda)
         tokens, following, positions, slots, past_lens, q_starts = np.split(
-            packed,
+            packed.numpy(),
             np.cumsum([*[size] * 4, rows]),  # as in `_views`
         )
         table = self._table[:rows].zero_()
@@ -126,14 +126,10 @@ class PromptGraphs:
         if used:
             places = ChunkPlaces.of(chunks, self.page_size)
             count = len(places.positions)
-            read = [np.array(chunk.request.tokens[chunk.start : chunk.end + 1]) for chunk in chunks]
-            tokens[:count] = np.concatenate([line[:-1] for line in read])
-            following[:count] = np.concatenate([line[1:] for line in read])
+            tokens[:count], following[:count] = chunk_tokens(chunks), chunk_tokens(chunks, 1)
             positions[:count], slots[:count], past_lens[:used] = places.positions, places.slots, places.starts
             q_starts[1 : used + 1] = places.lens.cumsum()
-            columns = [np.array(chunk.request.pages)[: -(-chunk.end // self.page_size)] for chunk in chunks]
-            where = [row * table.shape[1] + np.arange(len(line)) for row, line in enumerate(columns)]
-            entries = upload(np.concatenate([*where, *columns]), self.device).view(2, -1)
-            table.view(-1).index_copy_(0, entries[0], entries[1])
+            pages = upload(page_rows(chunks, self.page_size), self.device)
+            table[:used, : pages.shape[1]].copy_(pages)
         q_starts[used + 1 : rows], q_starts[rows] = count, size  # empty rows, then the padding
-        inputs.packed.copy_(upload(packed, self.device))
+        inputs.packed.copy_(packed, non_blocking=True)

@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from peregrine.cache.host_tier import Transfer
@@ -131,6 +133,7 @@ class Request:
         self.matcher: Matcher | None = None  # None: its text is free
         self.failure: str | None = None  # why it ends with an error
         self.tokens = list(prompt)  # the prompt, then what was generated
+        self._prompt_ids = np.array(prompt, dtype=np.int64)  # made once, in the caller's thread
         self.verdicts: list[int] = []  # of its rounds, three each: tokens, right drafts, drafts
         self.logprobs: list[TokenLogprob] = []
         self.scores: list[HostCopy] = []  # log-probabilities of prompt tokens, by chunk
@@ -173,6 +176,10 @@ class Request:
     def num_unread(self) -> int:
         """Tokens to be read before the first round; the newest token is its root and is not read."""
         return len(self.tokens) - 1 - self.read_len
+
+    def ids(self, start: int, end: int) -> npt.NDArray[np.int64]:
+        """The tokens [start, end) as an array; those of the prompt are not copied."""
+        return self._prompt_ids[start:end] if end <= len(self.prompt) else np.array(self.tokens[start:end])
 
     @property
     def stats(self) -> Stats:

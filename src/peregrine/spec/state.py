@@ -11,6 +11,7 @@ these buffers and gathers nothing. An unused seat is a pad: ended, on the scratc
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from peregrine.kernels.round import Ends, Nodes, Verdict, commit, keep_drafts
 from peregrine.kernels.sampling import Context, Masks, SamplingTensors
 from peregrine.sampling import MAX_BIAS, MAX_STOP_IDS
 from peregrine.spec.row_pages import RowPages, even_starts
+from peregrine.spec.seat_entry import SeatEntry, Words
 from peregrine.spec.types import Drafts, DraftShape, Links
 
 PLACES_STEP = 64  # widths of history and page table grow in these steps
@@ -35,28 +37,6 @@ class Rows:
     count: int
     places: int
     nodes: int | None = None  # how many nodes of a chain's window are used; None: all
-
-
-@dataclass(frozen=True, slots=True)
-class SeatEntry:
-    """Everything the device must know of a request that takes a seat."""
-
-    tokens: list[int]  # prompt and what was generated before; the last one has no KV yet
-    prompt_len: int
-    limit: int  # most tokens in all, prompt included
-    draft_cap: int
-    stop_ids: list[int]
-    min_len: int  # a stop id may not be chosen for a position below this
-    seed: int
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    repetition: float
-    presence: float
-    frequency: float
-    bias: dict[int, float]
-    logprobs: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,40 +197,35 @@ class SeatState:
             **lines,
         )
 
-    def join(self, seat: int, entry: SeatEntry) -> None:
-        """Seat a request; its first round has no drafts yet."""
-        self.clear(seat)
-        numbers = {
-            "past_lens": len(entry.tokens) - 1,
-            "prompt_lens": entry.prompt_len,
-            "limits": entry.limit,
-            "draft_caps": entry.draft_cap,
-            "done": False,
-            "temperature": entry.temperature,
-            "top_k": entry.top_k,
-            "top_p": entry.top_p,
-            "log_min_p": entry.min_p,
-            "repetition": entry.repetition,
-            "presence": entry.presence,
-            "frequency": entry.frequency,
-            "seeds": entry.seed,
-            "min_lens": entry.min_len,
-            "logprobs": -1 if entry.logprobs is None else entry.logprobs,
-            "offered": 0,
-        }
-        for kind, names in self._names.items():
-            self._lines[kind][seat].copy_(self._upload([numbers[name] for name in names]))
-        self._buffers["log_min_p"][seat].log_()
-        lists: dict[str, list[int] | list[float]] = {
-            "history": entry.tokens,
-            "window_tokens": entry.tokens[-1:],
-            "stop_ids": entry.stop_ids,
-            "bias_ids": list(entry.bias),
-            "bias_values": list(entry.bias.values()),
-        }
-        for name, values in lists.items():
+    def pack(self, entry: SeatEntry) -> dict[str, Words]:
+        """A request's lines as numbers of 64 bits; a line that is missing is a pad's."""
+        numbers, fields = entry.numbers(), self._fields()
+        lines: dict[str, Words] = {kind: np.array([numbers[n] for n in names]) for kind, names in self._names.items()}
+        for name, values in entry.lists().items():
             if values:
-                self._buffers[name][seat, : len(values)].copy_(self._upload(values))
+                pad, (size,) = fields[name]
+                lines[name] = np.array([*values, *[pad] * (size - len(values))])
+        wide = {name: line.astype(np.float64 if line.dtype.kind == "f" else np.int64) for name, line in lines.items()}
+        return wide | {"history": entry.tokens}
+
+    def join(self, first: int, packed: Sequence[dict[str, Words]]) -> None:
+        """Seat requests in `first` and the seats after it, by one copy to the device; no drafts are offered yet."""
+        seats, arrays, targets = slice(first, first + len(packed)), [], []
+        for name, lines in self._lines.items():
+            some = [line[name] for line in packed if name in line]
+            if name == "history":  # whose end is never read
+                arrays += some
+                targets += [lines[first + row, : len(tokens)] for row, tokens in enumerate(some)]
+            elif not some:
+                lines[seats].copy_(self._pads[name])
+            else:
+                pad = some[0] if len(some) == len(packed) else np.full_like(some[0], self._fields()[name][0])
+                arrays.append(np.stack([line.get(name, pad) for line in packed]))
+                targets.append(lines[seats])
+        words = np.concatenate([array.view(np.int64).ravel() for array in arrays])
+        parts = torch.split(upload(words, self.device), [array.size for array in arrays])
+        for target, part, array in zip(targets, parts, arrays, strict=True):
+            target.copy_((part.view(torch.float64) if array.dtype.kind == "f" else part).view(target.shape))
 
     def set_pages(self, entries: Sequence[tuple[int, int, list[int]]]) -> None:
         """Write seats' page-table entries, (seat, first column, pages) each, by one copy for all."""
@@ -258,14 +233,9 @@ class SeatState:
             return
         table = self._buffers["page_table"]
         width = table.shape[1]
-        places: list[int] = []
-        pages: list[int] = []
-        for seat, first, more in entries:
-            start = seat * width + first
-            places += range(start, start + len(more))
-            pages += more
-        both = self._upload(places + pages)
-        table.view(-1).index_copy_(0, both[: len(pages)], both[len(pages) :])
+        places = [np.arange(len(pages)) + seat * width + first for seat, first, pages in entries]
+        both = upload(np.concatenate([*places, *(pages for _, _, pages in entries)]), self.device).view(2, -1)
+        table.view(-1).index_copy_(0, both[0], both[1])
 
     def pretend(self, rows: int, context: int, num_pages: int) -> None:
         """Give pads a context on any pages there are, so that rounds can be timed; `clear` makes them pads again."""
@@ -283,9 +253,6 @@ class SeatState:
         for lines in self._lines.values():
             lines[target].copy_(lines[source])
         self.clear(source)
-
-    def _upload(self, values: list[int] | list[float]) -> Tensor:
-        return upload(values, self.device)
 
 
 def pad_line(pad: float, size: tuple[int, ...], device: torch.device) -> Tensor:
