@@ -11,8 +11,8 @@ from peregrine.engine.chunk_size import ChunkSize
 from peregrine.engine.page_ledger import PageLedger
 from peregrine.engine.policy import BatchPolicy, next_admitted
 from peregrine.engine.prefill import PromptChunk, next_chunks, read_chunks
-from peregrine.engine.request import Delta, Request
-from peregrine.engine.round_result import RoundResult, RowExtras, take_line
+from peregrine.engine.request import FAILED, Delta, Request
+from peregrine.engine.round_result import RoundResult, RowExtras, end_text, take_line
 from peregrine.engine.runner import Runner
 from peregrine.errors import RequestError
 from peregrine.grammar import GrammarCompiler, Matcher
@@ -23,8 +23,6 @@ from peregrine.sampling import SamplingParams
 from peregrine.spec.seat_entry import Words
 from peregrine.spec.suffix import SuffixDrafter
 from peregrine.text.tokenizer import Tokenizer
-
-FAILED = "the engine failed on this request, and ended it alone; its log says why"
 
 
 class Engine:
@@ -106,10 +104,9 @@ class Engine:
         with current_device(self.runner.device):
             deltas, self._ended = self._ended, []
             self._admit_waiting()
-            launched = False
-            if not self._prefill():
-                deltas += self._make_room()
-                launched = self._launch()
+            prompts_first = self._prefill()
+            deltas += [] if prompts_first else self._make_room()
+            launched = not prompts_first and self._launch()
             deltas += self._take_results()
             while len(self.runner.in_flight) > (self.policy.lag if launched else 0):
                 deltas += self._collect()
@@ -154,29 +151,27 @@ class Engine:
     def _seat_read(self, share: bool) -> None:
         """Seat requests whose prompts are read, oldest first, while there are seats; their pages may be shared."""
         read = [request for request in self.reading if not request.num_unread]
-        taken, packed = [], []
+        taken = {}
         for request in read[: self.policy.max_rows - len(self.running)]:
             try:
-                packed.append(self.runner.seats.pack(seat_entry(request, self.limits)))
+                taken[request] = self.runner.seats.pack(seat_entry(request, self.limits))
             except Exception:
                 self._ended.append(self._fail(request))
-                continue
-            self.reading.remove(request)
-            taken.append(request)
         if taken:
-            self._take_seats(taken, packed)
+            self._take_seats(taken)
         for request in taken if share else ():
             self.ledger.share(request)
 
     # Seats.
 
-    def _take_seats(self, requests: list[Request], packed: list[dict[str, Words]]) -> None:
+    def _take_seats(self, packed: dict[Request, dict[str, Words]]) -> None:
         first, self._features = len(self.running), None
-        for seat, request in enumerate(requests, first):
+        for seat, request in enumerate(packed, first):
+            self.reading.remove(request)
             request.seat, request.round_before, self._spare[seat] = seat, self.runner.launched, -1
-        self.running += requests
-        self.runner.seats.join(first, packed)
-        self.runner.seats.set_pages([(seat, 0, request.pages) for seat, request in enumerate(requests, first)])
+        self.running += packed
+        self.runner.seats.join(first, list(packed.values()))
+        self.runner.seats.set_pages([(seat, 0, request.pages) for seat, request in enumerate(packed, first)])
 
     def _free_seat(self, request: Request) -> None:
         """Free the request's seat; the request in the last seat moves into it, so that seats stay compact."""
@@ -291,15 +286,7 @@ class Engine:
 
     def _finish(self, request: Request, last: Delta, reason: str, stop: str | int | None = None) -> Delta:
         """Free the request's seat and pages; returns its last delta, which carries the output."""
-        if request.stream is not None:
-            new, rest = request.add_text(), request.stream.finish()
-            request.text, last = request.text + rest, last._replace(text=last.text + new + rest)
-            if request.stream.stopped is not None and reason in ("stop", "length"):
-                reason, stop = "stop", request.stream.stopped
-                # Tokens of earlier rounds go too if the stop's text was held back since then.
-                excess = request.num_generated - request.stream.num_final
-                request.trim(excess)
-                last = last.without_last(excess)
+        last, reason, stop = end_text(request, last, reason, stop)
         if request.seat is not None:
             # After a fault, none of its KV is known to be sound: nothing may be shared.
             request.read_len = 0 if reason == "error" else request.num_tokens - 1

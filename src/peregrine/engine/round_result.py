@@ -89,6 +89,20 @@ def take_line(request: Request, line: list[int], extras: RowExtras) -> tuple[Del
     return delta, reason, stop
 
 
+def end_text(request: Request, last: Delta, reason: str, stop: str | int | None) -> tuple[Delta, str, str | int | None]:
+    """Complete the text of a request that ends: (last delta, reason, what stopped it)."""
+    if request.stream is None:
+        return last, reason, stop
+    new, rest = request.add_text(), request.stream.finish()
+    request.text, last = request.text + rest, last._replace(text=last.text + new + rest)
+    if request.stream.stopped is None or reason not in ("stop", "length"):
+        return last, reason, stop
+    # Tokens of earlier rounds go too if the stop's text was held back since then.
+    excess = request.num_generated - request.stream.num_final
+    request.trim(excess)
+    return last.without_last(excess), "stop", request.stream.stopped
+
+
 def logprobs_on_host(copied: Logprobs, row: int, accept: int) -> list[tuple[float, list[int], list[float]]]:
     """(chosen, top ids, top values) of each of one row's accepted tokens."""
     chosen, ids, top = (values[row, :accept].tolist() for values in copied)
