@@ -337,17 +337,22 @@ def add_chunk(  # type: ignore[no-untyped-def]
     coarse = gl.sum(units.to(gl.int64), axis=1)
     is_live = rows >= own
     is_odd = is_live & (is_small(coarse, N) | ~(gl.sum(units, axis=1) <= MAX_UNITS))
-    prepared = value * weight
-    if gl.max(is_odd.to(gl.int32), axis=0) > 0:
-        prepared = weighted(value, weight)
-        coarse = gl.sum(counted_square(value), axis=1)
-        is_fine = is_live & is_small(coarse, N)
-        fine = gl.sum(fine_square(value), axis=1)
-        gl.atomic_add(next_squares + 2 * rows + 1, fine, mask=is_fine, sem="relaxed")
+    prepared = (value * weight).to(out_desc.dtype)
     tma.store_wait(0)
     gl.thread_barrier()
     buffers.index(0).store(result)
-    buffers.index(1).store(prepared.to(out_desc.dtype))
+    buffers.index(1).store(prepared)
+    if gl.max(is_odd.to(gl.int32), axis=0) > 0:
+        # Values are read again, so that this path, seldom taken, has no registers of the other's.
+        gl.thread_barrier()
+        again = buffers.index(0).load(layout).to(gl.float32)
+        if N % CHUNK:
+            again = gl.where((cols < N)[None, :], again, 0.0)
+        buffers.index(1).store(weighted(again, weight).to(out_desc.dtype))
+        coarse = gl.sum(counted_square(again), axis=1)
+        is_fine = is_live & is_small(coarse, N)
+        fine = gl.sum(fine_square(again), axis=1)
+        gl.atomic_add(next_squares + 2 * rows + 1, fine, mask=is_fine, sem="relaxed")
     fence_async_shared()
     gl.thread_barrier()
     tma.async_copy_shared_to_global(out_desc, [row, col], buffers.index(0))
