@@ -61,6 +61,7 @@ def compile_kernel(kernel: Any, tiled: dict[str, str], known: dict[str, Any], **
     }
     if kernel is not hopper_kernel:  # of the others the test counts waits in machine code, which is slow to read
         facts["held_up"] = code.asm["sass"].count("WARPGROUP.DEPBAR")
+        facts["spills"] = len(re.findall(r"\b(?:LDL|STL)\b", code.asm["sass"]))
     print(json.dumps(facts))
 
 

@@ -74,6 +74,13 @@ def test_products_for_many_rows_follow_each_other(compiled: list[dict[str, int |
     assert [(f["matrix"], f["held_up"]) for f in large] == [(16, 8), (8, 4)]
 
 
+def test_registers_for_many_rows_are_spilled_around_loops_only(compiled: list[dict[str, int | str]]) -> None:
+    """None of a gate; of an addition in parts those of a part's end. A seldom path that keeps values doubles them."""
+    gate, addition = (int(f["spills"]) for f in compiled if f["kernel"] == LARGE)
+    assert gate == 0
+    assert addition < 150
+
+
 def test_every_warp_waits_for_the_kernel_before(compiled: list[dict[str, int | str]]) -> None:
     """Attention has two kinds of warps, and each must wait: one reads new keys, the other queries. So has LARGE."""
     waits = {DENSE: 2, PROMPT: 4, MLA: 2, LARGE: 3}  # each group of PROMPT waits, its copying warp before lengths, too
