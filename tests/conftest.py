@@ -53,7 +53,12 @@ if importlib.util.find_spec("hypothesis"):
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Put temporary files of this process and its children into one folder, which goes when the tests end."""
+    """Put temporary files of this process and its children into one folder, which goes when the tests end.
+
+    Children import this tree, whatever is installed.
+    """
+    paths = [str(Path(__file__).parents[1] / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     os.environ.setdefault(
         "PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir()
     )  # pytest keeps tmp_path of the last runs itself

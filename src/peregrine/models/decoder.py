@@ -16,7 +16,7 @@ from peregrine.kernels.residual import Residual, embed_residual
 from peregrine.kernels.runtime.cpu_graph import CpuGraphs
 from peregrine.models.config import ModelConfig
 from peregrine.models.decoder_layer import Layer
-from peregrine.models.layers import QKV, Attention, LiveRows, OutputHead, RMSNorm, pack_linears
+from peregrine.models.layers import QKV, Attention, LiveRows, OutputHead, RMSNorm, allocate, pack_linears
 from peregrine.models.parallel import ALONE, Ranks
 from peregrine.models.rope_table import rope_table
 
@@ -49,7 +49,7 @@ class Decoder(nn.Module):
             self.layers = nn.ModuleList(Layer(config, i, i == last, ranks=ranks) for i in range(config.num_layers))
             self.norm = RMSNorm(config.hidden_size, config.residual_eps)
             self.head = OutputHead(config.hidden_size, config.vocab_size, ranks)
-        self.to(dtype).to_empty(device=device)
+        allocate(self, device, dtype)
         if config.shares_embedding:
             self.head.weight = self.embedding
         length, dim = num_positions or config.max_positions, config.rope_dim

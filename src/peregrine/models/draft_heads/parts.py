@@ -14,7 +14,7 @@ from peregrine.models.checkpoint.plan import Piece, Plan
 from peregrine.models.config import ModelConfig
 from peregrine.models.decoder import Decoder
 from peregrine.models.decoder_layer import Layer
-from peregrine.models.layers import Linear, LiveRows, RMSNorm
+from peregrine.models.layers import Linear, LiveRows, RMSNorm, allocate
 from peregrine.models.rope_table import SPARE_POSITIONS, rope_table
 
 
@@ -58,7 +58,7 @@ class DraftHead(nn.Module, ABC):
         self, device: torch.device | str, dtype: torch.dtype, target: Decoder, draft_to_target: Tensor | None = None
     ) -> None:
         """Allocate the parameters, which were made on the meta device, and a rotary table as long as the target's."""
-        self.to(dtype).to_empty(device=device)
+        allocate(self, device, dtype)
         layer, config = self.layer_config, target.config
         table = target.rope_table
         if (layer.rope, layer.rope_dim) != (config.rope, config.rope_dim):
