@@ -13,6 +13,7 @@ from peregrine.attention.conformance.problem import Row, chain, tree
 
 every_backend = pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
 every_shape = pytest.mark.parametrize("heads", [(5, 1, 64), (6, 2, 16), (8, 1, 128), (3, 3, 80), (4, 2, 8)])
+some_shapes = pytest.mark.parametrize("heads", [(6, 2, 16), (8, 1, 128)])  # where pages lie has little to do with them
 PARENTS = [-1, 0, 0, 1, 1, 2, 3, 3, 7, 8, 0, 10]
 
 
@@ -64,7 +65,7 @@ def test_other_rows_change_nothing(backend: AttentionBackend, heads: tuple[int, 
 
 
 @every_backend
-@every_shape
+@some_shapes
 def test_layout_changes_nothing(backend: AttentionBackend, heads: tuple[int, int, int]) -> None:
     rows = [chain(past, 4, heads) for past in (0, 5, 63, 130)]
     trees = [tree(past, PARENTS, heads) for past in (0, 5, 63, 130)]
@@ -98,7 +99,7 @@ def test_tree_nodes_do_not_depend_on_other_branches(backend: AttentionBackend, h
 
 
 @every_backend
-@every_shape
+@some_shapes
 def test_nan_in_slots_of_other_rows_and_later_positions_is_not_read(
     backend: AttentionBackend, heads: tuple[int, int, int]
 ) -> None:
