@@ -15,6 +15,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from peregrine.kernels.attention.hopper import hopper_decode_kernel
 from peregrine.kernels.attention.hopper_prompt import hopper_prompt_kernel
 from peregrine.kernels.attention.mla_hopper import mla_hopper_kernel
+from peregrine.kernels.attention.mla_hopper_prompt import mla_hopper_prompt_kernel
 from peregrine.kernels.attention.mla_triton import HOPPER_REGISTERS as MLA_REGISTERS
 from peregrine.kernels.attention.plan import MLA_WARPS
 from peregrine.kernels.attention.triton import HOPPER_REGISTERS, HOPPER_STAGES, PROMPT_REGISTERS
@@ -99,8 +100,11 @@ if __name__ == "__main__":
         options = {"maxnreg": HOPPER_REGISTERS, "enable_fp_fusion": False}
         compile_kernel(hopper_decode_kernel, {"keys": pages, "values": pages}, known, **options)
     known = {"KV_HEADS": 8, "GROUP": 4, "D": 128, "PAGE": 16, "num_warps": 4}
-    options = {"maxnreg": PROMPT_REGISTERS, "enable_fp_fusion": False, "aligned": ("q", "out", "q_stride")}
+    options: dict[str, Any] = {"maxnreg": PROMPT_REGISTERS, "enable_fp_fusion": False}
+    options["aligned"] = ("q", "out", "q_stride")
     compile_kernel(hopper_prompt_kernel, dict.fromkeys(("keys", "values"), tiles(16, 64, height=64)), known, **options)
+    known = {"HEADS": 16, "RANK": 512, "PAGE": 16, "num_warps": 4}
+    compile_kernel(mla_hopper_prompt_kernel, {"keys": tiles(16, 64, height=64)}, known, **options)
     for heads, rank, rows, split_kv in (
         (16, 512, 16, True),
         (16, 512, 64, False),
@@ -108,7 +112,7 @@ if __name__ == "__main__":
         (4, 128, 64, True),
     ):
         known = {"HEADS": heads, "RANK": rank, "ROPE": 64, "PAGE": 16, "ROWS": rows, "STAGES": 2}
-        known |= {"SPLIT_KV": split_kv, "num_warps": MLA_WARPS[rows]}
+        known |= {"SPLIT_KV": split_kv, "ABOVE": 0 if split_kv else 16896, "num_warps": MLA_WARPS[rows]}
         options = {"maxnreg": MLA_REGISTERS[rows], "enable_fp_fusion": False}
         pages = {"keys": tiles(16, 64, height=64)}
         compile_kernel(mla_hopper_kernel, pages, known, **options)

@@ -313,9 +313,13 @@ def mla_hopper_kernel(  # type: ignore[no-untyped-def]
     ROWS: gl.constexpr,
     SPLIT_KV: gl.constexpr,
     STAGES: gl.constexpr,
+    ABOVE: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """Grid if SPLIT_KV (programs, tiles, rows), else (places for tiles,), as `mla_kernel`."""
+    """Grid if SPLIT_KV (programs, tiles, rows), else (places for tiles,), as `mla_kernel`.
+
+    Tiles whose queries see ABOVE keys or fewer are left out.
+    """
     LATENT: gl.constexpr = RANK // WIDTH
     COLUMNS: gl.constexpr = (RANK + ROPE) // WIDTH
     HEADS_EACH: gl.constexpr = HEADS if HEADS < ROWS else ROWS
@@ -351,6 +355,10 @@ def mla_hopper_kernel(  # type: ignore[no-untyped-def]
     limit = key_limits(positions, tokens, live, num_pages * PAGE)
     max_limit = gl.max(limit, axis=0)
     min_limit = gl.min(gl.where(live, limit, max_limit), axis=0)
+    if ABOVE > 0:
+        is_left_out = max_limit <= ABOVE
+        q_len = gl.where(is_left_out, 0, q_len)
+        min_limit, max_limit = gl.where(is_left_out, 0, min_limit), gl.where(is_left_out, 0, max_limit)
     # The outputs of a tile's live rows are adjacent, and these rows come first.
     if SPLIT_KV:
         first_place = (row * gl.num_programs(1) + tile).to(gl.int64) * max_splits * ROWS

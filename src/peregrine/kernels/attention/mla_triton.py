@@ -31,17 +31,19 @@ from peregrine.kernels.attention.blocks import (
     visible_range,
 )
 from peregrine.kernels.attention.plan import (
+    BLOCK,
     MLA_WARPS,
     GpuPlan,
     Kernel,
     Launch,
+    hopper_takes_mla_prompt,
     max_tiles,
     mla_max_keys,
     mla_num_splits,
     mla_split_width,
     tiles_of_row,
 )
-from peregrine.kernels.attention.triton import MERGE_REGISTERS, checked_queries, key_block, padded
+from peregrine.kernels.attention.triton import MERGE_REGISTERS, PROMPT_REGISTERS, checked_queries, key_block, padded
 from peregrine.kernels.runtime.fence import fence_copies
 from peregrine.kernels.runtime.gpu import launch
 from peregrine.kernels.runtime.pdl import enter
@@ -388,10 +390,15 @@ def mla_attention(q: Tensor, keys: Tensor, plan: GpuPlan, how: Launch, rank: int
     rank_pad, tiles = padded(rank), tiles_of_row(q_len, heads, how.tile)
     grid: tuple[int, ...] = (max_tiles(num_tokens, num_rows, heads, how.tile),)
     held: tuple[int, ...] = (num_tokens, heads)  # one acc for each output
+    out, above = q.new_empty(num_tokens, heads, rank), 0
     if split_kv:
         grid = (how.programs, tiles, num_rows)
         held = (num_rows * tiles, mla_num_splits(num_pages * plan.page_size), how.tile)
-    out = q.new_empty(num_tokens, heads, rank)
+    elif how.on_hopper and hopper_takes_mla_prompt(rank, width - rank):
+        _hopper_prompt(q, out, keys, plan, grid, scale)
+        above = mla_max_keys(2 * BLOCK)
+        if num_pages * plan.page_size <= above:
+            return out
     partial_acc = torch.empty(*held, rank_pad, dtype=torch.float32, device=q.device)
     partial_ml = torch.empty(*held, 2, dtype=torch.float32, device=q.device) if split_kv else partial_acc  # else unused
     sizes = q_len, q.stride(0), num_rows, num_pages, partial_acc.shape[1]
@@ -417,6 +424,7 @@ def mla_attention(q: Tensor, keys: Tensor, plan: GpuPlan, how: Launch, rank: int
             *(plan.page_table, partial_acc, partial_ml, scale, *sizes),
             **constants,
             STAGES=2,
+            ABOVE=above,
             maxnreg=HOPPER_REGISTERS[how.tile],
             pdl=True,
         )
@@ -437,6 +445,28 @@ def mla_attention(q: Tensor, keys: Tensor, plan: GpuPlan, how: Launch, rank: int
     if split_kv:
         _merge(out, plan, how.tile, tiles, partial_acc, partial_ml)
     return out
+
+
+def _hopper_prompt(q: Tensor, out: Tensor, keys: Tensor, plan: GpuPlan, grid: tuple[int, ...], scale: float) -> None:
+    """The outputs of tiles whose splits are two blocks wide."""
+    # Imports Gluon, which other devices have no use for.
+    from peregrine.kernels.attention.hopper import paged
+    from peregrine.kernels.attention.mla_hopper_prompt import mla_hopper_prompt_kernel
+
+    num_rows, num_pages = plan.page_table.shape
+    launch(
+        mla_hopper_prompt_kernel,
+        grid,
+        *(q, out, paged(keys, plan.page_size), plan.positions, plan.q_starts, plan.page_table),
+        *(scale, q.stride(0), num_rows, num_pages),
+        HEADS=q.shape[1],
+        RANK=out.shape[2],
+        PAGE=plan.page_size,
+        num_warps=4,
+        maxnreg=PROMPT_REGISTERS,
+        enable_fp_fusion=False,
+        pdl=True,
+    )
 
 
 def _merge(out: Tensor, plan: GpuPlan, tile: int, tiles: int, partial_acc: Tensor, partial_ml: Tensor) -> None:

@@ -252,6 +252,14 @@ def _hopper_takes_mla(problem: Problem) -> bool:
     return problem.suits_hopper and problem.value_dim % (2 * HOPPER_COLUMN) == 0 and rope % HOPPER_COLUMN == 0
 
 
+def hopper_takes_mla_prompt(rank: int, rope: int) -> bool:
+    """Whether Hopper's MLA kernel for prompts takes latents of this rank: two groups of warps have pairs of columns.
+
+    The weights of a block take the place of its rotated part.
+    """
+    return rank in (4 * HOPPER_COLUMN, 8 * HOPPER_COLUMN) and rope == HOPPER_COLUMN
+
+
 def _mla_hopper_tile(pairs: int) -> int:
     return TILE if pairs <= TILE else TALL_TILE
 
