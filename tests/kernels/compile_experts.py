@@ -51,6 +51,7 @@ MODELS = {
 def compile_experts() -> None:
     """Routing and experts of every model; tensors have shapes but no memory."""
     from peregrine.kernels.linear.triton import TritonWeight
+    from peregrine.kernels.moe.gather_triton import gather
     from peregrine.kernels.moe.route_triton import route
     from peregrine.kernels.moe.triton import TritonExperts
     from peregrine.kernels.residual import Residual
@@ -72,6 +73,8 @@ def compile_experts() -> None:
             residual = Residual(x, x, squares, squares, 1e-6)
             choice = route(residual, router, rule, bias)
             gate_up.add(down, residual, choice, norm)
+        if rule is QWEN3:
+            gather(x, (squares, 1e-6), choice, count, 128)
         if rule is OSS:
             half = ExpertShare(0, 2 * count, merge=lambda outputs: outputs)
             gate_up.add(down, Residual(x, x, squares, squares, 1e-6), choice, norm, half)

@@ -22,12 +22,13 @@ from peregrine.kernels.attention.triton import HOPPER_REGISTERS, HOPPER_STAGES, 
 from peregrine.kernels.linear.hopper import hopper_kernel
 from peregrine.kernels.linear.hopper_large import large_kernel
 from peregrine.kernels.linear.tiles import HOPPER_TABLES
+from peregrine.kernels.moe.hopper import experts_kernel
 
 TYPES = {
     "*bf16": ("q", "out", "bias", "residual", "norm", "scaled"),
     "*i64": ("positions", "q_starts", "past_lens", "table", "squares", "next_squares", "stale_squares"),
-    "*fp32": ("partial_acc", "partial_ml", "partial"),
-    "*i32": ("arrived",),
+    "*fp32": ("partial_acc", "partial_ml", "partial", "factors"),
+    "*i32": ("arrived", "blocks"),
     "fp32": ("scale", "eps"),
 }
 ROUND = {"KV_HEADS": 8, "GROUP": 4, "STAGES": HOPPER_STAGES}
@@ -79,16 +80,23 @@ def compile_large(outputs: int, inputs: int, split: int, gate: bool) -> None:
     """The kernel for many rows: of a gate, or of an addition in parts."""
     known = {"N": outputs, "K": inputs, "SPLIT": split, "PAIRS": False, "BIAS": False, "num_warps": 4}
     known |= {"SCALE": gate, "GATE": gate, "ADD": not gate}
+    compile_kernel(large_kernel, large_tiles(gate), known)
+
+
+def large_tiles(gate: bool) -> dict[str, str]:
+    """The types of the matrices of kernels for many rows."""
     weight = [8, 2, 8, 64] if gate else [128, 64]
     layout = gl.NVMMASharedLayout.get_default_for(weight, gl.bfloat16)
     tiled = {"x_desc": tiles(128, 64), "w_desc": f"tensordesc<bf16{weight},{layout!r}>"}
-    tiled |= dict.fromkeys(("out_desc", "scaled_desc", "residual_desc"), tiles(64, 64))
-    compile_kernel(large_kernel, tiled, known)
+    return tiled | dict.fromkeys(("out_desc", "scaled_desc", "residual_desc"), tiles(64, 64))
 
 
 if __name__ == "__main__":
     compile_large(14336, 4096, 1, gate=True)
     compile_large(4096, 4096, 2, gate=False)
+    for outputs, inputs, gate in ((1408, 2048, True), (2048, 1408, False)):
+        known = {"N": outputs, "K": inputs, "SCALE": True, "GATE": gate, "num_warps": 4}
+        compile_kernel(experts_kernel, large_tiles(gate), known)
     # Every kind of weight with one end of its table.
     compile_linear("plain", 16, 6144, 4096, 1)
     compile_linear("split", 128, 4096, 14336, 2)

@@ -310,6 +310,26 @@ def test_a_plan_sorts_pairs_and_cuts_blocks(numbers: list[int], rows: int, ranke
 
 
 @needs_interpreter
+@pytest.mark.parametrize(("num_rows", "num_experts", "choices"), [(1, 5, 2), (150, 10, 3), (90, 66, 8)])
+def test_rows_are_gathered_in_blocks_that_share_an_expert(num_rows: int, num_experts: int, choices: int) -> None:
+    from peregrine.kernels.moe.gather_triton import gather
+
+    experts = draw(num_rows, num_experts).argsort(dim=1)[:, :choices].int()
+    x, choice = draw(num_rows, 20), ExpertChoice(experts, draw(num_rows, choices, seed=1))
+    squares = torch.stack([squares_of(x), torch.zeros(num_rows, dtype=torch.int64)], dim=1)
+    gathered, factors, blocks, places = gather(x, (squares, 1e-6), choice, num_experts, 16)
+    count, flat, at = int(blocks[0]), experts.flatten(), places.long()
+    assert places.unique().numel() == len(places)
+    assert count == sum(-(-int(hits) // 16) for hits in flat.bincount())
+    assert torch.equal(blocks[1 : 1 + 2 * count : 2][at // 16], flat)
+    assert bool((at % 16 < blocks[2 : 2 + 2 * count : 2][at // 16]).all())
+    assert torch.equal(gathered[at], x.repeat_interleave(choices, 0))
+    assert torch.equal(factors[1, at], choice.weights.flatten())
+    scales = 1 / (x.pow(2).mean(dim=1) + 1e-6).sqrt()
+    torch.testing.assert_close(factors[0, at], scales.repeat_interleave(choices))
+
+
+@needs_interpreter
 def test_long_inputs_are_cut(triton_experts: Experts, monkeypatch: pytest.MonkeyPatch) -> None:
     from peregrine.kernels.moe import triton as experts_gpu
 

@@ -13,9 +13,12 @@ from peregrine.kernels.runtime.gpu import TRITON_PRESENT
 
 ROOT = Path(__file__).parents[2]
 MOST_SHARED = 227 * 1024  # bytes that a program can have
-DENSE, PROMPT, MLA = "hopper_decode_kernel", "hopper_prompt_kernel", "mla_hopper_kernel"
-LINEAR, LARGE = "hopper_kernel", "large_kernel"
-ATTENTION = (DENSE, PROMPT, MLA)
+DENSE, PROMPT, MLA, MLA_PROMPT = (
+    *("hopper_decode_kernel", "hopper_prompt_kernel"),
+    *("mla_hopper_kernel", "mla_hopper_prompt_kernel"),
+)
+LINEAR, LARGE, EXPERTS = "hopper_kernel", "large_kernel", "experts_kernel"
+ATTENTION = (DENSE, PROMPT, MLA, MLA_PROMPT)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +39,7 @@ pytestmark = pytest.mark.skipif(not TRITON_PRESENT, reason="needs triton")
 
 
 def test_all_fit_a_multiprocessor(compiled: list[dict[str, int | str]]) -> None:
-    assert len(compiled) == 14
+    assert len(compiled) == 17
     assert all(0 < int(facts["shared"]) <= MOST_SHARED for facts in compiled)
 
 
@@ -64,7 +67,12 @@ def test_tiles_are_copied_and_multiplied_by_hopper(compiled: list[dict[str, int 
 
 def test_products_of_attention_wait_for_each_other_only_where_they_must(compiled: list[dict[str, int | str]]) -> None:
     """If the compiler cannot analyse one product, or registers run out, it makes each wait for the one before."""
-    most = {DENSE: 3, PROMPT: 6, MLA: 3}  # PROMPT has two groups of warps that multiply, with code of their own
+    most = {
+        DENSE: 3,
+        PROMPT: 6,
+        MLA: 3,
+        MLA_PROMPT: 5,
+    }  # PROMPT has two groups of warps that multiply, with code of their own
     assert all(int(f["held_up"]) <= most[str(f["kernel"])] for f in compiled if f["kernel"] in ATTENTION)
 
 
@@ -83,7 +91,14 @@ def test_registers_for_many_rows_are_spilled_around_loops_only(compiled: list[di
 
 def test_every_warp_waits_for_the_kernel_before(compiled: list[dict[str, int | str]]) -> None:
     """Attention has two kinds of warps, and each must wait: one reads new keys, the other queries. So has LARGE."""
-    waits = {DENSE: 2, PROMPT: 4, MLA: 2, LARGE: 3}  # each group of PROMPT waits, its copying warp before lengths, too
+    waits = {
+        DENSE: 2,
+        PROMPT: 4,
+        MLA: 2,
+        MLA_PROMPT: 3,
+        LARGE: 3,
+        EXPERTS: 3,
+    }  # each group of PROMPT waits, its copying warp before lengths, too
     assert {(f["kernel"], f["waits"]) for f in compiled} == {*waits.items(), (LINEAR, 1)}
 
 

@@ -21,16 +21,17 @@ import triton.language as tl
 from torch import Tensor
 
 from peregrine.kernels.activation import STEEPNESS as PLAIN_STEEPNESS
-from peregrine.kernels.linear.tiles import Room, Tile
+from peregrine.kernels.linear.tiles import LARGE_DEPTH, Room, Tile
 from peregrine.kernels.moe.reference import ExpertChoice, ExpertFormat, ExpertShare
 from peregrine.kernels.moe.tiles import DIRECT_ROWS, pick_expert_tiles
 from peregrine.kernels.residual import Norm, Residual, splits_norm, start_residual
 from peregrine.kernels.residual.triton import counted_square, fine_square, is_small, root_mean_square, weighted
 from peregrine.kernels.runtime.fence import fence_copies
-from peregrine.kernels.runtime.gpu import dense_rows, launch, shared_bytes
+from peregrine.kernels.runtime.gpu import dense_rows, is_hopper, launch, shared_bytes
 from peregrine.kernels.runtime.pdl import enter
 
 MAX_ROWS = 4096  # of one pass; longer inputs are cut, which bounds the memory of expert outputs
+HOPPER_PAIRS = 32  # pairs of an expert on average, above which Hopper's own kernels serve
 COMBINED = 512  # columns of a program that adds up expert outputs
 MAX_RANKED = 4096  # pairs that are sorted by counting, every pair against every other; above it, torch sorts
 RANKED = 64  # pairs whose places one program counts
@@ -75,11 +76,17 @@ class TritonExperts(ExpertFormat):
             rows = slice(first, first + MAX_ROWS)
             own = ExpertChoice(choice.experts[rows].contiguous(), choice.weights[rows].contiguous())
             own_scale = None if scale is None else (scale[0][rows], scale[1])
-            weights, biases = (self.weight, down.weight), (self.bias, down.bias)
-            outputs = expert_outputs(residual.normed[rows], own_scale, own, *weights, None, biases, self.limit, share)
-            outputs = outputs if share is None else share.merge(outputs)
+            x, weights, places = residual.normed[rows], (self.weight, down.weight), None
+            if share is None and self.bias is None and hopper_takes_experts(self.weight, own.experts.numel()):
+                from peregrine.kernels.moe.hopper import placed_outputs  # imports Gluon
+
+                outputs, places = placed_outputs(x, own_scale, own, *weights)
+            else:
+                biases = self.bias, down.bias
+                outputs = expert_outputs(x, own_scale, own, *weights, None, biases, self.limit, share)
+                outputs = outputs if share is None else share.merge(outputs)
             made = values[rows], scaled[rows], squares[rows], stale[rows]
-            combine(outputs, before[rows], norm.weight if splits_norm(norm, before) else None, made)
+            combine(outputs, before[rows], norm.weight if splits_norm(norm, before) else None, made, places)
         if splits_norm(norm, before):
             return Residual(values, scaled, squares, stale, norm.eps)
         return start_residual(values, norm)
@@ -236,25 +243,49 @@ def block_kernel(  # type: ignore[no-untyped-def]
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
         total = total * tl.sigmoid(STEEPNESS * total) * (up + 1.0)
     else:
-        total = total * tl.sigmoid(total) * up if GATE else total * factor[:, None]
+        total = gated(total, up) if GATE else total * factor[:, None]
     out_places = pairs.to(tl.int64)[:, None] * N + cols[None, :]
     tl.store(out + out_places, total.to(out.dtype.element_ty), mask=live[:, None] & (cols < N)[None, :])
 
 
-def combine(outputs: Tensor, residual: Tensor, norm: Tensor | None, made: tuple[Tensor, ...]) -> None:
-    """Add up the expert outputs [N * choices, H] of each row and the residual [N, H] into `made`.
+@triton.jit
+def gated(total, up):  # type: ignore[no-untyped-def]
+    """silu(total) * up, as all kernels of experts round it."""
+    return total * tl.sigmoid(total) * up
 
-    It is (sum, sum * norm, squares, squares to set to zero); without a norm only the sum is written.
+
+def hopper_takes_experts(gate_up: Tensor, num_pairs: int) -> bool:
+    """Whether Hopper's own kernels serve so many pairs: experts have rows for high tiles, and whole steps of inputs."""
+    num_experts, outputs, size = gate_up.shape
+    fits = size % LARGE_DEPTH == 0 and outputs % (2 * LARGE_DEPTH) == 0 and min(size, outputs // 2) >= 4 * LARGE_DEPTH
+    is_half = gate_up.dtype in (torch.bfloat16, torch.float16)
+    return fits and is_half and is_hopper(gate_up) and num_pairs > HOPPER_PAIRS * num_experts
+
+
+def combine(
+    outputs: Tensor, residual: Tensor, norm: Tensor | None, made: tuple[Tensor, ...], places: Tensor | None = None
+) -> None:
+    """Add up the expert outputs of each row, [N * choices, H] or at `places` [N * choices], and the residual [N, H].
+
+    Into `made`: (sum, sum * norm, squares, squares to set to zero); without a norm only the sum is written.
     """
     num_rows, size = residual.shape
-    pointers = outputs, residual, residual if norm is None else norm, *made
-    sizes = {"H": size, "CHOICES": len(outputs) // num_rows, "NORM": norm is not None, "BLOCK": COMBINED}
+    pointers = outputs, places, residual, residual if norm is None else norm, *made
+    choices = (len(outputs) if places is None else len(places)) // num_rows
+    sizes = {"H": size, "CHOICES": choices, "NORM": norm is not None, "BLOCK": COMBINED}
     launch(combine_kernel, (triton.cdiv(size, COMBINED), num_rows), *pointers, **sizes, num_warps=4, pdl=True)
 
 
 @triton.jit
+def place_of(places, pair):  # type: ignore[no-untyped-def]
+    """Where a pair's output lies."""
+    return pair if places is None else tl.load(places + pair).to(tl.int64)
+
+
+@triton.jit
 def combine_kernel(  # type: ignore[no-untyped-def]
-    outputs,  # [N * CHOICES, H]
+    outputs,  # [N * CHOICES, H], or more, of pairs at `places`
+    places,  # [N * CHOICES] i32, or None
     residual,  # [N, H]
     norm,  # [H]
     out,  # [N, H]
@@ -275,9 +306,10 @@ def combine_kernel(  # type: ignore[no-untyped-def]
     if NORM:
         norms = tl.load(norm + cols, mask=inside, other=0.0).to(tl.float32)
     enter()
-    total = tl.load(outputs + row * CHOICES * H + cols, mask=inside, other=0.0).to(tl.float32)
-    for place in tl.static_range(1, CHOICES):
-        total += tl.load(outputs + (row * CHOICES + place) * H + cols, mask=inside, other=0.0).to(tl.float32)
+    total = tl.load(outputs + place_of(places, row * CHOICES) * H + cols, mask=inside, other=0.0).to(tl.float32)
+    for choice in tl.static_range(1, CHOICES):
+        place = place_of(places, row * CHOICES + choice)
+        total += tl.load(outputs + place * H + cols, mask=inside, other=0.0).to(tl.float32)
     total += before
     result = total.to(out.dtype.element_ty)
     tl.store(out + row * H + cols, result, mask=inside)

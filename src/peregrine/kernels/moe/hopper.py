@@ -1,0 +1,203 @@
+"""Experts of many rows on Hopper, in Gluon: the arithmetic of `triton.py`, bit for bit.
+
+    gather         rows are copied to the places of their pairs, in blocks that share an expert (`gather_triton.py`)
+    gate_up, down  a linear each: a program takes tile after tile, ROWS places by COLS rows of its expert's weight
+
+A linear works as `linear/hopper_large.py` does: one warp copies by TMA, two groups of four warps multiply and finish
+half of the places each. An expert's last block is seldom full: what lies at places without a pair is undefined and read
+by nobody, and a group that has only such places does not multiply.
+"""
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from peregrine.kernels.linear.hopper import tile_layout, tiled
+from peregrine.kernels.linear.hopper_large import CHUNK, COLS, DEPTH, HALF, ROWS, STAGES, in_chunks, multiply, pick
+from peregrine.kernels.moe.gather_triton import gather
+from peregrine.kernels.moe.reference import ExpertChoice
+from peregrine.kernels.moe.triton import gated
+from peregrine.kernels.runtime.gpu import launch, multiprocessors
+
+NEIGHBOURS = gl.constexpr(4)  # blocks that take the same columns before the next: often of one expert
+
+
+@gluon.jit
+def tile_of(n, num_blocks, COL_TILES: gl.constexpr):  # type: ignore[no-untyped-def]
+    """(block, column tile) of a program's n-th tile. NEIGHBOURS blocks share a tile of a weight while it is in L2."""
+    item = gl.program_id(0) + n * gl.num_programs(0)
+    group, inside = item // (NEIGHBOURS * COL_TILES), item % (NEIGHBOURS * COL_TILES)
+    height = gl.minimum(num_blocks - group * NEIGHBOURS, NEIGHBOURS)
+    return group * NEIGHBOURS + inside % height, inside // height
+
+
+@gluon.jit
+def num_tiles(blocks, COL_TILES: gl.constexpr):  # type: ignore[no-untyped-def]
+    """(blocks, how many tiles this program has)."""
+    num_blocks = gl.load(blocks)
+    programs = gl.num_programs(0)
+    return num_blocks, (num_blocks * COL_TILES - gl.program_id(0) + programs - 1) // programs
+
+
+@gluon.jit
+def copy_tiles(  # type: ignore[no-untyped-def]
+    x_desc, w_desc, blocks, ring, N: gl.constexpr, STEPS: gl.constexpr, COL_TILES: gl.constexpr, GATE: gl.constexpr
+):
+    """The copying warp."""
+    x_tiles, _, w_halves, ready, free, _ = ring
+    gdc_wait()
+    num_blocks, count = num_tiles(blocks, COL_TILES)
+    i = 0
+    for n in range(count):
+        block, col = tile_of(n, num_blocks, COL_TILES)
+        expert = gl.load(blocks + 1 + 2 * block)
+        for step in range(STEPS):
+            place = i % STAGES
+            mbarrier.wait(free.index(place), ((i // STAGES) & 1) ^ 1)
+            arrived = ready.index(place)
+            mbarrier.expect(arrived, (ROWS + COLS) * DEPTH * 2)
+            tma.async_copy_global_to_shared(x_desc, [block * ROWS, step * DEPTH], arrived, x_tiles.index(place))
+            for half in gl.static_range(2):
+                w_half = w_halves.index(2 * place + half)
+                if GATE:
+                    w_half = w_half._reinterpret(w_desc.dtype, w_desc.block_shape, w_desc.layout)
+                    corner = [expert * (2 * N // 8) + (2 * col + half) * (COLS // 32), 0, 0, step * DEPTH]
+                    tma.async_copy_global_to_shared(w_desc, corner, arrived, w_half)
+                else:
+                    corner = [expert * N + (2 * col + half) * (COLS // 2), step * DEPTH]
+                    tma.async_copy_global_to_shared(w_desc, corner, arrived, w_half)
+            i += 1
+
+
+@gluon.jit
+def finish_tiles(  # type: ignore[no-untyped-def]
+    WHICH: gl.constexpr,
+    blocks,
+    factors,
+    out_desc,
+    buffers,
+    ring,
+    STEPS: gl.constexpr,
+    COL_TILES: gl.constexpr,
+    SCALE: gl.constexpr,
+    GATE: gl.constexpr,
+):
+    """Four warps that multiply and finish one half of every tile's places."""
+    x_tiles, w_tiles, _, ready, free, lead = ring
+    OUT_COLS: gl.constexpr = COLS // 2 if GATE else COLS
+    product: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16])
+    gdc_wait()
+    gdc_launch_dependents()
+    num_blocks, count = num_tiles(blocks, COL_TILES)
+    if WHICH == 1:
+        mbarrier.wait(lead, 0, pred=count > 0)
+    i = 0
+    for n in range(count):
+        block, col = tile_of(n, num_blocks, COL_TILES)
+        row = block * ROWS + WHICH * HALF
+        if (WHICH == 0) | (gl.load(blocks + 2 + 2 * block) > WHICH * HALF):
+            total, i = multiply(x_tiles, w_tiles, ready, free, lead, i, WHICH, STEPS)
+            chunks, ups = in_chunks(total, GATE)
+            if SCALE:
+                factor = gl.load(factors + row + gl.arange(0, HALF, gl.SliceLayout(1, product)))[:, None]
+            for c in range(len(chunks)):
+                chunk, up = pick(chunks, c), pick(ups, c)
+                if SCALE:
+                    chunk, up = chunk * factor, up * factor
+                if GATE:
+                    chunk = gated(chunk, up)
+                buffer = buffers.index(c % 2)
+                tma.store_wait(1)
+                gl.thread_barrier()
+                buffer.store(chunk.to(out_desc.dtype))
+                fence_async_shared()
+                gl.thread_barrier()
+                tma.async_copy_shared_to_global(out_desc, [row, col * OUT_COLS + c * CHUNK], buffer)
+        else:
+            for _step in range(STEPS):
+                mbarrier.wait(ready.index(i % STAGES), (i // STAGES) & 1)
+                gl.thread_barrier()
+                mbarrier.arrive(free.index(i % STAGES), count=1)
+                i += 1
+    tma.store_wait(0)
+
+
+@gluon.jit
+def experts_kernel(  # type: ignore[no-untyped-def]
+    x_desc,  # [places, K] in tiles of ROWS x DEPTH
+    w_desc,  # [E * N, K] in tiles of COLS / 2 x DEPTH, or with GATE [E * 2 N, K] in tiles of gates and ups
+    out_desc,  # [places, N] in tiles of HALF x CHUNK
+    blocks,  # [1 + 2 * most] i32
+    factors,  # [places] f32, with SCALE
+    N: gl.constexpr,
+    K: gl.constexpr,
+    SCALE: gl.constexpr,
+    GATE: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    """One linear of all experts. Grid (programs,): they share the tiles."""
+    STEPS: gl.constexpr = K // DEPTH
+    OUT_COLS: gl.constexpr = COLS // 2 if GATE else COLS
+    COL_TILES: gl.constexpr = (N + OUT_COLS - 1) // OUT_COLS
+    w_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COLS // 2, DEPTH], w_desc.dtype)
+    x_tiles = gl.allocate_shared_memory(x_desc.dtype, [STAGES, ROWS, DEPTH], x_desc.layout)
+    w_halves = gl.allocate_shared_memory(w_desc.dtype, [2 * STAGES, COLS // 2, DEPTH], w_layout)
+    w_tiles = w_halves._reinterpret(w_desc.dtype, [STAGES, COLS, DEPTH], w_layout)
+    first_buffers = gl.allocate_shared_memory(out_desc.dtype, [2, HALF, CHUNK], out_desc.layout)
+    second_buffers = gl.allocate_shared_memory(out_desc.dtype, [2, HALF, CHUNK], out_desc.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    lead = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    for place in gl.static_range(STAGES):
+        mbarrier.init(ready.index(place), count=1)
+        mbarrier.init(free.index(place), count=2)
+    mbarrier.init(lead, count=1)
+    fence_async_shared()
+    ring = (x_tiles, w_tiles, w_halves, ready, free, lead)
+    gl.warp_specialize(
+        [
+            (finish_tiles, (0, blocks, factors, out_desc, first_buffers, ring, STEPS, COL_TILES, SCALE, GATE)),
+            (finish_tiles, (1, blocks, factors, out_desc, second_buffers, ring, STEPS, COL_TILES, SCALE, GATE)),
+            (copy_tiles, (x_desc, w_desc, blocks, ring, N, STEPS, COL_TILES, GATE)),
+        ],
+        [4, 1],
+        [240, 24],  # registers per thread of the last two kinds; the first has the rest, 240 too
+    )
+
+
+def gate_tiles(weight: Tensor) -> TensorDescriptor:
+    """The TMA descriptor of all gates and ups [E, 2 N, K] in halves of a tile: 8 gates, 8 ups and so on."""
+    experts, outputs, inputs = weight.shape[0], weight.shape[1] // 2, weight.shape[2]
+    block = [COLS.value // 32, 2, 8, DEPTH.value]
+    shape, strides = [(2 * experts - 1) * outputs // 8, 2, 8, inputs], [8 * inputs, outputs * inputs, inputs, 1]
+    return TensorDescriptor(weight, shape, strides, block, tile_layout(tuple(block), weight.dtype))
+
+
+def placed_outputs(
+    x: Tensor, scale: tuple[Tensor, float] | None, choice: ExpertChoice, gate_up: Tensor, down: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(weighted outputs [places, H], place of each pair [N * choices] i32) of each row's experts; arguments as in
+    `expert_outputs`."""
+    gathered, factors, blocks, places = gather(x, scale, choice, len(down), ROWS.value)
+    inner = x.new_empty(len(gathered), down.shape[2])
+    programs = multiprocessors(x.device, 1)
+    for source, weight, out, factor in (
+        (gathered, gate_tiles(gate_up), inner, factors[0] if scale is not None else None),
+        (inner, tiled(down.flatten(0, 1), COLS.value // 2, DEPTH.value), gathered, factors[1]),
+    ):
+        launch(
+            experts_kernel,
+            (programs,),
+            *(tiled(source, ROWS.value, DEPTH.value), weight, tiled(out, HALF.value, CHUNK.value)),
+            *(blocks, factors if factor is None else factor),
+            N=out.shape[1],
+            K=source.shape[1],
+            SCALE=factor is not None,
+            GATE=out is inner,
+            num_warps=4,
+            pdl=True,
+        )
+    return gathered, places
