@@ -31,7 +31,6 @@ from peregrine.kernels.attention.blocks import (
     visible_range,
 )
 from peregrine.kernels.attention.plan import (
-    BLOCK,
     MLA_WARPS,
     GpuPlan,
     Kernel,
@@ -386,32 +385,22 @@ def mla_attention(q: Tensor, keys: Tensor, plan: GpuPlan, how: Launch, rank: int
     """
     q = checked_queries(q, plan)
     (num_rows, num_pages), (num_tokens, heads, width) = plan.page_table.shape, q.shape
-    q_len, split_kv = num_tokens // num_rows, how.kernel is Kernel.DECODE
-    rank_pad, tiles = padded(rank), tiles_of_row(q_len, heads, how.tile)
+    out, split_kv = q.new_empty(num_tokens, heads, rank), how.kernel is Kernel.DECODE
+    done = 0 if split_kv or not how.on_hopper else _hopper_prompt(q, out, keys, plan, how.tile, scale)
+    if done >= num_pages * plan.page_size:
+        return out
+    q_len, rank_pad = num_tokens // num_rows, padded(rank)
+    tiles = tiles_of_row(q_len, heads, how.tile)
     grid: tuple[int, ...] = (max_tiles(num_tokens, num_rows, heads, how.tile),)
     held: tuple[int, ...] = (num_tokens, heads)  # one acc for each output
-    out, above = q.new_empty(num_tokens, heads, rank), 0
     if split_kv:
         grid = (how.programs, tiles, num_rows)
         held = (num_rows * tiles, mla_num_splits(num_pages * plan.page_size), how.tile)
-    elif how.on_hopper and hopper_takes_mla_prompt(rank, width - rank):
-        _hopper_prompt(q, out, keys, plan, grid, scale)
-        above = mla_max_keys(2 * BLOCK)
-        if num_pages * plan.page_size <= above:
-            return out
     partial_acc = torch.empty(*held, rank_pad, dtype=torch.float32, device=q.device)
     partial_ml = torch.empty(*held, 2, dtype=torch.float32, device=q.device) if split_kv else partial_acc  # else unused
     sizes = q_len, q.stride(0), num_rows, num_pages, partial_acc.shape[1]
-    constants: dict[str, Any] = {
-        "HEADS": heads,
-        "RANK": rank,
-        "ROPE": width - rank,
-        "PAGE": plan.page_size,
-        "ROWS": how.tile,
-        "SPLIT_KV": split_kv,
-        "num_warps": MLA_WARPS[how.tile],
-        "enable_fp_fusion": False,
-    }
+    constants: dict[str, Any] = {"HEADS": heads, "RANK": rank, "ROPE": width - rank, "PAGE": plan.page_size}
+    constants |= {"ROWS": how.tile, "SPLIT_KV": split_kv, "num_warps": MLA_WARPS[how.tile], "enable_fp_fusion": False}
     if how.on_hopper:
         # Imports Gluon, which other devices have no use for.
         from peregrine.kernels.attention.hopper import paged
@@ -424,7 +413,7 @@ def mla_attention(q: Tensor, keys: Tensor, plan: GpuPlan, how: Launch, rank: int
             *(plan.page_table, partial_acc, partial_ml, scale, *sizes),
             **constants,
             STAGES=2,
-            ABOVE=above,
+            ABOVE=done,
             maxnreg=HOPPER_REGISTERS[how.tile],
             pdl=True,
         )
@@ -447,26 +436,29 @@ def mla_attention(q: Tensor, keys: Tensor, plan: GpuPlan, how: Launch, rank: int
     return out
 
 
-def _hopper_prompt(q: Tensor, out: Tensor, keys: Tensor, plan: GpuPlan, grid: tuple[int, ...], scale: float) -> None:
-    """The outputs of tiles whose splits are two blocks wide."""
+def _hopper_prompt(q: Tensor, out: Tensor, keys: Tensor, plan: GpuPlan, tile: int, scale: float) -> int:
+    """Make the outputs of tiles whose queries all see so many keys or fewer; 0 if other kernels have to make all."""
+    (num_tokens, heads, rank), (num_rows, num_pages) = out.shape, plan.page_table.shape
+    if not hopper_takes_mla_prompt(rank, q.shape[2] - rank):
+        return 0
     # Imports Gluon, which other devices have no use for.
     from peregrine.kernels.attention.hopper import paged
-    from peregrine.kernels.attention.mla_hopper_prompt import mla_hopper_prompt_kernel
+    from peregrine.kernels.attention.mla_hopper_prompt import NARROW, mla_hopper_prompt_kernel
 
-    num_rows, num_pages = plan.page_table.shape
     launch(
         mla_hopper_prompt_kernel,
-        grid,
+        (max_tiles(num_tokens, num_rows, heads, tile),),
         *(q, out, paged(keys, plan.page_size), plan.positions, plan.q_starts, plan.page_table),
         *(scale, q.stride(0), num_rows, num_pages),
-        HEADS=q.shape[1],
-        RANK=out.shape[2],
+        HEADS=heads,
+        RANK=rank,
         PAGE=plan.page_size,
         num_warps=4,
         maxnreg=PROMPT_REGISTERS,
         enable_fp_fusion=False,
         pdl=True,
     )
+    return int(NARROW.value)
 
 
 def _merge(out: Tensor, plan: GpuPlan, tile: int, tiles: int, partial_acc: Tensor, partial_ml: Tensor) -> None:

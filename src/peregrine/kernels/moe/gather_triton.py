@@ -4,7 +4,7 @@
     gather         a row is copied to the places of its pairs, and what they are multiplied with is put beside
 
 An expert's pairs begin with a block of their own, and its last block is seldom full. What lies at places without a pair
-is undefined.
+is undefined. What else the kernels of experts share is here, too.
 """
 
 import torch
@@ -117,6 +117,12 @@ def gather_kernel(  # type: ignore[no-untyped-def]
         for choice in tl.static_range(CHOICES):
             place = tl.load(places + row * CHOICES + choice).to(tl.int64)
             tl.store(gathered + place * H + cols, values, mask=cols < H)
+
+
+@triton.jit
+def gated(total, up):  # type: ignore[no-untyped-def]
+    """silu(total) * up, as all kernels of experts round it."""
+    return total * tl.sigmoid(total) * up
 
 
 def most_blocks(num_pairs: int, num_experts: int, rows: int) -> int:

@@ -17,9 +17,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from peregrine.kernels.linear.hopper import tile_layout, tiled
 from peregrine.kernels.linear.hopper_large import CHUNK, COLS, DEPTH, HALF, ROWS, STAGES, in_chunks, multiply, pick
-from peregrine.kernels.moe.gather_triton import gather
+from peregrine.kernels.moe.gather_triton import gated, gather
 from peregrine.kernels.moe.reference import ExpertChoice
-from peregrine.kernels.moe.triton import gated
 from peregrine.kernels.runtime.gpu import launch, multiprocessors
 
 NEIGHBOURS = gl.constexpr(4)  # blocks that take the same columns before the next: often of one expert

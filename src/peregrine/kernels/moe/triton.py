@@ -22,6 +22,7 @@ from torch import Tensor
 
 from peregrine.kernels.activation import STEEPNESS as PLAIN_STEEPNESS
 from peregrine.kernels.linear.tiles import LARGE_DEPTH, Room, Tile
+from peregrine.kernels.moe.gather_triton import gated, most_blocks
 from peregrine.kernels.moe.reference import ExpertChoice, ExpertFormat, ExpertShare
 from peregrine.kernels.moe.tiles import DIRECT_ROWS, pick_expert_tiles
 from peregrine.kernels.residual import Norm, Residual, splits_norm, start_residual
@@ -248,12 +249,6 @@ def block_kernel(  # type: ignore[no-untyped-def]
     tl.store(out + out_places, total.to(out.dtype.element_ty), mask=live[:, None] & (cols < N)[None, :])
 
 
-@triton.jit
-def gated(total, up):  # type: ignore[no-untyped-def]
-    """silu(total) * up, as all kernels of experts round it."""
-    return total * tl.sigmoid(total) * up
-
-
 def hopper_takes_experts(gate_up: Tensor, num_pairs: int) -> bool:
     """Whether Hopper's own kernels serve so many pairs: experts have rows for high tiles, and whole steps of inputs."""
     num_experts, outputs, size = gate_up.shape
@@ -323,11 +318,6 @@ def combine_kernel(  # type: ignore[no-untyped-def]
         if tl.program_id(0) == 0:
             tl.store(stale_squares + 2 * row, tl.zeros((), tl.int64))
             tl.store(stale_squares + 2 * row + 1, tl.zeros((), tl.int64))
-
-
-def most_blocks(num_pairs: int, num_experts: int, rows: int) -> int:
-    """The largest possible number of blocks: all full ones, and one with the rest for each expert that has pairs."""
-    return min(num_experts, num_pairs) + num_pairs // rows
 
 
 def plan(experts: Tensor, num_experts: int, rows: int) -> tuple[Tensor, Tensor]:
