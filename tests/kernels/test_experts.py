@@ -330,6 +330,20 @@ def test_rows_are_gathered_in_blocks_that_share_an_expert(num_rows: int, num_exp
 
 
 @needs_interpreter
+def test_outputs_at_places_add_up_to_the_same_bits() -> None:
+    from peregrine.kernels.moe.triton import combine
+
+    outputs, residual, norm = draw(9 * 3, HIDDEN), draw(9, HIDDEN, seed=1), draw(HIDDEN, seed=2)
+    places = torch.randperm(40, generator=torch.Generator().manual_seed(0))[: len(outputs)]
+    spread = torch.full((40, HIDDEN), torch.nan)
+    spread[places] = outputs
+    made = [(*torch.empty(2, 9, HIDDEN), torch.zeros(9, 2).long(), torch.zeros(9, 2).long()) for _ in range(2)]
+    combine(outputs, residual, norm, made[0])
+    combine(spread, residual, norm, made[1], places.int())
+    assert all(map(torch.equal, *made))
+
+
+@needs_interpreter
 def test_long_inputs_are_cut(triton_experts: Experts, monkeypatch: pytest.MonkeyPatch) -> None:
     from peregrine.kernels.moe import triton as experts_gpu
 

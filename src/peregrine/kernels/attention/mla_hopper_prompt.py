@@ -157,6 +157,7 @@ def attend_splits(  # type: ignore[no-untyped-def]
         mbarrier.wait(ready.index(OWN * STEPS + PAIRS), phase)
         scores = warpgroup_mma(q_tiles.index(none + 2 * PAIRS), own_p.permute((1, 0)), scores, is_async=True)
         scores = warpgroup_mma_wait(0, deps=(scores,)) * factor
+        gl.thread_barrier()  # all warps have read the rotated part, whose place the weights take
         if start + BLOCK > min_limit:  # some rows do not see some keys
             index = start + gl.arange(0, BLOCK, gl.SliceLayout(0, s_layout))
             scores = gl.where(index[None, :] < limit[:, None], scores, float("-inf"))
