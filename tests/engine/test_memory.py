@@ -122,10 +122,12 @@ def test_scratch_counts_mla_and_experts() -> None:
     asked = EngineConfig(prefill_chunk=4096, max_rows=1, num_drafts=3)
     attention = 128 * (2 * (192 + 576 + 512 + 128) + 4 * 512)  # of one token
     splits = 8 * (4096 // 128) * 64 * 2048  # 4 queries of 128 heads are 8 tiles
-    assert scratch_bytes(asked, config, 4096, bf16) == 4096 * (4 * 7168 * 2 + attention) + splits
+    unfilled = 257 * 128 * (2048 + 7168) * 2  # a block of each expert
+    assert scratch_bytes(asked, config, 4096, bf16) == 4096 * (4 * 7168 * 2 + attention) + splits + unfilled
     qwen = shape_config("shape:qwen3-30b-a3b")
     answers = 8 * (768 + 2048) * 2 + 128 * 4
-    assert scratch_bytes(asked, qwen, 4096, bf16) == 4096 * (4 * 2048 * 2 + answers)
+    unfilled = 128 * 128 * (768 + 2048) * 2
+    assert scratch_bytes(asked, qwen, 4096, bf16) == 4096 * (4 * 2048 * 2 + answers) + unfilled
 
 
 def test_a_model_that_cannot_fit_is_refused_with_both_sizes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from peregrine.spec.registry import StoreShape
 CPU_SHARE, GPU_SHARE = 0.25, 0.85
 SPARE_PAGES = 8  # per request, for places past its length that rounds in flight may write
 SPARE_COPIED = 2  # per row, kept free by copying cached pages to the host ahead
+EXPERT_BLOCK = 128  # most rows of a block that shares an expert; each expert leaves one unfilled
 LATENT_TILE = 64  # most queries times heads in one tile of the MLA kernel
 SHARED_TILES = 80  # most MLA tiles whose keys are split between programs; with more, each tile has one program
 
@@ -53,19 +54,20 @@ def page_bytes(stores: Sequence[StoreShape], page_size: int, dtype: torch.dtype)
 def scratch_bytes(asked: EngineConfig, config: ModelConfig, max_len: int, dtype: torch.dtype) -> int:
     """Estimate of what the largest prompt chunk and the largest round need on a GPU besides weights and pages."""
     size, latent, experts = dtype.itemsize, config.mla, config.experts
-    attention, mlp, round_bytes = (2 * config.num_heads * config.head_dim * size, config.intermediate_size * size, 0)
+    attention, mlp, fixed = (2 * config.num_heads * config.head_dim * size, config.intermediate_size * size, 0)
     if latent is not None:
         # Queries before and after w_uk, accumulators in float32, outputs before and after w_uv.
         entries = latent.q_dim + latent.key_dim + latent.kv_rank + latent.value_dim
         attention = config.num_heads * (entries * size + 4 * latent.kv_rank)
         nodes = asked.depth + 1 if asked.tree is None else asked.tree.nodes
         tiles = min(SHARED_TILES, asked.max_rows * -(-nodes * config.num_heads // LATENT_TILE))
-        round_bytes = tiles * mla_num_splits(max_len) * LATENT_TILE * 4 * latent.kv_rank
+        fixed = tiles * mla_num_splits(max_len) * LATENT_TILE * 4 * latent.kv_rank
     if experts is not None:
-        answers = experts.rule.num_choices * (experts.inner_size + config.hidden_size)
-        mlp = max(mlp, answers * size + 4 * experts.num_experts)
+        answer = experts.inner_size + config.hidden_size
+        mlp = max(mlp, experts.rule.num_choices * answer * size + 4 * experts.num_experts)
+        fixed += EXPERT_BLOCK * (experts.num_experts + experts.rule.num_shared) * answer * size
     copied_bytes = 2 * STAGED_BYTES if asked.host_cache else 0
-    return asked.prefill_chunk * (4 * config.hidden_size * size + max(attention, mlp)) + round_bytes + copied_bytes
+    return asked.prefill_chunk * (4 * config.hidden_size * size + max(attention, mlp)) + fixed + copied_bytes
 
 
 def mask_bytes(asked: EngineConfig, drafter: str, config: ModelConfig) -> tuple[int, str]:
