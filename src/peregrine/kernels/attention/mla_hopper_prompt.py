@@ -4,7 +4,7 @@ A program has a tile of 64 (query, head) pairs and reads all their keys, a split
 four warps each score and weigh one of the blocks, then each adds the weighted latents of both blocks to its half of the
 total's columns, some columns after the others. So only the total stays in registers, a split's acc never does as a
 whole. A group's own weights are in its registers; the other group reads them where the block's rotated part was, which
-nobody needs any more. One warp copies the next split into columns as soon as they are free.
+nobody needs any more. Two warps copy the blocks of the next split into columns as soon as they are free.
 
 It serves tiles whose splits are all two blocks wide (`NARROW` keys or fewer); `mla_hopper.py` has the others.
 """
@@ -39,35 +39,26 @@ TOTAL_L = gl.constexpr(3)
 
 
 @gluon.jit
-def copy_splits(  # type: ignore[no-untyped-def]
-    keys, table, max_limit, count, ring, PAGE: gl.constexpr, PAIRS: gl.constexpr
+def copy_blocks(  # type: ignore[no-untyped-def]
+    OWN: gl.constexpr, keys, table, max_limit, count, ring, PAGE: gl.constexpr, PAIRS: gl.constexpr
 ):
-    """One warp: copy split after split, column pairs as they become free."""
+    """One warp: copy block OWN of split after split, column pairs as they become free."""
     tiles, ready, free = ring
     PIECE: gl.constexpr = PAGE if PAGE < BLOCK else BLOCK
     COLUMNS: gl.constexpr = 2 * PAIRS + 1
     gdc_wait()
-    first, second = slots_of(table, 0, max_limit, PAGE, PIECE), slots_of(table, BLOCK, max_limit, PAGE, PIECE)
+    slots = slots_of(table, OWN * BLOCK, max_limit, PAGE, PIECE)
     for split in range(count):
-        start = (split + 1) * (2 * BLOCK)
-        next_first = slots_of(table, start, max_limit, PAGE, PIECE)  # loaded a split ahead
-        next_second = slots_of(table, start + BLOCK, max_limit, PAGE, PIECE)
-        before = (split & 1) ^ 1
+        next_slots = slots_of(table, (2 * split + 2 + OWN) * BLOCK, max_limit, PAGE, PIECE)  # loaded a split ahead
         for step in gl.static_range(PAIRS + 1):
-            for block in gl.static_range(2):
-                if step < PAIRS:
-                    if block == 0:
-                        mbarrier.wait(free.index(step), before)
-                else:
-                    mbarrier.wait(free.index(PAIRS + block), before)
-                slots = first if block == 0 else second
-                arrived = ready.index(block * (PAIRS + 1) + step)
-                mbarrier.expect(arrived, 2 * BLOCK * WIDTH * min(2, COLUMNS - 2 * step))
-                for piece in gl.static_range(BLOCK // PIECE):
-                    for c in gl.static_range(2 * step, min(2 * step + 2, COLUMNS)):
-                        column = tiles.index(block * COLUMNS + c).slice(piece * PIECE, PIECE)
-                        tma.async_copy_global_to_shared(keys, [slots[piece], c * WIDTH], arrived, column)
-        first, second = next_first, next_second
+            mbarrier.wait(free.index(step if step < PAIRS else PAIRS + OWN), (split & 1) ^ 1)
+            arrived = ready.index(OWN * (PAIRS + 1) + step)
+            mbarrier.expect(arrived, 2 * BLOCK * WIDTH * min(2, COLUMNS - 2 * step))
+            for piece in gl.static_range(BLOCK // PIECE):
+                for c in gl.static_range(2 * step, min(2 * step + 2, COLUMNS)):
+                    column = tiles.index(OWN * COLUMNS + c).slice(piece * PIECE, PIECE)
+                    tma.async_copy_global_to_shared(keys, [slots[piece], c * WIDTH], arrived, column)
+        slots = next_slots
 
 
 @gluon.jit
@@ -296,8 +287,9 @@ def mla_hopper_prompt_kernel(  # type: ignore[no-untyped-def]
         [
             (attend_splits, (0, q, out, q_stride, rows, limits, factor, ring, shared, HEADS, PAIRS)),
             (attend_splits, (1, q, out, q_stride, rows, limits, factor, ring, shared, HEADS, PAIRS)),
-            (copy_splits, (keys, row_table, max_limit, count, ring, PAGE, PAIRS)),
+            (copy_blocks, (0, keys, row_table, max_limit, count, ring, PAGE, PAIRS)),
+            (copy_blocks, (1, keys, row_table, max_limit, count, ring, PAGE, PAIRS)),
         ],
-        [4, 1],
-        [240, 24],  # registers per thread of the last two kinds; the first has the rest, 240 too
+        [4, 1, 1],
+        [240, 24, 24],  # registers per thread of all but the first, which has the rest, 240 too
     )
