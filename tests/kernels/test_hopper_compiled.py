@@ -67,12 +67,8 @@ def test_tiles_are_copied_and_multiplied_by_hopper(compiled: list[dict[str, int 
 
 def test_products_of_attention_wait_for_each_other_only_where_they_must(compiled: list[dict[str, int | str]]) -> None:
     """If the compiler cannot analyse one product, or registers run out, it makes each wait for the one before."""
-    most = {
-        DENSE: 3,
-        PROMPT: 6,
-        MLA: 3,
-        MLA_PROMPT: 5,
-    }  # PROMPT has two groups of warps that multiply, with code of their own
+    # In prompts two groups of warps multiply, with code of their own.
+    most = {DENSE: 3, PROMPT: 6, MLA: 3, MLA_PROMPT: 5}
     assert all(int(f["held_up"]) <= most[str(f["kernel"])] for f in compiled if f["kernel"] in ATTENTION)
 
 
@@ -91,14 +87,8 @@ def test_registers_for_many_rows_are_spilled_around_loops_only(compiled: list[di
 
 def test_every_warp_waits_for_the_kernel_before(compiled: list[dict[str, int | str]]) -> None:
     """Attention has two kinds of warps, and each must wait: one reads new keys, the other queries. So has LARGE."""
-    waits = {
-        DENSE: 2,
-        PROMPT: 4,
-        MLA: 2,
-        MLA_PROMPT: 3,
-        LARGE: 3,
-        EXPERTS: 3,
-    }  # each group of PROMPT waits, its copying warp before lengths, too
+    # Each group of PROMPT waits, its copying warp before lengths, too; MLA_PROMPT has two groups and two that copy.
+    waits = {DENSE: 2, PROMPT: 4, MLA: 2, MLA_PROMPT: 4, LARGE: 3, EXPERTS: 3}
     assert {(f["kernel"], f["waits"]) for f in compiled} == {*waits.items(), (LINEAR, 1)}
 
 
