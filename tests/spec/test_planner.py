@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from peregrine.engine.round_costs import measure_costs
 from peregrine.spec.planner import Costs, depth_plan, ms_at, paying_depths, plan_depths, trim_windows
 
 chances = st.floats(0.01, 0.99)
@@ -119,3 +120,17 @@ def test_costs_between_and_beyond_measured_sizes() -> None:
     assert costs.round_ms(3, [1, 1]) == 2.0 + 2.0 + 1.0  # only the first step is paid for
     assert costs.round_ms(3, []) == 2.0  # nothing is absorbed while no row drafts
     assert costs.to_json()["verify"] == [[1, 1.0], [3, 2.0], [5, 6.0]]
+
+
+def test_the_first_draft_has_a_cost_of_its_own() -> None:
+    """It follows from what was absorbed; every further one takes a step of the network before it."""
+
+    def timed(lens: Sequence[int], drafted: int, drafts: int) -> tuple[float, float]:
+        return 2.0 + 0.1 * sum(lens), 0.5 + drafted * (0.3 * (drafts > 0) + 0.9 * max(0, drafts - 1))
+
+    costs = measure_costs(timed, max_rows=2, depth=4, steps=4).costs()
+    assert [costs.step_ms(2, level) for level in range(5)] == pytest.approx([0.6, 1.8, 1.8, 1.8, 0.0])
+    assert costs.round_ms(3, [1, 1]) == pytest.approx(2.3 + 0.5 + 0.3 + 0.9)
+    assert plan_depths(costs, [[0.6, 0.5]]).depths == (1,), "a second one would pay at the mean of the two costs"
+    block = measure_costs(timed, max_rows=2, depth=4, steps=1).costs()
+    assert [block.step_ms(1, level) for level in range(2)] == pytest.approx([0.3, 0.0])

@@ -73,7 +73,7 @@ class RoundPlan:
                 survivals.append((survival, place))
         survivals.sort(reverse=True)
         chances = [survival for survival, _ in survivals]
-        count, _ = worth_taking(planner.costs, chances, self._tokens, planner.rate, depth < planner.costs.steps)
+        count, _ = worth_taking(planner.costs, chances, self._tokens, planner.rate, depth)
         if count == len(active):
             return None
         if not count:

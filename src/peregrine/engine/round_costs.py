@@ -23,8 +23,8 @@ REFRESH = 16  # rounds after which plans see the host's share anew
 TIME_LIMIT_S = 0.6  # for all measurements
 PASSES = 4  # over all sizes, at most
 
-# (tokens in each window, rows that get two drafts) -> milliseconds of (verify, absorb and draft)
-TimeRound = Callable[[Sequence[int], int], tuple[float, float]]
+# (tokens in each window, rows that are drafted for, drafts of each) -> milliseconds of (verify, absorb and draft)
+TimeRound = Callable[[Sequence[int], int, int], tuple[float, float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +71,16 @@ class FixedPlan:
 class RoundCosts:
     """The table of costs, and the speed of the rounds that pass."""
 
-    def __init__(self, verify: dict[int, float], absorb: dict[int, float], step: dict[int, float], steps: int) -> None:
+    def __init__(
+        self,
+        verify: dict[int, float],
+        absorb: dict[int, float],
+        step: dict[int, float],
+        steps: int,
+        first: dict[int, float] | None = None,
+    ) -> None:
         self._verify, self._absorb, self._step, self._steps = verify, absorb, step, steps
+        self._first = first or {}
         self._host = 0.0  # milliseconds between rounds
         self._speed = 1.0
         self._rounds = 0
@@ -85,14 +93,14 @@ class RoundCosts:
     def costs(self) -> Costs:
         """The table as a value; a larger size never costs less than a smaller one."""
         verify = tuple((size, ms + self._host) for size, ms in rising(self._verify))
-        self._known = Costs(verify, rising(self._absorb), rising(self._step), self._steps)
+        self._known = Costs(verify, rising(self._absorb), rising(self._step), self._steps, rising(self._first))
         return self._known
 
     def expect(self, tokens: int, steps: Sequence[int], rests: bool) -> float:
         """Milliseconds of a round at the machine's present speed."""
         known = self._known
         absorbed = 0.0 if rests else known.absorb_ms(tokens)
-        return self._speed * (known.verify_ms(tokens) + absorbed + sum(map(known.step_ms, steps[: self._steps])))
+        return self._speed * (known.verify_ms(tokens) + absorbed + known.steps_ms(steps))
 
     def learn(self, tokens: int, steps: Sequence[int], rests: bool, times: RoundTimes) -> None:
         """Take in one real round."""
@@ -130,7 +138,8 @@ def measure_costs(time_round: TimeRound, max_rows: int, depth: int, steps: int) 
     began = time.perf_counter()
     verify: dict[int, float] = {}
     absorb: dict[int, float] = {}
-    drafted: dict[int, float] = {}
+    drafted: dict[int, dict[int, float]] = {1: {}, 2: {}}  # by drafts of a row
+    made = 2 if min(depth, steps) > 1 else 1 if steps else 0
     for attempt in range(1 + PASSES):
         for tokens in sizes_up_to(max_rows * min(depth + 1, 4)):
             late = time.perf_counter() - began > TIME_LIMIT_S
@@ -139,14 +148,14 @@ def measure_costs(time_round: TimeRound, max_rows: int, depth: int, steps: int) 
             rows = min(tokens, max_rows)
             lens = [tokens // rows + (row < tokens % rows) for row in range(rows)]
             if tokens not in verify:  # the first rounds of a size allocate and record
-                time_round(lens, rows if tokens <= max_rows and steps else 0)
-                time_round(lens, 0)
-            times = time_round(lens, 0)
+                time_round(lens, rows if tokens <= max_rows and steps else 0, made)
+                time_round(lens, 0, 0)
+            times = time_round(lens, 0, 0)
             verify[tokens] = min(verify.get(tokens, times[0]), times[0])
             absorb[tokens] = min(absorb.get(tokens, times[1]), times[1])
-            if tokens <= max_rows and steps:
-                ms = time_round(lens, rows)[1]
-                drafted[tokens] = min(drafted.get(tokens, ms), ms)
-    made = min(2, depth, max(1, steps))  # drafts of a timed row
-    step = {rows: max(0.0, ms - absorb[rows]) / made for rows, ms in drafted.items()}
-    return RoundCosts(verify, absorb, step or {1: 0.0}, steps)
+            for drafts in range(1, made + 1) if tokens <= max_rows else ():
+                ms, found = time_round(lens, rows, drafts)[1], drafted[drafts]
+                found[tokens] = min(found.get(tokens, ms), ms)
+    first = {rows: max(0.0, ms - absorb[rows]) for rows, ms in drafted[1].items()}
+    step = {rows: max(0.0, ms - drafted[1][rows]) for rows, ms in drafted[2].items()}
+    return RoundCosts(verify, absorb, step or first or {1: 0.0}, steps, first)

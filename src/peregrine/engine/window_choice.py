@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -80,11 +81,14 @@ def add_planner(asked: EngineConfig, runner: Runner, draft: DraftSource) -> list
     steps = 0 if draft.network is None else 1 if isinstance(draft.network, BlockHead) else depth
     began = time.perf_counter()
     with torch.inference_mode():
-        measured = measure_costs(lambda lens, drafted: time_round(runner, lens, drafted), max_rows, depth, steps)
+        measured = measure_costs(partial(time_round, runner), max_rows, depth, steps)
     seconds = time.perf_counter() - began
     runner.planner = WindowPlanner(depth, measured, looks_up=draft.network is None)
     costs = runner.planner.costs
-    because = f"ms by tokens verified: {written(costs.verify)}; by rows of a drafter's step: {written(costs.step)}"
+    because = (
+        f"ms by tokens verified: {written(costs.verify)}; by rows of a drafter's first step: {written(costs.first)}, "
+        f"of a further one: {written(costs.step)}"
+    )
     return [Decision("costs", f"measured for {len(costs.verify)} sizes", f"{because}; timed in {seconds:.2f} s")]
 
 
@@ -127,12 +131,12 @@ def written(points: Iterable[tuple[int, float]]) -> str:
     return ", ".join(f"{size}: {ms:.2f}" for size, ms in points)
 
 
-def time_round(runner: Runner, lens: Sequence[int], drafted: int) -> tuple[float, float]:
-    """Milliseconds of a round on pads, before its drafter and in it; the first rows get two drafts.
+def time_round(runner: Runner, lens: Sequence[int], drafted: int, drafts: int) -> tuple[float, float]:
+    """Milliseconds of a round on pads, before its drafter and in it; the first rows are drafted for.
 
     All seats must be pads: the round really runs.
     """
-    shape, began = runner.drafter.shape, time.thread_time()
+    began = time.thread_time()
     proposing = began
 
     def mark(stage: str) -> None:
@@ -140,7 +144,7 @@ def time_round(runner: Runner, lens: Sequence[int], drafted: int) -> tuple[float
         if stage == "propose":
             proposing = time.thread_time()
 
-    depths = [min(2, shape.depth) * (row < drafted) for row in range(len(lens))]
+    depths = [drafts * (row < drafted) for row in range(len(lens))]
     rows, plan = runner.seats.rows(len(lens), 1), FixedPlan(lens, depths)
     run_round(runner.target, runner.drafter, runner.judge, runner.seats, rows, Features(), mark, plan)
     return 1e3 * (proposing - began), 1e3 * (time.thread_time() - proposing)

@@ -24,6 +24,7 @@ class Costs:
     absorb: Points  # by tokens in all windows: the drafter reads what was verified
     step: Points  # by rows drafted for: one step of the drafter
     steps: int  # levels that cost a step each; further ones are free (a block is one step, a look-up none)
+    first: Points = ()  # the first step, if it costs something else: it follows from what was absorbed
 
     def verify_ms(self, tokens: int) -> float:
         return ms_at(self.verify, tokens)
@@ -31,17 +32,24 @@ class Costs:
     def absorb_ms(self, tokens: int) -> float:
         return ms_at(self.absorb, tokens)
 
-    def step_ms(self, rows: int) -> float:
-        return ms_at(self.step, rows) if rows else 0.0
+    def step_ms(self, rows: int, level: int) -> float:
+        """The step that drafts this level, the first being 0, for so many rows."""
+        if not rows or level >= self.steps:
+            return 0.0
+        return ms_at(self.step if level or not self.first else self.first, rows)
+
+    def steps_ms(self, steps: Sequence[int]) -> float:
+        """Steps for so many rows each."""
+        return sum(self.step_ms(rows, level) for level, rows in enumerate(steps))
 
     def round_ms(self, tokens: int, steps: Sequence[int]) -> float:
         """A round whose windows have so many tokens, and whose drafter makes a step for each number of rows."""
         absorbed = self.absorb_ms(tokens) if steps else 0.0
-        return self.verify_ms(tokens) + absorbed + sum(map(self.step_ms, steps[: self.steps]))
+        return self.verify_ms(tokens) + absorbed + self.steps_ms(steps)
 
     def to_json(self) -> dict[str, list[list[float]]]:
         """Sizes and milliseconds of each part."""
-        parts = {"verify": self.verify, "absorb": self.absorb, "step": self.step}
+        parts = {"verify": self.verify, "absorb": self.absorb, "first": self.first, "step": self.step}
         return {name: [[size, round(ms, 4)] for size, ms in points] for name, points in parts.items()}
 
 
@@ -102,7 +110,7 @@ def paying_depths(costs: Costs, survivals: Sequence[Sequence[float]], rate: floa
         active = [row for row in active if len(survivals[row]) > level]
         active.sort(key=lambda row: -survivals[row][level])
         chances = [survivals[row][level] for row in active]
-        count, gain = worth_taking(costs, chances, tokens, rate, level < costs.steps)
+        count, gain = worth_taking(costs, chances, tokens, rate, level)
         if not count:
             break
         active = active[:count]
@@ -116,16 +124,14 @@ def paying_depths(costs: Costs, survivals: Sequence[Sequence[float]], rate: floa
     return kept
 
 
-def worth_taking(
-    costs: Costs, survivals: Sequence[float], tokens: int, rate: float, costs_step: bool
-) -> tuple[int, float]:
+def worth_taking(costs: Costs, survivals: Sequence[float], tokens: int, rate: float, level: int) -> tuple[int, float]:
     """How many of the survivals (falling) to give one draft more, and the tokens that this wins net."""
     best, taken, won = 0.0, 0, 0.0
     before = costs.verify_ms(tokens) + costs.absorb_ms(tokens)
     for count, survival in enumerate(survivals, 1):
         won += survival
         after = costs.verify_ms(tokens + count) + costs.absorb_ms(tokens + count)
-        net = won - rate * (after - before + (costs.step_ms(count) if costs_step else 0.0))
+        net = won - rate * (after - before + costs.step_ms(count, level))
         if net > best:
             best, taken = net, count
     return taken, best
