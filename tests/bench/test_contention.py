@@ -1,8 +1,13 @@
 """`peregrine bench contention`: shares of the speed alone, and busy processes that end with the measurement."""
 
+import os
 import resource
+import subprocess
+import sys
+import time
 
 from peregrine.bench import contention
+from processes import is_running
 
 
 def test_shares_are_of_the_speed_alone_and_of_the_fair_share() -> None:
@@ -27,3 +32,19 @@ def test_busy_processes_compute_and_end() -> None:
         pass
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert after.ru_utime + after.ru_stime > before.ru_utime + before.ru_stime
+
+
+def test_busy_processes_end_with_whoever_started_them() -> None:
+    starter = (
+        "import subprocess, sys\n"
+        "busy = subprocess.Popen([sys.executable, '-c', sys.argv[1]], stdout=subprocess.PIPE)\n"
+        "busy.stdout.readline()\n"
+        "print(busy.pid, flush=True)"
+    )
+    busy = int(subprocess.check_output([sys.executable, "-c", starter, contention.BUSY_LOOP]))
+    for _ in range(300):
+        if not is_running(busy):
+            return
+        time.sleep(0.1)
+    os.kill(busy, 9)
+    raise AssertionError("it computes on")

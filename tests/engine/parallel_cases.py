@@ -6,6 +6,7 @@
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -21,10 +22,24 @@ from peregrine.engine.request import Output
 from peregrine.engine.sources import open_source
 from peregrine.llm import engine_config
 from peregrine.sampling import SamplingParams
+from peregrine.synthetic.checkpoint import make_random_checkpoint
 from spec.block_heads import block_head, calm_model
 from spec.expert_models import expert_model, mla_mtp_model
-from spec.harness import Case, eagle3_head, eagle_head, mtp_model, noisy_model, prompts, run, tiny_model
+from spec.harness import (
+    CONTEXT,
+    HEAD_DIM,
+    VOCAB,
+    Case,
+    eagle3_head,
+    eagle_head,
+    mtp_model,
+    noisy_model,
+    prompts,
+    run,
+    tiny_model,
+)
 
+TIER = {"max_rows": 1, "host_cache": 0.001}  # and few pages: what is asked for twice comes back from host memory
 Engines = dict[str, dict[str, Any]]  # name -> options
 
 
@@ -44,16 +59,24 @@ def drafters() -> Engines:
     return {
         "merlin, eagle3": {"model": "merlin", "drafter": "eagle3"},
         "merlin, eagle3 tree, bfloat16": {"model": "merlin", "drafter": "eagle3", "dtype": "bfloat16", **tree},
-        "a draft model": {"drafter": noisy_model(), "num_drafts": 4, "prefill_chunk": 8},
+        "a draft model with one head": {"drafter": one_head(), "num_drafts": 4, "prefill_chunk": 8},
         "a draft model's tree, float8": {"drafter": noisy_model(), "kv_dtype": "float8", **tree},
         "eagle tree": {"drafter": eagle_head(), **tree},
         "eagle3, few pages": {"drafter": eagle3_head(), "page_size": 4, "num_pages": 24, "max_rows": 3},
+        "eagle3 through host memory": {"drafter": eagle3_head(), "page_size": 4, "num_pages": 11, **TIER},
         "mtp tree": {"model": mtp_model(), "drafter": "mtp", **tree},
         "mtp on latents and experts": mtp,
         "mtp tree on latents and experts": {**mtp, **tree},
         "experts": {"model": expert_model(), "drafter": "none"},
         "block head": {"model": calm_model(), "drafter": block_head()},
     }
+
+
+def one_head() -> Path:
+    """A draft model that ranks cannot share: rank 0 has it whole."""
+    folder = mkdtemp(prefix="peregrine-head-")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1}
+    return make_random_checkpoint(folder, seed=2, vocab_size=VOCAB, head_dim=HEAD_DIM, max_positions=CONTEXT, **sizes)
 
 
 def requests(count: int, longest: int) -> list[Case]:
@@ -74,7 +97,14 @@ def outputs(options: dict[str, Any], started: Started, cases: Sequence[Case]) ->
     """What an engine led by this process generates."""
     given = {"model": tiny_model(), "num_pages": 200, "max_len": 160, "windows": "fixed", **options}
     config = engine_config(str(given.pop("model")), {**given, "tensor_parallel": started.ranks.size})
-    return run(build_engine(config, started).engine, cases)
+    engine = build_engine(config, started).engine
+    tier = engine.ledger.tier
+    if tier is not None:
+        longer = [Case((*case.prompt, *range(2, 26))[:24], replace(case.params, max_tokens=4)) for case in cases[:3]]
+        cases = [*longer, *longer]
+    made = run(engine, cases)
+    assert tier is None or tier.pages_in
+    return made
 
 
 def differences(engines: Engines, sizes: dict[int, Sequence[str]], cases: Sequence[Case]) -> Iterator[str]:

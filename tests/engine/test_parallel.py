@@ -4,8 +4,12 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,16 +20,24 @@ import torch
 from engine.parallel_cases import differences, drafters, families, requests
 from peregrine.config import EngineConfig
 from peregrine.engine import choices, parallel
-from peregrine.engine.parallel import check_ranks, started_ranks
+from peregrine.engine.graphs import Graphs
+from peregrine.engine.parallel import Follower, check_ranks, started_ranks
 from peregrine.engine.rank_group import rank_devices
 from peregrine.engine.sources import open_source
+from peregrine.engine.window_choice import pick_windows
 from peregrine.errors import ConfigError, EngineFault
 from peregrine.llm import LLM
 from peregrine.models.decoder import Decoder
-from peregrine.models.parallel import Ranks
+from peregrine.models.draft_heads import DraftHead, load_head
+from peregrine.models.layers import Linear
+from peregrine.models.loading import load_decoder
+from peregrine.models.parallel import ALONE, Ranks
 from peregrine.sampling import SamplingParams
+from peregrine.spec.registry import DraftSource
 from peregrine.synthetic.shapes import draw_here
-from spec.harness import mla_model, tiny_model
+from processes import is_running
+from spec.block_heads import block_head, calm_model
+from spec.harness import eagle3_head, eagle_head, mla_model, mtp_model, tiny_model
 
 # One of each kind: KV heads shared by ranks, norms over all heads, gelu, experts, latents, trees, borrowed heads.
 FOUR_RANKS = ("llama, untied", "olmo2", "gemma2", "gpt-oss", "deepseek-v2", "eagle tree", "mtp on latents and experts")
@@ -118,14 +130,18 @@ def test_ranks_end_when_rank_0_is_killed() -> None:
     pytest.fail("the other rank is still there")
 
 
-def is_running(process: int) -> bool:
-    """Whether a process that is not our child is there; one that has ended may wait to be noticed by its parent."""
-    try:
-        os.kill(process, 0)
-        status = Path(f"/proc/{process}/stat")
-        return not status.exists() or status.read_text().rpartition(")")[2].split()[0] != "Z"
-    except (ProcessLookupError, FileNotFoundError):
-        return False
+def test_a_rank_that_waits_for_something_else_ends_after_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = Pipe()
+    ended: list[int] = []
+    monkeypatch.setattr(parallel.os, "_exit", ended.append)
+    watch = threading.Thread(target=parallel.end_after, args=(theirs, 0.0))
+    watch.start()
+    ours.send("a message that nobody takes")
+    watch.join(0.2)
+    assert watch.is_alive()
+    ours.close()
+    watch.join(30)
+    assert ended == [1]
 
 
 def test_a_rank_that_cannot_start_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,13 +198,75 @@ def test_every_rank_needs_a_gpu_of_its_own(name: str, size: int, said: str, monk
     assert rank_devices(torch.device("cuda:0"), 2) == (torch.device("cuda:0"), torch.device("cuda:1"))
 
 
-def test_ranks_on_gpus_take_plain_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_on_gpus_record_rounds_of_fixed_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choices, "TRITON_PRESENT", True)
-    cuda = torch.device("cuda:0")
-    assert choices.pick_graphs(EngineConfig(tensor_parallel=2), cuda)[0] is False
-    assert choices.pick_graphs(EngineConfig(), cuda)[0] is True
-    with pytest.raises(ConfigError, match="graphs=True: ranks follow each call"):
-        choices.pick_graphs(EngineConfig(tensor_parallel=2, graphs=True), cuda)
+    cuda, drafter = torch.device("cuda:0"), DraftSource("ngram", None)
+    for ranks, windows in ((1, "auto"), (2, "fixed")):
+        asked = EngineConfig(tensor_parallel=ranks)
+        assert choices.pick_graphs(asked, cuda)[0] is True
+        assert pick_windows(asked, drafter, cuda)[0] == windows
+
+
+@pytest.mark.parametrize("folder", [eagle3_head, eagle_head, block_head, mtp_model])
+def test_ranks_hold_their_rows_of_draft_heads(folder: Callable[[], Path]) -> None:
+    """Every weight is the rank's part of the stored one, and linears are half as large as the whole ones."""
+    model = {block_head: calm_model, mtp_model: mtp_model}.get(folder, tiny_model)()
+
+    def load(ranks: Ranks) -> DraftHead:
+        return load_head(folder(), load_decoder(model, pack=False, ranks=ranks), CPU, torch.float32, pack=False)
+
+    whole = load(ALONE)
+    for rank in range(2):
+        own, held, total = load(Ranks(rank, 2)), 0, 0
+        for path, part in own.named_modules():
+            for name, parameter in part.named_parameters(recurse=False):
+                expected = whole.get_parameter(f"{path}.{name}" if path else name)
+                shard = part.__dict__.get("shard")
+                assert torch.equal(parameter, expected if shard is None else shard.take(expected))
+                if isinstance(part, Linear):
+                    held, total = held + parameter.numel(), total + expected.numel()
+        assert held <= 0.51 * total
+        assert own.kv_shape.num_entries == whole.kv_shape.num_entries // 2
+
+
+def test_a_graph_is_recorded_and_replayed_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What rank 0 tells while it records is recorded by the others, so that a replay is one message."""
+    ours, theirs = Pipe()
+    made: list[str] = []
+    capturing = SimpleNamespace(depth=0)
+
+    @contextmanager
+    def capture(*given: object, **options: object) -> Iterator[None]:
+        capturing.depth += 1
+        yield
+        capturing.depth -= 1
+
+    class Network:
+        def note(self, place: int) -> None:
+            made.append(f"{'recorded' if capturing.depth else 'done'} {place}")
+
+    graph = SimpleNamespace(replay=lambda: made.append("replayed"))
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    for name, value in (
+        ("graph_pool_handle", lambda: None),
+        ("Stream", lambda device: stream),
+        ("current_stream", lambda device: stream),
+        ("stream", lambda stream: nullcontext()),
+        ("mem_get_info", lambda device: (0, 0)),
+        ("CUDAGraph", lambda: graph),
+        ("graph", capture),
+    ):
+        monkeypatch.setattr(torch.cuda, name, value)
+    leader = Ranks(0, 2, None, (ours,))
+    graphs: Graphs[None] = Graphs(CPU, leader)
+    graphs.record("round", lambda: [leader.tell("call", "target", "note", place) for place in (1, 2)] and None)
+    graphs.replay("round")
+    follower = Follower(Ranks(1, 2, None, (theirs,)), CPU)
+    follower.bound["target"] = Network()  # type: ignore[assignment]
+    made.clear()
+    follower.follow(), follower.follow()
+    assert made == ["done 1", "done 2", "recorded 1", "recorded 2", "replayed"]
+    assert not theirs.poll()
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])

@@ -1,9 +1,12 @@
 """Tensor parallel on a GPU: two ranks give the tokens and log-probabilities of one, bit for bit.
 
-Both ranks are on one GPU, where NCCL refuses to serve: their results go through host memory. How weights are split,
-what each rank computes and how results are put together is the same as with a GPU each. NCCL is tried with one rank.
+Both ranks are on one GPU, where NCCL refuses to serve: they write into each other's memory. How weights are split, what
+each rank computes, how rounds are recorded and how results are put together is the same as with a GPU each. NCCL is
+tried with one rank.
 """
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -44,12 +47,13 @@ def chain(model: Path) -> Options:
 
 # Each with how many tokens it generates; models are made when a test is run.
 ENGINES: dict[str, tuple[Callable[[], Options], int]] = {
-    "llama": (lambda: chain(llama()), 96),
-    "llama, float8, tree": (lambda: {**chain(llama()), "tree": (3, 2, 8), "kv_dtype": "float8"}, 48),
-    "qwen3": (lambda: chain(qwen3()), 96),
-    "merlin": (lambda: {"model": "merlin", "drafter": "eagle3", "dtype": "bfloat16"}, 64),  # ranks share its KV head
-    "experts": (lambda: chain(qwen3_moe()), 48),
-    "latents and experts": (lambda: {"model": deepseek(), "drafter": "mtp"}, 32),
+    "llama": (lambda: chain(llama()), 48),
+    "llama, plain steps": (lambda: {**chain(llama()), "graphs": False}, 16),
+    "llama, float8, tree": (lambda: {**chain(llama()), "tree": (3, 2, 8), "kv_dtype": "float8"}, 24),
+    "qwen3": (lambda: chain(qwen3()), 48),
+    "merlin": (lambda: {"model": "merlin", "drafter": "eagle3", "dtype": "bfloat16"}, 32),  # ranks share its KV head
+    "experts": (lambda: chain(qwen3_moe()), 24),
+    "latents and experts": (lambda: {"model": deepseek(), "drafter": "mtp"}, 16),
     # Its inputs are split, and a rank's share of it alone would be split otherwise.
     "8b shape": (lambda: {"model": "shape:llama-3.1-8b", "drafter": "none"}, 24),
     "float16": (lambda: {"model": llama(), "drafter": "ngram", "dtype": "float16"}, 32),
@@ -68,8 +72,12 @@ def cases(num_tokens: int) -> list[Case]:
 
 def outputs(options: Options, started: Started, num_tokens: int) -> list[Output]:
     given = {"device": "cuda:0", "max_rows": 4, "max_len": 320, "num_pages": 120, "windows": "fixed"}
-    given |= {"graphs": None if started.processes else False, "tensor_parallel": started.ranks.size, **options}
-    return run(build_engine(engine_config(str(given.pop("model")), given), started).engine, cases(num_tokens))
+    given |= {"graphs": bool(started.processes), "tensor_parallel": started.ranks.size, **options}
+    if given["graphs"]:
+        given |= {"row_sizes": (4,), "prefill_chunk": 64}
+    engine = build_engine(engine_config(str(given.pop("model")), given), started).engine
+    assert (engine.runner.graphs is not None) == given["graphs"]
+    return run(engine, cases(num_tokens))
 
 
 @pytest.mark.parametrize("name", ENGINES)
@@ -84,6 +92,38 @@ def test_two_ranks_give_the_bits_of_one(name: str, pair: Started) -> None:
         differ = [place for place, ids in enumerate(zip(one.token_ids, two.token_ids, strict=True)) if ids[0] != ids[1]]
         assert not differ, f"request {index} differs first at token {differ[0]} of {num_tokens}"
     assert told(together) == told(alone)
+
+
+KILL = """
+import os, sys
+sys.path[:] = {path!r}
+import torch
+from peregrine.engine.build import build_engine
+from peregrine.engine.parallel import started_ranks
+from peregrine.llm import engine_config
+from peregrine.sampling import SamplingParams
+
+with torch.inference_mode(), started_ranks([torch.device("cuda:0")] * 2) as started:
+    options = {{"device": "cuda:0", "max_rows": 1, "max_len": 320, "drafter": "none", "prefill_chunk": 64}}
+    engine = build_engine(engine_config("merlin", {{**options, "tensor_parallel": 2}}), started).engine
+    engine.enqueue(engine.prepare([1, 2, 3], SamplingParams(max_tokens=300, ignore_eos=True, detokenize=False)))
+    for _ in range(5):
+        engine.step()
+    started.processes[0].kill()
+    try:
+        while engine.has_work:
+            engine.step()
+    except Exception as error:
+        print("ended by", type(error).__name__, flush=True)
+    os._exit(0)
+"""
+
+
+def test_a_rank_that_is_killed_ends_the_rounds_of_the_other() -> None:
+    """In a process of its own: the device's error is the end of its context."""
+    command = [sys.executable, "-c", KILL.format(path=sys.path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    assert done.stdout.startswith("ended by"), done.stderr[-2000:]
 
 
 def test_nccl_takes_the_calls_and_a_graph_repeats_them(tmp_path: Path) -> None:

@@ -149,8 +149,17 @@ def compile_models() -> None:
         rope_write_kv(kv, tokens, heads[:, :2], heads[:, 2:4], heads[:, 4:], rope)
 
 
+def compile_gather() -> None:
+    """The exchange between ranks that share a GPU."""
+    from peregrine.kernels.gather import Mailbox, gather, mailbox_words
+
+    memory = [torch.zeros(mailbox_words(2), dtype=torch.int32) for _ in range(2)]
+    gather(torch.zeros(2, 5, 2048), torch.zeros(5, 2048), Mailbox.of(1, memory))
+
+
 if __name__ == "__main__":
     gpu.launch = compile_kernel
+    compile_gather()
     compile_rounds()
     compile_models()
     compile_experts()

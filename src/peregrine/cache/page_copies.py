@@ -80,6 +80,11 @@ class PageCopies:
                     part.index_copy_(1, index, piece.transpose(0, 1))
             return self._event()
 
+    def join(self) -> None:
+        """Let what is queued from now on wait for the copies."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._stream)
+
     def _pieces(self, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Each part of the stores, and the part's share of gathered pages as [n, L, words]."""
         for part, piece in zip(self._parts, torch.split(rows, self._words, dim=1), strict=True):

@@ -38,7 +38,6 @@ from peregrine.engine.memory import (
     page_bytes,
     pick_num_pages,
     scratch_bytes,
-    store_shape_of,
 )
 from peregrine.engine.page_ledger import PageLedger
 from peregrine.engine.parallel import Started, await_ranks, check_ranks, lead, started_ranks
@@ -54,10 +53,11 @@ from peregrine.hardware import arithmetic_dtype, current_device, resolve_device,
 from peregrine.kernels.linear import workspace_bytes
 from peregrine.kernels.runtime.cpu import COMPILED, load_kernels
 from peregrine.models.config import ModelConfig
+from peregrine.models.decoder import Decoder
 from peregrine.models.parallel import Ranks
 from peregrine.spec.bound import BoundModel
 from peregrine.spec.judge import Judge, judge
-from peregrine.spec.registry import make_drafter
+from peregrine.spec.registry import DraftSource, LoadDrafter, StoreShape, make_drafter
 from peregrine.spec.state import SeatState
 from peregrine.spec.types import Drafter
 from peregrine.synthetic.judge import SimulatedJudge
@@ -131,25 +131,23 @@ def _build(asked: EngineConfig, device: torch.device, start_ranks: Callable[[], 
     if asked.tensor_parallel > 1:
         decisions.take("tensor_parallel", (asked.tensor_parallel, check_ranks(asked, device, source.config)))
     ranks = start_ranks()
-    ranks.tell("load", model=asked.model, dtype=dtype, max_len=max_len)
-    with explain_memory(device, "the model's weights", "choose a smaller model or another device"):
-        target = source.target(device, dtype, max_len, ranks)
-    with explain_memory(device, "the drafter's weights", "choose a smaller drafter, ngram or none"):
-        draft = load_drafter(target)
+    ranks.tell("load", asked.model, dtype, max_len, name)
+    target, draft = load_networks(source, load_drafter, ranks, device, dtype, max_len, decisions)
     asked = with_windows(asked, draft, device, decisions.take)
     if device.type == "cpu":
         torch.set_num_threads(decisions.take("threads", pick_threads(torch.get_num_threads(), ranks.size)))
         compile_kernels()
 
     asked = replace(asked, page_size=decisions.take("page_size", pick_page_size(asked)))
-    shapes = [store_shape_of(target)] + ([draft.store_shape] if draft.store_shape else [])
+    networks = [target] + ([draft.network] if draft.network else [])
+    shapes = [StoreShape.of(network) for network in networks]
     dtype = arithmetic_dtype(dtype, device)
     kv_dtype = resolve_kv_dtype(asked.kv_dtype, dtype)
     backend, why = pick_backend(asked, target, draft, shapes, dtype, kv_dtype)
     decisions.take("attention", (backend.name, why))
     graphs = decisions.take("graphs", pick_graphs(asked, device))
     await_ranks(ranks.pipes)  # their weights are in memory, which all may share
-    together = [replace(shapes[0], kv=own) for own in ranks.kv_shapes(target.config)] + shapes[1:]
+    together = [shape for network in networks for shape in StoreShape.in_memory(network)]
     asked = with_sizes(asked, target.config, page_bytes(together, 1, kv_dtype), max_len, device, dtype, decisions)
     scratch = scratch_bytes(asked, target.config, max_len, dtype) if device.type == "cuda" else 0
     scratch *= 2 if graphs else 1  # recorded chunks keep their memory; others are launched beside them
@@ -159,13 +157,14 @@ def _build(asked: EngineConfig, device: torch.device, start_ranks: Callable[[], 
     lag = decisions.take("lag", pick_lag(asked, device))
     policy = BatchPolicy(asked.max_rows, asked.prefill_chunk, max_stall_s, lag, pick_row_sizes(asked, graphs))
 
-    bound = lead(BoundModel(target, target.layer_attention(), stores[0], backend), ranks)
+    bound = BoundModel(target, target.layer_attention(), stores[0], backend)
+    lead(bound)
     if graphs and backend.traits.max_decode_q_len:  # kernels are timed by recording them
         backend, timed = choose_kernels(bound, window_shapes(asked, draft, policy.row_sizes or (1, policy.max_rows)))
         decisions.made.append(timed)
     drafter = make_drafter(draft, asked.depth, asked.tree, stores[-1], backend)
     check_windows(target.config, drafter)
-    ledger = make_ledger(asked, stores, int(drafter.reads_next_token), decisions)
+    ledger = make_ledger(asked, stores, ranks, int(drafter.reads_next_token), decisions)
     engine = assemble(asked, replace(bound, backend=backend), drafter, tokenizer, max_len, policy, ledger)
     if graphs:
         plan_ahead(asked, engine.runner, draft)
@@ -174,6 +173,26 @@ def _build(asked: EngineConfig, device: torch.device, start_ranks: Callable[[], 
     else:
         decisions.made += add_planner(asked, engine.runner, draft)
     return Built(engine, tokenizer, target.config, defaults, tuple(decisions.made))
+
+
+def load_networks(
+    source: ModelSource,
+    load_drafter: LoadDrafter,
+    ranks: Ranks,
+    device: torch.device,
+    dtype: torch.dtype,
+    max_len: int,
+    decisions: Decisions,
+) -> tuple[Decoder, DraftSource]:
+    """The target and the drafter, of which several ranks hold their shards."""
+    with explain_memory(device, "the model's weights", "choose a smaller model or another device"):
+        target = source.target(device, dtype, max_len, ranks)
+    with explain_memory(device, "the drafter's weights", "choose a smaller drafter, ngram or none"):
+        draft = load_drafter(target)
+    if ranks.size > 1 and draft.network is not None:
+        count, whole = draft.network.ranks.size, f"its heads cannot be shared by {ranks.size}: rank 0 has it whole"
+        decisions.take("drafter_ranks", (count, "split as the target is" if count > 1 else whole))
+    return target, draft
 
 
 def with_sizes(
@@ -227,12 +246,15 @@ def assemble(
     )
 
 
-def make_ledger(asked: EngineConfig, stores: list[KVStore], lookahead: int, decisions: Decisions) -> PageLedger:
+def make_ledger(
+    asked: EngineConfig, stores: list[KVStore], ranks: Ranks, lookahead: int, decisions: Decisions
+) -> PageLedger:
     """The page pool with its prefix cache, and host memory for what that evicts."""
     pool = PagePool(stores[0].num_pages)
     tree = PrefixTree(pool, asked.page_size, lookahead) if asked.prefix_cache else None
-    tier = make_host_tier(asked, pool, stores) if asked.host_cache else None
+    tier = make_host_tier(asked, pool, stores, ranks) if asked.host_cache else None
     if tier is not None:
+        await_ranks(ranks.pipes)
         slots, size = tier.copies.num_slots, tier.copies.page_bytes
         decisions.take("host_cache", (f"{asked.host_cache:g} GiB", f"{slots} evicted pages of {size} bytes"))
     return PageLedger(pool, tree, asked.page_size, lookahead, tier)

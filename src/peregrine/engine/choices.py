@@ -124,10 +124,6 @@ def pick_max_len(asked: EngineConfig, config: ModelConfig) -> tuple[int, str]:
 def pick_graphs(asked: EngineConfig, device: torch.device) -> tuple[bool, str]:
     """Whether rounds are recorded as CUDA graphs, and why."""
     able = device.type == "cuda" and TRITON_PRESENT
-    if asked.tensor_parallel > 1 and able:
-        if asked.graphs:
-            raise ConfigError("graphs=True: ranks follow each call of rank 0, which no graph repeats; leave it out")
-        return False, "plain steps: ranks follow each call of rank 0, which no graph repeats"
     if asked.graphs and not able:
         raise ConfigError(
             f"graphs=True: rounds are recorded on CUDA devices with Triton; this is {device}; leave it out"

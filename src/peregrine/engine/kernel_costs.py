@@ -47,7 +47,12 @@ def choose_kernels(model: BoundModel, windows: Windows) -> tuple[AttentionBacken
 def widest_choice(model: BoundModel, metadata: AttentionMetadata) -> Problem:
     """The attention of the layer with the most kernels to choose from: one without sliding window and sinks, if any."""
     layer = min(model.layers, key=lambda layer: (layer.window is not None, layer.sinks is not None))
-    return problem_of(metadata, model.store, layer, model.decoder.config.num_heads, model.decoder.embedding.dtype)
+    return problem_of(metadata, model.store, layer, own_heads(model), model.decoder.embedding.dtype)
+
+
+def own_heads(model: BoundModel) -> int:
+    """Query heads of this rank."""
+    return model.decoder.layer(0).attention.num_heads
 
 
 def window_shapes(asked: EngineConfig, draft: DraftSource, row_sizes: Sequence[int]) -> Windows:
@@ -73,7 +78,7 @@ def time_forward(model: BoundModel, metadata: AttentionMetadata) -> float:
     """Milliseconds of one layer's attention; all layers run in turn, so that keys come from memory, not from L2."""
     store, count = model.store, len(metadata.positions)
     device, kv, dtype = store.keys.device, store.shape, model.decoder.embedding.dtype
-    q = torch.zeros(count, model.decoder.config.num_heads, kv.key_dim, dtype=dtype, device=device)
+    q = torch.zeros(count, own_heads(model), kv.key_dim, dtype=dtype, device=device)
     k = torch.zeros(count, kv.num_heads, kv.key_dim, dtype=dtype, device=device)
     attend = model.bind(metadata)
 

@@ -139,7 +139,13 @@ class EngineLoop:
                     self._deliver(delta)
             self._end(EngineFault("the engine was closed while the request was in flight"))
         except BaseException as error:  # a panic in a Rust library is no Exception; nobody may wait for ever
-            fault = EngineFault(f"the engine stopped: {type(error).__name__}: {error}")
+            cause = error
+            try:  # a rank that is gone may have been noticed as an error of the device
+                if self._check is not None:
+                    self._check()
+            except EngineFault as lost:
+                cause = lost
+            fault = EngineFault(f"the engine stopped: {type(cause).__name__}: {cause}")
             fault.__cause__ = error
             with self._entrance:
                 self.fault = fault

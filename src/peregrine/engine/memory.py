@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 
 from peregrine.cache.host_tier import HostTier
-from peregrine.cache.page_copies import STAGED_BYTES, PageCopies
+from peregrine.cache.page_copies import STAGED_BYTES, Event, PageCopies
 from peregrine.cache.pages import PagePool
 from peregrine.cache.store import KVStore
 from peregrine.config import EngineConfig
@@ -15,7 +15,7 @@ from peregrine.grammar import GRAMMARS_PRESENT
 from peregrine.hardware import GIB, check_room, free_bytes
 from peregrine.kernels.attention import mla_num_splits
 from peregrine.models.config import ModelConfig
-from peregrine.models.decoder import Decoder
+from peregrine.models.parallel import Ranks
 from peregrine.spec.registry import StoreShape
 
 # Share of pages in the memory left by weights and scratch; on a GPU the rest is for graphs.
@@ -39,11 +39,6 @@ def explain_memory(device: torch.device, what: str, remedy: str) -> Iterator[Non
             f"{device} has no room for {what}: {free / GIB:.1f} of {total / GIB:.1f} GiB are free and "
             f"{held / GIB:.1f} GiB hold what was loaded before; {remedy} ({error})"
         ) from error
-
-
-def store_shape_of(model: Decoder) -> StoreShape:
-    """The shape of a model's KV store."""
-    return StoreShape(model.config.num_layers, model.kv_shape)
 
 
 def page_bytes(stores: Sequence[StoreShape], page_size: int, dtype: torch.dtype) -> int:
@@ -122,13 +117,32 @@ def make_stores(
         return [KVStore(s.num_layers, num_pages, page_size, s.kv, dtype, device) for s in shapes]
 
 
-def make_host_tier(asked: EngineConfig, pool: PagePool, stores: Sequence[KVStore]) -> HostTier:
-    """Host memory for pages that the device evicts."""
-    size = sum(store.num_bytes for store in stores) // pool.num_pages
+class LedCopies(PageCopies):
+    """Copies that all ranks make, each of its parts of the pages; only rank 0 looks when they have ended."""
+
+    def __init__(self, stores: Sequence[KVStore], num_slots: int, ranks: Ranks) -> None:
+        super().__init__(stores, num_slots)
+        self.ranks = ranks
+        ranks.tell("host_cache", num_slots)
+
+    def out(self, pages: Sequence[int], slots: Sequence[int]) -> Event | None:
+        """Copy device pages to host slots."""
+        self.ranks.tell("copy", "out", pages, slots)
+        return super().out(pages, slots)
+
+    def back(self, slots: Sequence[int], pages: Sequence[int]) -> Event | None:
+        """Copy host slots to device pages."""
+        self.ranks.tell("copy", "back", slots, pages)
+        return super().back(slots, pages)
+
+
+def make_host_tier(asked: EngineConfig, pool: PagePool, stores: Sequence[KVStore], ranks: Ranks) -> HostTier:
+    """Host memory for pages that the device evicts; all ranks' together is as large as was asked for."""
+    size = sum(store.num_bytes for store in stores) // pool.num_pages * ranks.size
     num_slots = int(asked.host_cache * GIB) // size
     if not num_slots:
         raise ConfigError(f"host_cache={asked.host_cache:g}: less than a page of {size} bytes; give it more, or 0")
     what = f"host_cache={asked.host_cache:g}, {num_slots} pages in host memory"
     check_room(torch.device("cpu"), what, num_slots * size)
-    copies = PageCopies(stores, num_slots)
+    copies = PageCopies(stores, num_slots) if ranks.size == 1 else LedCopies(stores, num_slots, ranks)
     return HostTier(pool, copies, spare=SPARE_COPIED * asked.max_rows if copies.is_queued else 0)

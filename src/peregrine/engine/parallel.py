@@ -1,89 +1,66 @@
 """The processes of a tensor-parallel engine. Rank 0 is the engine; it starts the others, which follow it.
 
-A follower holds its shards of the target and its part of the KV store, and knows no requests: rank 0 tells it which
-window to read, which logits to compute and which path of a tree to move, and it does the same calls on the same data.
-Scheduling, sampling and drafting are rank 0's alone. A follower ends when rank 0 closes its pipe or is gone; a rank
-that is gone is an EngineFault in the next collective of every other one, so nobody waits for it.
+A follower holds its shards of the target and of the drafter, with its parts of their KV stores, and knows no requests:
+rank 0 tells it which window to read, which logits to compute and which path of a tree to move, and it makes the same
+calls on the same data. What rank 0 records as a graph, the others record with it, and replay when they are told to.
+Scheduling and sampling are rank 0's alone. A follower ends when rank 0 closes its pipe or is gone; a rank that is gone
+is an EngineFault in the next collective of every other one, so nobody waits for it.
 """
 
 import json
+import os
+import select
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from operator import methodcaller
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from peregrine.attention import AttentionMetadata
 from peregrine.attention.routing import BACKENDS
-from peregrine.config import MAX_RANKS, EngineConfig
-from peregrine.engine.memory import explain_memory, make_stores, store_shape_of
+from peregrine.cache.page_copies import PageCopies
+from peregrine.cache.store import KVStore
+from peregrine.config import EngineConfig
+from peregrine.engine.graphs import Graphs
+from peregrine.engine.memory import explain_memory, make_stores
 from peregrine.engine.rank_group import join
 from peregrine.engine.sources import open_source
 from peregrine.errors import ConfigError, EngineFault, PeregrineError
 from peregrine.hardware import current_device
-from peregrine.kernels.round import Verdict
 from peregrine.kernels.runtime.cpu import NUMBA_PRESENT, load_kernels
 from peregrine.kernels.runtime.gpu import TRITON_PRESENT
 from peregrine.log import logger
 from peregrine.models.config import ModelConfig
 from peregrine.models.decoder import Decoder
-from peregrine.models.parallel import ALONE, LOST, Ranks, fields_of
-from peregrine.spec.bound import BoundModel
+from peregrine.models.draft_heads import DraftHead
+from peregrine.models.layers import Linear
+from peregrine.models.parallel import ALONE, DRAFT, LOST, TARGET, Ranks, possible_sizes
+from peregrine.spec.bound import Bound, BoundModel, bind_network
+from peregrine.spec.registry import StoreShape
 from peregrine.threads import pick_threads, usable_cores
 
 END_SECONDS = 30
+LEFT_SECONDS = 3  # that a rank has to end after rank 0
 WATCH_SECONDS = 1
 # Started by subprocess: multiprocessing would import the user's main program again in every rank.
 BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from peregrine.engine.parallel import main; main()"
 
 
-@dataclass(frozen=True, slots=True)
-class LeadingModel(BoundModel):
-    """The target on rank 0: every window that it reads is read by the other ranks as well."""
-
-    ranks: Ranks
-
-    def read(self, tokens: Tensor, metadata: AttentionMetadata, taps: Sequence[int]) -> tuple[Tensor, Tensor | None]:
-        """Read a window on all ranks: hidden [N, H] after the final norm, taps [N, len(taps) * H]."""
-        self.ranks.tell("read", tokens=tokens, taps=tuple(taps), **fields_of(metadata))
-        return BoundModel.read(self, tokens, metadata, taps)
-
-    def fill(self, tokens: Tensor, metadata: AttentionMetadata, taps: Sequence[int]) -> Tensor | None:
-        """Read a window on all ranks for its keys, values and taps alone."""
-        self.ranks.tell("fill", tokens=tokens, taps=tuple(taps), **fields_of(metadata))
-        return BoundModel.fill(self, tokens, metadata, taps)
-
-    def move_path(self, past_lens: Tensor, verdict: Verdict, table: Tensor, page_size: int) -> None:
-        """Move the accepted path's cache entries to the front of a tree's window, on all ranks."""
-        self.ranks.tell("move_path", past_lens=past_lens, verdict=verdict.table, table=table, page_size=page_size)
-        BoundModel.move_path(self, past_lens, verdict, table, page_size)
-
-
-def lead(model: BoundModel, ranks: Ranks) -> BoundModel:
-    """The target of rank 0, which tells the others what to read; they make their KV stores first."""
-    if ranks.size == 1:
-        return model
-    store, backend = model.store, model.backend.name
-    ranks.tell(
-        "store", num_pages=store.num_pages, page_size=store.page_size, kv_dtype=store.keys.dtype, backend=backend
-    )
-    await_ranks(ranks.pipes)
-    return LeadingModel(**fields_of(model), ranks=ranks)
-
-
-def possible_sizes(config: ModelConfig) -> list[int]:
-    """How many ranks can share a model's heads: with more ranks than KV heads, equally many for each."""
-    kv_heads = config.num_kv_heads if config.mla is None else 1
-    return [n for n in range(1, min(config.num_heads, MAX_RANKS) + 1) if n <= kv_heads or n % kv_heads == 0]
+def lead(target: BoundModel) -> None:
+    """Have the other ranks make stores like the target's, for their shares of it and of the drafter."""
+    store, ranks = target.store, target.ranks
+    if ranks.size > 1:
+        ranks.tell("store", store.num_pages, store.page_size, store.keys.dtype, target.backend.name)
+        await_ranks(ranks.pipes)
 
 
 def check_ranks(asked: EngineConfig, device: torch.device, config: ModelConfig) -> str:
@@ -97,8 +74,6 @@ def check_ranks(asked: EngineConfig, device: torch.device, config: ModelConfig) 
     elif not (NUMBA_PRESENT if device.type == "cpu" else TRITON_PRESENT):
         needed = "numba" if device.type == "cpu" else "triton"
         problem = f"needs compiled kernels, whose bits do not depend on how a layer is split; pip install {needed}"
-    elif asked.host_cache:
-        problem = f"the host cache ({asked.host_cache:g} GiB) holds pages of one process; use host_cache=0, or 1 rank"
     elif device.type == "cuda" and config.experts is not None and size > config.experts.num_experts:
         problem = f"each rank needs an expert, and there are {config.experts.num_experts}; use at most so many"
     elif device.type == "cpu" and size > cores:
@@ -192,15 +167,29 @@ def main() -> None:
     for ending in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ending, signal.SIG_IGN)
     pipe = Connection(number)
+    threading.Thread(target=end_after, args=(pipe,), name="peregrine-end", daemon=True).start()
     pipe.send(None)
     try:
         with torch.inference_mode(), current_device(devices[rank]):
             Follower(join(folder, rank, devices, (pipe,)), devices[rank]).run()
     except (EOFError, ConnectionError):
-        pass
+        if devices[rank].type == "cuda":
+            torch.cuda.synchronize()  # rank 0 may wait for its part of what is queued
     except EngineFault as fault:
         logger.error("rank %d: %s", rank, fault)
         sys.exit(1)
+
+
+def end_after(pipe: Connection, seconds: float = LEFT_SECONDS) -> None:
+    """Wait until the other end of a pipe is gone, however its process ended, and end this process some time later.
+
+    It ends by itself if it waits for that pipe; but it may wait for its device, where rank 0's part never comes.
+    """
+    ends = select.poll()
+    ends.register(pipe.fileno(), 0)  # hang-ups are always reported
+    ends.poll()
+    time.sleep(seconds)
+    os._exit(1)
 
 
 class Follower:
@@ -208,49 +197,78 @@ class Follower:
 
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
         self.ranks, self.device = ranks, device
-        self.decoder: Decoder | None = None
-        self.model: BoundModel | None = None
+        self.networks: dict[str, Decoder | DraftHead] = {}
+        self.bound: dict[str, Bound] = {}
+        self.stores: list[KVStore] = []
+        self.copies: PageCopies | None = None
+        self.graphs: Graphs[None] | None = None
 
     def run(self) -> None:
         """Follow; EOFError when rank 0 has closed or is gone."""
         while True:
-            what, told = self.ranks.hear(self.device)
-            if what in ("load", "store"):
-                self._prepare(self._load if what == "load" else self._make_store, told)
-            elif what == "head":
-                assert self.decoder is not None
-                self.decoder.head.forward(**told)
-            else:
-                self._follow(what, told)
+            self.follow()
 
-    def _prepare(self, step: Any, told: dict[str, Any]) -> None:
+    def follow(self) -> bool:
+        """Do the next thing; False if it was the end of what is recorded."""
+        what, given = self.ranks.hear(self.device)
+        match what:
+            case "call":
+                network, method, *values = given
+                methodcaller(method, *values)(self.bound[network])
+            case "linear":
+                network, name, x = given
+                linear = self.networks[network].get_submodule(name)
+                assert isinstance(linear, Linear)
+                linear.forward(x)
+            case "load":
+                self._prepare(self._load, given)
+            case "store":
+                self._prepare(self._make_stores, given)
+            case "host_cache":
+                self._prepare(self._make_copies, given)
+            case "copy":
+                assert self.copies is not None
+                methodcaller(*given)(self.copies)
+                self.copies.join()
+            case "record":
+                self.graphs = self.graphs or Graphs(self.device)
+                self.graphs.record(given[0], self._follow_to_end)
+            case "replay":
+                assert self.graphs is not None
+                self.graphs.replay(given[0])
+        return what != "end"
+
+    def _follow_to_end(self) -> None:
+        while self.follow():
+            pass
+
+    def _prepare(self, step: Callable[..., None], given: tuple[Any, ...]) -> None:
         """Take a step of starting, and answer with what is wrong with it."""
         try:
-            step(**told)
+            step(*given)
             self.ranks.pipes[0].send(None)
         except PeregrineError as error:
             self.ranks.pipes[0].send(str(error))
 
-    def _load(self, model: str, dtype: torch.dtype, max_len: int) -> None:
+    def _load(self, model: str, dtype: torch.dtype, max_len: int, drafter: str) -> None:
         if self.device.type == "cpu":
             torch.set_num_threads(pick_threads(torch.get_num_threads(), self.ranks.size)[0])
             for _ in load_kernels():
                 pass
+        self.graphs, self.bound, self.networks, self.stores, self.copies = None, {}, {}, [], None
         with explain_memory(self.device, "the model's weights", "choose a smaller model, or more ranks"):
-            self.decoder = open_source(model).target(self.device, dtype, max_len, self.ranks)
+            source = open_source(model)
+            target = self.networks[TARGET] = source.target(self.device, dtype, max_len, self.ranks)
+            network = source.drafter(drafter)(target).network
+            if network is not None and network.ranks.size > 1:
+                self.networks[DRAFT] = network
 
-    def _make_store(self, num_pages: int, page_size: int, kv_dtype: torch.dtype, backend: str) -> None:
-        assert self.decoder is not None
-        (store,) = make_stores([store_shape_of(self.decoder)], num_pages, page_size, kv_dtype, self.device)
+    def _make_stores(self, num_pages: int, page_size: int, kv_dtype: torch.dtype, backend: str) -> None:
+        shapes = [StoreShape.of(network) for network in self.networks.values()]
+        self.stores = make_stores(shapes, num_pages, page_size, kv_dtype, self.device)
         chosen = next(known for known in BACKENDS if known.name == backend)
-        self.model = BoundModel(self.decoder, self.decoder.layer_attention(), store, chosen)
+        for (name, network), store in zip(self.networks.items(), self.stores, strict=True):
+            self.bound[name] = bind_network(network, store, chosen)
 
-    def _follow(self, what: str, told: dict[str, Any]) -> None:
-        """One call of `LeadingModel`."""
-        model = self.model
-        assert model is not None
-        if what == "move_path":
-            model.move_path(told["past_lens"], Verdict(told["verdict"]), told["table"], told["page_size"])
-        else:
-            tokens, taps = told.pop("tokens"), told.pop("taps")
-            (model.read if what == "read" else model.fill)(tokens, AttentionMetadata(**told), taps)
+    def _make_copies(self, num_slots: int) -> None:
+        self.copies = PageCopies(self.stores, num_slots)

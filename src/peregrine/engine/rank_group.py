@@ -1,9 +1,11 @@
 """Which devices the ranks of a tensor-parallel engine are on, and the collectives between them.
 
-Ranks with a GPU each use NCCL, ranks of a CPU gloo over loopback. NCCL refuses two ranks on one GPU: those go through
-gloo and host memory, and every collective waits for the device. That is for tests of the split on one GPU.
+Ranks with a GPU each use NCCL, ranks of a CPU gloo over loopback. NCCL refuses two ranks on one GPU: those write into
+each other's memory (`kernels/gather`). They take turns on the GPU, so this is for tests of the split on one GPU. What
+GPUs exchange is launched as kernels are: a CUDA graph holds it.
 """
 
+import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,8 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch.multiprocessing.reductions import reduce_tensor
 
 from peregrine.errors import ConfigError, EngineFault
+from peregrine.kernels.gather import Mailbox, gather, mailbox_words
 from peregrine.models.parallel import LOST, Group, Ranks
 
 ANSWER_SECONDS = 600  # how long a rank waits for another one that has not ended
@@ -41,12 +45,13 @@ def join(folder: str, rank: int, devices: Sequence[torch.device], pipes: tuple[C
     together = len(set(devices)) == 1
     if device.type == "cuda" and not together:
         group: Group = nccl_group(store, rank, size)
+    elif device.type == "cuda":
+        group = SharedGroup.join(store, rank, size, device)
     else:
         options = known.ProcessGroupGloo._Options()
         options._timeout = timedelta(seconds=ANSWER_SECONDS)
         options._devices = [known.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
         group = TorchGroup(known.ProcessGroupGloo(store, rank, size, options))
-        group = HostGroup(group) if device.type == "cuda" else group
     return Ranks(rank, size, group, pipes, together)
 
 
@@ -91,29 +96,43 @@ class TorchGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class HostGroup:
-    """A group of a CPU's tensors for ranks that share a GPU."""
+class SharedGroup:
+    """Ranks on one GPU, which write into each other's memory."""
 
-    group: TorchGroup
+    mailbox: Mailbox
+
+    @staticmethod
+    def join(store: Any, rank: int, size: int, device: torch.device) -> "SharedGroup":
+        """Map the memory of all ranks."""
+        own = torch.zeros(mailbox_words(size), dtype=torch.int32, device=device)
+        torch.cuda.synchronize(device)  # it is zero before another rank can write to it
+        store.set(f"memory {rank}", pickle.dumps(reduce_tensor(own)))  # type: ignore[no-untyped-call]
+        memory = [own] * size
+        for other in range(size):
+            if other != rank:
+                rebuild, values = pickle.loads(store.get(f"memory {other}"))
+                memory[other] = rebuild(*values)
+        return SharedGroup(Mailbox.of(rank, memory))
 
     def gather(self, out: Tensor, own: Tensor) -> None:
         """Every rank's `own` one after the other in `out`."""
-        host = torch.empty(out.shape, dtype=out.dtype)
-        self.group.gather(host, own.cpu())
-        out.copy_(host)
+        if own.numel():
+            gather(out, own, self.mailbox)
 
     def add(self, x: Tensor) -> None:
         """The sum of all ranks' x, which are whole numbers, in x."""
-        host = x.cpu()
-        self.group.add(host)
-        x.copy_(host)
+        x.copy_(self._every(x).sum(dim=0, dtype=x.dtype))
 
     def send(self, x: Tensor) -> None:
         """Rank 0's x in every rank's x."""
-        host = x.cpu()
-        self.group.send(host)
-        x.copy_(host)
+        x.copy_(self._every(x)[0])
+
+    def _every(self, x: Tensor) -> Tensor:
+        """Every rank's x: [size, *x.shape]."""
+        every = x.new_empty(self.mailbox.size, *x.shape)
+        self.gather(every, x.contiguous())
+        return every
 
     def abort(self) -> None:
-        """End collectives that wait for a rank which is gone."""
-        self.group.abort()
+        """End exchanges that wait for a rank which is gone, by an error of the device."""
+        self.mailbox.stop.fill_(1)

@@ -20,7 +20,7 @@ def record_graphs(engine: Engine, device: torch.device) -> Decision:
     began, taken = time.perf_counter(), 0
     sizes = engine.policy.row_sizes
     assert sizes is not None
-    engine.runner.graphs = Graphs(device)
+    engine.runner.graphs = Graphs(device, engine.runner.target.ranks)
     variants = len(VARIANTS)
     if GRAMMARS_PRESENT:
         engine.runner.seats.hold_masks(engine.limits.vocab_size)

@@ -16,7 +16,7 @@ from peregrine.kernels.residual import Residual, embed_residual
 from peregrine.kernels.runtime.cpu_graph import CpuGraphs
 from peregrine.models.config import ModelConfig
 from peregrine.models.decoder_layer import Layer
-from peregrine.models.layers import QKV, Attention, LiveRows, OutputHead, RMSNorm, allocate, pack_linears
+from peregrine.models.layers import QKV, Attention, LiveRows, RMSNorm, allocate, output_head, pack_linears
 from peregrine.models.parallel import ALONE, Ranks
 from peregrine.models.rope_table import rope_table
 
@@ -39,7 +39,7 @@ class Decoder(nn.Module):
         ranks: Ranks = ALONE,
     ) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.ranks = config, ranks
         self.kv_shape = ranks.kv_shape(config)
         token_bytes = 4 * (6 * config.hidden_size + 3 * config.intermediate_size) * config.num_layers
         self.graphs = CpuGraphs(max_rows=MAX_GRAPH_BYTES // token_bytes)
@@ -48,7 +48,7 @@ class Decoder(nn.Module):
             self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
             self.layers = nn.ModuleList(Layer(config, i, i == last, ranks=ranks) for i in range(config.num_layers))
             self.norm = RMSNorm(config.hidden_size, config.residual_eps)
-            self.head = OutputHead(config.hidden_size, config.vocab_size, ranks)
+            self.head = output_head(config.hidden_size, config.vocab_size, ranks)
         allocate(self, device, dtype)
         if config.shares_embedding:
             self.head.weight = self.embedding

@@ -63,12 +63,14 @@ class Packable(nn.Module, ABC, Generic[Format]):
 
 
 class Linear(Packable[WeightFormat]):
-    """x @ weight.T + bias."""
+    """x @ weight.T + bias; of several ranks, one with a name is asked for by rank 0 alone."""
 
-    def __init__(self, in_size: int, out_size: int, bias: bool = False, shard: Shard | None = None) -> None:
+    def __init__(
+        self, in_size: int, out_size: int, bias: bool = False, shard: Shard | None = None, name: str | None = None
+    ) -> None:
         own = out_size if shard is None else shard.count
         super().__init__(torch.empty(own, in_size), torch.empty(own) if bias else None)
-        self.shard = shard
+        self.shard, self.name = shard, name
 
     def _pack(self, train: bool) -> WeightFormat:
         assert self.weight is not None
@@ -76,7 +78,11 @@ class Linear(Packable[WeightFormat]):
             return PlainWeight(self.weight, self.bias)
         if self.shard is None:
             return pack_weight(self.weight, self.bias, self.held)
-        packed = pack_weight(self.weight, self.bias, self.held, self.shard.total)
+        # A weight may be the embedding's, which every rank holds whole: then each packs its own rows of it.
+        own = self.shard.take(self.weight) if len(self.weight) == self.shard.total else self.weight
+        packed = pack_weight(own, self.bias, self.held, self.shard.total)
+        if self.name is not None:
+            return LedWeight(packed, self.shard, self.name)
         return packed if self.shard.widths is None else ShardedWeight(packed, self.shard)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -84,21 +90,9 @@ class Linear(Packable[WeightFormat]):
         return self.format.linear(x)
 
 
-class OutputHead(Linear):
-    """The linear of hidden states to logits, split between ranks by the vocabulary.
-
-    Its weight may be the embedding's, which every rank holds whole: then each packs its own rows of it.
-    """
-
-    def __init__(self, in_size: int, vocab_size: int, ranks: Ranks = ALONE) -> None:
-        super().__init__(in_size, vocab_size, shard=ranks.split(vocab_size))
-
-    def _pack(self, train: bool) -> WeightFormat:
-        assert self.weight is not None
-        if train or self.shard is None:
-            return super()._pack(train)
-        own = self.shard.take(self.weight) if len(self.weight) == self.shard.total else self.weight
-        return LedWeight(pack_weight(own, None, self.held, self.shard.total), self.shard)
+def output_head(in_size: int, vocab_size: int, ranks: Ranks = ALONE) -> Linear:
+    """The linear of hidden states to logits, a network's `head`, split between ranks by the vocabulary."""
+    return Linear(in_size, vocab_size, shard=ranks.split(vocab_size), name="head")
 
 
 class RMSNorm(nn.Module):

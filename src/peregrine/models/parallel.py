@@ -6,12 +6,13 @@ and values are split by heads and stay on their rank through attention. Experts 
 put together as whole numbers (every rank but one adds zero bits), and each row adds them up in its own order.
 `sharded.py` has the weights that do so.
 
-Rank 0 leads: it tells the others what to compute, plain values through a pipe to each and tensors by one broadcast.
+Rank 0 leads: it tells the others which call to make, plain values through a pipe to each and tensors by one broadcast.
 """
 
+import io
 import pickle
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
@@ -21,10 +22,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from peregrine.cache.store import KVShape
+from peregrine.config import MAX_RANKS
 from peregrine.errors import EngineFault
 from peregrine.models.config import ModelConfig
 
 Span = tuple[int, int]  # from the first up to, and not including, the second
+TARGET, DRAFT = "target", "draft"  # networks that ranks share
 
 
 class Group(Protocol):
@@ -52,6 +55,11 @@ class Ranks:
     group: Group | None = None
     pipes: tuple[Connection, ...] = ()  # rank 0: to each of the others; they: to rank 0
     share_memory: bool = True  # all ranks are on one device
+    network: str = TARGET  # whose weights these are: what rank 0 tells is for that one
+
+    def for_draft(self, config: ModelConfig) -> "Ranks":
+        """The ranks that share a draft network with such layers; rank 0 alone has one whose heads they cannot share."""
+        return replace(self, network=DRAFT) if self.size in possible_sizes(config) else ALONE
 
     def everyone(self) -> "list[Ranks]":
         """All ranks in order, to ask what they hold."""
@@ -122,33 +130,36 @@ class Ranks:
         self._group.add(x.view(torch.int32))
         return x
 
-    def tell(self, what: str, **values: object) -> None:
-        """Rank 0 tells the others what to compute; `hear` returns it. Other ranks say nothing."""
+    def tell(self, what: str, *given: object) -> None:
+        """Rank 0 tells the others what to do, with these values; `hear` returns it. Other ranks say nothing."""
         if self.size == 1 or self.rank:
             return
-        tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
-        shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
-        header = pickle.dumps((what, {n: v for n, v in values.items() if n not in tensors}, shapes))
+        packer = _Packer(packed := io.BytesIO())
+        packer.dump((what, given))
+        header = pickle.dumps(([(x.shape, x.dtype) for x in packer.tensors], packed.getvalue()))
         try:
             for pipe in self.pipes:
                 pipe.send_bytes(header)
         except OSError as error:
             raise EngineFault(LOST) from error
-        if tensors:
-            parts = [x.contiguous().view(-1).view(torch.uint8) for x in tensors.values()]
+        if packer.tensors:
+            # A single value may be contiguous with any stride, and could then not be seen as bytes.
+            parts = [x.contiguous().as_strided((x.numel(),), (1,)).view(torch.uint8) for x in packer.tensors]
             self._group.send(torch.cat([F.pad(part, (0, -len(part) % ALIGNMENT)) for part in parts]))
 
-    def hear(self, device: torch.device) -> tuple[str, dict[str, Any]]:
-        """What rank 0 told last; waits for it. EOFError if rank 0 is gone or has closed."""
-        what, values, shapes = pickle.loads(self.pipes[0].recv_bytes())
+    def hear(self, device: torch.device) -> tuple[str, tuple[Any, ...]]:
+        """What rank 0 told last, and its values; waits for it. EOFError if rank 0 is gone or has closed."""
+        shapes, packed = pickle.loads(self.pipes[0].recv_bytes())
+        tensors: list[Tensor] = []
         if shapes:
-            sizes = {name: shape.numel() * dtype.itemsize for name, (shape, dtype) in shapes.items()}
-            starts = [0, *accumulate(size + -size % ALIGNMENT for size in sizes.values())]
+            sizes = [shape.numel() * dtype.itemsize for shape, dtype in shapes]
+            starts = [0, *accumulate(size + -size % ALIGNMENT for size in sizes)]
             data = torch.empty(starts[-1], dtype=torch.uint8, device=device)
             self._group.send(data)
-            for (name, (shape, dtype)), start in zip(shapes.items(), starts, strict=False):
-                values[name] = data[start : start + sizes[name]].view(dtype).view(shape)
-        return what, values
+            for (shape, dtype), size, start in zip(shapes, sizes, starts, strict=False):
+                tensors.append(data[start : start + size].view(dtype).view(shape))
+        what, given = _Unpacker(packed, tensors).load()
+        return what, given
 
     @property
     def _group(self) -> Group:
@@ -166,9 +177,40 @@ LOST = "a rank of this tensor-parallel engine is gone; its log says why. Start t
 ALONE = Ranks()
 
 
-def fields_of(value: Any) -> dict[str, Any]:
-    """The fields of a dataclass by name, as they are."""
-    return {field.name: getattr(value, field.name) for field in fields(value)}
+def possible_sizes(config: ModelConfig) -> list[int]:
+    """How many ranks can share a model's heads: with more ranks than KV heads, equally many for each."""
+    kv_heads = config.num_kv_heads if config.mla is None else 1
+    return [n for n in range(1, min(config.num_heads, MAX_RANKS) + 1) if n <= kv_heads or n % kv_heads == 0]
+
+
+class _Packer(pickle.Pickler):
+    """Pickles values and sets aside the tensors in them, each once."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.tensors: list[Tensor] = []
+        self._places: dict[int, int] = {}
+
+    def persistent_id(self, value: object) -> int | None:
+        """Where a tensor is among those set aside; None: it is pickled."""
+        if not isinstance(value, Tensor):
+            return None
+        if id(value) not in self._places:
+            self._places[id(value)] = len(self.tensors)
+            self.tensors.append(value)
+        return self._places[id(value)]
+
+
+class _Unpacker(pickle.Unpickler):
+    """Puts tensors back where they were."""
+
+    def __init__(self, packed: bytes, tensors: Sequence[Tensor]) -> None:
+        super().__init__(io.BytesIO(packed))
+        self._tensors = tensors
+
+    def persistent_load(self, place: int) -> Tensor:
+        """The tensor that was set aside."""
+        return self._tensors[place]
 
 
 @dataclass(frozen=True, slots=True)

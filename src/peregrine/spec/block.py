@@ -6,13 +6,14 @@ import torch
 from torch import Tensor
 
 from peregrine.attention import AttentionBackend
-from peregrine.attention.backend import Attend, Deferred
+from peregrine.attention.metadata import AttentionMetadata
 from peregrine.cache.store import KVStore
 from peregrine.config import TreeShape
 from peregrine.errors import ConfigError
-from peregrine.kernels.round import Growth, grow, select
+from peregrine.kernels.round import Growth, WindowPlaces, grow, select
 from peregrine.kernels.sampling import pick
 from peregrine.models.draft_heads import BlockHead
+from peregrine.spec.bound import BoundBlock
 from peregrine.spec.row_pages import RowPages
 from peregrine.spec.types import Chunk, Drafts, DraftShape, Links, Seen
 
@@ -39,8 +40,8 @@ class BlockDrafter:
     ) -> None:
         config, depth = head.config, num_drafts if tree is None else tree.depth
         check_depth(config.max_drafts, num_drafts, tree)
-        self.head, self.store, self.backend = head, store, backend
-        self.layers = head.layer_attention()
+        self.head, self.store = head, store
+        self.bound = BoundBlock(head, head.layer_attention(), store, backend)
         self.taps = head.taps
         self.num_inputs = depth if config.drafts_from_newest else depth + 1
         self.shape, self.depths = DraftShape.chain(depth, self.num_inputs), (0, depth)
@@ -54,8 +55,7 @@ class BlockDrafter:
 
     def absorb(self, chunk: Chunk) -> None:
         assert chunk.taps is not None
-        attend = self.backend.bind(self.store, self.layers, chunk.metadata)
-        self.head.remember(self.head.fuse(chunk.taps), chunk.metadata.positions, attend)
+        self.bound.remember(self.head.fuse(chunk.taps), chunk.metadata)
 
     def propose(self, seen: Seen) -> Drafts:
         self.read(seen)
@@ -72,8 +72,7 @@ class BlockDrafter:
         num_rows, pages = len(seen.past_lens), seen.pages
         block = pages.window(seen.new_past_lens, self._depths[:, : self.num_inputs].expand(num_rows, -1))
         tokens = torch.cat((newest, self._masks[:, 1:].expand(num_rows, -1)), dim=1)
-        attend = self._bind_block(pages, block.positions, block.past_lens, block.slots)
-        hidden = self.head.forward(tokens.flatten(), block.positions.flatten(), attend)
+        hidden = self.bound.read(tokens.flatten(), self._forms(pages, block))
         hidden = hidden.view(num_rows, self.num_inputs, -1)[:, self.num_inputs - depth :]  # [R, K, H]
         scores = self.head.logits(hidden.flatten(0, 1)).view(num_rows, depth, -1)  # [R, K, Vd]
         places = block.past_lens[:, None] + 1 + self._depths[:, :depth]  # [R, K] of the drafts
@@ -97,24 +96,13 @@ class BlockDrafter:
         else:
             packed = layout.windows.pack(path.positions), path.past_lens, layout.windows.pack(path.slots)
             metadata = layout.windows.metadata(pages, *packed)
-        attend = self.backend.bind(self.store, self.layers, metadata)
-        self.head.remember(self.head.fuse(seen.taps.flatten(0, -2)), metadata.positions, attend)
+        self.bound.remember(self.head.fuse(seen.taps.flatten(0, -2)), metadata)
 
-    def _bind_block(self, pages: RowPages, positions: Tensor, past_lens: Tensor, slots: Tensor) -> Attend:
-        """Attention of a block: both ways, or by position in causal layers."""
-        causal = self.head.config.causal
-        words = self._both_ways.expand(len(past_lens), -1).contiguous()
-        forms = {
-            form: self.backend.bind(
-                self.store, self.layers, pages.uniform(positions, past_lens, slots, None if form else words)
-            )
-            for form in set(causal)
-        }
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, rope: Deferred | None = None) -> Tensor:
-            return forms[causal[layer]](layer, q, k, v, rope)
-
-        return attend
+    def _forms(self, pages: RowPages, block: WindowPlaces) -> dict[bool, AttentionMetadata]:
+        """How a block attends: by position in causal layers, both ways in others."""
+        words = self._both_ways.expand(len(block.past_lens), -1).contiguous()
+        places = block.positions, block.past_lens, block.slots
+        return {causal: pages.uniform(*places, None if causal else words) for causal in set(self.head.config.causal)}
 
     def _pick(self, block: "_Block", seen: Seen) -> Drafts:
         """One draft after the other, each corrected by the one before."""

@@ -1,7 +1,12 @@
-"""A model with the store and the backend it runs on: what a round needs to read a window."""
+"""Networks with the store and the backend they run on: what a round needs to read a window.
 
-from collections.abc import Sequence
+Of several ranks, each has its share of the network and of the store: rank 0 makes a call, and the others the same one.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import wraps
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -9,6 +14,23 @@ from peregrine.attention import Attend, AttentionBackend, AttentionMetadata, Def
 from peregrine.cache.store import KVStore
 from peregrine.kernels.round import Verdict, move_path
 from peregrine.models.decoder import Decoder
+from peregrine.models.draft_heads import BlockHead, DraftHead, StepHead
+from peregrine.models.parallel import Ranks
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def led(method: Method) -> Method:
+    """The method, which rank 0 also has the other ranks call."""
+
+    @wraps(method)
+    def call(self: "BoundModel | BoundHead | BoundBlock", *given: object) -> object:
+        ranks = self.ranks
+        if ranks.size > 1:
+            ranks.tell("call", ranks.network, method.__name__, *given)
+        return method(self, *given)
+
+    return call  # type: ignore[return-value]
 
 
 def last_layer(body: Attend, last: Attend, num_layers: int) -> Attend:
@@ -29,18 +51,106 @@ class BoundModel:
     store: KVStore
     backend: AttentionBackend
 
+    @property
+    def ranks(self) -> Ranks:
+        """Those that share it."""
+        return self.decoder.ranks
+
     def bind(self, metadata: AttentionMetadata) -> Attend:
         return self.backend.bind(self.store, self.layers, metadata)
 
+    @led
     def read(self, tokens: Tensor, metadata: AttentionMetadata, taps: Sequence[int]) -> tuple[Tensor, Tensor | None]:
         """Read a window: hidden [N, H] after the final norm, taps [N, len(taps) * H]."""
         return self.decoder.forward(tokens, metadata.positions, self.bind(metadata), taps)
 
+    @led
+    def read_live(self, tokens: Tensor, body: AttentionMetadata, last: AttentionMetadata, live: Tensor) -> Tensor:
+        """Read a window, of which the last layer has queries of the live places [n] alone: hidden [n, H]."""
+        attend = last_layer(self.bind(body), self.bind(last), self.decoder.config.num_layers)
+        return self.decoder.forward(tokens, body.positions, attend, (), live)[0]
+
+    @led
     def fill(self, tokens: Tensor, metadata: AttentionMetadata, taps: Sequence[int]) -> Tensor | None:
         """Read a window for its keys, values and taps alone: the last layer's output is computed only if tapped."""
         no_rows = tokens[:0]
         return self.decoder.forward(tokens, metadata.positions, self.bind(metadata), taps, no_rows)[1]
 
+    @led
     def move_path(self, past_lens: Tensor, verdict: Verdict, table: Tensor, page_size: int) -> None:
         """Move the accepted path's cache entries to the front of a tree's window."""
         move_path(self.store.parts, past_lens, verdict, table, page_size)
+
+
+@dataclass(frozen=True, slots=True)
+class BoundHead:
+    """A head that drafts token by token, its KV store and its attention backend."""
+
+    head: StepHead
+    layers: Sequence[LayerAttention]
+    store: KVStore
+    backend: AttentionBackend
+
+    @property
+    def ranks(self) -> Ranks:
+        """Those that share it."""
+        return self.head.ranks
+
+    @led
+    def read(
+        self, tokens: Tensor, hidden: Tensor, body: AttentionMetadata, last: AttentionMetadata, live: Tensor | None
+    ) -> Tensor:
+        """Read tokens [N] with hidden states [N, H]: the next ones [N, H], or [n, H] of the live places [n].
+
+        `last` describes the queries of the last layer, `body` those of the others.
+        """
+        attend, count = self.backend.bind(self.store, self.layers, last), self.head.num_layers
+        if count > 1 and last is not body:
+            attend = last_layer(self.backend.bind(self.store, self.layers, body), attend, count)
+        return self.head.forward(tokens, hidden, body.positions, attend, live)
+
+
+@dataclass(frozen=True, slots=True)
+class BoundBlock:
+    """A head that drafts a block at once, its KV store and its attention backend."""
+
+    head: BlockHead
+    layers: Sequence[LayerAttention]
+    store: KVStore
+    backend: AttentionBackend
+
+    @property
+    def ranks(self) -> Ranks:
+        """Those that share it."""
+        return self.head.ranks
+
+    @led
+    def remember(self, fused: Tensor, metadata: AttentionMetadata) -> None:
+        """Take in tokens that the target has read: fused taps [N, H]."""
+        self.head.remember(fused, metadata.positions, self.backend.bind(self.store, self.layers, metadata))
+
+    @led
+    def read(self, tokens: Tensor, forms: Mapping[bool, AttentionMetadata]) -> Tensor:
+        """Read the tokens of blocks [N], in causal layers by one form of metadata, in others by another: -> [N, H]."""
+        binds = {causal: self.backend.bind(self.store, self.layers, form) for causal, form in forms.items()}
+        causal = self.head.config.causal
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, rope: Deferred | None = None) -> Tensor:
+            return binds[causal[layer]](layer, q, k, v, rope)
+
+        positions = next(iter(forms.values())).positions
+        return self.head.forward(tokens, positions, attend)
+
+
+Bound = BoundModel | BoundHead | BoundBlock
+
+
+def bind_network(network: Decoder | DraftHead, store: KVStore, backend: AttentionBackend) -> Bound:
+    """A network on its store and backend."""
+    given = network.layer_attention(), store, backend
+    if isinstance(network, Decoder):
+        return BoundModel(network, *given)
+    if isinstance(network, BlockHead):
+        return BoundBlock(network, *given)
+    assert isinstance(network, StepHead)
+    return BoundHead(network, *given)

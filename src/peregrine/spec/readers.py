@@ -4,17 +4,16 @@ A reader absorbs what the target has read, returns the hidden state of each row'
 drafted tokens. Place 0 of its look-ahead is `first_place` past the newest cached token.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
-from peregrine.attention import AttentionBackend, LayerAttention
+from peregrine.attention import AttentionBackend
 from peregrine.attention.metadata import AttentionMetadata
 from peregrine.cache.store import KVStore
 from peregrine.models.draft_heads import StepHead
-from peregrine.spec.bound import BoundModel, last_layer
+from peregrine.spec.bound import BoundHead, BoundModel
 from peregrine.spec.types import Chunk, Seen
 
 
@@ -75,29 +74,24 @@ class HeadReader:
     reads_next_token = True
 
     def __init__(self, head: StepHead, store: KVStore, backend: AttentionBackend) -> None:
-        self.head, self.store, self.backend = head, store, backend
-        self.layers: Sequence[LayerAttention] = head.layer_attention()
+        self.head, self.store = head, store
+        self.bound = BoundHead(head, head.layer_attention(), store, backend)
         self.taps = head.taps
         self.target_ids = head.draft_to_target
 
     def absorb(self, chunk: Chunk) -> None:
         assert chunk.taps is not None
-        attend = self.backend.bind(self.store, self.layers, chunk.metadata)
-        hidden = self.head.fuse(chunk.taps)
-        self.head.forward(chunk.next_tokens, hidden, chunk.metadata.positions, attend, chunk.next_tokens[:0])
+        tokens, metadata = chunk.next_tokens, chunk.metadata
+        self.bound.read(tokens, self.head.fuse(chunk.taps), metadata, metadata, tokens[:0])
 
     def read(self, seen: Seen) -> Tensor:
         assert seen.taps is not None
         path = Path.of(seen, first=0)
-        attend = self.backend.bind(self.store, self.layers, path.last)
-        if self.head.num_layers > 1:
-            attend = last_layer(self.backend.bind(self.store, self.layers, path.body), attend, self.head.num_layers)
         hidden = self.head.fuse(seen.taps.flatten(0, -2))
-        return self.head.forward(path.tokens, hidden, path.body.positions, attend, path.live)
+        return self.bound.read(path.tokens, hidden, path.body, path.last, path.live)
 
     def step(self, tokens: Tensor, hidden: Tensor, metadata: AttentionMetadata) -> Tensor:
-        attend = self.backend.bind(self.store, self.layers, metadata)
-        return self.head.forward(tokens, hidden, metadata.positions, attend, None)
+        return self.bound.read(tokens, hidden, metadata, metadata, None)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.head.logits(hidden)
@@ -120,9 +114,7 @@ class ModelReader:
     def read(self, seen: Seen) -> Tensor:
         # The root is read again with the path: a chain that was wholly right left its last draft unread.
         path = Path.of(seen, first=1)
-        body, last = self.model.bind(path.body), self.model.bind(path.last)
-        attend = last_layer(body, last, self.model.decoder.config.num_layers)
-        return self.model.decoder.forward(path.tokens, path.body.positions, attend, (), path.live)[0]
+        return self.model.read_live(path.tokens, path.body, path.last, path.live)
 
     def step(self, tokens: Tensor, hidden: Tensor, metadata: AttentionMetadata) -> Tensor:
         return self.model.read(tokens, metadata, ())[0]

@@ -45,6 +45,17 @@ class StoreShape:
     num_layers: int
     kv: KVShape
 
+    @staticmethod
+    def of(network: DraftHead | Decoder) -> "StoreShape":
+        """Of a network's own share, where ranks share it."""
+        return StoreShape(layers_of(network)[1], network.kv_shape)
+
+    @staticmethod
+    def in_memory(network: DraftHead | Decoder) -> "list[StoreShape]":
+        """Of all shares of a network that are in the memory of one device."""
+        config, count = layers_of(network)
+        return [StoreShape(count, kv) for kv in network.ranks.kv_shapes(config)]
+
 
 @dataclass(frozen=True, slots=True)
 class DraftSource:
@@ -54,18 +65,16 @@ class DraftSource:
     network: DraftHead | Decoder | None
 
     @property
-    def store_shape(self) -> StoreShape | None:
-        if self.network is None:
-            return None
-        if isinstance(self.network, Decoder):
-            config = self.network.config
-            return StoreShape(config.num_layers, config.kv_shape)
-        return StoreShape(self.network.num_layers, self.network.kv_shape)
-
-    @property
     def sees_both_ways(self) -> bool:
         """Whether drafting needs attention with masks, as trees do."""
         return isinstance(self.network, BlockHead) and not all(self.network.config.causal)
+
+
+def layers_of(network: DraftHead | Decoder) -> tuple[ModelConfig, int]:
+    """The config of a network's layers, and how many there are."""
+    if isinstance(network, Decoder):
+        return network.config, network.config.num_layers
+    return network.layer_config, network.num_layers
 
 
 LoadDrafter = Callable[[Decoder], DraftSource]  # loads the weights of a drafter that was found, for its target
@@ -106,7 +115,8 @@ def find_drafter(name: str, model: Weights, target: ModelConfig, depth: AskedDep
 def load_draft_model(weights: Weights, target: Decoder) -> Decoder:
     """A small model that drafts. Its table covers the target's positions, whatever its own config says."""
     num_positions = len(target.rope_table) - SPARE_POSITIONS
-    return load_decoder(weights, target.embedding.device, target.embedding.dtype, num_positions=num_positions)
+    ranks, embedding = target.ranks.for_draft(read_config(weights.folder)), target.embedding
+    return load_decoder(weights, embedding.device, embedding.dtype, num_positions=num_positions, ranks=ranks)
 
 
 def check_prediction_layer(model: Weights, target: ModelConfig) -> None:

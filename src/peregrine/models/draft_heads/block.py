@@ -20,7 +20,8 @@ from peregrine.models.draft_heads.markov import ConfidenceHead, MarkovHead, conf
 from peregrine.models.draft_heads.opened import Blueprint, OpenedHead, is_ignorable, read_draft_to_target
 from peregrine.models.draft_heads.parts import DraftHead, input_norm, own_tables
 from peregrine.models.families import family_of
-from peregrine.models.layers import Attention, Linear, LiveRows, RMSNorm
+from peregrine.models.layers import Attention, Linear, LiveRows, RMSNorm, output_head
+from peregrine.models.parallel import ALONE, Ranks
 
 
 class BlockHead(DraftHead):
@@ -38,13 +39,14 @@ class BlockHead(DraftHead):
         super().__init__(layer, layer.num_layers, config.taps, target, config.own_embedding)
         self.config = config
         with torch.device("meta"):
-            self.fc = Linear(len(config.taps) * config.target_hidden_size, layer.hidden_size)
+            size = layer.hidden_size
+            self.fc = Linear(len(config.taps) * config.target_hidden_size, size, False, self.ranks.split(size), "fc")
             self.hidden_norm = RMSNorm(layer.hidden_size, layer.norm_eps)
             # Keys and values are asked for without queries, for the tokens of the context.
-            self.layers = nn.ModuleList(Layer(layer, i, split=True) for i in range(layer.num_layers))
+            self.layers = nn.ModuleList(Layer(layer, i, split=True, ranks=self.ranks) for i in range(layer.num_layers))
             self.norm = RMSNorm(layer.hidden_size, layer.norm_eps)
-            self.head = Linear(layer.hidden_size, config.draft_vocab_size) if config.own_head else None
-            self.markov, self.confidence = small_heads(config)
+            self.head = output_head(layer.hidden_size, config.draft_vocab_size, self.ranks) if config.own_head else None
+            self.markov, self.confidence = small_heads(config, self.ranks)
         self.place(device, dtype, target, draft_to_target)
 
     def fuse(self, tapped: Tensor) -> Tensor:
@@ -81,12 +83,12 @@ class BlockHead(DraftHead):
         return chances
 
 
-def small_heads(config: BlockConfig) -> tuple[MarkovHead | None, ConfidenceHead | None]:
+def small_heads(config: BlockConfig, ranks: Ranks = ALONE) -> tuple[MarkovHead | None, ConfidenceHead | None]:
     """The Markov and the confidence head, where the checkpoint has them."""
     layer, markov, confidence = config.layer, None, None
     if config.markov is not None:
         sizes = config.markov_rank, layer.hidden_size, layer.vocab_size, config.draft_vocab_size
-        markov = MarkovHead(config.markov, *sizes)
+        markov = MarkovHead(config.markov, *sizes, ranks)
     if config.confidence:
         confidence = ConfidenceHead(layer.hidden_size + config.markov_rank * config.confidence_reads_token)
     return markov, confidence

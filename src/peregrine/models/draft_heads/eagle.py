@@ -13,7 +13,7 @@ from peregrine.models.draft_heads.formats import plain_layer_config
 from peregrine.models.draft_heads.opened import Blueprint, OpenedHead, is_ignorable, require_same
 from peregrine.models.draft_heads.parts import StepHead, own_tables
 from peregrine.models.families import family_of
-from peregrine.models.layers import Linear
+from peregrine.models.layers import Linear, output_head
 
 
 class EagleHead(StepHead):
@@ -35,11 +35,11 @@ class EagleHead(StepHead):
         super().__init__(layer, layer.num_layers, (target.config.num_layers,), target, own_embedding)
         hidden_size, last = layer.hidden_size, layer.num_layers - 1
         with torch.device("meta"):
-            self.fc = Linear(2 * hidden_size, hidden_size, fuse_bias)
+            self.fc = Linear(2 * hidden_size, hidden_size, fuse_bias, self.ranks.split(hidden_size))
             self.layers = nn.ModuleList(
-                Layer(layer, i, split=i == last, normed_input=i > 0) for i in range(layer.num_layers)
+                Layer(layer, i, split=i == last, normed_input=i > 0, ranks=self.ranks) for i in range(layer.num_layers)
             )
-            self.head = Linear(hidden_size, layer.vocab_size) if own_head else None
+            self.head = output_head(hidden_size, layer.vocab_size, self.ranks) if own_head else None
         self.place(device, dtype, target)
 
     def forward(

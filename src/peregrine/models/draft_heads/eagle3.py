@@ -17,7 +17,8 @@ from peregrine.models.draft_heads.formats import plain_layer_config, read_taps, 
 from peregrine.models.draft_heads.opened import Blueprint, OpenedHead, is_ignorable, read_draft_to_target, require_same
 from peregrine.models.draft_heads.parts import StepHead, input_norm, own_tables
 from peregrine.models.families import family_of
-from peregrine.models.layers import MLP, QKV, Attention, Linear, LiveRows, RMSNorm
+from peregrine.models.layers import MLP, QKV, Attention, Linear, LiveRows, RMSNorm, output_head
+from peregrine.models.parallel import ALONE, Ranks
 
 MAX_GRAPH_ROWS = 64  # larger windows are not run from recorded kernel calls
 PROJECT, AFTER_ATTENTION, LOGITS = range(3)  # what is recorded
@@ -60,15 +61,17 @@ class Eagle3Head(StepHead):
         hidden_size, last = layer.hidden_size, layer.num_layers - 1
         tapped_size = len(config.taps) * config.target_hidden_size
         with torch.device("meta"):
-            self.fc = Linear(tapped_size, hidden_size, config.fuse_bias)
+            self.fc = Linear(tapped_size, hidden_size, config.fuse_bias, self.ranks.split(hidden_size), "fc")
             self.tap_norms = nn.ModuleList(
                 RMSNorm(config.target_hidden_size, layer.norm_eps) for _ in config.taps if config.norm_each_tap
             )
             self.taps_norm = RMSNorm(tapped_size, layer.norm_eps) if config.norm_all_taps else None
-            self.first = Eagle3Layer(layer, last == 0, config.norm_before_residual)
-            self.layers = nn.ModuleList(Layer(layer, i, i == last) for i in range(1, layer.num_layers))
+            self.first = Eagle3Layer(layer, last == 0, config.norm_before_residual, self.ranks)
+            self.layers = nn.ModuleList(
+                Layer(layer, i, i == last, ranks=self.ranks) for i in range(1, layer.num_layers)
+            )
             self.norm = RMSNorm(hidden_size, layer.norm_eps)
-            self.head = Linear(hidden_size, config.draft_vocab_size) if config.own_head else None
+            self.head = output_head(hidden_size, config.draft_vocab_size, self.ranks) if config.own_head else None
         self.place(device, dtype, target, draft_to_target)
 
     def fuse(self, tapped: Tensor) -> Tensor:
@@ -117,15 +120,15 @@ class Eagle3Head(StepHead):
 class Eagle3Layer(nn.Module):
     """A decoder layer whose input is [normed embedding, normed hidden state]; the residual is the hidden state."""
 
-    def __init__(self, config: ModelConfig, split: bool, norm_before_residual: bool) -> None:
+    def __init__(self, config: ModelConfig, split: bool, norm_before_residual: bool, ranks: Ranks = ALONE) -> None:
         super().__init__()
         self.norm_before_residual = norm_before_residual
         self.graphs = CpuGraphs(max_rows=MAX_GRAPH_ROWS)
         self.input_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.hidden_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.attention = Attention(config, 0, 2 * config.hidden_size, split)
+        self.attention = Attention(config, 0, 2 * config.hidden_size, split, ranks)
         self.post_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = MLP(config)
+        self.mlp = MLP(config, ranks)
 
     def forward(
         self,

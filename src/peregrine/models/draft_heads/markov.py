@@ -6,6 +6,7 @@ from torch.nn import functional as F
 
 from peregrine.models.checkpoint.plan import Piece, Plan, linear_plan
 from peregrine.models.layers import Linear
+from peregrine.models.parallel import ALONE, Ranks
 
 MARKOV_KINDS = ("vanilla", "gated", "rnn")
 _INNER = {"vanilla": "", "gated": "gate_proj", "rnn": "joint_proj"}  # stored name of the kind's own linear
@@ -21,11 +22,13 @@ class MarkovHead(nn.Module):
     goes through one linear to the vocabulary.
     """
 
-    def __init__(self, kind: str, rank: int, hidden_size: int, vocab_size: int, draft_vocab_size: int) -> None:
+    def __init__(
+        self, kind: str, rank: int, hidden_size: int, vocab_size: int, draft_vocab_size: int, ranks: Ranks = ALONE
+    ) -> None:
         super().__init__()
         self.kind, self.rank = kind, rank
         self.embedding = nn.Parameter(torch.empty(vocab_size, rank))
-        self.out = Linear(rank, draft_vocab_size)
+        self.out = Linear(rank, draft_vocab_size, False, ranks.split(draft_vocab_size), "markov.out")
         self.inner: Linear | None = None
         if kind == "gated":
             self.inner = Linear(hidden_size + rank, rank, bias=True)

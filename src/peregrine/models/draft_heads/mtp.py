@@ -21,7 +21,7 @@ from peregrine.models.draft_heads.formats import (
 from peregrine.models.draft_heads.opened import Blueprint, OpenedHead, is_ignorable, require_same
 from peregrine.models.draft_heads.parts import StepHead, input_norm
 from peregrine.models.families import family_of
-from peregrine.models.layers import Linear, RMSNorm
+from peregrine.models.layers import Linear, RMSNorm, output_head
 
 _NEXTN_NAMES = {"fc": "eh_proj", "embedding_norm": "enorm", "hidden_norm": "hnorm", "norm": "shared_head.norm"}
 # The target's embedding and output head, of which the layer may hold copies; a tied head is the embedding.
@@ -59,10 +59,10 @@ class MTPHead(StepHead):
         with torch.device("meta"):
             self.embedding_norm = RMSNorm(layer.hidden_size, layer.norm_eps)
             self.hidden_norm = RMSNorm(layer.hidden_size, layer.norm_eps)
-            self.fc = Linear(2 * layer.hidden_size, layer.hidden_size)
-            self.layers = nn.ModuleList([Layer(layer, 0, split=True)])
+            self.fc = Linear(2 * layer.hidden_size, layer.hidden_size, shard=self.ranks.split(layer.hidden_size))
+            self.layers = nn.ModuleList([Layer(layer, 0, split=True, ranks=self.ranks)])
             self.norm = RMSNorm(layer.hidden_size, layer.norm_eps)
-            self.head = Linear(layer.hidden_size, layer.vocab_size) if own_head else None
+            self.head = output_head(layer.hidden_size, layer.vocab_size, self.ranks) if own_head else None
         self.place(device, dtype, target)
 
     def forward(

@@ -48,7 +48,8 @@ class DraftHead(nn.Module, ABC):
         self.layer_config = layer
         self.taps = taps
         self.num_layers = num_layers
-        self.kv_shape = layer.kv_shape
+        self.ranks = target.ranks.for_draft(layer)  # that share it
+        self.kv_shape = self.ranks.kv_shape(layer)
         self.lender = Lender(target.embedding, target.config.embedding_factor, target.head)
         self.embedding, self.head = None, None
         if own_embedding:
