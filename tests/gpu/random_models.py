@@ -74,7 +74,7 @@ def qwen3_moe() -> Path:
 def disturbed(model: Path, share: float = 0.03) -> Path:
     """A draft model that is often right and often wrong: the model with some noise in its weights."""
     folder, generator = Path(mkdtemp(prefix="peregrine-draft-")), torch.Generator().manual_seed(5)
-    for file in model.iterdir():
+    for file in filter(Path.is_file, model.iterdir()):  # not its heads
         (folder / file.name).write_bytes(file.read_bytes())
     weights = load_file(model / "model.safetensors")
     for name, weight in weights.items():

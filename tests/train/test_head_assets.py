@@ -1,4 +1,4 @@
-"""Merlin's head as it is shipped: its files, its public names and shapes, and how often it is right."""
+"""Heads as they are shipped: their files, and of merlin's its public names and shapes and how often it is right."""
 
 import json
 from hashlib import sha256
@@ -11,10 +11,16 @@ from safetensors.torch import load_file
 import peregrine
 from peregrine import LLM, SamplingParams
 
-HEAD = Path(peregrine.__file__).parent / "assets" / "merlin" / "eagle3"
+ASSETS = Path(peregrine.__file__).parent / "assets"
+HEAD = ASSETS / "merlin" / "eagle3"
 FILES = {  # name: (bytes, sha256)
-    "config.json": (799, "39b8ecb343f6bd9de613d1c4b05efb7c5decbcfc5c9d873cc01fca0af19dc893"),
-    "model.safetensors": (7_991_184, "46338c29a2e3ceede6c20bf91e1d50ff8dfa207e98254c2aa039bb9d997453eb"),
+    "merlin/eagle3/config.json": (799, "39b8ecb343f6bd9de613d1c4b05efb7c5decbcfc5c9d873cc01fca0af19dc893"),
+    "merlin/eagle3/model.safetensors": (7_991_184, "46338c29a2e3ceede6c20bf91e1d50ff8dfa207e98254c2aa039bb9d997453eb"),
+    "smollm2/eagle3/config.json": (805, "a42b8d53e2e5a7fb70578f5249fe40928af1baa0463443ed21f71897f97d6924"),
+    "smollm2/eagle3/model.safetensors": (
+        19_732_408,
+        "9d928bc0add1f6ceb4461e556ceb42d63cab0390de60bff67168f81afdef6fd6",
+    ),
 }
 VOCAB, DRAFT_VOCAB, HIDDEN, INNER, HEAD_DIM, HEADS = 8192, 4096, 320, 2048, 64, 5
 SHAPES = {  # what SafeAILab's EAGLE, SGLang and vLLM look for in a head of one Llama layer
@@ -47,7 +53,7 @@ GREEDY_BAND, SAMPLED_BAND = (3.06, 3.26), (2.81, 3.01)
 
 @pytest.mark.parametrize("name", FILES)
 def test_files_are_the_ones_that_were_trained(name: str) -> None:
-    content = (HEAD / name).read_bytes()
+    content = (ASSETS / name).read_bytes()
     assert (len(content), sha256(content).hexdigest()) == FILES[name]
 
 

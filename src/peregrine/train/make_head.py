@@ -144,7 +144,7 @@ def train_head(order: HeadOrder, folder: Path, samples: Samples, device: torch.d
 
 
 def new_head(
-    order: HeadOrder, target: Decoder, samples: Samples, ids: NDArray[np.int64] | None, start: DraftHead | None
+    order: HeadOrder, target: Decoder, samples: Samples, ids: NDArray[np.int64] | None, start: DraftHead | None = None
 ) -> Eagle3Head | BlockHead:
     """An untrained head of the kind that is asked for, with the mask token of the head it will start from."""
     num_layers = target.config.num_layers
