@@ -113,7 +113,8 @@ def test_the_faster_kernel_serves_and_both_times_are_reported(store: KVStore, mo
 
     timed: list[Window] = []
     monkeypatch.setattr(kernel_costs, "time_forward", time_forward)
-    decoder: Any = SimpleNamespace(config=SimpleNamespace(num_heads=2), embedding=torch.zeros(1))
+    first = SimpleNamespace(attention=SimpleNamespace(num_heads=2))
+    decoder: Any = SimpleNamespace(layer=lambda index: first, embedding=torch.zeros(1))
     model = BoundModel(decoder, LAYERS, store, TritonBackend())
     chosen, made = choose_kernels(model, {(1, 4): False, (8, 4): False, (99, 4): False})
     assert kernel_of(chosen, full_window(store, (1, 4))) is Kernel.DECODE

@@ -16,7 +16,7 @@ SIZES = (1, 4, ROWS)
 
 
 def planned(model: str, drafter: str, **options: object):  # type: ignore[no-untyped-def]
-    return build(model, **({"drafter": drafter, "row_sizes": SIZES} | options))
+    return build(model, **({"drafter": drafter, "row_sizes": SIZES, "windows": "auto"} | options))
 
 
 @pytest.mark.parametrize("model", [llama, qwen3], ids=["llama", "qwen3"])
