@@ -102,6 +102,18 @@ def test_dearer_drafts_are_fewer(costs: Costs, lines: list[list[float]], dearer:
     assert sum(paying_depths(changed, survivals, rate)) <= sum(paying_depths(costs, survivals, rate))
 
 
+@settings(max_examples=80, deadline=None)
+@given(st.floats(2, 8), st.floats(0.05, 0.6), rows)
+def test_a_blocks_drafts_pay_for_its_step_together(step: float, token: float, lines: list[list[float]]) -> None:
+    """The first draft alone does not."""
+    costs = Costs(((1, 4.0), (101, 4.0 + 100 * token)), ((1, 0.5),), ((1, step), (101, step + 100)), steps=1)
+    survivals = falling(lines)
+    every = product(*(range(len(line) + 1) for line in survivals))
+    best = max(depth_plan(costs, survivals, depths).rate for depths in every)
+    assert plan_depths(costs, survivals).rate == pytest.approx(best, rel=1e-6)
+    assert plan_depths(costs, [[0.9, 0.9, 0.9, 0.9]]).depths == (4,)
+
+
 def test_likely_rows_get_long_windows() -> None:
     costs = Costs(
         verify=((1, 1.0), (2, 1.3), (20, 6.7)), absorb=((1, 0.1), (20, 0.1)), step=((1, 0.1), (8, 0.2)), steps=5

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 Points = tuple[tuple[int, float], ...]  # (size, milliseconds), sizes ascending
 
 MAX_ITERATIONS = 8  # the rate of a plan converges in two or three
+MOST_COUNTS = 8  # rows up to which every number of them is tried with a block; of more, powers of two
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +103,12 @@ def depth_plan(costs: Costs, survivals: Sequence[Sequence[float]], depths: Seque
 
 
 def paying_depths(costs: Costs, survivals: Sequence[Sequence[float]], rate: float) -> list[int]:
-    """Depths whose drafts pay at this rate. Level by level: a draft cannot pay if the one before it does not."""
+    """Depths whose drafts pay at this rate. Level by level: a draft cannot pay if the one before it does not.
+
+    Except in a block, whose drafts pay for its one step together.
+    """
+    if costs.steps == 1:
+        return paying_blocks(costs, survivals, rate)
     rows = len(survivals)
     depths, tokens, active, level = [0] * rows, rows, list(range(rows)), 0
     surplus, best, kept = -rate * costs.absorb_ms(rows), 0.0, depths
@@ -121,6 +127,24 @@ def paying_depths(costs: Costs, survivals: Sequence[Sequence[float]], rate: floa
         level += 1
         if surplus > best:
             best, kept = surplus, list(depths)
+    return kept
+
+
+def paying_blocks(costs: Costs, survivals: Sequence[Sequence[float]], rate: float) -> list[int]:
+    """Depths that pay if one step drafts every level: of how many rows, the likeliest first, and which drafts."""
+    rows = len(survivals)
+    likeliest = sorted(range(rows), key=lambda row: -sum(survivals[row]))
+    counts = set(range(1, rows + 1)) if rows <= MOST_COUNTS else {rows, *(1 << i for i in range(rows.bit_length()))}
+    best, kept = rate * costs.absorb_ms(rows), [0] * rows
+    for count in counts:
+        drafts = [(a, -level, row) for row in likeliest[:count] for level, a in enumerate(survivals[row])]
+        drafts.sort(reverse=True)
+        taken, net = worth_taking(costs, [a for a, _, _ in drafts], rows, rate, level=1)  # the step is paid for below
+        net -= rate * costs.step_ms(count, 0)
+        if net > best:
+            best, kept = net, [0] * rows
+            for _, _, row in drafts[:taken]:
+                kept[row] += 1
     return kept
 
 
