@@ -73,7 +73,8 @@ class BlockDrafter:
         block = pages.window(seen.new_past_lens, self._depths[:, : self.num_inputs].expand(num_rows, -1))
         tokens = torch.cat((newest, self._masks[:, 1:].expand(num_rows, -1)), dim=1)
         hidden = self.bound.read(tokens.flatten(), self._forms(pages, block))
-        hidden = hidden.view(num_rows, self.num_inputs, -1)[:, self.num_inputs - depth :]  # [R, K, H]
+        first = self.num_inputs - self.shape.depth  # the newest token's own prediction is a draft, or is not
+        hidden = hidden.view(num_rows, self.num_inputs, -1)[:, first : first + depth]  # [R, K, H]
         scores = self.head.logits(hidden.flatten(0, 1)).view(num_rows, depth, -1)  # [R, K, Vd]
         places = block.past_lens[:, None] + 1 + self._depths[:, :depth]  # [R, K] of the drafts
         draft = self._pick if self.shape.is_chain else self._grow
