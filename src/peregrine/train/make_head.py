@@ -53,7 +53,7 @@ def make_head(order: HeadOrder) -> Facts | None:
     if order.stop_after == "prompts":
         return None
     prompts = [prompt.tokens for prompt in train]
-    samples = sample(folder, prompts, order.plan, order.lessons / "samples", device=order.device, dtype=order.dtype)
+    samples = sample(folder, prompts, order.plan, order.data_folder / "samples", device=order.device, dtype=order.dtype)
     if order.stop_after == "samples":
         return None
     facts = train_head(order, folder, samples, device, dtype)
@@ -67,10 +67,10 @@ def claim(order: HeadOrder) -> None:
     """Take the folder for this order; refuse one that holds anything else. An order that made nothing yet goes."""
     noted, facts = order.work / FACTS, order.facts()
     if order.samples_of is not None:
-        others = order.lessons / FACTS
+        others = order.data_folder / FACTS
         if not others.exists():
             raise ConfigError(f"samples_of={order.samples_of}: no head was trained there; give another head's --out")
-        check_same(json.loads(others.read_text()), order.lesson_facts(), order.samples_of)
+        check_same(json.loads(others.read_text()), order.data_facts(), order.samples_of)
     if (order.work / PROMPTS).exists() or (order.work / UNTRAINED).exists():
         check_same(json.loads(noted.read_text()), facts, order.out)
         return
@@ -91,7 +91,7 @@ def check_context(plan: SamplingPlan, config: ModelConfig) -> None:
 
 def prepare_prompts(order: HeadOrder, source: FolderSource) -> tuple[list[Prompt], list[Prompt]]:
     """(training, held-out) prompts, made from the data once and kept."""
-    kept, plan = order.lessons / PROMPTS, order.plan
+    kept, plan = order.data_folder / PROMPTS, order.plan
     if not kept.exists():
         sources = with_requests(open_sources(order.data, order.shares, MERLIN_SHARES))  # in merlin's own folder
         book = PromptBook(sources, order.eval_prompts)
@@ -100,7 +100,7 @@ def prepare_prompts(order: HeadOrder, source: FolderSource) -> tuple[list[Prompt
         train = book.prompts(tokenizer, plan.num_prompts, plan.prompt_tokens, plan.seed, train=True)
         held_out = book.prompts(tokenizer, order.eval_prompts, plan.prompt_tokens, plan.seed, train=False)
         if order.text_tokens:
-            book.texts(tokenizer, order.text_tokens, plan.max_len, plan.seed).save(order.lessons / TEXTS)
+            book.texts(tokenizer, order.text_tokens, plan.max_len, plan.seed).save(order.data_folder / TEXTS)
         new = kept.with_suffix(".new")
         new.write_text(json.dumps([[[p.source, p.tokens] for p in group] for group in (train, held_out)]))
         os.replace(new, kept)
@@ -120,7 +120,7 @@ def train_head(order: HeadOrder, folder: Path, samples: Samples, device: torch.d
         save_head(head, order.work / UNTRAINED, torch.bfloat16)
     if start is not None and order.start is not None:
         copy_weights(head, start, order.start)
-    texts = Samples.load(order.lessons / TEXTS) if order.text_tokens else None
+    texts = Samples.load(order.data_folder / TEXTS) if order.text_tokens else None
     epoch = with_texts(samples, texts)
     rows = SampleRows(epoch, fitting_row_len(epoch))
     run = HeadRun(head, target, order.options, rows, order.work / "run", order.out)

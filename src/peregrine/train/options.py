@@ -97,7 +97,7 @@ class HeadOrder:
         return self.out / "work"
 
     @property
-    def lessons(self) -> Path:
+    def data_folder(self) -> Path:
         """The folder of prompts, samples and texts: the work folder, or that of another head."""
         return self.work if self.samples_of is None else self.samples_of / "work"
 
@@ -112,7 +112,7 @@ class HeadOrder:
     def facts(self) -> Facts:
         """What a resumed run must agree on: everything that decides on the data and the head's shape."""
         return {
-            **self.lesson_facts(),
+            **self.data_facts(),
             "draft_vocab": self.draft_vocab,
             "taps": None if self.taps is None else list(self.taps),
             "unroll": self.options.unroll,
@@ -121,7 +121,7 @@ class HeadOrder:
             **({} if self.mlp is None else {"mlp": self.mlp}),
         }
 
-    def lesson_facts(self) -> Facts:
+    def data_facts(self) -> Facts:
         """What decides on prompts, samples and texts."""
         plan = asdict(self.plan)
         return {
