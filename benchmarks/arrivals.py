@@ -81,6 +81,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
+    for name in ("concurrency", "rate", "requests", "input_len", "output_len"):
+        given = getattr(args, name)
+        if any(value <= 0 for value in (given if isinstance(given, list) else [given]) if value is not None):
+            parser.error(f"--{name.replace('_', '-')}: {given} is not above 0")
     options: dict[str, object] = {"model": args.model, "drafter": args.drafter}
     options |= {} if args.accept is None else {"simulate_accept": args.accept}
     cases = [Case(n) for n in args.concurrency or ([] if args.rate else [1])] + [Case(1, rate) for rate in args.rate]

@@ -7,6 +7,8 @@ the held-out ones are taken. Chains and a tree have a fixed shape; "planned" is 
     python benchmarks/heads.py --model merlin --heads merlin --prompts OUT/work/prompts.json --rows 8 --json FILE
 
 With `--rows 1` tokens/s are those of a single request; `plain` is the same without a drafter.
+"By position" is the share of rounds in which a draft was accepted, of those that accepted all drafts before it. With
+planned windows, rounds that drafted nothing are among them, so it says little there.
 """
 
 import argparse
@@ -92,6 +94,8 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if missing := [str(path) for path in args.prompts if not path.is_file()]:
+        parser.error(f"--prompts: no such file: {', '.join(missing)}")
     source = FolderSource(find_model(args.model))
     prompts = [prompt for path in args.prompts for prompt in read_prompts(path, source)[: args.count]]
     print(f"{'head':<14}{'drafts':<16}{'T':>3}{'prompts':>25}{'accept':>8}{'tokens/s':>9}  by position")

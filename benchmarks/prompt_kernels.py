@@ -113,6 +113,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE", help="where the lines are written, too")
     where, device = parser.parse_args().json, torch.device("cuda")
+    if not torch.cuda.is_available():
+        parser.error("needs a Hopper GPU with CUDA; this machine has none")
     torch.manual_seed(0)
     makers = [partial(mla_line, name, *sizes, device) for name, sizes in PROMPTS.items()]
     makers += [partial(experts_line, name, rows, device) for name in EXPERTS for rows in (512, 1024, 2048, 4096)]
