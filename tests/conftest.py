@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-# Set before torch, Triton or transformers is imported: few threads per worker, no hub, the interpreter without a GPU.
+# Set before torch, Triton or transformers is imported: few threads per worker, no hub, the interpreter where there is
+# no GPU, or none is to be seen (CUDA_VISIBLE_DEVICES="").
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that wait for each other leave the cores to other workers
 os.environ.setdefault("ONEDNN_JIT_PROFILE", "0")  # else torch leaves a /tmp/perf-*.map per process on ARM
-if shutil.which("nvidia-smi") is None:
+if shutil.which("nvidia-smi") is None or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1"
 
