@@ -6,7 +6,9 @@ import subprocess
 import sys
 import time
 
-from peregrine.bench import contention
+import pytest
+
+from peregrine.bench import contention, http
 from processes import is_running
 
 
@@ -34,17 +36,19 @@ def test_busy_processes_compute_and_end() -> None:
     assert after.ru_utime + after.ru_stime > before.ru_utime + before.ru_stime
 
 
-def test_busy_processes_end_with_whoever_started_them() -> None:
+@pytest.mark.parametrize("code", [contention.BUSY_LOOP, http.SERVER], ids=["busy", "server"])
+def test_children_end_with_whoever_started_them(code: str) -> None:
     starter = (
-        "import subprocess, sys\n"
-        "busy = subprocess.Popen([sys.executable, '-c', sys.argv[1]], stdout=subprocess.PIPE)\n"
-        "busy.stdout.readline()\n"
-        "print(busy.pid, flush=True)"
+        "import os, subprocess, sys\n"
+        "from subprocess import DEVNULL, PIPE\n"
+        "child = subprocess.Popen([sys.executable, '-c', sys.argv[1]], stdin=PIPE, stdout=DEVNULL)\n"
+        "print(child.pid, flush=True)\n"
+        "os.kill(os.getpid(), 9)"
     )
-    busy = int(subprocess.check_output([sys.executable, "-c", starter, contention.BUSY_LOOP]))
+    child = int(subprocess.run([sys.executable, "-c", starter, code], stdout=subprocess.PIPE, check=False).stdout)
     for _ in range(300):
-        if not is_running(busy):
+        if not is_running(child):
             return
         time.sleep(0.1)
-    os.kill(busy, 9)
-    raise AssertionError("it computes on")
+    os.kill(child, 9)
+    raise AssertionError("it runs on")

@@ -24,7 +24,7 @@ from peregrine.hardware import read_cpu
 from peregrine.llm import LLM
 
 # Computes until whoever started it ends it, or is gone.
-BUSY_LOOP = "import os\nstarter = os.getppid()\nprint(flush=True)\nwhile os.getppid() == starter: sum(range(10000))"
+BUSY_LOOP = f"{http.FOLLOW}print(flush=True)\nwhile True: sum(range(10000))"
 Json = dict[str, Any]
 
 
@@ -90,7 +90,8 @@ def case(busy: int, speeds: list[tuple[float, float]], alone: list[float], fair:
 @contextmanager
 def busy_processes(count: int) -> Iterator[None]:
     """So many processes that compute without a pause inside the block, from its first line on."""
-    processes = [subprocess.Popen([sys.executable, "-c", BUSY_LOOP], stdout=subprocess.PIPE) for _ in range(count)]
+    command, pipe = [sys.executable, "-c", BUSY_LOOP], subprocess.PIPE
+    processes = [subprocess.Popen(command, stdin=pipe, stdout=pipe) for _ in range(count)]
     try:
         for process in processes:
             assert process.stdout is not None

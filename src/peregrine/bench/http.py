@@ -1,7 +1,7 @@
 """`peregrine bench http`: what HTTP costs. The same requests through LLM.generate and through a server, in one run.
 
-The server is a process of its own, started by its command line. The client shares the machine with it, so the client's
-work is part of the cost that is reported.
+The server is a process of its own, with the command line's flags. The client shares the machine with it, so its work is
+part of the cost that is reported.
 """
 
 import asyncio
@@ -10,11 +10,13 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from http.client import HTTPConnection
+from typing import IO
 
 import aiohttp
 
@@ -24,6 +26,15 @@ from peregrine.llm import LLM
 
 HOST = "127.0.0.1"
 START_SECONDS = 600  # a first start compiles kernels
+# First lines of a child process: it ends when its standard input does, which is when its starter ends, killed or not.
+FOLLOW = """
+import os, signal, sys, threading
+def follow():
+    os.read(0, 1)
+    os.kill(os.getpid(), signal.SIGTERM)
+threading.Thread(target=follow, daemon=True).start()
+"""
+SERVER = f"{FOLLOW}from peregrine.cli.main import main\nsys.exit(main(['serve', *sys.argv[1:]]))"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,22 +109,26 @@ def running_server(flags: list[str]) -> Iterator[int]:
     """The port of a server started with these flags, once it is ready."""
     with socket.create_server((HOST, 0)) as probe:
         port: int = probe.getsockname()[1]
-    command = [sys.executable, "-m", "peregrine.cli", "serve", "--host", HOST, "--port", str(port), *flags]
-    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    try:
-        wait_until_ready(server, port)
-        yield port
-    finally:
-        server.terminate()
-        server.wait()
+    command = [sys.executable, "-c", SERVER, "--host", HOST, "--port", str(port), *flags]
+    # A file holds all that the server says; a pipe that nobody reads would stop it once it is full.
+    with (
+        tempfile.TemporaryFile("w+") as said,
+        subprocess.Popen(command, stdin=subprocess.PIPE, stderr=said, text=True) as server,
+    ):
+        try:
+            wait_until_ready(server, said, port)
+            yield port
+        finally:
+            server.terminate()
 
 
-def wait_until_ready(server: "subprocess.Popen[str]", port: int) -> None:
-    """Wait until /health answers 200; ConfigError with the server's last line if it exits before."""
+def wait_until_ready(server: "subprocess.Popen[str]", said: IO[str], port: int) -> None:
+    """Wait until /health answers 200; ConfigError with the last line the server said if it exits before."""
     for _ in range(START_SECONDS * 10):
         if server.poll() is not None:
-            said = server.stderr.read().strip().splitlines() if server.stderr else []
-            raise ConfigError(f"the server ended: {said[-1] if said else server.returncode}")
+            said.seek(0)
+            lines = said.read().strip().splitlines()
+            raise ConfigError(f"the server ended: {lines[-1] if lines else server.returncode}")
         with suppress(OSError), closing(HTTPConnection(HOST, port, timeout=5)) as connection:
             connection.request("GET", "/health")
             if connection.getresponse().status == 200:
