@@ -26,6 +26,7 @@ from peregrine.engine.rank_group import rank_devices
 from peregrine.engine.sources import open_source
 from peregrine.engine.window_choice import pick_windows
 from peregrine.errors import ConfigError, EngineFault
+from peregrine.kernels.runtime.cpu import NUMBA_PRESENT
 from peregrine.llm import LLM
 from peregrine.models.decoder import Decoder
 from peregrine.models.draft_heads import DraftHead, load_head
@@ -43,6 +44,7 @@ from spec.harness import eagle3_head, eagle_head, mla_model, mtp_model, tiny_mod
 FOUR_RANKS = ("llama, untied", "olmo2", "gemma2", "gpt-oss", "deepseek-v2", "eagle tree", "mtp on latents and experts")
 CPU = torch.device("cpu")
 EXPERTS = SimpleNamespace(num_experts=4)
+needs_numba = pytest.mark.skipif(not NUMBA_PRESENT, reason="CPU ranks need numba")
 LONG = SamplingParams(max_tokens=150, ignore_eos=True, detokenize=False)
 
 
@@ -65,6 +67,7 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> "list[subprocess.Popen[bytes]]
     return started
 
 
+@needs_numba
 def test_every_family_and_drafter_has_the_bits_of_one_process(processes: "list[subprocess.Popen[bytes]]") -> None:
     engines = families() | drafters()
     two_ranks = [name for name in engines if name not in FOUR_RANKS]
@@ -72,6 +75,7 @@ def test_every_family_and_drafter_has_the_bits_of_one_process(processes: "list[s
     assert [process.returncode for process in processes] == [0] * 4
 
 
+@needs_numba
 def test_a_rank_that_is_killed_ends_every_request(processes: "list[subprocess.Popen[bytes]]") -> None:
     with LLM(tiny_model(), tensor_parallel=2, drafter="none", num_pages=200) as llm:
         other = llm.stream([4, 5, 6], LONG)
@@ -88,6 +92,7 @@ def test_a_rank_that_is_killed_ends_every_request(processes: "list[subprocess.Po
     assert processes[0].wait(1) == -signal.SIGKILL
 
 
+@needs_numba
 def test_a_rank_that_ends_is_noticed_without_work(processes: "list[subprocess.Popen[bytes]]") -> None:
     with LLM(tiny_model(), tensor_parallel=2, drafter="none", num_pages=200) as llm:
         llm.generate([1, 2, 3], replace(LONG, max_tokens=2))
@@ -100,6 +105,7 @@ def test_a_rank_that_ends_is_noticed_without_work(processes: "list[subprocess.Po
         assert not llm.loop.alive
 
 
+@needs_numba
 def test_ranks_end_when_rank_0_is_killed() -> None:
     program = (
         "import sys\n"
@@ -166,6 +172,7 @@ def test_impossible_numbers_of_ranks_are_refused(
     ranks: int, change: dict[str, Any], device: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(parallel, "usable_cores", lambda: 2)
+    monkeypatch.setattr(parallel, "NUMBA_PRESENT", True)
     asked, config = EngineConfig(tensor_parallel=ranks), replace(open_source(str(tiny_model())).config, **change)
     with pytest.raises(ConfigError, match=f"^tensor_parallel={ranks}: .*{said}"):
         check_ranks(asked, torch.device(device), config)
@@ -177,7 +184,8 @@ def test_ranks_need_the_compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> Non
         LLM(tiny_model(), tensor_parallel=2)
 
 
-def test_what_ranks_hold_is_a_decision() -> None:
+def test_what_ranks_hold_is_a_decision(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel, "NUMBA_PRESENT", True)
     asked = EngineConfig(tensor_parallel=4)
     assert check_ranks(asked, CPU, open_source(str(tiny_model())).config) == "query heads 1+2+1+2; KV heads 1+1+1+1"
     assert check_ranks(asked, CPU, open_source(str(mla_model())).config).endswith("every rank holds all latents")

@@ -198,7 +198,7 @@ class Follower:
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
         self.ranks, self.device = ranks, device
         self.networks: dict[str, Decoder | DraftHead] = {}
-        self.bound: dict[str, Bound] = {}
+        self.bound: dict[str, Bound[Any]] = {}
         self.stores: list[KVStore] = []
         self.copies: PageCopies | None = None
         self.graphs: Graphs[None] | None = None

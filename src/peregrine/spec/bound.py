@@ -6,7 +6,7 @@ Of several ranks, each has its share of the network and of the store: rank 0 mak
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
@@ -18,13 +18,14 @@ from peregrine.models.draft_heads import BlockHead, DraftHead, StepHead
 from peregrine.models.parallel import Ranks
 
 Method = TypeVar("Method", bound=Callable[..., Any])
+Network = TypeVar("Network", bound=Decoder | DraftHead)
 
 
 def led(method: Method) -> Method:
-    """The method, which rank 0 also has the other ranks call."""
+    """The method; a call on rank 0 is made by all other ranks as well."""
 
     @wraps(method)
-    def call(self: "BoundModel | BoundHead | BoundBlock", *given: object) -> object:
+    def call(self: "Bound[Any]", *given: object) -> object:
         ranks = self.ranks
         if ranks.size > 1:
             ranks.tell("call", ranks.network, method.__name__, *given)
@@ -43,21 +44,31 @@ def last_layer(body: Attend, last: Attend, num_layers: int) -> Attend:
 
 
 @dataclass(frozen=True, slots=True)
-class BoundModel:
-    """A decoder, its KV store and its attention backend."""
+class Bound(Generic[Network]):
+    """A network, its KV store and its attention backend."""
 
-    decoder: Decoder
+    network: Network
     layers: Sequence[LayerAttention]
     store: KVStore
     backend: AttentionBackend
 
     @property
     def ranks(self) -> Ranks:
-        """Those that share it."""
-        return self.decoder.ranks
+        """The ranks that share the network."""
+        return self.network.ranks
 
     def bind(self, metadata: AttentionMetadata) -> Attend:
         return self.backend.bind(self.store, self.layers, metadata)
+
+
+class BoundModel(Bound[Decoder]):
+    """A decoder."""
+
+    __slots__ = ()
+
+    @property
+    def decoder(self) -> Decoder:
+        return self.network
 
     @led
     def read(self, tokens: Tensor, metadata: AttentionMetadata, taps: Sequence[int]) -> tuple[Tensor, Tensor | None]:
@@ -82,19 +93,10 @@ class BoundModel:
         move_path(self.store.parts, past_lens, verdict, table, page_size)
 
 
-@dataclass(frozen=True, slots=True)
-class BoundHead:
-    """A head that drafts token by token, its KV store and its attention backend."""
+class BoundHead(Bound[StepHead]):
+    """A head that drafts token by token."""
 
-    head: StepHead
-    layers: Sequence[LayerAttention]
-    store: KVStore
-    backend: AttentionBackend
-
-    @property
-    def ranks(self) -> Ranks:
-        """Those that share it."""
-        return self.head.ranks
+    __slots__ = ()
 
     @led
     def read(
@@ -104,48 +106,36 @@ class BoundHead:
 
         `last` describes the queries of the last layer, `body` those of the others.
         """
-        attend, count = self.backend.bind(self.store, self.layers, last), self.head.num_layers
+        attend, count = self.bind(last), self.network.num_layers
         if count > 1 and last is not body:
-            attend = last_layer(self.backend.bind(self.store, self.layers, body), attend, count)
-        return self.head.forward(tokens, hidden, body.positions, attend, live)
+            attend = last_layer(self.bind(body), attend, count)
+        return self.network.forward(tokens, hidden, body.positions, attend, live)
 
 
-@dataclass(frozen=True, slots=True)
-class BoundBlock:
-    """A head that drafts a block at once, its KV store and its attention backend."""
+class BoundBlock(Bound[BlockHead]):
+    """A head that drafts a block at once."""
 
-    head: BlockHead
-    layers: Sequence[LayerAttention]
-    store: KVStore
-    backend: AttentionBackend
-
-    @property
-    def ranks(self) -> Ranks:
-        """Those that share it."""
-        return self.head.ranks
+    __slots__ = ()
 
     @led
     def remember(self, fused: Tensor, metadata: AttentionMetadata) -> None:
         """Take in tokens that the target has read: fused taps [N, H]."""
-        self.head.remember(fused, metadata.positions, self.backend.bind(self.store, self.layers, metadata))
+        self.network.remember(fused, metadata.positions, self.bind(metadata))
 
     @led
     def read(self, tokens: Tensor, forms: Mapping[bool, AttentionMetadata]) -> Tensor:
-        """Read the tokens of blocks [N], in causal layers by one form of metadata, in others by another: -> [N, H]."""
-        binds = {causal: self.backend.bind(self.store, self.layers, form) for causal, form in forms.items()}
-        causal = self.head.config.causal
+        """Read the tokens of blocks: [N] -> [N, H]. forms[True] is for causal layers, forms[False] for others."""
+        binds = {causal: self.bind(form) for causal, form in forms.items()}
+        causal = self.network.config.causal
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, rope: Deferred | None = None) -> Tensor:
             return binds[causal[layer]](layer, q, k, v, rope)
 
         positions = next(iter(forms.values())).positions
-        return self.head.forward(tokens, positions, attend)
+        return self.network.forward(tokens, positions, attend)
 
 
-Bound = BoundModel | BoundHead | BoundBlock
-
-
-def bind_network(network: Decoder | DraftHead, store: KVStore, backend: AttentionBackend) -> Bound:
+def bind_network(network: Decoder | DraftHead, store: KVStore, backend: AttentionBackend) -> Bound[Any]:
     """A network on its store and backend."""
     given = network.layer_attention(), store, backend
     if isinstance(network, Decoder):

@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Callable, Collection
 
-from peregrine.text.reasoning import partial_suffix
+from peregrine.text.reasoning import split_settled
 from peregrine.text.tool_formats import Tools
 from peregrine.text.tool_stream import Parsed, Piece, add_piece
 from peregrine.text.tools import COMPACT, LARK
@@ -82,10 +82,8 @@ class HarmonyStream:
         """Send text up to the message's end; False: it has not come yet."""
         places = [(place, mark) for mark in BREAKS if (place := self._held.find(mark)) >= 0]
         if not places:
-            keep = 0 if final else max(partial_suffix(self._held, mark) for mark in BREAKS)
-            cut = len(self._held) - keep
-            self._send(self._held[:cut])
-            self._held = self._held[cut:]
+            settled, self._held = split_settled(self._held, BREAKS, final)
+            self._send(settled)
             return False
         place, mark = min(places)
         self._send(self._held[:place])

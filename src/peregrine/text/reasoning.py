@@ -1,9 +1,13 @@
 """What a model writes between <think> and </think>, split from its answer."""
 
+from collections.abc import Iterable
 
-def partial_suffix(text: str, mark: str) -> int:
-    """The length of the longest end of the text that begins the mark."""
-    return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:n])), 0)
+
+def split_settled(text: str, marks: Iterable[str], final: bool) -> tuple[str, str]:
+    """(text, rest): the rest may be the beginning of a mark, and has to wait. `final`: no more text comes."""
+    begun = (mark[:n] for mark in marks for n in range(1, len(mark)) if not final)
+    cut = len(text) - max((len(part) for part in begun if text.endswith(part)), default=0)
+    return text[:cut], text[cut:]
 
 
 class ReasoningStream:
@@ -31,9 +35,7 @@ class ReasoningStream:
         if self._state == "inside":
             thought, found, rest = self._held.partition(self.end)
             if not found:
-                keep = 0 if final else partial_suffix(self._held, self.end)
-                cut = len(self._held) - keep
-                thought, self._held = self._held[:cut], self._held[cut:]
+                thought, self._held = split_settled(self._held, [self.end], final)
                 return thought, ""
             self._state, self._held = "leaving", rest
         if self._state == "leaving":  # the line break after </think> belongs to neither

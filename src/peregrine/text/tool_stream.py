@@ -7,7 +7,7 @@ What looks like a call but does not get that far is passed on as text.
 
 from dataclasses import dataclass, replace
 
-from peregrine.text.reasoning import partial_suffix
+from peregrine.text.reasoning import split_settled
 from peregrine.text.tool_arguments import Arguments, JsonArguments, TaggedArguments
 from peregrine.text.tool_formats import FORMATS, Call, Tools, read_json
 
@@ -74,10 +74,8 @@ class ToolStream:
             return self._read_bare_text(final)
         places = [(self._held.find(mark), mark) for mark in self._marks if mark in self._held]
         if not places:
-            keep = 0 if final else max(partial_suffix(self._held, mark) for mark in self._marks)
-            cut = len(self._held) - keep
-            self._send(self._held[:cut])
-            self._held = self._held[cut:]
+            settled, self._held = split_settled(self._held, self._marks, final)
+            self._send(settled)
             return False
         place, mark = min(places)
         self._send(self._held[:place])
@@ -108,9 +106,9 @@ class ToolStream:
         limit = self._format.begin if self._format.end is None else self._format.end
         place = -1 if limit is None else self._held.find(limit)
         ended = final or place >= 0
-        keep = 0 if ended or limit is None else partial_suffix(self._held, limit)
-        body = self._held[:place] if place >= 0 else self._held[: len(self._held) - keep]
-        behind = self._held[len(body) :]
+        body, behind = self._held[:place], self._held[place:]
+        if place < 0:
+            body, behind = split_settled(self._held, [limit] if limit else [], final)
         if self._arguments is not None:
             more, rest = self._arguments.feed(body, ended)
             add_piece(self._pieces, Piece(None, more))
