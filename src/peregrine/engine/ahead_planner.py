@@ -1,8 +1,8 @@
-"""Chooses the windows of rounds that are queued before the last verdict is read: on a GPU, where rounds are recorded.
+"""Chooses the windows of rounds on a GPU, where a round is queued before the last verdict is read.
 
-When round n + 1 is queued, the verdicts of rounds up to n - 1 are known, and how deep round n drafts. So windows follow
-from how often drafts of each depth were right, and from each request's own record, not from the drafts themselves. A
-plan is kept for some rounds while the rows are the same. It changes speed, never a token.
+When round n + 1 is queued, the host knows the verdicts up to round n - 1 and the depth to which round n drafts, not its
+drafts. So the chance of a draft follows from its depth and from how often drafts of that request were right. A plan
+is kept for some rounds while the rows stay the same. Plans change speed, never a token.
 """
 
 from collections.abc import Mapping
@@ -17,22 +17,22 @@ from peregrine.kernels.round import HEADER
 from peregrine.spec.ahead import Choice, RowCosts, allot, choose_size, size_of_drafts, window_width
 from peregrine.spec.odds import DepthOdds, Floats, Ints
 
-KEPT, MOST_KEPT = 8, 32  # rounds for which a plan is kept, twice as many each time that it stays the same
+KEPT, MOST_KEPT = 8, 32  # rounds until a plan is made anew; doubled each time it comes out the same
 PROBE_EVERY = 256  # rounds between probes; the first ones follow each other sooner
-PROBED = 4  # a probe drafts for one row in so many
+PROBED = 4  # a probe verifies drafts of one row in this many
 
 
 @dataclass(frozen=True, slots=True)
 class AheadPlan:
     """The windows of one round, and how deep it drafts."""
 
-    rows: int  # R, pads included
+    rows: int  # R, padding included
     tokens: int  # N
-    lens: list[int]  # of each row's window; N in all
-    depth: int
-    lines: Ints  # of each request in the tables of odds
-    sampled: Ints
-    expected: float  # tokens
+    lens: list[int]  # length of each row's window; N in all
+    depth: int  # drafts of each row for the next round
+    lines: Ints  # each request's line in the tables of odds
+    sampled: Ints  # 1 for requests with a temperature
+    expected: float  # tokens that the round should give
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class AheadCosts:
 
 
 class AheadPlanner:
-    """Plans rounds, and learns from them."""
+    """Plans rounds, and learns the odds from their verdicts."""
 
     def __init__(self, depth: int, costs: AheadCosts, looks_up: bool = False) -> None:
         self.depth, self.costs = depth, costs
@@ -68,20 +68,20 @@ class AheadPlanner:
         self._lines = self._sampled = np.zeros(0, dtype=np.int64)
         self._caps = np.zeros(0, dtype=np.int64)
         self._choice: Choice | None = None
-        self._plan: AheadPlan | None = None  # can be used again if the last round drafted as deep
+        self._plan: AheadPlan | None = None  # used again while rounds draft to its depth
         self._rounds = self._due = self._probes = self._next_probe = 0
         self._kept = KEPT
-        self._num_rows = 0  # that the choice was made for
-        self._probing = False  # the last round drafted for a probe
-        self._read: list[tuple[AheadPlan, Ints]] = []  # rounds whose verdicts have not been taken in
+        self._num_rows = 0  # R of the choice
+        self._probing = False  # the last round drafted deeper, for a probe
+        self._read: list[tuple[AheadPlan, Ints]] = []  # verdicts that the odds have not learnt from yet
 
     @property
     def calibration_error(self) -> float:
-        """The mean distance between the chance that was expected of drafts and the share that was right."""
+        """Mean distance between the expected chance of drafts and the share that was right."""
         return self.odds.calibration_error
 
     def plan(self, requests: list[Request], rows: int) -> AheadPlan:
-        """The plan of the next round of the requests in these rows; rows past them are pads."""
+        """The plan of the next round: the requests are the first rows, the rest of `rows` is padding."""
         self._rounds += 1
         if requests != self._requests:
             self._seat(requests)
@@ -107,7 +107,7 @@ class AheadPlanner:
         return plan
 
     def _seat(self, requests: list[Request]) -> None:
-        """Note the rows of the rounds to come."""
+        """Note the requests of the coming rounds."""
         self._requests, self._plan, self._due = list(requests), None, 0
         self._lines = self.odds.lines([request.id for request in requests])
         self._sampled = np.array([request.params.temperature > 0 for request in requests], dtype=np.int64)
@@ -115,7 +115,7 @@ class AheadPlanner:
         self._caps = np.array([self.depth if cap is None else cap for cap in asked])
 
     def _survivals(self, rows: int) -> Floats:
-        """[R, K]: the chance that a draft and all before it are right; 0 in pads and past a request's cap."""
+        """[R, K]: the chance that a draft and all before it are right; 0 in padding and past a request's num_drafts."""
         found = np.zeros((rows, self.depth))
         chances = self.odds.chances(self._lines, self._sampled, hope=True)
         chances[np.arange(self.depth) >= self._caps[:, None]] = 0.0
@@ -123,10 +123,10 @@ class AheadPlanner:
         return found
 
     def _fit(self, costs: RowCosts, survivals: Floats, choice: Choice, probe: bool) -> AheadPlan:
-        """The plan of this round, with the drafts that the last one made."""
+        """The plan of this round: which of the last round's drafts it verifies, and how deep it drafts itself."""
         tokens, rows, drafted = choice.tokens, len(survivals), self.drafted
         wanted = survivals
-        if self._probing:  # what was drafted for a probe is looked at, whether it seems to pay or not
+        if self._probing:  # drafts of a probe are verified, whether they seem to pay or not
             wanted, every = survivals.copy(), min(PROBED, len(self._requests))
             some = range(self._probes % every, len(self._requests), every)
             wanted[some, :drafted] = np.linspace(3.0, 2.0, drafted)
@@ -140,7 +140,7 @@ class AheadPlanner:
         if probe:
             self._probes += 1
             self._next_probe = self._rounds + min(PROBE_EVERY, 4 << self._probes)
-            # A depth more than what is used is looked at; depths that are used need no probe.
+            # Probe the next depth below the one in use; depths in use need no probe.
             deeper = [d for d in costs.depths if d > depth]
             if deeper and self._caps.max(initial=0) > depth:
                 depth, self._probing = deeper[0] if depth else deeper[min(len(deeper), 2) - 1], True
@@ -149,17 +149,17 @@ class AheadPlanner:
         return AheadPlan(rows, tokens, lens, depth, self._lines, self._sampled, expected)
 
     def learn(self, plan: AheadPlan, table: Ints) -> None:
-        """Note a round's verdicts: [R, columns], accept, correct, drafted and finish first."""
+        """Keep a round's verdicts for `_learn`: [R, columns], the first four accept, correct, drafted and finish."""
         self._read.append((plan, table[: len(plan.lines), :HEADER].copy()))
 
     def _learn(self) -> None:
-        """Take in the rounds that were read, those of the same rows together."""
+        """Let the odds learn from all kept verdicts; rounds of the same rows are one call."""
         for _, group in groupby(self._read, key=lambda one: id(one[0].lines)):
             rounds = list(group)
             first, tables = rounds[0][0], np.stack([table for _, table in rounds])
             accept, correct, drafted, finish = tables.transpose(2, 0, 1)
             verified, ended = np.minimum(drafted, self.depth), (finish != 0).astype(np.int64)
-            if self.looks_up:  # a draft that was not found is as good as a wrong one
+            if self.looks_up:  # a draft that was not found counts as a wrong one
                 verified = np.array([plan.lens[: len(plan.lines)] for plan, _ in rounds]) - 1
             self.odds.learn(first.lines, first.sampled, verified, correct, ended)
             self.record.tokens += int(accept.sum())
@@ -169,7 +169,7 @@ class AheadPlanner:
         self._read.clear()
 
     def _count(self, plan: AheadPlan, rounds: int) -> None:
-        """Count rounds of a plan for metrics."""
+        """Count rounds of this plan for metrics."""
         record = self.record
         for length, rows in enumerate(np.bincount(plan.lens[: len(plan.lines)])):
             if rows:

@@ -1,11 +1,12 @@
-"""Rounds in parts that are recorded apart, so that every round may have other windows and draft to another depth.
+"""Rounds whose parts are separate CUDA graphs, so that every round may have other windows and another draft depth.
 
-verify    R rows, N tokens: which rows these belong to is data in a `WindowBuffer`
-decide    the same, for each variant of the sampling law: judge and commit
-read      the same: the drafter reads what was verified, with or without drafting next
-draft     R rows, a depth: as deep as the host asks
+    part      one graph for each             what it does
+    verify    (R, N)                         the target reads N tokens; a `WindowBuffer` says which rows they belong to
+    decide    (R, N, sampling features)      judge and commit
+    read      (R, N, drafts next or not)     the drafter reads what was verified
+    draft     (R, depth, sampled or greedy)  the drafter drafts for the next round
 
-Graphs of one (R, N) share memory with those of others: nothing of a round is needed once its verdict was copied.
+All graphs share one pool of memory: nothing of a round is needed once its verdict has been copied.
 """
 
 import time
@@ -29,20 +30,20 @@ from peregrine.spec.state import Rows, SeatState
 from peregrine.spec.types import PartedDrafter
 from peregrine.spec.windows import WindowBuffer, Windows
 
-CONTEXT = 2048  # cached tokens of each timed row, as in a usual chat
+CONTEXT = 2048  # cached tokens of each row while parts are timed
 REPEATS = 2  # of timed parts; the fastest counts
 
 
 @dataclass(slots=True)
 class DeviceLayout:
-    """Windows whose lengths are on the device. All rows are drafted for, or none."""
+    """Windows whose lengths are on the device, and the rows to draft for: all (None) or none (an empty tensor)."""
 
     windows: Windows
     rows: Tensor | None
 
 
 class AheadRounds:
-    """Runs planned rounds, from graphs if they were recorded."""
+    """Runs planned rounds, as graphs where these are recorded."""
 
     def __init__(
         self, target: BoundModel, drafter: PartedDrafter, judge: Judge, seats: SeatState, variants: Sequence[Features]
@@ -50,10 +51,10 @@ class AheadRounds:
         self.target, self.drafter, self.judge, self.seats, self.variants = target, drafter, judge, seats, variants
         self._nobody = torch.zeros(0, dtype=torch.int64, device=seats.device)
         self._buffers: dict[tuple[int, int], WindowBuffer] = {}
-        self._hidden: Tensor | None = None  # [R, H] what drafting begins with
+        self._hidden: Tensor | None = None  # [R, H] of each row's last token: `read` writes it, `draft` begins with it
 
     def run(self, plan: AheadPlan, features: Features, graphs: Graphs[Any] | None) -> tuple[Verdict, Logprobs | None]:
-        """Queue a round; `graphs` are None where nothing is recorded."""
+        """Queue a round; `graphs` is None where nothing is recorded."""
         rows, tokens = plan.rows, plan.tokens
         self.buffer(rows, tokens).write(plan.lens)
         if graphs is None:
@@ -72,7 +73,7 @@ class AheadRounds:
         return decided
 
     def clip(self, plan: AheadPlan) -> None:
-        """Offer no draft that the plan does not read; the round does so itself, but not before it runs."""
+        """Withdraw drafts that the plan does not verify. The round does this too; call it if they are needed sooner."""
         buffer = self.buffer(plan.rows, plan.tokens)
         buffer.write(plan.lens)
         self._clip(buffer)
@@ -82,7 +83,7 @@ class AheadRounds:
         torch.minimum(offered, buffer.windows.deepest, out=offered)
 
     def buffer(self, rows: int, tokens: int) -> WindowBuffer:
-        """The windows of this size."""
+        """The buffer of windows of this size."""
         if (rows, tokens) not in self._buffers:
             width = window_width(rows, tokens, self.seats.shape.depth)
             self._buffers[rows, tokens] = WindowBuffer(rows, tokens, width, self.seats.device)
@@ -100,7 +101,7 @@ class AheadRounds:
         return decide(verified, self.target, self.judge, self.seats, self._rows(rows), features)
 
     def read(self, verified: Verified, rows: int, drafts: bool) -> None:
-        """The drafter reads the accepted path; without drafting, its keys and values alone."""
+        """The drafter reads the accepted path; if it does not draft next, only to store keys and values."""
         assert verified.layout is not None
         windows = verified.layout.windows
         state, taps = self.seats.view(self._rows(rows, windows.width)), verified.taps
@@ -127,7 +128,7 @@ class AheadRounds:
         return token_sizes(rows, self.seats.shape.depth)
 
     def record(self, row_sizes: Sequence[int], graphs: Graphs[Any]) -> Iterator[int]:
-        """Record all parts; yields the bytes each graph took. All seats must be pads: parts really run once."""
+        """Record all parts; yields the bytes each graph took. All seats must be free: every part runs once."""
         for rows in sorted(row_sizes, reverse=True):  # smaller graphs reuse the memory of larger ones
             for tokens in sorted(self.sizes(rows), reverse=True):
                 yield from self._record_size(rows, tokens, graphs)
@@ -136,7 +137,7 @@ class AheadRounds:
                     yield graphs.record(("draft", rows, depth, sampled), partial(self.draft, rows, depth, sampled))
 
     def _record_size(self, rows: int, tokens: int, graphs: Graphs[Any]) -> Iterator[int]:
-        """The parts of rounds of one size; what they pass on is kept until all of them are recorded."""
+        """Record verify, decide and read of one size; the tensors between them live until all three are recorded."""
         passed: list[Verified] = []
 
         def verify() -> None:
@@ -151,7 +152,7 @@ class AheadRounds:
             yield graphs.record(("read", rows, tokens, drafts), partial(self.read, passed[0], rows, drafts))
 
     def measure(self, row_sizes: Sequence[int], graphs: Graphs[Any] | None) -> AheadCosts:
-        """Time all parts on pads that pretend to have a context; all seats must be pads, and are again afterwards."""
+        """Time all parts on rows that pretend to have cached tokens. All seats must be free; they are afterwards."""
         found = {rows: self._measure_rows(rows, graphs) for rows in sorted(row_sizes, reverse=True)}
         return AheadCosts(dict(sorted(found.items())))
 
@@ -162,7 +163,7 @@ class AheadRounds:
         plain = Features()
 
         def verify_ms(tokens: int) -> tuple[float, float, float]:
-            """Of one size: verify and decide, absorb, read."""
+            """Milliseconds of one size: (verify and decide, read without drafting, read before drafting)."""
             self.buffer(rows, tokens).write(even(rows, tokens))
             if graphs is not None:
                 keys = ("verify", rows, tokens), ("decide", rows, tokens, plain)
@@ -198,17 +199,17 @@ class AheadRounds:
 
 
 def even(rows: int, tokens: int) -> list[int]:
-    """Windows of about one length."""
+    """Lengths of windows that differ by one token at most."""
     return [tokens // rows + (row < tokens % rows) for row in range(rows)]
 
 
 def rising(times: Sequence[float]) -> tuple[float, ...]:
-    """No size costs more than a larger one: a disturbance only adds time."""
+    """Times by size, none above that of a larger size: disturbances only add time."""
     return tuple(min(times[place:]) for place in range(len(times)))
 
 
 def milliseconds(device: torch.device, call: Callable[[], object]) -> float:
-    """Of the fastest of some calls, on the device or, on a CPU, of this thread's processor time."""
+    """Time of the fastest of REPEATS calls: on the device, or on a CPU the processor time of this thread."""
     times = []
     for _ in range(1 + REPEATS):
         if device.type != "cuda":

@@ -1,4 +1,4 @@
-"""Whether an engine plans its windows, how deep they may get, and its planner, whose costs are timed here."""
+"""Decides whether an engine plans its windows and how many drafts they may have; times rounds for its planner."""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -21,14 +21,14 @@ from peregrine.spec.registry import DRAFTERS, DraftSource
 from peregrine.spec.round import run_round
 from peregrine.spec.types import Drafter, PartedDrafter
 
-MOST_DRAFTS = 8  # of planned windows, unless another cap is asked for: later drafts are hardly ever reached
+MOST_DRAFTS = 8  # in planned windows, unless num_drafts is given; later drafts are hardly ever reached
 AUTO, FIXED = "auto", "fixed"
 
 
 def with_windows(
     asked: EngineConfig, draft: DraftSource, device: torch.device, take: Callable[[str, tuple[Any, str]], Any]
 ) -> EngineConfig:
-    """The options with their windows and number of drafts decided."""
+    """The options with `windows` and `num_drafts` decided."""
     windows = take("windows", pick_windows(asked, draft, device))
     return replace(asked, windows=windows, num_drafts=take("num_drafts", pick_num_drafts(asked, draft, windows)))
 
@@ -53,7 +53,7 @@ def pick_windows(asked: EngineConfig, draft: DraftSource, device: torch.device) 
 
 
 def has_parts(draft: DraftSource) -> bool:
-    """Whether reading and drafting can be recorded apart; a network is driven by drafters that can."""
+    """Whether reading and drafting can be separate graphs, as they can for every drafter with a network."""
     return draft.network is not None or isinstance(DRAFTERS[draft.name](1, torch.device("cpu")), PartedDrafter)
 
 
@@ -94,7 +94,7 @@ def add_planner(asked: EngineConfig, runner: Runner, draft: DraftSource) -> list
 
 
 def plan_ahead(asked: EngineConfig, runner: Runner, draft: DraftSource) -> None:
-    """Have the runner's rounds recorded in parts, if windows are planned; `time_ahead` times them afterwards."""
+    """If windows are planned, let the runner record rounds in parts; `time_ahead` times these afterwards."""
     if asked.windows == AUTO:
         rounds = AheadRounds(runner.target, parted(runner.drafter), runner.judge, runner.seats, VARIANTS)
         planner = AheadPlanner(runner.drafter.shape.depth, AheadCosts({}), looks_up=draft.network is None)
@@ -102,7 +102,7 @@ def plan_ahead(asked: EngineConfig, runner: Runner, draft: DraftSource) -> None:
 
 
 def parted(drafter: Drafter) -> PartedDrafter:
-    """The drafter, which has parts: `pick_windows` saw to it."""
+    """The drafter as a PartedDrafter; `pick_windows` has checked that it is one."""
     assert isinstance(drafter, PartedDrafter), "windows are planned for drafters with parts"
     return drafter
 
@@ -128,14 +128,14 @@ def time_ahead(runner: Runner, row_sizes: Sequence[int]) -> list[Decision]:
 
 
 def written(points: Iterable[tuple[int, float]]) -> str:
-    """Sizes with their milliseconds."""
+    """`size: milliseconds` of each point, as text."""
     return ", ".join(f"{size}: {ms:.2f}" for size, ms in points)
 
 
 def time_round(runner: Runner, lens: Sequence[int], drafted: int, drafts: int) -> tuple[float, float]:
-    """Milliseconds of a round on pads, before its drafter and in it; the first rows are drafted for.
+    """Milliseconds of a round (until its drafter begins, in its drafter); the first `drafted` rows get `drafts` each.
 
-    All seats must be pads: the round really runs.
+    All seats must be free, since the round really runs.
     """
     began = time.thread_time()
     proposing = began

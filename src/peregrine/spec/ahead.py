@@ -1,8 +1,9 @@
-"""Plans for rounds that are queued before the last verdict is known, in sizes that were recorded.
+"""Plans for rounds on a GPU, which are queued before the last verdict is known.
 
-A round of R rows reads N tokens in all, one of a few sizes that are recorded; which rows they belong to is data. N and
-the depth of the next drafts are those with the most expected tokens per millisecond; then the N - R likeliest drafts
-are read, so a size is always filled. Everything here is a pure function of values that the host has.
+A round of R rows verifies N tokens in all. CUDA graphs are recorded for a few values of N (sizes); which rows the
+tokens belong to is data on the device. The planner takes the size N and the depth of the next drafts that give the most
+expected tokens per millisecond, then fills N with the newest token of every row and the N - R likeliest drafts.
+Everything here is a pure function of values that the host has.
 """
 
 import math
@@ -12,38 +13,41 @@ import numpy as np
 
 from peregrine.spec.odds import Floats, Ints
 
-# Tokens per row of the sizes that are recorded, by the least number of rows they are for. With many rows every token
-# costs, so sizes lie closer together and long windows never pay.
+# Tokens per row of the recorded sizes, by the number of rows from which they are used. With many rows every token
+# costs, so sizes lie closer together, and long windows never pay.
 SHARES = {1: (1, 2, 3, 4, 6, 9), 4: (1, 1.5, 2, 2.5, 3, 4, 6, 9), 32: (1, 1.25, 1.5, 2, 2.5, 3, 4)}
-MAX_SHARE = 4  # with many rows
-MARGIN = 0.01  # of the best rate, for which a choice is not changed
+MAX_SHARE = 4  # the most tokens per row with many rows
+MARGIN = 0.01  # a choice is changed if another is better by more than this share
 
 
 def token_sizes(rows: int, depth: int) -> tuple[int, ...]:
-    """The recorded numbers of tokens of a round of so many rows, whose windows hold up to `depth` drafts."""
+    """The sizes recorded for this number of rows, if windows have at most `depth` drafts."""
     shares = SHARES[max(least for least in SHARES if least <= rows)]
     return tuple(sorted({math.ceil(rows * min(share, depth + 1)) for share in shares}))
 
 
 def window_width(rows: int, tokens: int, depth: int) -> int:
-    """The longest window of a recorded size: about twice the mean, so that rows may differ."""
+    """The longest window that a size allows: about twice the mean, so that rows may differ."""
     return 1 if tokens == rows else min(depth + 1, 2 * -(-tokens // rows))
 
 
 @dataclass(frozen=True, slots=True)
 class RowCosts:
-    """Milliseconds of the parts of a round of R rows, in the sizes that are recorded."""
+    """Milliseconds of the parts of a round of R rows, for each recorded size and depth."""
 
     sizes: tuple[int, ...]  # tokens in all windows, R first
-    verify: tuple[float, ...]  # by size: everything but the drafter, without what cached tokens cost
-    absorb: tuple[float, ...]  # by size: the drafter reads what was verified
-    read: tuple[float, ...]  # by size: and is ready to draft
+    verify: tuple[float, ...]  # by size: all but the drafter, with an empty KV cache
+    absorb: tuple[float, ...]  # by size: the drafter reads what was verified, in a round that does not draft
+    read: tuple[float, ...]  # by size: the same in a round that drafts
     depths: tuple[int, ...]  # of drafts, 0 first
-    draft: tuple[float, ...]  # by depth
-    key_ms: float  # for each cached token of all rows
+    draft: tuple[float, ...]  # by depth: the drafter's steps
+    key_ms: float  # to add to `verify` for each cached token of each row
 
     def round_ms(self, keys: int) -> Floats:
-        """[depths, sizes] of whole rounds, with so many cached tokens; inf where there is nothing to verify."""
+        """Milliseconds of whole rounds [depths, sizes], if all rows have `keys` cached tokens together.
+
+        inf at depth 0 for sizes above R: rounds that never draft have nothing more to verify.
+        """
         read = np.array([self.absorb, *[self.read] * (len(self.depths) - 1)])
         total: Floats = np.array(self.verify) + self.key_ms * keys + read + np.array(self.draft)[:, None]
         total[0, 1:] = np.inf
@@ -52,16 +56,16 @@ class RowCosts:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The size and depth with which rounds that are all alike give the most tokens per millisecond."""
+    """A size and a depth, with what rounds give if all of them use these."""
 
     tokens: int
     depth: int
-    rate: float  # tokens per millisecond
-    ms: float
+    rate: float  # expected tokens per millisecond
+    ms: float  # of a round
 
 
 def gains(survivals: Floats, depths: Ints, sizes: Ints) -> Floats:
-    """Tokens that drafts are expected to add, by depth and size: the likeliest are read. [R, K] -> [depths, sizes]
+    """How many drafts are expected to be accepted, if the likeliest fill a size. [R, K] -> [depths, sizes]
 
     survivals[r, d] is the chance that the draft of row r at depth d is accepted; it falls with d.
     """
@@ -75,10 +79,10 @@ def gains(survivals: Floats, depths: Ints, sizes: Ints) -> Floats:
 
 
 def choose_size(costs: RowCosts, survivals: Floats, live: int, keys: int, before: Choice | None = None) -> Choice:
-    """The size and depth with the highest rate; survivals are [R, K], of which `live` rows are no pads.
+    """The size and depth with the highest rate. survivals: [R, K]; all rows but `live` are padding.
 
-    The choice before stays if its rate is as good but for a hundredth, and no worse than plain decoding's:
-    odds that are learnt are never quite the same, and every change costs a round between two depths.
+    The choice before is kept if its rate is within MARGIN of the best and not below that of plain decoding: learnt
+    odds always move a little, and each change of depth costs a round whose drafts do not fit.
     """
     depths, sizes = np.array(costs.depths), np.array(costs.sizes)
     ms = costs.round_ms(keys)
@@ -92,16 +96,16 @@ def choose_size(costs: RowCosts, survivals: Floats, live: int, keys: int, before
 
 
 def size_of_drafts(costs: RowCosts, survivals: Floats, depth: int, rate: float) -> int:
-    """How many tokens to read now, if drafts of this depth were made already: what pays at this rate."""
+    """The size for a round whose drafts have this depth: time for drafts must give at least `rate` tokens per ms."""
     sizes = np.array(costs.sizes)
     won = gains(survivals, np.array([depth]), sizes)[0] - rate * (np.array(costs.verify) + np.array(costs.read))
     return costs.sizes[int(won.argmax())]
 
 
 def allot(survivals: Floats, depth: int, tokens: int, width: int) -> list[int]:
-    """Tokens of each row's window, `tokens` in all and at most `width` in one: the likeliest drafts are taken.
+    """The length of each row's window: `tokens` in all, at most `width` in one. The likeliest drafts are taken.
 
-    There are drafts down to `depth`; places past them are taken last, to fill the size.
+    Drafts exist down to `depth`. If they do not fill the size, windows are made longer than that.
     """
     rows = len(survivals)
     if tokens == rows:

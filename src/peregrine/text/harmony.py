@@ -1,11 +1,11 @@
-"""Harmony, the format of gpt-oss: an answer is messages in channels.
+"""Harmony, the answer format of gpt-oss: a list of messages, each in a channel.
 
     <|channel|>analysis<|message|>thoughts<|end|>
     <|start|>assistant<|channel|>commentary to=functions.fly <|constrain|>json<|message|>{"to": "Oslo"}<|call|>
     <|start|>assistant<|channel|>final<|message|>the answer<|return|>
 
-The prompt ends with <|start|>assistant. Thoughts are in the channel analysis; what is addressed to a function is a
-call; the rest is for the user, the commentary between calls too.
+The prompt ends with <|start|>assistant. The channel analysis holds reasoning; a message with to=functions.NAME is a
+tool call; all other messages are text for the user, commentary between calls included.
 """
 
 import json
@@ -22,28 +22,28 @@ END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
 ENDS_ANSWER = CALL, RETURN
 OPENINGS = START, CHANNEL, MESSAGE, "to="  # a header begins with one of these
 BREAKS = END, CALL, RETURN, START, CHANNEL  # a message lasts until the next of these
-ANY_TEXT = r"TEXT: /(.|\n)*/"  # as a final message
-MAX_HEADER = 256  # characters; what is longer is no header
+ANY_TEXT = r"TEXT: /(.|\n)*/"  # the grammar's terminal for a final message without constraints
+MAX_HEADER = 256  # characters; anything longer is read as text
 CHANNEL_NAME = re.compile(r"<\|channel\|>(\w+)")
-FUNCTION = re.compile(r"(?:to=|functions\.)+([\w.-]+)")  # stands behind the role or the channel
+FUNCTION = re.compile(r"(?:to=|functions\.)+([\w.-]+)")  # after the role or after the channel
 HEADER_PART = re.compile(r"<\|(?:start|channel|constrain)\|>[\w.-]*|to=[\w.-]*")
 
 
 class HarmonyStream:
-    """Splits the text of one answer into thoughts, text and calls, the same however the text is cut."""
+    """Splits one answer into reasoning, text and tool calls; how its text is cut into pieces changes nothing."""
 
     def __init__(self, tools: Collection[str]) -> None:
-        """What is addressed to a function that is not among these belongs to its channel."""
+        """`tools`: names that can be called; a message to any other function is reasoning or text, by its channel."""
         self._tools = tools
-        self._held = ""  # not settled yet
-        self._inside: str | None = None  # what the message being read is: thought, text or call; None: in a header
-        self._begun = False  # something of this message has been sent
-        self._sent = {"thought": False, "text": False}  # something of any message has been
+        self._held = ""  # text that may still belong to a header or a mark
+        self._inside: str | None = None  # kind of the message being read: thought, text or call; None: in a header
+        self._begun = False  # part of this message has been sent
+        self._sent = {"thought": False, "text": False}  # part of any message of this kind has been sent
         self._parts: dict[str, list[str]] = {}
         self._pieces: list[Piece] = []
 
     def push(self, text: str, final: bool = False) -> tuple[str, Parsed]:
-        """Add text; returns what is settled now, thoughts first: everything, if no more text comes."""
+        """Add text; returns (reasoning, text and calls) that are settled now. `final`: no more text comes."""
         self._held += text
         self._parts, self._pieces = {"thought": [], "text": []}, []
         while self._read_header(final) if self._inside is None else self._read_message(final):
@@ -53,12 +53,12 @@ class HarmonyStream:
         return "".join(self._parts["thought"]), Parsed("".join(self._parts["text"]), tuple(self._pieces))
 
     def _read_header(self, final: bool) -> bool:
-        """Read up to where a message begins; False: that needs more text."""
+        """Read a header up to its message; False if more text is needed."""
         bare = self._held.lstrip()
         if not any(bare.startswith(mark) for mark in OPENINGS):
             if not final and any(mark.startswith(bare) for mark in OPENINGS):
                 return False
-            self._inside, self._held = "text", self._held if bare else ""  # it has no header
+            self._inside, self._held = "text", self._held if bare else ""  # a message without a header
             return bool(bare)
         place = bare.find(MESSAGE)
         if 0 <= place <= MAX_HEADER:
@@ -79,7 +79,7 @@ class HarmonyStream:
             add_piece(self._pieces, Piece(function[1], ""))
 
     def _read_message(self, final: bool) -> bool:
-        """Send text up to the message's end; False: it has not come yet."""
+        """Send the message's text up to its end; False if the end has not come yet."""
         places = [(place, mark) for mark in BREAKS if (place := self._held.find(mark)) >= 0]
         if not places:
             settled, self._held = split_settled(self._held, BREAKS, final)
@@ -102,17 +102,17 @@ class HarmonyStream:
         if self._inside == "call":
             add_piece(self._pieces, Piece(None, text))
         elif self._inside is not None:
-            first = not self._begun and self._sent[self._inside]  # a message of its own begins a line
+            first = not self._begun and self._sent[self._inside]  # a further message begins on a new line
             self._parts[self._inside].append(f"\n{text}" if first else text)
             self._sent[self._inside] = True
         self._begun = True
 
 
 def harmony_grammar(calls: Tools, answer: str | None, mark: Callable[[str], str]) -> str:
-    """A grammar in Lark's syntax: any thoughts, then one of these calls, or a final message.
+    """A grammar in Lark's syntax: any reasoning and commentary, then one of these calls or a final message.
 
-    `answer` defines the final message, as a rule or a terminal (None: there must be a call); `mark` writes a mark as
-    Lark does: a special token by its id, other text as a string.
+    `answer` is the Lark rule or terminal of the final message; None if there must be a call. `mark` writes a mark in
+    Lark's syntax: a special token by its id, other text as a string.
     """
     start, channel, constrain, message, end = map(mark, (START, CHANNEL, CONSTRAIN, MESSAGE, END))
     last = [] if answer is None else [f'"final" {message} {answer.partition(":")[0]}']

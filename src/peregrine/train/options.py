@@ -1,4 +1,4 @@
-"""What `peregrine train head` is asked for. The command line is made from these classes; nothing heavy is imported."""
+"""Options of `peregrine train head`. The command line is made from these classes, so nothing heavy is imported."""
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -15,7 +15,7 @@ Facts = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class SamplingPlan:
-    """How much the target writes, and how."""
+    """How much text the target samples for training, and how."""
 
     tokens: int = option(2_000_000, "to sample, without prompts", "N")
     max_tokens: int = option(224, "of one sample", "N")
@@ -26,7 +26,7 @@ class SamplingPlan:
 
     @property
     def num_prompts(self) -> int:
-        """Prompts that suffice unless answers are very short."""
+        """Number of prompts to prepare: enough unless answers are very short."""
         return max(1, -(-2 * self.tokens // self.max_tokens))
 
     @property
@@ -44,7 +44,7 @@ class RunOptions:
     batch_rows: int = option(32, "rows per update", "ROWS", "batch")
     rate: float = option(2e-3, "peak learning rate", "X")
     warmup_steps: int = 50
-    decay_share: float = 0.8  # of all steps: the linear decay to zero
+    decay_share: float = 0.8  # of all steps, at the end: the rate falls linearly to zero
     weight_decay: float = 0.05
     seed: int = option(0, "of weights, prompts and order", "N")
     save_every: int = option(500, "updates", "N")
@@ -65,7 +65,7 @@ class HeadOptions(RunOptions):
 
 @dataclass(frozen=True, slots=True)
 class HeadOrder:
-    """Everything that is asked for when a head is trained."""
+    """All options of one head: its target, data, training and evaluation."""
 
     target: str
     data: tuple[Path, ...]
@@ -88,12 +88,12 @@ class HeadOrder:
     evaluate: bool = True
     text_tokens: int = option(0, "of whole documents, trained on in addition to the samples", "N")
     start: Path | None = None  # a head whose weights to start from
-    samples_of: Path | None = None  # a head whose prompts, samples and texts are taken instead of making them
+    samples_of: Path | None = None  # another head's folder: its prompts, samples and texts are used
     stop_after: str | None = None  # a stage after which to stop
 
     @property
     def work(self) -> Path:
-        """The folder for what is kept between stages."""
+        """The folder for files that stages leave for later ones."""
         return self.out / "work"
 
     @property
@@ -110,7 +110,7 @@ class HeadOrder:
             raise ConfigError(f"stop_after={self.stop_after!r}: no such stage; choose {' or '.join(STAGES)}")
 
     def facts(self) -> Facts:
-        """What a resumed run must agree on: everything that decides on the data and the head's shape."""
+        """The options that a resumed run must repeat: those that decide the data and the head's shape."""
         return {
             **self.data_facts(),
             "draft_vocab": self.draft_vocab,
@@ -122,7 +122,7 @@ class HeadOrder:
         }
 
     def data_facts(self) -> Facts:
-        """What decides on prompts, samples and texts."""
+        """The options that decide prompts, samples and texts."""
         plan = asdict(self.plan)
         return {
             "data": [path.name for path in self.data],

@@ -1,12 +1,16 @@
 """MLA of prompts for Hopper, in Gluon: the arithmetic of `mla_triton.py`, bit for bit.
 
-A program has a tile of 64 (query, head) pairs and reads all their keys, a split of two blocks at a time. Two groups of
-four warps each score and weigh one of the blocks, then each adds the weighted latents of both blocks to its half of the
-total's columns, some columns after the others. So only the total stays in registers, a split's acc never does as a
-whole. A group's own weights are in its registers; the other group reads them where the block's rotated part was, which
-nobody needs any more. Two warps copy the blocks of the next split into columns as soon as they are free.
+A program has a tile of 64 (query, head) pairs and loops over their keys, one split of two blocks at a time. Its warps:
 
-It serves tiles whose splits are all two blocks wide (`NARROW` keys or fewer); `mla_hopper.py` has the others.
+- Two groups of four warps. Group g computes the scores and softmax weights of block g, then adds the latents of both
+  blocks, weighted, to columns of half g of the output, one chunk of PAIR columns after the other. So only the
+  output's total stays in registers; a split's own acc exists one chunk at a time.
+- Two warps that copy the next split's blocks by TMA, each chunk of columns as soon as its memory is free.
+
+A group has its own block's weights in registers. It writes them for the other group over the block's rotated (rope)
+part in shared memory, which is not needed after the scores.
+
+This kernel serves tiles with at most NARROW keys, whose splits are all two blocks wide; `mla_hopper.py` serves others.
 """
 
 from triton.experimental import gluon
@@ -28,21 +32,21 @@ from peregrine.kernels.attention.hopper_prompt import rounded_here
 from peregrine.kernels.attention.mla_hopper import find_tile, key_limits, power_of_two, rows_of_tile
 
 ROWS = gl.constexpr(plan.TALL_TILE)
-PAIR = gl.constexpr(2 * plan.HOPPER_COLUMN)  # entries of a latent that are copied and added at a time
-NARROW = gl.constexpr(plan.mla_max_keys(2 * plan.BLOCK))  # most keys that are cut into splits of two blocks
+PAIR = gl.constexpr(2 * plan.HOPPER_COLUMN)  # columns of a latent that are copied and added at a time
+NARROW = gl.constexpr(plan.mla_max_keys(2 * plan.BLOCK))  # the most keys for which splits have two blocks
 
-# Lines of `row_stats`, a number for each row of the tile.
+# Lines of `row_stats`, one number for each row of the tile.
 FIRST_M = gl.constexpr(0)  # the largest score of a split's first block, rounded up
-SPLIT_M = gl.constexpr(1)  # of both blocks
-KEPT = gl.constexpr(2)  # factor of what the first block gave
-TOTAL_L = gl.constexpr(3)
+SPLIT_M = gl.constexpr(1)  # the same of both blocks
+KEPT = gl.constexpr(2)  # factor for the first block's l and acc: 2 ** (FIRST_M - SPLIT_M)
+TOTAL_L = gl.constexpr(3)  # sum of weights over all splits
 
 
 @gluon.jit
 def copy_blocks(  # type: ignore[no-untyped-def]
     OWN: gl.constexpr, keys, table, max_limit, count, ring, PAGE: gl.constexpr, PAIRS: gl.constexpr
 ):
-    """One warp: copy block OWN of split after split, column pairs as they become free."""
+    """One warp: copy block OWN of every split, PAIR columns as soon as their memory is free."""
     tiles, ready, free = ring
     PIECE: gl.constexpr = PAGE if PAGE < BLOCK else BLOCK
     COLUMNS: gl.constexpr = 2 * PAIRS + 1
@@ -63,19 +67,19 @@ def copy_blocks(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def pair_of(tiles, first, layout: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Two adjacent columns as one tile, from number `first` on."""
+    """Tiles number `first` and `first + 1`, which are adjacent in memory, as one tile of PAIR columns."""
     return tiles.index(first)._reinterpret(tiles.dtype, [tiles.shape[1], PAIR], layout)
 
 
 @gluon.jit
 def sum_here(a, b):  # type: ignore[no-untyped-def]
-    """a + b, computed here: the compiler would do it after further products, and run out of registers."""
+    """a + b in assembly: the compiler would move it behind later products, for which registers do not suffice."""
     return gl.inline_asm_elementwise("add.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], gl.float32, False, 1)
 
 
 @gluon.jit
 def first_values(weights, values, COLUMNS: gl.constexpr, layout: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Start the product of weights and values."""
+    """Start the matrix product weights @ values, without waiting for it."""
     zero = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
     return warpgroup_mma(weights, values, zero, use_acc=False, is_async=True)
 
@@ -84,7 +88,7 @@ def first_values(weights, values, COLUMNS: gl.constexpr, layout: gl.constexpr): 
 def attend_splits(  # type: ignore[no-untyped-def]
     OWN: gl.constexpr, q, out, q_stride, rows, limits, factor, ring, shared, HEADS: gl.constexpr, PAIRS: gl.constexpr
 ):
-    """Four warps: scores and weights of block OWN of every split, and half OWN of the columns of the outputs."""
+    """Four warps: scores and weights of block OWN of every split; half OWN of the output's columns."""
     tile, q_start, q_len, first_place = rows
     positions, num_keys, min_limit, max_limit, count = limits
     tiles, ready, free = ring
@@ -124,12 +128,12 @@ def attend_splits(  # type: ignore[no-untyped-def]
     total_l = gl.zeros([ROWS], gl.float32, l_rows)
     for split in range(count):
         phase = split & 1
-        # Always 0. Without it the compiler would compute all addresses before the loop and run out of registers.
+        # Always 0; keeps the compiler from computing all addresses before the loop, for which registers do not suffice.
         none = split >> 24
         own_p = tiles.index(none + OWN * COLUMNS + 2 * PAIRS)
         other_p = tiles.index(none + (1 - OWN) * COLUMNS + 2 * PAIRS)
         start = (2 * split + OWN) * BLOCK
-        if start + BLOCK > max_limit:  # what follows the last key may be NaN, and so is 0 * NaN
+        if start + BLOCK > max_limit:  # values after the last key may be NaN, and 0 * NaN is NaN
             inside = start + gl.arange(0, BLOCK, flat_rows) < max_limit
             for step in gl.static_range(PAIRS):
                 mbarrier.wait(ready.index(OWN * STEPS + step), phase)
@@ -148,7 +152,7 @@ def attend_splits(  # type: ignore[no-untyped-def]
         mbarrier.wait(ready.index(OWN * STEPS + PAIRS), phase)
         scores = warpgroup_mma(q_tiles.index(none + 2 * PAIRS), own_p.permute((1, 0)), scores, is_async=True)
         scores = warpgroup_mma_wait(0, deps=(scores,)) * factor
-        gl.thread_barrier()  # all warps have read the rotated part, whose place the weights take
+        gl.thread_barrier()  # all warps have read the rotated part, which the weights overwrite
         if start + BLOCK > min_limit:  # some rows do not see some keys
             index = start + gl.arange(0, BLOCK, gl.SliceLayout(0, s_layout))
             scores = gl.where(index[None, :] < limit[:, None], scores, float("-inf"))
@@ -212,7 +216,7 @@ def attend_splits(  # type: ignore[no-untyped-def]
     divisor = row_stats.index(TOTAL_L).load(acc_rows)
     is_live = gl.convert_layout(limit, acc_rows, assert_trivial=True) > 0
     divisor = gl.where(is_live, divisor, 1.0)[:, None]
-    # Outputs leave through the memory of the queries, as whole vectors. A tile's live rows come first, side by side.
+    # Outputs are stored through the queries' shared memory, as whole vectors. The live rows of a tile come first.
     place = gl.arange(0, ROWS, flat_rows)
     _, _, live = rows_of_tile(tile, q_start, q_len, HEADS, ROWS, flat_rows)
     to = ((first_place + place) * (2 * PAIRS * WIDTH))[:, None] + dim[None, :]
@@ -291,5 +295,5 @@ def mla_hopper_prompt_kernel(  # type: ignore[no-untyped-def]
             (copy_blocks, (1, keys, row_table, max_limit, count, ring, PAGE, PAIRS)),
         ],
         [4, 1, 1],
-        [240, 24, 24],  # registers per thread of all but the first, which has the rest, 240 too
+        [240, 24, 24],  # registers per thread of all but the first, which gets the rest, 240 as well
     )

@@ -1,4 +1,4 @@
-"""Gathering the values of processes whose memory each other can write."""
+"""Gather between processes that can write into each other's GPU memory."""
 
 from peregrine.kernels.gather.reference import Mailbox, gather, gather_torch, mailbox_words
 

@@ -1,4 +1,4 @@
-"""The exchange as a Triton kernel; `reference.py` says how it works."""
+"""The gather as a Triton kernel; `reference.py` says how it works."""
 
 import triton
 import triton.language as tl
@@ -7,12 +7,12 @@ from torch import Tensor
 from peregrine.kernels.gather.reference import Mailbox
 from peregrine.kernels.runtime.gpu import launch
 
-LOOK_EVERY = tl.constexpr(1024)  # times a flag is read, after which the host's word is
-MOST_READS = tl.constexpr(1 << 30)  # of a flag: some 10 minutes
+LOOK_EVERY = tl.constexpr(1024)  # reads of a flag between two reads of `stop` in host memory
+MOST_READS = tl.constexpr(1 << 30)  # of a flag, about 10 minutes; then the kernel ends with an error
 
 
 def gather(out: Tensor, own: Tensor, mailbox: Mailbox, programs: int, chunk: int) -> None:
-    """Every rank's `own` [n] i16 one after the other in `out` [size * n]."""
+    """`own` [n] i16 of all ranks, in order, in `out` [size * n]."""
     count = own.numel()
     launch(
         _gather,
@@ -57,7 +57,7 @@ def _gather(  # type: ignore[no-untyped-def]
         for rank in tl.static_range(SIZE):
             flag = mine.to(tl.pointer_type(tl.int32)) + rank * PROGRAMS + program
             _await(flag, number, tl.load(addresses + SIZE).to(tl.pointer_type(tl.int32)))
-        tl.debug_barrier()  # and all flags before its loads
+        tl.debug_barrier()  # all flags have been seen before its loads
         for rank in tl.static_range(SIZE):
             here = _place(mine, number, rank, program, SIZE, PROGRAMS, CHUNK)
             received = tl.load(here + lanes, mask=inside, other=0, volatile=True)
@@ -69,14 +69,14 @@ def _gather(  # type: ignore[no-untyped-def]
 def _place(  # type: ignore[no-untyped-def]
     memory, number, rank, program, SIZE: tl.constexpr, PROGRAMS: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """Where a mailbox takes what a rank's program sends in an exchange."""
+    """The buffer for what a rank's program sends in this exchange."""
     data = (memory + 4 * SIZE * PROGRAMS).to(tl.pointer_type(tl.int16))
     return data + (((number % 2) * SIZE + rank) * PROGRAMS + program) * CHUNK
 
 
 @triton.jit
 def _await(flag, number, stop):  # type: ignore[no-untyped-def]
-    """Wait until a flag has reached a number."""
+    """Wait until a flag has reached this number; a device error if the host sets `stop`, or after MOST_READS."""
     reads = 0
     while tl.atomic_add(flag, 0, sem="acquire", scope="sys") < number:
         reads += 1

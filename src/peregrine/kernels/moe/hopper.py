@@ -1,11 +1,14 @@
-"""Experts of many rows on Hopper, in Gluon: the arithmetic of `triton.py`, bit for bit.
+"""Experts of many rows on Hopper, in Gluon: the arithmetic of `triton.py`, bit for bit. Three steps:
 
-    gather         rows are copied to the places of their pairs, in blocks that share an expert (`gather_triton.py`)
-    gate_up, down  a linear each: a program takes tile after tile, ROWS places by COLS rows of its expert's weight
+    gather    sorts (row, expert) pairs by expert and copies each pair's row to its place; a block is ROWS places of one
+              expert (`gather_triton.py`)
+    gate_up   a grouped linear over all blocks, with the activation
+    down      a grouped linear over all blocks, with the router's weight of each pair
 
-A linear works as `linear/hopper_large.py` does: one warp copies by TMA, two groups of four warps multiply and finish
-half of the places each. An expert's last block is seldom full: what lies at places without a pair is undefined and read
-by nobody, and a group that has only such places does not multiply.
+A tile of a linear is one block by COLS outputs of its expert. Programs are persistent: each computes tile after tile,
+as in `linear/hopper_large.py`. One warp copies tiles by TMA; two groups of four warps multiply and store, each one half
+of the block's places. The last block of an expert is seldom full. Places without a pair hold undefined values that
+nothing reads, and a group whose half holds no pair does not multiply.
 """
 
 from torch import Tensor
@@ -21,12 +24,12 @@ from peregrine.kernels.moe.gather_triton import gated, gather
 from peregrine.kernels.moe.reference import ExpertChoice
 from peregrine.kernels.runtime.gpu import launch, multiprocessors
 
-NEIGHBOURS = gl.constexpr(4)  # blocks that take the same columns before the next: often of one expert
+NEIGHBOURS = gl.constexpr(4)  # blocks, often of one expert, whose tiles of the same columns follow each other
 
 
 @gluon.jit
 def tile_of(n, num_blocks, COL_TILES: gl.constexpr):  # type: ignore[no-untyped-def]
-    """(block, column tile) of a program's n-th tile. NEIGHBOURS blocks share a tile of a weight while it is in L2."""
+    """(block, column tile) of a program's n-th tile, ordered so that NEIGHBOURS blocks read a weight tile from L2."""
     item = gl.program_id(0) + n * gl.num_programs(0)
     group, inside = item // (NEIGHBOURS * COL_TILES), item % (NEIGHBOURS * COL_TILES)
     height = gl.minimum(num_blocks - group * NEIGHBOURS, NEIGHBOURS)
@@ -35,7 +38,7 @@ def tile_of(n, num_blocks, COL_TILES: gl.constexpr):  # type: ignore[no-untyped-
 
 @gluon.jit
 def num_tiles(blocks, COL_TILES: gl.constexpr):  # type: ignore[no-untyped-def]
-    """(blocks, how many tiles this program has)."""
+    """(number of blocks, number of this program's tiles)."""
     num_blocks = gl.load(blocks)
     programs = gl.num_programs(0)
     return num_blocks, (num_blocks * COL_TILES - gl.program_id(0) + programs - 1) // programs
@@ -45,7 +48,7 @@ def num_tiles(blocks, COL_TILES: gl.constexpr):  # type: ignore[no-untyped-def]
 def copy_tiles(  # type: ignore[no-untyped-def]
     x_desc, w_desc, blocks, ring, N: gl.constexpr, STEPS: gl.constexpr, COL_TILES: gl.constexpr, GATE: gl.constexpr
 ):
-    """The copying warp."""
+    """One warp: copy the inputs and weights of all tiles into the ring of STAGES buffers."""
     x_tiles, _, w_halves, ready, free, _ = ring
     gdc_wait()
     num_blocks, count = num_tiles(blocks, COL_TILES)
@@ -84,7 +87,7 @@ def finish_tiles(  # type: ignore[no-untyped-def]
     SCALE: gl.constexpr,
     GATE: gl.constexpr,
 ):
-    """Four warps that multiply and finish one half of every tile's places."""
+    """Four warps: multiply half WHICH of the places of every tile, apply factors and activation, and store."""
     x_tiles, w_tiles, _, ready, free, lead = ring
     OUT_COLS: gl.constexpr = COLS // 2 if GATE else COLS
     product: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16])
@@ -137,7 +140,7 @@ def experts_kernel(  # type: ignore[no-untyped-def]
     GATE: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """One linear of all experts. Grid (programs,): they share the tiles."""
+    """One linear of all experts. Grid (programs,): program p computes tiles p, p + programs, and so on."""
     STEPS: gl.constexpr = K // DEPTH
     OUT_COLS: gl.constexpr = COLS // 2 if GATE else COLS
     COL_TILES: gl.constexpr = (N + OUT_COLS - 1) // OUT_COLS
@@ -163,12 +166,12 @@ def experts_kernel(  # type: ignore[no-untyped-def]
             (copy_tiles, (x_desc, w_desc, blocks, ring, N, STEPS, COL_TILES, GATE)),
         ],
         [4, 1],
-        [240, 24],  # registers per thread of the last two kinds; the first has the rest, 240 too
+        [240, 24],  # registers per thread of the second and third; the first gets the rest, 240 as well
     )
 
 
 def gate_tiles(weight: Tensor) -> TensorDescriptor:
-    """The TMA descriptor of all gates and ups [E, 2 N, K] in halves of a tile: 8 gates, 8 ups and so on."""
+    """The TMA descriptor of gate_up [E, 2 N, K] whose boxes are half a tile: 8 rows of gate, 8 of up, and so on."""
     experts, outputs, inputs = weight.shape[0], weight.shape[1] // 2, weight.shape[2]
     block = [COLS.value // 32, 2, 8, DEPTH.value]
     shape, strides = [(2 * experts - 1) * outputs // 8, 2, 8, inputs], [8 * inputs, outputs * inputs, inputs, 1]
@@ -178,8 +181,10 @@ def gate_tiles(weight: Tensor) -> TensorDescriptor:
 def placed_outputs(
     x: Tensor, scale: tuple[Tensor, float] | None, choice: ExpertChoice, gate_up: Tensor, down: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(weighted outputs [places, H], place of each pair [N * choices] i32) of each row's experts; arguments as in
-    `expert_outputs`."""
+    """(weighted outputs of all pairs [places, H], place of each pair [N * choices] i32).
+
+    Arguments as for `expert_outputs`.
+    """
     gathered, factors, blocks, places = gather(x, scale, choice, len(down), ROWS.value)
     inner = x.new_empty(len(gathered), down.shape[2])
     programs = multiprocessors(x.device, 1)
