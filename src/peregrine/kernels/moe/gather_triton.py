@@ -1,10 +1,10 @@
-"""Rows of a mixture of experts, copied to where the linears of experts read them, on a GPU.
+"""Rows of a mixture of experts, grouped by expert on a GPU for the linears that read them.
 
-    count, place   every pair of (row, place in its choice) gets a place in blocks of rows that share an expert
-    gather         a row is copied to the places of its pairs, and what they are multiplied with is put beside
+    count, place   give each (row, chosen expert) pair a place; places come in blocks, and a block has one expert
+    gather         copies a row to the places of its pairs, and its factors beside it
 
-An expert's pairs begin with a block of their own, and its last block is seldom full. What lies at places without a pair
-is undefined. What else the kernels of experts share is here, too.
+Each expert begins a new block, and its last block is seldom full; places without a pair hold undefined values. Device
+functions that several kernels of experts use are here, too.
 """
 
 import torch

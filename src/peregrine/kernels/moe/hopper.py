@@ -1,7 +1,7 @@
 """Experts of many rows on Hopper, in Gluon: the arithmetic of `triton.py`, bit for bit. Three steps:
 
-    gather    sorts (row, expert) pairs by expert and copies each pair's row to its place; a block is ROWS places of one
-              expert (`gather_triton.py`)
+    gather    gives every (row, expert) pair a place and copies its row there; a block of ROWS places has one expert
+              (`gather_triton.py`)
     gate_up   a grouped linear over all blocks, with the activation
     down      a grouped linear over all blocks, with the router's weight of each pair
 
