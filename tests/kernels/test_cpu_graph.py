@@ -78,3 +78,24 @@ def test_an_unchanged_input_is_not_copied(mlp) -> None:
     x.mul_(2)
     expected = clean(x, residual)
     assert torch.equal(graph(x, residual)[0], expected[0])
+
+
+def test_graphs_inside_a_recording_are_part_of_it(mlp) -> None:
+    """A replay makes its calls without Python: an outer recording would not see them."""
+    _, clean = mlp
+    inner, outer = CpuGraphs(max_rows=8), CpuGraphs(max_rows=8)
+    for seed in range(3):
+        inner.run("once", clean, *draw(2, seed))  # recorded on its own before and after
+        inputs = draw(2, seed + 10)
+        made = outer.run("outer", lambda x, y: inner.run("once", clean, x, y), *inputs)
+        assert all(torch.equal(a, b) for a, b in zip(made, clean(*inputs), strict=True))
+    assert outer._graphs[2]["outer"].complete
+
+
+def test_a_graph_with_copies_of_its_inputs_leaves_them_alone(mlp) -> None:
+    _, clean = mlp
+    first, x = draw(2, 0), draw(2, 0)
+    graphs = CpuGraphs(max_rows=8, copies_inputs=True)
+    graphs.run("mlp", clean, *x)
+    graphs.run("mlp", clean, *draw(2, 1))
+    assert all(torch.equal(a, b) for a, b in zip(x, first, strict=True))

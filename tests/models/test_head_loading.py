@@ -175,6 +175,20 @@ def test_saving_casts_weights_but_not_ids(target: Decoder, tmp_path: Path) -> No
     assert ids["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 3, 4]
 
 
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_weights_stay_in_bfloat16_on_a_cpu_if_stored_in_it(
+    stored: torch.dtype, target: Decoder, tmp_path: Path
+) -> None:
+    pytest.importorskip("numba")
+    plain = load_head(changed(tmp_path), target, "cpu", torch.float32, pack=False)
+    save_head(plain, tmp_path / "b", stored)
+    head, wide = (load_head(tmp_path / "b", target, "cpu", torch.float32, pack=pack) for pack in (True, False))
+    assert isinstance(head, Eagle3Head)
+    assert isinstance(wide, Eagle3Head)
+    assert head.fc.format.unpack().weight.equal(wide.fc.weight)
+    assert head.fc.format.panels.dtype is stored  # type: ignore[attr-defined]
+
+
 def test_a_packed_head_cannot_be_saved(target: Decoder, tmp_path: Path) -> None:
     head = load_head(changed(tmp_path), target, "cpu", torch.float32)
     assert isinstance(head, Eagle3Head)

@@ -1,6 +1,8 @@
 """Identity on the embedded model and its trained head."""
 
 from functools import cache
+from importlib import import_module
+from struct import unpack_from
 
 import pytest
 
@@ -67,3 +69,7 @@ def test_every_step_of_model_and_head_is_replayed(monkeypatch: pytest.MonkeyPatc
     run(build(MERLIN, drafter="eagle3", num_drafts=2).engine, requests(4)[:1])
     assert len(made) > 10 + 3, "more than a decoder's layers and a head's three steps"
     assert all(graph.complete for graph in made)
+    attend, choose = (import_module(f"peregrine.kernels.{name}.cpu") for name in ("attention", "sampling"))
+    step = {attend._attend._address, choose._choose_nodes._address}
+    called = [{unpack_from("q", words)[0] for _, words, _ in graph._replay._calls} for graph in made]
+    assert any(step <= bodies for bodies in called), "a step of the head is one replay, from its attention to the pick"

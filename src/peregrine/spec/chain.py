@@ -1,13 +1,19 @@
 """Draft one token after another: a chain of K drafts."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from peregrine.kernels.round import AheadPlaces
+from peregrine.kernels.runtime.cpu import numba_ready
+from peregrine.kernels.runtime.cpu_graph import CpuGraphs
 from peregrine.kernels.sampling import pick, top_chances
 from peregrine.spec.readers import DraftReader
 from peregrine.spec.types import Chunk, Drafts, DraftShape, Seen
 from peregrine.spec.windows import Plan
+
+MAX_GRAPH_ROWS = 64  # steps for more rows are not run from recorded kernel calls
 
 
 class ChainDrafter:
@@ -19,6 +25,7 @@ class ChainDrafter:
         self.reads_next_token = reader.reads_next_token
         self.shape = DraftShape.chain(num_drafts, num_drafts - 1 + reader.first_place)
         self.depths = tuple(range(num_drafts + 1))
+        self._graphs = CpuGraphs(max_rows=MAX_GRAPH_ROWS, copies_inputs=True)
 
     def absorb(self, chunk: Chunk) -> None:
         self.reader.absorb(chunk)
@@ -35,10 +42,10 @@ class ChainDrafter:
         assert hidden is not None
         ahead = self._ahead(seen, depth)
         tokens = seen.new_past_lens.new_empty(depth, hidden.shape[0])  # [K, R]
+        before = None
         for step in range(depth):
-            if step > 0:
-                hidden = self._step(seen, ahead, step, tokens[step - 1], hidden)
-            self._pick(seen, ahead, step, hidden, tokens[step])
+            hidden, _ = self._add_draft(seen, ahead, step, before, hidden, tokens[step])
+            before = tokens[step]
         return Drafts(tokens.T, depth, None)
 
     def _propose_planned(self, seen: Seen, plan: Plan) -> Drafts:
@@ -46,40 +53,69 @@ class ChainDrafter:
         tokens = seen.new_past_lens.new_zeros(self.shape.depth, len(seen.past_lens))  # [K, R]
         hidden = self.reader.read(seen)  # [n, H]
         if len(hidden):
-            some, rows = seen.drafted(), plan.rows
+            some, rows, before = seen.drafted(), plan.rows, None
             ahead = self._ahead(some, self.shape.depth)
             for step in range(self.shape.depth):
                 picked = tokens[step] if rows is None else tokens.new_empty(len(hidden))
-                plan.add(top_chances(self._pick(some, ahead, step, hidden, picked)[:, 0]))
+                hidden, chances = self._add_draft(some, ahead, step, before, hidden, picked)
+                assert chances is not None
+                plan.add(chances)
                 if rows is not None:
                     tokens[step].index_copy_(0, rows, picked)
-                kept = plan.go_on()
+                kept, before = plan.go_on(), picked
                 if kept is not None:
                     if not len(kept):
                         break
                     some, ahead = some.only(kept), only(ahead, kept)
-                    hidden, picked = hidden.index_select(0, kept), picked.index_select(0, kept)
+                    hidden, before = hidden.index_select(0, kept), picked.index_select(0, kept)
                     rows = kept if rows is None else rows.index_select(0, kept)
-                hidden = self._step(some, ahead, step + 1, picked, hidden)
         return Drafts(tokens.T, plan.depths(), None)
 
     def _ahead(self, seen: Seen, depth: int) -> AheadPlaces:
         return seen.pages.ahead(seen.new_past_lens, self.reader.first_place, depth, width=1)
 
-    def _step(self, seen: Seen, ahead: AheadPlaces, step: int, tokens: Tensor, hidden: Tensor) -> Tensor:
-        """Read the drafts before this step; it attends to everything before it, earlier drafts included."""
-        positions = ahead.positions[step - 1]  # [R, 1]
-        metadata = seen.pages.uniform(positions, positions[:, 0], ahead.slots[step - 1])
-        return self.reader.step(tokens, hidden, metadata)
+    def _add_draft(
+        self, seen: Seen, ahead: AheadPlaces, step: int, before: Tensor | None, hidden: Tensor, out: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Draft into `out` [R] after the drafts before; returns the hidden state it was read from, and its chance.
 
-    def _pick(self, seen: Seen, ahead: AheadPlaces, step: int, hidden: Tensor, out: Tensor) -> Tensor:
-        """Pick the drafts of a step into `out` [R]; returns their scores [R, 1, Vd]."""
-        logits = self.reader.logits(hidden)[:, None]
-        place = ahead.next_positions[step]  # [R, 1]
-        pick(logits, place, self.reader.target_ids, seen.sampling, seen.features, out=out[:, None])
+        On a CPU a step is recorded as a whole, for all rows: what it reads besides its inputs stays where it is.
+        """
+        inputs = [hidden, ahead.next_positions[step]]
+        if before is not None:
+            inputs += [before, ahead.positions[step - 1], ahead.slots[step - 1]]
+        pages = seen.pages
+        if hidden.is_cpu and pages.lasting is not None and numba_ready(hidden):
+            name = before is None, seen.plan is None, seen.features.sampled, pages.lasting.data_ptr()
+            hidden, picked, *said = self._graphs.run(name, partial(self._step, seen, None), *inputs)
+            out.copy_(picked)
+        else:
+            hidden, _, *said = self._step(seen, out, *inputs)
         if seen.forced is not None:  # what a grammar leaves no choice about is taken as given
             out.copy_(torch.where(seen.forced[:, step] >= 0, seen.forced[:, step], out))
-        return logits
+        return hidden, said[0] if said else None
+
+    def _step(
+        self,
+        seen: Seen,
+        out: Tensor | None,
+        hidden: Tensor,
+        places: Tensor,
+        before: Tensor | None = None,
+        positions: Tensor | None = None,
+        slots: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
+        """Read the drafts before, if any, each of which sees all before it, and pick the next ones at places [R, 1].
+
+        (hidden [R, H], picks [R], in `out` if given) and, if the drafts are planned, the chance of each pick [R].
+        """
+        if before is not None and positions is not None and slots is not None:
+            pages = seen.pages.whole() if out is None else seen.pages
+            hidden = self.reader.step(before, hidden, pages.uniform(positions, positions[:, 0], slots))
+        logits = self.reader.logits(hidden)[:, None]  # [R, 1, Vd]
+        picked = places.new_empty(len(hidden)) if out is None else out
+        pick(logits, places, self.reader.target_ids, seen.sampling, seen.features, out=picked[:, None])
+        return (hidden, picked) if seen.plan is None else (hidden, picked, top_chances(logits[:, 0]))
 
 
 def only(ahead: AheadPlaces, rows: Tensor) -> AheadPlaces:

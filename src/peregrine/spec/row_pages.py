@@ -1,6 +1,6 @@
 """Where the tokens of a batch of rows live: one page table for every store of a round."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -25,6 +25,13 @@ class RowPages:
     page_size: int
     max_len: int  # positions stop below this
     starts: Tensor  # [max_q_len, R + 1] i64, from `even_starts`
+    lasting: Tensor | None = (
+        None  # the table in all its width, at one address in every round; None: of these rows alone
+    )
+
+    def whole(self) -> "RowPages":
+        """The same rows with the table in all its width."""
+        return self if self.lasting is None else replace(self, table=self.lasting)
 
     def only(self, rows: Tensor) -> "RowPages":
         """Some of the rows [n]."""

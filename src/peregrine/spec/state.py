@@ -178,7 +178,8 @@ class SeatState:
     def _slice(self, rows: Rows) -> RowState:
         lines = {name: buffer[: rows.count] for name, buffer in self._buffers.items()}
         links = self._chain if self.shape.is_chain else Links(*(lines.pop(name) for name in LINKS))
-        table = lines.pop("page_table")[:, : -(-rows.places // self.page_size)]
+        pages = lines.pop("page_table")
+        table = pages[:, : -(-rows.places // self.page_size)]
         masks, shape, nodes = self.masks, self.shape, rows.nodes
         if nodes is not None:
             shape = DraftShape.chain(nodes - 1, shape.lookahead)
@@ -193,7 +194,7 @@ class SeatState:
             chain=self._chain,
             sampling=SamplingTensors(**{name: lines.pop(name) for name in SAMPLING_LINES}, masks=masks),
             forced=None if self.forced is None else self.forced[: rows.count, :nodes],
-            pages=RowPages(table, self.page_size, self.max_len, self._starts[:, : rows.count + 1]),
+            pages=RowPages(table, self.page_size, self.max_len, self._starts[:, : rows.count + 1], pages),
             **lines,
         )
 

@@ -91,6 +91,11 @@ def record_calls() -> Iterator[list[Call]]:
         _recorder.calls = before
 
 
+def is_recording() -> bool:
+    """Whether this thread's kernel calls are recorded now: a replay inside would be lost."""
+    return _recorder.calls is not None
+
+
 def start_kernel_clock() -> None:
     """Add up the time that this thread spends in compiled kernels from now on; for benchmarks."""
     _recorder.seconds = 0.0

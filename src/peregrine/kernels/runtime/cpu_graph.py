@@ -6,14 +6,14 @@ is run once while its calls are recorded, and from then on only the calls are ma
 second version of any code: what is replayed is what ran.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from peregrine.kernels.runtime.cpu import Replay, record_calls
+from peregrine.kernels.runtime.cpu import Replay, is_recording, record_calls
 
 aten = torch.ops.aten
 ALLOCATIONS = {aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default}  # allocate, write nothing
@@ -75,27 +75,30 @@ def _is_view(func: Any, args: tuple[Any, ...], result: Any) -> bool:
 class CpuGraphs:
     """The CPU graphs of some functions that belong together, for each number of rows that they were run with.
 
-    When they hold the memory of too many rows, the graphs of the least recently used number are dropped.
+    When they hold the memory of too many rows, the graphs of the least recently used number are dropped. A graph keeps
+    the inputs it was recorded with and writes later ones over them; if somebody else needs those, it must have copies.
     """
 
-    def __init__(self, max_rows: int, kept_rows: int | None = None) -> None:
+    def __init__(self, max_rows: int, kept_rows: int | None = None, copies_inputs: bool = False) -> None:
         self.max_rows, self.kept_rows = max_rows, 8 * max_rows if kept_rows is None else kept_rows
-        self._graphs: dict[int, dict[int, CpuGraph]] = {}  # number of rows -> index of the function -> graph
+        self.copies_inputs = copies_inputs
+        self._graphs: dict[int, dict[Hashable, CpuGraph]] = {}  # number of rows -> name of the function -> graph
 
-    def run(self, index: int, step: Step, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def run(self, name: Hashable, step: Step, *inputs: Tensor) -> tuple[Tensor, ...]:
         """`step(*inputs)`: replayed if it was recorded for this number of rows, recorded if not.
 
-        Outputs are overwritten by the next replay of the same function and number of rows.
+        Outputs are overwritten by the next replay of the same function and number of rows. Inside another recording
+        the function just runs.
         """
         num_rows = inputs[0].shape[0]
-        if num_rows > self.max_rows:
+        if num_rows > self.max_rows or is_recording():
             return step(*inputs)
         graphs = self._graphs.pop(num_rows, {})
         self._graphs[num_rows] = graphs  # now the most recently used
-        graph = graphs.get(index)
+        graph = graphs.get(name)
         if graph is not None:
             return graph(*inputs) if graph.complete else step(*inputs)
         while sum(self._graphs) > self.kept_rows:
             del self._graphs[next(iter(self._graphs))]
-        graphs[index] = CpuGraph(step, inputs)
-        return graphs[index].outputs
+        graphs[name] = CpuGraph(step, [value.clone() for value in inputs] if self.copies_inputs else inputs)
+        return graphs[name].outputs

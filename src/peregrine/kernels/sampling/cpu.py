@@ -488,10 +488,10 @@ def choose(
     checked: bool,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The place in [0, V) of the token at each node: scores [R, T, V] f32 on the CPU, positions [R, T] -> [R, T] i64.
+    """The token at each node: scores [R, T, V] f32 on the CPU, positions [R, T] -> [R, T] i64.
 
     Scores are those of token ids [V] (None: 0, 1, ...). Checked: -1 if a score is not finite; otherwise some scores
-    may be -inf, and the place among scores that are not numbers is undefined. Results go to `out`, a dense [R, T],
+    may be -inf, and the token among scores that are not numbers is undefined. Results go to `out`, a dense [R, T],
     if given.
     """
     scores, positions = scores.contiguous(), positions.contiguous()
@@ -621,7 +621,7 @@ def _choose_nodes(block):  # type: ignore[no-untyped-def]
                     lowest = lowest_of(source, divisor, best / divisor, top_k[row], top_p[row], log_min_p[row], spare)
                 key = key_of(seeds[row], positions[place])
                 token = _draw(start, width, maxima, hashes, divisor, lowest, key, ids, token)
-            tokens[place] = token
+            tokens[place] = token if ids == 0 else longs_at(ids, width)[token]
         piece = claim(words)
 
 

@@ -208,11 +208,7 @@ def pick(
     if triton_ready(draft_logits):
         _triton.best_tokens(draft_logits, positions, sampling, features.sampled, target_ids, None, False, out)
     elif numba_ready(draft_logits):
-        unfiltered = Features(sampled=features.sampled)
-        straight = out if target_ids is None else None
-        ids: Tensor = _cpu.choose(draft_logits, positions, target_ids, sampling, unfiltered, False, straight)
-        if target_ids is not None:
-            torch.index_select(target_ids, 0, ids.view(-1), out=out.view(-1))
+        _cpu.choose(draft_logits, positions, target_ids, sampling, Features(sampled=features.sampled), False, out)
     else:
         pick_torch(draft_logits, positions, target_ids, sampling, features, out)
 

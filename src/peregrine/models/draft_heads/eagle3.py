@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from peregrine.attention import Attend
 from peregrine.kernels.norm import norm_pair
 from peregrine.kernels.residual import Residual
+from peregrine.kernels.runtime.cpu import is_recording
 from peregrine.kernels.runtime.cpu_graph import CpuGraphs
 from peregrine.models.checkpoint.plan import Piece, Plan, linear_plan
 from peregrine.models.config import ModelConfig
@@ -112,7 +113,7 @@ class Eagle3Head(StepHead):
         def step(hidden: Tensor) -> tuple[Tensor, ...]:
             return (self.score(hidden if self.config.norm_output else self.norm(hidden)),)
 
-        if not self.first.is_recordable:
+        if not self.first.is_recordable or is_recording():
             return step(hidden)[0]
         return self.first.graphs.run(LOGITS, step, hidden)[0].clone()  # the next replay writes over what it returned
 
@@ -144,7 +145,8 @@ class Eagle3Layer(nn.Module):
         """The residual stream after the layer, prepared for `next_norm`."""
         values = hidden
         # Queries of all rows take less time than kernels that are called one by one; but a prompt needs none of them.
-        if self.is_recordable and len(hidden) <= MAX_GRAPH_ROWS and (live is None or len(live)):
+        recorded = self.is_recordable and len(hidden) <= MAX_GRAPH_ROWS and not is_recording()
+        if recorded and (live is None or len(live)):
             qkv, normed = self._project(tokens, embedding, hidden, positions, table)
             values = normed if self.norm_before_residual else hidden
             if live is not None:

@@ -52,11 +52,22 @@ class FoundHead:
     plan: Plan
 
     def load(self, target: Decoder, device: torch.device | str, dtype: torch.dtype, *, pack: bool = True) -> DraftHead:
-        """The head, packed for inference, or plain to be trained on."""
+        """The head, packed for inference, or plain to be trained on.
+
+        On a CPU weights stored in bfloat16 stay in it, which changes no bit: a step reads all of them for a few rows.
+        """
         head = self.blueprint.build(target, device, dtype)
-        fill = self.weights.fill_and_pack if pack else self.weights.fill
-        fill(head, self.plan)
+        if pack:
+            held = torch.bfloat16 if torch.device(device).type == "cpu" and self._is_bfloat16 else None
+            self.weights.fill_and_pack(head, self.plan, held=held)
+        else:
+            self.weights.fill(head, self.plan)
         return head
+
+    @property
+    def _is_bfloat16(self) -> bool:
+        names = {piece.name for pieces in self.plan.values() for piece in pieces}
+        return all(self.weights.stored_dtype(name) == "BF16" for name in names)
 
 
 def find_head(source: str | Path | Weights, target: ModelConfig) -> FoundHead:
