@@ -1,31 +1,18 @@
 """The Triton attention kernels become machine code for an H200, without one."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+from kernels.outside import output_of
 from peregrine.kernels.runtime.gpu import TRITON_PRESENT
 
-SRC = Path(__file__).parents[2] / "src"
 SHARED_BYTES = 227 * 1024  # of an H200's multiprocessor, for one program
 
 
 @pytest.mark.skipif(not TRITON_PRESENT, reason="needs triton")
 def test_attention_kernels_compile() -> None:
-    outside = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("compile_attention.py"))],
-        env={**outside, "PYTHONPATH": os.pathsep.join([str(SRC), str(Path(__file__).parents[1])])},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    compiled = [json.loads(line) for line in done.stdout.splitlines()]
+    compiled = [json.loads(line) for line in output_of("compile_attention.py").splitlines()]
     arithmetic = [facts for facts in compiled if facts["kernel"] in ("decode_kernel", "context_kernel")]
     merges = [facts for facts in compiled if facts["kernel"] == "merge_kernel"]
     copies = {facts["kernel"] for facts in compiled} & {"write_kernel", "paths_kernel"}

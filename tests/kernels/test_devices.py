@@ -1,21 +1,17 @@
 """Kernels are launched as the device can run them: with PDL from Hopper on, in tiles that fit its shared memory."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
 import torch
 
+from kernels.outside import output_of
 from peregrine.kernels.linear.tiles import HEIGHTS, ON_H200, TABLES, Room, pick_tile
 from peregrine.kernels.moe.tiles import pick_expert_tiles
 from peregrine.kernels.runtime import gpu
 
-ROOT = Path(__file__).parents[2]
 # Shared memory per program of an A100, of an RTX 4090, and the least that Triton runs on.
 SMALLER = {"a100": 163 * 1024, "rtx-4090": 99 * 1024, "turing": 64 * 1024}
 SHAPES = {"plain": (6144, 4096, False), "split": (4096, 14336, False), "gated": (14336, 4096, True)}
@@ -96,15 +92,6 @@ def test_a_cpu_counts_as_hopper_and_holds_no_hopper_tensor() -> None:
 @pytest.mark.skipif(not gpu.TRITON_PRESENT, reason="needs triton")
 def test_before_hopper_no_kernel_uses_pdl() -> None:
     """The wait instruction does not exist there: a kernel with it would not compile."""
-    outside = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("compile_ampere.py"))],
-        env={**outside, "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "src", ROOT / "tests")))},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    facts = [json.loads(line) for line in done.stdout.splitlines()]
+    facts = [json.loads(line) for line in output_of("compile_ampere.py").splitlines()]
     assert len(facts) == 2
     assert all(not fact["waits"] and fact["shared"] <= SMALLER["rtx-4090"] for fact in facts)

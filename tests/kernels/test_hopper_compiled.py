@@ -1,17 +1,13 @@
 """Hopper's own kernels compile to the intended instructions: asynchronous copies and one wait for the kernel before."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+from kernels.outside import output_of
 from peregrine.kernels.linear.tiles import HOPPER_TABLES
 from peregrine.kernels.runtime.gpu import TRITON_PRESENT
 
-ROOT = Path(__file__).parents[2]
 MOST_SHARED = 227 * 1024  # bytes that a program can have
 DENSE, PROMPT, MLA, MLA_PROMPT = (
     *("hopper_decode_kernel", "hopper_prompt_kernel"),
@@ -23,16 +19,7 @@ ATTENTION = (DENSE, PROMPT, MLA, MLA_PROMPT)
 
 @pytest.fixture(scope="module")
 def compiled() -> list[dict[str, int | str]]:
-    outside = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("compile_hopper.py"))],
-        env={**outside, "PYTHONPATH": str(ROOT / "src")},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return [json.loads(line) for line in output_of("compile_hopper.py").splitlines()]
 
 
 pytestmark = pytest.mark.skipif(not TRITON_PRESENT, reason="needs triton")

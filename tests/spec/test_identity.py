@@ -161,17 +161,9 @@ def test_a_prefix_hit_changes_no_token(options: dict[str, object]) -> None:
         for n in (60, 90, 99)
         for t in (0, 1)
     ]
-    requests = []
-    with torch.inference_mode():
-        for case in some:  # one after another, each with a hit on the pages of those before
-            request = engine.prepare(list(case.prompt), case.params)
-            engine.enqueue(request)
-            while engine.has_work:
-                for delta in engine.step():
-                    if delta.output is not None:
-                        requests.append(delta.output)
-    assert tokens(requests) == plain(some)
-    assert [o.stats.cached_tokens for o in requests[1:]] == [48, 48, 80, 80, 96]
+    outputs = run(engine, some, range(0, 600, 100))  # one after another, each with a hit on the pages of those before
+    assert tokens(outputs) == plain(some)
+    assert [output.stats.cached_tokens for output in outputs[1:]] == [48, 48, 80, 80, 96]
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 3])
