@@ -25,6 +25,7 @@ from peregrine.cli.main import main
 from peregrine.config import TreeShape
 from peregrine.engine.engine import Engine
 from peregrine.errors import ConfigError
+from peregrine.kernels.runtime.cpu import NUMBA_PRESENT
 from peregrine.sampling import SamplingParams
 from peregrine.spec.round import no_mark
 from spec.block_heads import RANK, block_head
@@ -57,8 +58,9 @@ def weights(module: nn.Module, num_tokens: int) -> float:
 
 
 def linear(outputs: int, inputs: int) -> int:
-    """Bytes in float32; the CPU layout pads outputs to whole panels of 16."""
-    return -(-outputs // 16) * 16 * inputs * 4
+    """Bytes in float32; the layout of the compiled kernel pads outputs to whole panels of 16."""
+    panel = 16 if NUMBA_PRESENT else 1
+    return -(-outputs // panel) * panel * inputs * 4
 
 
 def layer(in_size: int, split: bool) -> int:

@@ -55,6 +55,7 @@ def test_work_done_by_torch_is_noticed(mlp) -> None:
     assert not CpuGraph(step, draw(2, 0)).complete
     assert not CpuGraph(lambda x, y: (x.add_(1),), draw(2, 0)).complete
     assert not CpuGraph(lambda x, y: (x.t().contiguous(),), draw(2, 0)).complete
+    assert not CpuGraph(lambda x, y: (x[: int(y[0, 0] > 0)],), draw(2, 0)).complete  # a number that Python reads
     assert CpuGraph(lambda x, y: (x.view(-1)[3:],), draw(2, 0)).complete
 
 

@@ -67,8 +67,10 @@ class _Keeper(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _is_view(func: Any, args: tuple[Any, ...], result: Any) -> bool:
     """Whether an operation changed nothing and returned only views of its arguments' memory."""
+    if not isinstance(result, Tensor | list | tuple):  # a number that Python reads
+        return False
     given = {value.untyped_storage().data_ptr() for value in args if isinstance(value, Tensor)}
-    seen = [result] if isinstance(result, Tensor) else list(result)
+    seen = [result] if isinstance(result, Tensor) else result
     return not func._schema.is_mutable and all(x.untyped_storage().data_ptr() in given for x in seen)
 
 
