@@ -9,8 +9,11 @@ settings run on one engine and its recorded rounds; a fixed one has the same win
 
 import argparse
 import json
+import statistics
 import time
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,6 +23,9 @@ from peregrine.engine.build import build_engine
 from peregrine.engine.engine import Engine
 from peregrine.engine.request import Request
 from peregrine.llm import engine_config
+from peregrine.spec.ahead import RowCosts
+from peregrine.spec.odds import Ints
+from peregrine.spec.round import no_mark
 from peregrine.synthetic.judge import SimulatedJudge
 
 FIXED_WARM = 4  # rounds before those that are timed, where nothing is learnt
@@ -39,38 +45,77 @@ class FixedPlanner(AheadPlanner):
         return AheadPlan(rows, rows * nodes, [nodes] * rows, self.drafts, self._lines, self._sampled, 0.0)
 
 
+class Read:
+    """What the timed rounds did."""
+
+    def __init__(self) -> None:
+        self.tokens = self.predicted_ms = 0.0
+        self.plans: Counter[str] = Counter()
+
+    def note(self, plan: AheadPlan, table: Ints, means: list[float], costs: RowCosts, keys: int) -> None:
+        """Count a round. Its tokens are the mean of what might have been drawn, which chance does not change."""
+        for row, drafted in enumerate(table[:, 2].tolist()):
+            least, share = divmod(means[row % 2], 1)
+            self.tokens += (1 - share) * min(least, 1 + drafted) + share * min(least + 1, 1 + drafted)
+        place, depth = costs.sizes.index(plan.tokens), costs.depths.index(plan.depth)
+        self.predicted_ms += float(costs.round_ms(keys)[max(depth, min(place, 1)), place])
+        self.plans[f"{plan.tokens} tokens, {plan.depth} drafts"] += 1
+
+
+class Measured:
+    """Figures of the timed rounds of a setting."""
+
+    def __init__(self, read: Read, rounds: int, rows: int, seconds: float, waited: float) -> None:
+        self.speed, self.plans = read.tokens / seconds, dict(read.plans)
+        self.tokens_per_round = read.tokens / rounds / rows
+        self.ms, self.predicted_ms = 1e3 * seconds / rounds, read.predicted_ms / rounds
+        self.host_us = 1e6 * (seconds - waited) / rounds
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "tokens_per_s": round(self.speed, 1),
+            "tokens_per_round": round(self.tokens_per_round, 3),
+            "ms": round(self.ms, 3),
+            "predicted_ms": round(self.predicted_ms, 3),
+            "host_us": round(self.host_us),
+            "plans": self.plans,
+        }
+
+
 def rounds_of(rows: int, rounds: int) -> int:
     """Timed rounds: more with few rows, which draw fewer numbers of accepted tokens each."""
     return rounds * (4 if rows < 4 else 2 if rows < 32 else 1)
 
 
-def measure(engine: Engine, rows: int, warm: int, context: int, args: argparse.Namespace) -> dict[str, float]:
-    """Tokens per second and per round, milliseconds of a round, and of the host's own work in it."""
+def measure(engine: Engine, rows: int, warm: int, context: int, args: argparse.Namespace) -> Measured:
+    """Of rounds that are queued and read as ever: neither the first nor the last of them finds the device idle."""
+    runner = engine.runner
+    assert runner.ahead is not None
+    assert isinstance(runner.judge, SimulatedJudge)
+    planner, read, means = runner.ahead[0], Read(), runner.judge.means.tolist()
     rounds = rounds_of(rows, args.rounds)
-    growth = (warm + rounds + 8) * (engine.runner.drafter.shape.depth + 1)
+    growth = (warm + rounds + 8) * (runner.drafter.shape.depth + 1)
     requests = seat(engine, rows, context, growth)
     for _ in range(warm):
         engine.step()
-    torch.cuda.synchronize()
-    before, began = [r.num_tokens for r in requests], time.perf_counter()
+    learn, costs = planner.learn, planner.costs.by_rows[rows]
+
+    def note(plan: AheadPlan, table: Ints) -> None:
+        read.note(plan, table, means, costs, sum(request.num_tokens for request in requests))
+        learn(plan, table)
+
+    planner.learn, began = note, time.perf_counter()  # type: ignore[method-assign]
     stages = {"wait": 0.0, "read": 0.0}
-    engine.runner.mark = lambda stage: stages.update({stage: stages.get(stage, 0.0) + time.perf_counter()})
+    runner.mark = lambda stage: stages.update({stage: stages.get(stage, 0.0) + time.perf_counter()})
     for _ in range(rounds):
         engine.step()
-    torch.cuda.synchronize()
     seconds, waited = time.perf_counter() - began, stages["read"] - stages["wait"]
-    engine.runner.mark = lambda stage: None
-    made = sum(r.num_tokens for r in requests) - sum(before)
+    runner.mark, planner.learn = no_mark, learn  # type: ignore[method-assign]
     unseat(engine, requests)
-    return {
-        "tokens_per_s": round(made / seconds, 1),
-        "tokens_per_round": round(made / rounds / rows, 3),
-        "ms": round(1e3 * seconds / rounds, 3),
-        "host_us": round(1e6 * (seconds - waited) / rounds),
-    }
+    return Measured(read, rounds, rows, seconds, waited)
 
 
-def cell(engine: Engine, rows: int, means: tuple[float, float], args: argparse.Namespace) -> dict[str, object]:
+def cell(engine: Engine, rows: int, means: tuple[float, float], args: argparse.Namespace) -> dict[str, Any]:
     """All settings at one number of rows and acceptance."""
     runner = engine.runner
     assert runner.ahead is not None
@@ -78,28 +123,34 @@ def cell(engine: Engine, rows: int, means: tuple[float, float], args: argparse.N
     planner, rounds = runner.ahead
     runner.judge.means.copy_(torch.tensor(means))
     sizes = planner.costs.by_rows[rows].sizes
-    figures: dict[str, dict[str, float]] = {}
+    figures: dict[str, list[Measured]] = {}
+
+    def fixed(drafts: int) -> None:
+        runner.ahead = FixedPlanner(planner, drafts), rounds
+        figures.setdefault(str(drafts), []).append(measure(engine, rows, FIXED_WARM, args.context, args))
+
+    def speed(name: str) -> float:
+        return statistics.fmean(measured.speed for measured in figures[name])
+
     for drafts in args.fixed:
         if rows * (1 + drafts) in sizes:
-            runner.ahead = FixedPlanner(planner, drafts), rounds
-            figures[str(drafts)] = measure(engine, rows, FIXED_WARM, args.context, args)
-    best = max(figures, key=lambda name: figures[name]["tokens_per_s"])
+            fixed(drafts)
+    best = max(figures, key=speed)
     # It learns meanwhile, and is timed with about as many cached tokens as the others.
-    learnt = round((args.warm - FIXED_WARM) * figures[best]["tokens_per_round"])
+    learnt = round((args.warm - FIXED_WARM) * figures[best][0].tokens_per_round)
     auto = AheadPlanner(planner.depth, planner.costs)
     runner.ahead = auto, rounds
-    figures["auto"] = measure(engine, rows, args.warm, args.context - learnt, args)
+    figures["auto"] = [measure(engine, rows, args.warm, args.context - learnt, args)]
+    fixed(int(best))  # before and after: a device that is warm may be slower
     runner.ahead = planner, rounds
-    speed = figures["auto"]["tokens_per_s"]
     return {
         "rows": rows,
         "means": sorted(set(means)),
         "best_fixed": best,
-        "auto_of_best_fixed": round(speed / figures[best]["tokens_per_s"], 3),
-        "auto_of_plain": round(speed / figures["0"]["tokens_per_s"], 3),
-        "windows": dict(sorted(auto.record.windows.items())),
+        "auto_of_best_fixed": round(speed("auto") / speed(best), 3),
+        "auto_of_plain": round(speed("auto") / speed("0"), 3),
         "odds_error": round(auto.calibration_error, 3),
-        "settings": figures,
+        "settings": {name: [one.to_json() for one in found] for name, found in figures.items()},
     }
 
 
@@ -139,8 +190,10 @@ def main() -> None:
                 parts = [float(part) for part in text.split(",")]
                 found = cell(built.engine, rows, (parts[0], parts[-1]), args)
                 cells.append(found)
-                shown = {name: figure["tokens_per_s"] for name, figure in found["settings"].items()}  # type: ignore[attr-defined]
-                print(json.dumps({k: v for k, v in found.items() if k != "settings"} | shown), flush=True)
+                settings = found.pop("settings")
+                shown = {name: [one["tokens_per_s"] for one in figures] for name, figures in settings.items()}
+                print(json.dumps(found | shown), settings["auto"][0]["plans"], flush=True)
+                found["settings"] = settings
     ahead = built.engine.runner.ahead
     assert ahead is not None
     facts = {"benchmark": "windows_simulated", "start_s": round(started, 1), "decisions": made, "cells": cells}
