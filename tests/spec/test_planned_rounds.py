@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from peregrine.engine.build import Built
-from peregrine.engine.planning import AT_REST, RoundPlan, WindowPlanner
+from peregrine.engine.planning import RoundPlan, WindowPlanner
 from peregrine.engine.prefill import PromptChunk, held_taps
 from peregrine.engine.request import Held, Request
 from peregrine.engine.round_costs import RoundCosts
@@ -177,13 +177,19 @@ def test_who_holds_taps() -> None:
     assert held_taps([PromptChunk(requests[1], 6, 9)])[:, 0].tolist() == [0.0, 1.0, 4.0]
 
 
-def test_what_is_held_is_dropped_where_drafts_do_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After many rounds without drafts that pay, a request's end costs no more than that of plain decoding."""
+@pytest.mark.parametrize("rests_after", [0, 30])
+def test_what_is_held_is_dropped_after_a_text_that_rested(rests_after: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that rested for most of its text ends at no cost; one that drafted for most of it is absorbed."""
     built = build(**(DRAFTERS["eagle3"] | {"max_rows": 2}))  # type: ignore[arg-type]
     runner = built.engine.runner
-    costly = RoundCosts({1: 1.0, 8: 50.0}, {1: 5.0}, {1: 5.0}, 3)
-    planner = runner.planner = WindowPlanner(3, costly, looks_up=False)
+    planner = runner.planner = WindowPlanner(3, RoundCosts(dict(COSTS), dict(COSTS), dict(COSTS), 3), looks_up=False)
     ends, leave = [], runner.leave
+
+    def plan(requests: list[Request], offered: list[int]) -> RoundPlan:
+        drafted = [0] if requests[0].num_tokens < 3 + rests_after else []
+        return RoundPlan(
+            planner, requests, [1 + depth for depth in planner.choose_verified(requests, offered)], drafted
+        )
 
     def watched(request: Request) -> None:
         calls: list[object] = []
@@ -193,12 +199,24 @@ def test_what_is_held_is_dropped_where_drafts_do_not_pay(monkeypatch: pytest.Mon
         ends.append((request.num_held, len(calls)))
 
     monkeypatch.setattr(runner, "leave", watched)
-    case = Case((5, 9, 200), SamplingParams(temperature=0.0, max_tokens=AT_REST // 2, ignore_eos=True))
-    outputs = [run(built.engine, [case])[0] for _ in range(4)]
-    assert planner.at_rest
-    assert ends[0] == (0, 1), "what the first one held was absorbed"
-    assert ends[-1] == (0, 0), "what the last one held was dropped"
-    assert outputs[0].token_ids == outputs[-1].token_ids
+    monkeypatch.setattr(planner, "plan", plan)
+    run(built.engine, [Case((5, 9, 200), SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))])
+    assert ends == [(0, 1 if rests_after else 0)]
+
+
+def test_a_probe_drafts_for_rows_that_hold_little() -> None:
+    """What they hold has to be absorbed first; of rows that hold as much, all have their turn."""
+    requests = [Request(i, list(range(6)), SamplingParams(), 0, 99) for i in range(8)]
+    for request in requests[:5]:
+        request.held = [Held(5, 0, [None] * 9)]
+    planner = WindowPlanner(3, RoundCosts({1: 1.0, 8: 50.0}, {1: 5.0}, {1: 5.0}, 3), looks_up=False)
+    probed = set()
+    for _ in range(8):
+        planner._next = 0
+        plan = planner.plan(requests, [0] * 8)
+        assert len(plan.drafted) == 2
+        probed |= set(plan.drafted)
+    assert probed == {5, 6, 7}
 
 
 def test_packing() -> None:

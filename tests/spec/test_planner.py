@@ -1,7 +1,8 @@
 """The planner against brute force, and what must hold of every plan."""
 
+import time
 from collections.abc import Sequence
-from itertools import product
+from itertools import count, product
 
 import pytest
 from hypothesis import given, settings
@@ -132,6 +133,14 @@ def test_costs_between_and_beyond_measured_sizes() -> None:
     assert costs.round_ms(3, [1, 1]) == 2.0 + 2.0 + 1.0  # only the first step is paid for
     assert costs.round_ms(3, []) == 2.0  # nothing is absorbed while no row drafts
     assert costs.to_json()["verify"] == [[1, 1.0], [3, 2.0], [5, 6.0]]
+
+
+def test_a_busy_machine_leaves_no_size_untimed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit is one of processor time: other processes take the clock's, and a short table is a wrong one."""
+    clock = count()
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
+    costs = measure_costs(lambda lens, drafted, drafts: (float(sum(lens)), 0.0), max_rows=2, depth=4, steps=4).costs()
+    assert costs.verify == ((1, 1.0), (2, 2.0), (4, 4.0), (8, 8.0))
 
 
 def test_the_first_draft_has_a_cost_of_its_own() -> None:

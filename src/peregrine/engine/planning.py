@@ -5,9 +5,9 @@ of `spec/planner.py`. It changes speed, never a token.
 
 A row that is not drafted for still has to be known to the drafter when it comes back. While some row drafts, the
 drafter absorbs every row's tokens, which costs little beside its other work. While none does, it is not called at all:
-what it has to absorb is held, and read as one prompt-like chunk before the next draft of that row, or at its end. If
-drafts have not paid for a while, what a request holds at its end is dropped: should a later prompt hit those pages,
-its first drafts are worse, which is seldom and costs less than to absorb every request's text.
+what it has to absorb is held, and read as one prompt-like chunk before the next draft of that row, or at its end. What
+a request holds at its end is dropped if it is most of its text: should a later prompt hit those pages, its first drafts
+are worse, which is seldom and costs less than to absorb the text of every request that rests.
 """
 
 from collections import Counter
@@ -23,9 +23,8 @@ from peregrine.spec.odds import MOST, Guess, Odds
 from peregrine.spec.planner import Costs, plan_depths, trim_windows, worth_taking
 from peregrine.spec.windows import Windows
 
-MAX_HELD = 256  # rounds whose taps are held
+MAX_HELD = 1024  # rounds whose taps are held
 KEPT, MOST_KEPT = 8, 64  # rounds for which rows are chosen to be drafted for; twice as many each time that none is
-AT_REST = 128  # rounds without drafts that pay, after which none is expected to
 PROBE_EVERY = 256  # rounds; sooner while there were few
 PROBE_DEPTHS = (3, 1, 2)  # drafts of a row in a probe
 NOBODY = torch.zeros(0, dtype=torch.int64)
@@ -129,7 +128,6 @@ class WindowPlanner:
         self._drafted: list[int] = []  # rows that are drafted for
         self._due = 0  # the round after which they are chosen anew
         self._kept = KEPT
-        self._paid = 0  # the last round in which drafts were expected to pay
         self._resting: RoundPlan | None = None  # the last plan, if it lets all rows rest
         self._repeated = 0  # how often it was repeated
 
@@ -160,11 +158,6 @@ class WindowPlanner:
         self._repeated += 1
         return self._resting
 
-    @property
-    def at_rest(self) -> bool:
-        """Whether no draft has been expected to pay for a while."""
-        return self._rounds - self._paid > AT_REST
-
     def plan(self, requests: Sequence[Request], offered: Sequence[int]) -> RoundPlan:
         """The plan of the next round of the requests in these rows, whose windows hold so many drafts."""
         if self.measured.changed:
@@ -181,14 +174,12 @@ class WindowPlanner:
             resting = ids == self._planned and not self._drafted
             self._kept = min(MOST_KEPT, 2 * self._kept) if resting else KEPT
             self.rate, self._planned, self._due = following.rate, ids, self._rounds + self._kept
-            self._paid = self._rounds if self._drafted else self._paid
         drafted = self._drafted
         probe = self._next_probe(requests)
         if self.looks_up:
             drafted = list(range(len(requests)))
-        elif probe:  # of a quarter of the rows, in turn
-            first, count = self._probes % len(requests), -(-len(requests) // 4)
-            drafted = sorted({*drafted, *((first + place) % len(requests) for place in range(count))})
+        elif probe:
+            drafted = sorted({*drafted, *self._probed(requests)})
         verified = self.choose_verified(requests, offered)
         plan = RoundPlan(self, requests, [1 + depth for depth in verified], drafted)
         self._probing = plan.probe = probe
@@ -210,6 +201,12 @@ class WindowPlanner:
             self._probes += 1
             self._next = self._rounds + min(PROBE_EVERY, 4 << self._probes)
         return depth
+
+    def _probed(self, requests: Sequence[Request]) -> list[int]:
+        """A quarter of the rows: those that hold the least, which has to be absorbed first; of equals, in turn."""
+        count = len(requests)
+        order = sorted(range(count), key=lambda row: (requests[row].num_held, (row - self._probes) % count))
+        return order[: -(-count // 4)]
 
     def must_absorb(self, plan: RoundPlan) -> list[Request]:
         """Whose held taps the drafter has to absorb before this round."""

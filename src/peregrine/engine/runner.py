@@ -181,8 +181,8 @@ class Runner:
             absorb_held(self.drafter, requests, self.seats.page_size, self.device)
 
     def leave(self, request: Request) -> None:
-        """The request leaves its seat: what it holds is absorbed, or dropped if drafts do not pay for anyone."""
-        if self.planner is not None and self.planner.at_rest:
+        """The request leaves its seat: what it holds is absorbed, or dropped if it rested for most of its text."""
+        if 2 * request.num_held > len(request.tokens) - len(request.prompt):
             request.held = []
         self.absorb_held([request])
 
@@ -190,8 +190,8 @@ class Runner:
         """Milliseconds of the round that began then and has just been done."""
         now, between = time.thread_time(), began - self._launched
         self._launched, verify = now, self._proposing - began
-        # A longer pause was not the host's work of one round, but prompts or nothing to do.
-        host_ms = 1e3 * between if between < verify / 2 else None
+        # A longer pause was not the host's work of one round, but prompts or nothing to do; below 0: of another thread.
+        host_ms = 1e3 * between if 0 <= between < verify / 2 else None
         return RoundTimes(1e3 * verify, 1e3 * (now - self._proposing), host_ms)
 
     def _mark(self, stage: str) -> None:
