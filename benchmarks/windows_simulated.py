@@ -28,8 +28,6 @@ from peregrine.spec.odds import Ints
 from peregrine.spec.round import no_mark
 from peregrine.synthetic.judge import SimulatedJudge
 
-FIXED_WARM = 4  # rounds before those that are timed, where nothing is learnt
-
 
 class FixedPlanner(AheadPlanner):
     """The same windows and depth in every round."""
@@ -87,16 +85,19 @@ def rounds_of(rows: int, rounds: int) -> int:
     return rounds * (4 if rows < 4 else 2 if rows < 32 else 1)
 
 
-def measure(engine: Engine, rows: int, warm: int, context: int, args: argparse.Namespace) -> Measured:
-    """Of rounds that are queued and read as ever: neither the first nor the last of them finds the device idle."""
+def measure(engine: Engine, rows: int, args: argparse.Namespace) -> Measured:
+    """Of rounds that are queued and read as ever: neither the first nor the last of them finds the device idle.
+
+    As many rounds come before them in every setting: a device that has worked for a second may be slower.
+    """
     runner = engine.runner
     assert runner.ahead is not None
     assert isinstance(runner.judge, SimulatedJudge)
     planner, read, means = runner.ahead[0], Read(), runner.judge.means.tolist()
     rounds = rounds_of(rows, args.rounds)
-    growth = (warm + rounds + 8) * (runner.drafter.shape.depth + 1)
-    requests = seat(engine, rows, context, growth)
-    for _ in range(warm):
+    growth = (args.warm + rounds + 8) * (runner.drafter.shape.depth + 1)
+    requests = seat(engine, rows, args.context, growth)
+    for _ in range(args.warm):
         engine.step()
     learn, costs = planner.learn, planner.costs.by_rows[rows]
 
@@ -127,7 +128,7 @@ def cell(engine: Engine, rows: int, means: tuple[float, float], args: argparse.N
 
     def fixed(drafts: int) -> None:
         runner.ahead = FixedPlanner(planner, drafts), rounds
-        figures.setdefault(str(drafts), []).append(measure(engine, rows, FIXED_WARM, args.context, args))
+        figures.setdefault(str(drafts), []).append(measure(engine, rows, args))
 
     def speed(name: str) -> float:
         return statistics.fmean(measured.speed for measured in figures[name])
@@ -136,12 +137,10 @@ def cell(engine: Engine, rows: int, means: tuple[float, float], args: argparse.N
         if rows * (1 + drafts) in sizes:
             fixed(drafts)
     best = max(figures, key=speed)
-    # It learns meanwhile, and is timed with about as many cached tokens as the others.
-    learnt = round((args.warm - FIXED_WARM) * figures[best][0].tokens_per_round)
     auto = AheadPlanner(planner.depth, planner.costs)
     runner.ahead = auto, rounds
-    figures["auto"] = [measure(engine, rows, args.warm, args.context - learnt, args)]
-    fixed(int(best))  # before and after: a device that is warm may be slower
+    figures["auto"] = [measure(engine, rows, args)]
+    fixed(int(best))  # before and after
     runner.ahead = planner, rounds
     return {
         "rows": rows,
@@ -164,7 +163,7 @@ def main() -> None:
     parser.add_argument("--fixed", type=int, nargs="+", default=[0, 1, 2, 3, 5])
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=30, help="timed rounds; more with few rows")
-    parser.add_argument("--warm", type=int, default=24, help="rounds in which auto learns, before those that are timed")
+    parser.add_argument("--warm", type=int, default=24, help="rounds before those that are timed, in which auto learns")
     parser.add_argument("--seconds", type=float, help="begin no cell after so many seconds, the start included")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
