@@ -54,7 +54,7 @@ def measure(args: argparse.Namespace, head: str, shape: str, prompts: list[Promp
     options = OPTIONS.get(shape, {}) | {"drafter": drafter, "max_rows": args.rows, "max_len": longest}
     facts: list[Facts] = []
     with LLM(args.model, device=args.device, dtype=args.dtype, **options) as llm:
-        llm.generate([prompts[0].tokens], SamplingParams(max_tokens=16), progress=False)
+        llm.generate([prompts[0].tokens], SamplingParams(max_tokens=16, detokenize=False), progress=False)
         for temperature in TEMPERATURES:
             params = [
                 SamplingParams(temperature=temperature, seed=seed, max_tokens=args.tokens, detokenize=False)
