@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field
 from peregrine.errors import RequestError
 from peregrine.sampling import check_schema
 from peregrine.serve.structured import ObjectOrText
-from peregrine.text.harmony import ANY_TEXT, HarmonyStream, harmony_grammar
+from peregrine.text.harmony import ANY_TEXT, HarmonyStream, harmony_grammar, harmony_messages
 from peregrine.text.reasoning import ReasoningStream
 from peregrine.text.tokenizer import Tokenizer
 from peregrine.text.tool_formats import HARMONY, NAMES, format_of
@@ -194,7 +194,7 @@ def checked_tool(field: str, tool: dict[str, Any]) -> tuple[str, Mapping[str, ob
 def told_messages(messages: list[Json], plan: ToolPlan | None, template: str | None) -> list[Json]:
     """The messages for a template; if that knows no tools, they, their calls and their answers become plain text."""
     if format_of(template) == HARMONY:
-        return [with_thinking(message) for message in messages]
+        return harmony_messages(messages)
     if "tool" in (template or ""):
         return messages
     told: list[Json] = []
@@ -210,14 +210,6 @@ def told_messages(messages: list[Json], plan: ToolPlan | None, template: str | N
         functions = json.dumps([tool["function"] for tool in plan.described], ensure_ascii=False)
         told[0] = {**told[0], "content": f"{told[0]['content']}{HOW.format(tools=functions)}"}
     return told
-
-
-def with_thinking(message: Json) -> Json:
-    """A message with its thoughts where harmony's template reads them: with a call it takes one text, as a thought."""
-    texts = [message.get("reasoning_content") or message.get("reasoning")]
-    if message.get("tool_calls"):
-        message, texts = {**message, "content": ""}, [*texts, message["content"]]
-    return {**message, "thinking": "\n".join(map(str, filter(None, texts)))} if any(texts) else message
 
 
 def template_call(field: str, call: Any) -> Json:

@@ -10,12 +10,15 @@ tool call; all other messages are text for the user, commentary between calls in
 
 import json
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from itertools import islice
 
 from peregrine.text.reasoning import split_settled
 from peregrine.text.tool_formats import Tools
 from peregrine.text.tool_stream import Parsed, Piece, add_piece
 from peregrine.text.tools import COMPACT, LARK
+
+Message = dict[str, object]
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
@@ -23,6 +26,7 @@ ENDS_ANSWER = CALL, RETURN
 OPENINGS = START, CHANNEL, MESSAGE, "to="  # a header begins with one of these
 BREAKS = END, CALL, RETURN, START, CHANNEL  # a message lasts until the next of these
 ANY_TEXT = r"TEXT: /(.|\n)*/"  # the grammar's terminal for a final message without constraints
+CALLER = {"role": "assistant", "content": ""}  # of the calls after a message's first one
 MAX_HEADER = 256  # characters; anything longer is read as text
 CHANNEL_NAME = re.compile(r"<\|channel\|>(\w+)")
 FUNCTION = re.compile(r"(?:to=|functions\.)+([\w.-]+)")  # after the role or after the channel
@@ -106,6 +110,38 @@ class HarmonyStream:
             self._parts[self._inside].append(f"\n{text}" if first else text)
             self._sent[self._inside] = True
         self._begun = True
+
+
+def harmony_messages(messages: Sequence[Message]) -> list[Message]:
+    """The messages of a chat as harmony's template reads them: thoughts in `thinking`, and one call in a message.
+
+    A message with several calls becomes one for each call, followed by that call's result: the template writes the
+    first call alone and takes every result for that call's.
+    """
+    told: list[Message] = []
+    left = list(messages)
+    while left:
+        message = _with_thinking(left.pop(0))
+        calls = message.get("tool_calls")
+        if not isinstance(calls, list) or len(calls) < 2:
+            told.append(message)
+            continue
+        count = next((i for i, later in enumerate(left) if later["role"] != "tool"), len(left))
+        results, left = left[:count], left[count:]
+        for place, call in enumerate(calls):
+            told.append({**message, "tool_calls": [call]} if place == 0 else {**CALLER, "tool_calls": [call]})
+            own = (at for at, result in enumerate(results) if result.get("tool_call_id") in (None, call.get("id")))
+            told += [results.pop(at) for at in islice(own, 1)]
+        told += results
+    return told
+
+
+def _with_thinking(message: Message) -> Message:
+    """A message with its thoughts where the template reads them: with a call it takes one text, as a thought."""
+    texts = [message.get("reasoning_content") or message.get("reasoning")]
+    if message.get("tool_calls"):
+        message, texts = {**message, "content": ""}, [*texts, message["content"]]
+    return {**message, "thinking": "\n".join(map(str, filter(None, texts)))} if any(texts) else message
 
 
 def harmony_grammar(calls: Tools, answer: str | None, mark: Callable[[str], str]) -> str:
