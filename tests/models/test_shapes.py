@@ -15,7 +15,7 @@ from peregrine.synthetic.shapes import SHAPES, draw_decoder, shape_config
 from spec.harness import Case, build, run, tokens
 
 # Billions of parameters, as the models' cards have them.
-KNOWN = {"llama-3.1-8b": 8.03, "llama-3.2-1b": 1.236, "qwen3-8b": 8.19, "qwen3-0.6b": 0.596}
+KNOWN = {"llama-3.1-8b": 8.03, "llama-3.2-1b": 1.236, "qwen3-8b": 8.19, "qwen3-0.6b": 0.596, "qwen2.5-1.5b": 1.544}
 KNOWN |= {"qwen3-30b-a3b": 30.53, "mixtral-8x7b": 46.7, "deepseek-v2-lite": 15.71}
 KNOWN |= {"deepseek-v3": 671.03, "kimi-k2": 1026.4}
 TINY = {

@@ -110,6 +110,9 @@ SHAPES: dict[str, dict[str, object]] = {
     | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 2.827}
     | _sizes(7168, 18432, 61, 64, 64),
     "qwen3-0.6b": _QWEN | {"tie_word_embeddings": True} | _sizes(1024, 3072, 28, 16, 8),
+    "qwen2.5-1.5b": _QWEN
+    | {"architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True}
+    | _sizes(1536, 8960, 28, 12, 2),
 }
 
 
