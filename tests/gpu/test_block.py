@@ -21,6 +21,7 @@ from peregrine.train.options import HeadOptions, HeadOrder
 from peregrine.train.rows import SampleRows
 from peregrine.train.run import read_log
 from peregrine.train.samples import Samples
+from spec.any_plans import plan_anything
 from spec.harness import accept_length, run, tokens
 
 DRAFTS = 7
@@ -35,7 +36,7 @@ def calm_llama() -> Path:
     weights = load_file(folder / "model.safetensors")
     for name, weight in weights.items():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
-            weights[name] = weight * 0.01
+            weights[name] = weight * 0.003
     save_file(weights, folder / "model.safetensors")
     return folder
 
@@ -80,9 +81,21 @@ def test_blocks_change_none_of_50_000_tokens(kind: str) -> None:
         outputs = run(build(str(model), **(head | options)).engine, some[:count])  # type: ignore[arg-type]
         compared += count_equal(f"{kind}, {name}", tokens(outputs), expected[:count])
         assert ("preempted" in name) == any(output.stats.preemptions for output in outputs)
-        if kind == "dspark":  # bfloat16 rounds some of the ties away
-            assert accept_length(outputs) > 1.4
+        if kind == "dspark":  # in float32 on a CPU it is 2.3 to 3.7
+            assert accept_length(outputs) > 2
     assert compared > 50_000
+
+
+def test_any_plan_of_windows_changes_no_token() -> None:
+    """Windows of any size, drafts made or not, from parts recorded apart; some of the drafts are right."""
+    model, some = calm_llama(), cases(512)
+    expected = tokens(run(build(str(model)).engine, some))
+    head = {"drafter": str(head_for(model, "dspark")), "num_drafts": DRAFTS, "windows": "auto"}
+    engine = build(str(model), **head).engine  # type: ignore[arg-type]
+    plan_anything(engine, 5)
+    outputs = run(engine, some)
+    count_equal("any plan", tokens(outputs), expected)
+    assert accept_length(outputs) > 1.2  # 1.45 in float32 on a CPU
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "dflash", "dspark"])

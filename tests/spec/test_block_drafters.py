@@ -95,6 +95,7 @@ def test_accepted_blocks_change_no_token() -> None:
         ({"block_size": 1}, "block_size=1: not a whole number of at least 2"),
         ({"target_layer_ids": [0, 3]}, "target_layer_ids=.*the target has 4 layers"),
         ({"vocab_size": 299}, "vocab_size=299: the head's vocabulary is 299"),
+        ({"hidden_size": 64}, "hidden_size=64: the head's hidden size is 64"),
         ({"markov_rank": 8}, "markov_head.markov_w1.weight"),
         ({"markov_rank": 8, "markov_head_type": "fir"}, "markov_head_type='fir': supported are vanilla, gated, rnn"),
         ({"architectures": ["DFlash2DraftModel"]}, "DFlash 2 heads are not supported"),
