@@ -55,6 +55,13 @@ def test_the_embedded_head_changes_no_token(options: dict[str, object]) -> None:
     assert accept_length(drafted) > 1.8, "the head should be worth having"
 
 
+def body(folder: str, kernel: str) -> int:
+    """The address that calls of a compiled kernel begin with."""
+    file = "places_cpu" if folder == "round" else "cpu"
+    address: int = getattr(import_module(f"peregrine.kernels.{folder}.{file}"), kernel)._address
+    return address
+
+
 def test_every_step_of_model_and_head_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     """One operation that a CPU graph cannot replay, and its step runs call by call: slower, and nothing else shows."""
     pytest.importorskip("numba")
@@ -69,7 +76,8 @@ def test_every_step_of_model_and_head_is_replayed(monkeypatch: pytest.MonkeyPatc
     run(build(MERLIN, drafter="eagle3", num_drafts=2).engine, requests(4)[:1])
     assert len(made) > 10 + 3, "more than a decoder's layers and a head's three steps"
     assert all(graph.complete for graph in made)
-    attend, choose = (import_module(f"peregrine.kernels.{name}.cpu") for name in ("attention", "sampling"))
-    step = {attend._attend._address, choose._choose_nodes._address}
     called = [{unpack_from("q", words)[0] for _, words, _ in graph._replay._calls} for graph in made]
-    assert any(step <= bodies for bodies in called), "a step of the head is one replay, from its attention to the pick"
+    attention = body("attention", "_attend")
+    step, path = {attention, body("sampling", "_choose_nodes")}, {attention, body("round", "_path")}
+    assert any(step <= calls for calls in called), "a step of the head is one replay, up to the pick"
+    assert any(path <= calls for calls in called), "and so is its reading of the path"

@@ -1,5 +1,6 @@
 """Draft one token after another: a chain of K drafts."""
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -13,11 +14,15 @@ from peregrine.spec.readers import DraftReader
 from peregrine.spec.types import Chunk, Drafts, DraftShape, Seen
 from peregrine.spec.windows import Plan
 
-MAX_GRAPH_ROWS = 64  # steps for more rows are not run from recorded kernel calls
+MAX_GRAPH_TOKENS, KEPT_TOKENS = 64, 2048  # of a recorded call, and of all that are kept
 
 
 class ChainDrafter:
-    """Drives a reader: absorb the path, pick, step over the pick, pick again."""
+    """Drives a reader: absorb the path, pick, step over the pick, pick again.
+
+    On a CPU the path, and each step with its pick, are recorded as a whole if they are those of all rows: what they
+    read besides their inputs then stays where it is.
+    """
 
     def __init__(self, reader: DraftReader, num_drafts: int) -> None:
         self.reader = reader
@@ -25,7 +30,7 @@ class ChainDrafter:
         self.reads_next_token = reader.reads_next_token
         self.shape = DraftShape.chain(num_drafts, num_drafts - 1 + reader.first_place)
         self.depths = tuple(range(num_drafts + 1))
-        self._graphs = CpuGraphs(max_rows=MAX_GRAPH_ROWS, copies_inputs=True)
+        self._graphs = CpuGraphs(MAX_GRAPH_TOKENS, KEPT_TOKENS, copies_inputs=True)
 
     def absorb(self, chunk: Chunk) -> None:
         self.reader.absorb(chunk)
@@ -36,7 +41,16 @@ class ChainDrafter:
         return self.draft(seen, self.read(seen), seen.depth)
 
     def read(self, seen: Seen) -> Tensor:
-        return self.reader.read(seen)
+        layout, pages, taps, rows = seen.layout, seen.pages, seen.taps, len(seen.past_lens)
+        whole = layout is None or (layout.windows.is_uniform and layout.rows is None)
+        if taps is None or pages.lasting is None or not whole or not numba_ready(taps):
+            return self.reader.read(seen)
+
+        def step(taps: Tensor, past_lens: Tensor) -> tuple[Tensor, ...]:
+            return (self.reader.read(replace(seen, taps=taps, past_lens=past_lens, pages=pages.whole())),)
+
+        name = "read", rows, seen.width, pages.lasting.data_ptr()
+        return self._graphs.run(name, step, taps.flatten(0, -2), seen.past_lens)[0].clone()
 
     def draft(self, seen: Seen, hidden: Tensor | None, depth: int) -> Drafts:
         assert hidden is not None
@@ -51,7 +65,7 @@ class ChainDrafter:
     def _propose_planned(self, seen: Seen, plan: Plan) -> Drafts:
         """As deep for each row as the plan asks for, step by step; a step runs for the rows that go on."""
         tokens = seen.new_past_lens.new_zeros(self.shape.depth, len(seen.past_lens))  # [K, R]
-        hidden = self.reader.read(seen)  # [n, H]
+        hidden = self.read(seen)  # [n, H]
         if len(hidden):
             some, rows, before = seen.drafted(), plan.rows, None
             ahead = self._ahead(some, self.shape.depth)
@@ -77,10 +91,7 @@ class ChainDrafter:
     def _add_draft(
         self, seen: Seen, ahead: AheadPlaces, step: int, before: Tensor | None, hidden: Tensor, out: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """Draft into `out` [R] after the drafts before; returns the hidden state it was read from, and its chance.
-
-        On a CPU a step is recorded as a whole, for all rows: what it reads besides its inputs stays where it is.
-        """
+        """Draft into `out` [R] after the drafts before; returns the hidden state it was read from, and its chance."""
         inputs = [hidden, ahead.next_positions[step]]
         if before is not None:
             inputs += [before, ahead.positions[step - 1], ahead.slots[step - 1]]

@@ -8,6 +8,16 @@ from peregrine.kernels.residual.reference import (
     split_residual,
     splits_norm,
     start_residual,
+    take_rows,
 )
 
-__all__ = ["Norm", "Residual", "add_to_residual", "embed_residual", "split_residual", "splits_norm", "start_residual"]
+__all__ = [
+    "Norm",
+    "Residual",
+    "add_to_residual",
+    "embed_residual",
+    "split_residual",
+    "splits_norm",
+    "start_residual",
+    "take_rows",
+]

@@ -1,10 +1,10 @@
-"""The residual stream plus an update, compiled for the CPU: as a kernel it can be part of a recorded step."""
+"""The residual stream: plus an update, and some of its rows. Compiled kernels can be part of a recorded step."""
 
 import torch
 from torch import Tensor
 
 from peregrine.kernels.runtime.cpu import pieces_for
-from peregrine.kernels.runtime.cpu_jit import arguments_of, claim, cpu_kernel, floats_at, words_of
+from peregrine.kernels.runtime.cpu_jit import arguments_of, claim, cpu_kernel, floats_at, longs_at, words_of
 
 SERIAL_WORK = 1 << 15  # elements below which a second thread costs more than it saves
 
@@ -18,6 +18,25 @@ def add(update: Tensor, values: Tensor) -> Tensor:
     count = total.numel()
     _add(pieces_for(count, count, SERIAL_WORK), update.data_ptr(), values.data_ptr(), total.data_ptr(), count)
     return total
+
+
+def take_rows(values: Tensor, rows: Tensor) -> Tensor:
+    """values[rows] of dense values [N, ...] on the CPU, whose rows are whole words of eight bytes."""
+    taken = values.new_empty(len(rows), *values.shape[1:])
+    size = values.stride(0) * values.element_size() // 8
+    _take(1, values.data_ptr(), rows.data_ptr(), taken.data_ptr(), len(values), len(rows), size)
+    return taken
+
+
+@cpu_kernel("qqqqqq")
+def _take(block):  # type: ignore[no-untyped-def]
+    values, rows, taken, total, count, size = arguments_of(block, 6)
+    if claim(words_of(block)) != 0:
+        return
+    source, chosen, target = longs_at(values, (total, size)), longs_at(rows, count), longs_at(taken, (count, size))
+    for i in range(count):
+        for j in range(size):
+            target[i, j] = source[chosen[i], j]
 
 
 @cpu_kernel("qqqq")

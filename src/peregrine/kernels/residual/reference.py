@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from peregrine.kernels.norm import add_rms_norm, rms_norm
-from peregrine.kernels.runtime.cpu import numba_ready
+from peregrine.kernels.runtime.cpu import is_recording, numba_ready
 from peregrine.kernels.runtime.dispatch import DeviceFile
 from peregrine.kernels.runtime.gpu import triton_ready
 
@@ -90,6 +90,15 @@ class Residual:
             return Residual(values, normed)
         squares = self.scale[0].index_select(0, chosen)
         return Residual(values, normed, squares, torch.zeros_like(squares), self.eps)
+
+
+def take_rows(values: Tensor, rows: Tensor) -> Tensor:
+    """values [N, ...] of some rows [n]; where kernel calls are recorded, by a kernel."""
+    words = values.is_contiguous() and rows.is_contiguous() and values.stride(0) * values.element_size() % 8 == 0
+    if is_recording() and words and len(values):
+        taken: Tensor = _cpu.take_rows(values, rows)
+        return taken
+    return values.index_select(0, rows)
 
 
 def start_residual(values: Tensor, norm: Norm | None) -> Residual:

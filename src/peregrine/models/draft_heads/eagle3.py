@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from peregrine.attention import Attend
 from peregrine.kernels.norm import norm_pair
-from peregrine.kernels.residual import Residual
+from peregrine.kernels.residual import Residual, take_rows
 from peregrine.kernels.runtime.cpu import is_recording
 from peregrine.kernels.runtime.cpu_graph import CpuGraphs
 from peregrine.models.checkpoint.plan import Piece, Plan, linear_plan
@@ -158,8 +158,8 @@ class Eagle3Layer(nn.Module):
         # `both` is normed already, so the projection reads it as it is.
         rows = None
         if live is not None:
-            chosen, values = both.index_select(0, live), values.index_select(0, live)
-            rows = LiveRows(Residual(chosen, chosen), positions.index_select(0, live))
+            chosen, values = take_rows(both, live), take_rows(values, live)
+            rows = LiveRows(Residual(chosen, chosen), take_rows(positions, live))
         qkv = self.attention.project(Residual(both, both), positions, table, rows)
         return self._second_half(qkv.attend(attend, 0), values, next_norm)
 
