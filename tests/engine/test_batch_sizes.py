@@ -13,6 +13,7 @@ from peregrine.engine.choices import pick_max_rows, pick_page_size, pick_prefill
 from peregrine.engine.chunk_size import ChunkSize
 from peregrine.engine.memory import page_bytes
 from peregrine.engine.prefill import PromptChunk, read_chunks
+from peregrine.engine.rounds import Rounds
 from peregrine.hardware import GIB, Gpu
 from peregrine.sampling import SamplingParams
 from peregrine.spec.registry import StoreShape
@@ -116,11 +117,11 @@ def test_a_long_prompt_is_cut_while_requests_run_and_no_token_changes(monkeypatc
     """On a clock where a token takes 2 ms to read: 50 of them between two rounds, rounded, and 256 if nothing runs."""
     now, read = [0.0], []
 
-    def read_slowly(target: object, drafter: object, chunks: list[PromptChunk], *rest: object) -> None:
+    def read_slowly(rounds: Rounds, chunks: list[PromptChunk], *rest: object) -> None:
         count = sum(chunk.end - chunk.start for chunk in chunks)
         read.append(count)
         now[0] += 0.002 * count
-        read_chunks(target, drafter, chunks, *rest)  # type: ignore[arg-type]
+        read_chunks(rounds, chunks, *rest)  # type: ignore[arg-type]
 
     params = SamplingParams(temperature=1.0, seed=1, max_tokens=40, ignore_eos=True)
     some = [Case((5, 6, 7), params), Case(tuple(range(1, 299)) * 2, params)]

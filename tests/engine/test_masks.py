@@ -10,6 +10,7 @@ from peregrine.engine.folders import ASSETS
 from peregrine.engine.masks import MaskWriter
 from peregrine.grammar import GrammarCompiler, Matcher, MatcherLimits, Window
 from peregrine.kernels.sampling import Masks
+from peregrine.models.parallel import ALONE
 from peregrine.sampling import Constraint
 from peregrine.text.tokenizer import Tokenizer
 
@@ -38,6 +39,7 @@ def test_masks_and_forced_tokens_of_every_window(compiler: GrammarCompiler, min_
     stops = frozenset(text[4:7])  # stop tokens that are text: not legal before min_tokens, unless they are forced
     seats = SimpleNamespace(
         device=torch.device("cpu"),
+        ranks=ALONE,
         masks=Masks(torch.zeros(1, dtype=torch.bool), torch.zeros(1, NODES, size // 32, dtype=torch.int32)),
         forced=torch.zeros(1, NODES, NODES, dtype=torch.int64),
     )

@@ -267,13 +267,14 @@ def test_a_graph_is_recorded_and_replayed_on_all_ranks(monkeypatch: pytest.Monke
         monkeypatch.setattr(torch.cuda, name, value)
     leader = Ranks(0, 2, None, (ours,))
     graphs: Graphs[None] = Graphs(CPU, leader)
-    graphs.record("round", lambda: [leader.tell("call", "target", "note", place) for place in (1, 2)] and None)
+    graphs.record("round", lambda: [leader.tell("network", "note", place) for place in (1, 2)] and None)
+    leader.note("network", "note", 3)
     graphs.replay("round")
     follower = Follower(Ranks(1, 2, None, (theirs,)), CPU)
-    follower.bound["target"] = Network()  # type: ignore[assignment]
+    follower.parts["network"], follower.graphs = Network(), Graphs(CPU)
     made.clear()
     follower.follow(), follower.follow()
-    assert made == ["done 1", "done 2", "recorded 1", "recorded 2", "replayed"]
+    assert made == ["done 1", "done 2", "recorded 1", "recorded 2", "done 3", "replayed"]
     assert not theirs.poll()
 
 

@@ -38,7 +38,7 @@ def recorded(engine: Engine) -> CalledGraphs:
     graphs, seats, runner = CalledGraphs(), engine.runner.seats, engine.runner
     pages = -(-seats.max_places // seats.page_size)
     most = engine.policy.prefill_chunk
-    prompts = PromptGraphs(runner.target, runner.drafter, graphs, most, pages, seats.page_size)  # type: ignore[arg-type]
+    prompts = PromptGraphs(runner.rounds, graphs, most, pages)  # type: ignore[arg-type]
     with torch.inference_mode():
         assert list(prompts.record()) == [0] * (len(prompts.sizes) + 1)
     engine.replay_chunks = prompts.replay

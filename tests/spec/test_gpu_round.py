@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels.exact_sampling import Params, sampling_of
 from kernels.interpreted import needs_interpreter, send_to_triton
-from peregrine.engine import runner
+from peregrine.engine import rounds as engine_rounds
 from peregrine.engine.engine import Engine
 from peregrine.kernels.sampling.reference import Features, choose
 from peregrine.sampling import SamplingParams
@@ -114,7 +114,7 @@ def launches_of_a_round(
     send_to_triton(patch)
     count_kernels(patch, launches)
     hide_models(engine, patch, launches)
-    run_round = runner.run_round
+    run_round = engine_rounds.run_round
 
     def counted(*arguments: Any) -> Any:
         launches.names.clear()
@@ -125,7 +125,7 @@ def launches_of_a_round(
             raise InterruptedError
         return result
 
-    patch.setattr(runner, "run_round", counted)
+    patch.setattr(engine_rounds, "run_round", counted)
     with pytest.raises(InterruptedError):
         run(engine, [Case(tuple(range(1, 20)), SamplingParams(max_tokens=8, **sampling))])  # type: ignore[arg-type]
     return rounds[2]

@@ -36,7 +36,7 @@ class RandomPlan(RoundPlan):
 
     def go_on(self) -> Tensor | None:
         depth = len(self.guesses[self._active[0]])
-        able = [i for i, row in enumerate(self._active) if depth < self._planner.cap_of(self.requests[row])]
+        able = [i for i, row in enumerate(self._active) if depth < self.planner.cap_of(self.requests[row])]
         kept = [place for place in able if self.dice.random() < 0.7]
         if len(kept) == len(self._active):
             return None

@@ -8,6 +8,7 @@ from typing import TypeVar
 import torch
 from tqdm import tqdm
 
+from peregrine.attention import AttentionBackend
 from peregrine.cache.pages import PagePool
 from peregrine.cache.prefix import PrefixTree
 from peregrine.cache.store import KVStore
@@ -40,10 +41,11 @@ from peregrine.engine.memory import (
     scratch_bytes,
 )
 from peregrine.engine.page_ledger import PageLedger
-from peregrine.engine.parallel import Started, await_ranks, check_ranks, lead, started_ranks
+from peregrine.engine.parallel import Started, await_ranks, check_ranks, started_ranks
 from peregrine.engine.policy import BatchPolicy
 from peregrine.engine.rank_group import rank_devices
 from peregrine.engine.recording import record_graphs
+from peregrine.engine.rounds import RoundOptions, Rounds
 from peregrine.engine.runner import Runner
 from peregrine.engine.sources import ModelSource, open_source
 from peregrine.engine.window_choice import add_planner, plan_ahead, time_ahead, with_windows
@@ -56,11 +58,7 @@ from peregrine.models.config import ModelConfig
 from peregrine.models.decoder import Decoder
 from peregrine.models.parallel import Ranks
 from peregrine.spec.bound import BoundModel
-from peregrine.spec.judge import Judge, judge
-from peregrine.spec.registry import DraftSource, LoadDrafter, StoreShape, make_drafter
-from peregrine.spec.state import SeatState
-from peregrine.spec.types import Drafter
-from peregrine.synthetic.judge import SimulatedJudge
+from peregrine.spec.registry import DraftSource, LoadDrafter, StoreShape
 from peregrine.text.chat import has_system_place
 from peregrine.text.tokenizer import Tokenizer
 from peregrine.threads import pick_threads
@@ -131,7 +129,7 @@ def _build(asked: EngineConfig, device: torch.device, start_ranks: Callable[[], 
     if asked.tensor_parallel > 1:
         decisions.take("tensor_parallel", (asked.tensor_parallel, check_ranks(asked, device, source.config)))
     ranks = start_ranks()
-    ranks.tell("load", asked.model, dtype, max_len, name)
+    ranks.tell("follower", "load", asked.model, dtype, max_len, name)
     target, draft = load_networks(source, load_drafter, ranks, device, dtype, max_len, decisions)
     asked = with_windows(asked, draft, device, decisions.take)
     if device.type == "cpu":
@@ -147,25 +145,26 @@ def _build(asked: EngineConfig, device: torch.device, start_ranks: Callable[[], 
     decisions.take("attention", (backend.name, why))
     graphs = decisions.take("graphs", pick_graphs(asked, device))
     await_ranks(ranks.pipes)  # their weights are in memory, which all may share
-    together = [shape for network in networks for shape in StoreShape.in_memory(network)]
+    together = [shape for network in networks for shape in StoreShape.in_memory(network, ranks)]
     asked = with_sizes(asked, target.config, page_bytes(together, 1, kv_dtype), max_len, device, dtype, decisions)
     scratch = scratch_bytes(asked, target.config, max_len, dtype) if device.type == "cuda" else 0
     scratch *= 2 if graphs else 1  # recorded chunks keep their memory; others are launched beside them
     scratch += workspace_bytes(device) + decisions.take("grammar_mask_bytes", mask_bytes(asked, name, target.config))
     num_pages = decisions.take("num_pages", pick_num_pages(asked, together, max_len, device, kv_dtype, scratch))
     stores = make_stores(shapes, num_pages, asked.page_size, kv_dtype, device)
+    ranks.tell("follower", "make_stores", num_pages, asked.page_size, kv_dtype)
+    await_ranks(ranks.pipes)
     lag = decisions.take("lag", pick_lag(asked, device))
     policy = BatchPolicy(asked.max_rows, asked.prefill_chunk, max_stall_s, lag, pick_row_sizes(asked, graphs))
-
-    bound = BoundModel(target, target.layer_attention(), stores[0], backend)
-    lead(bound)
     if graphs and backend.traits.max_decode_q_len:  # kernels are timed by recording them
+        bound = BoundModel(target, target.layer_attention(), stores[0], backend)
         backend, timed = choose_kernels(bound, window_shapes(asked, draft, policy.row_sizes or (1, policy.max_rows)))
         decisions.made.append(timed)
-    drafter = make_drafter(draft, asked.depth, asked.tree, stores[-1], backend)
-    check_windows(target.config, drafter)
-    ledger = make_ledger(asked, stores, ranks, int(drafter.reads_next_token), decisions)
-    engine = assemble(asked, replace(bound, backend=backend), drafter, tokenizer, max_len, policy, ledger)
+    num_seats = max(policy.row_sizes or (policy.max_rows,))
+    options = RoundOptions(asked.depth, asked.tree, num_seats, max_len, asked.simulate_accept)
+    rounds = make_rounds(target, draft, stores, backend, options)
+    ledger = make_ledger(asked, stores, ranks, int(rounds.drafter.reads_next_token), decisions)
+    engine = assemble(asked, rounds, tokenizer, policy, ledger)
     if graphs:
         plan_ahead(asked, engine.runner, draft)
         decisions.made.append(record_graphs(engine, device))
@@ -190,7 +189,7 @@ def load_networks(
     with explain_memory(device, "the drafter's weights", "choose a smaller drafter, ngram or none"):
         draft = load_drafter(target)
     if ranks.size > 1 and draft.network is not None:
-        count, whole = draft.network.ranks.size, f"its heads cannot be shared by {ranks.size}: rank 0 has it whole"
+        count, whole = draft.network.ranks.size, f"its heads cannot be shared by {ranks.size}: each has it whole"
         decisions.take("drafter_ranks", (count, "split as the target is" if count > 1 else whole))
     return target, draft
 
@@ -211,32 +210,30 @@ def with_sizes(
     return replace(asked, prefill_chunk=chunk)
 
 
+def make_rounds(
+    target: Decoder, draft: DraftSource, stores: list[KVStore], backend: AttentionBackend, options: RoundOptions
+) -> Rounds:
+    """The parts of rounds, on every rank."""
+    rounds = Rounds.make(target, draft, stores, backend, options)
+    check_windows(target.config, rounds.drafter)
+    target.ranks.tell("follower", "make_rounds", backend, options)
+    return rounds
+
+
 def assemble(
-    asked: EngineConfig,
-    target: BoundModel,
-    drafter: Drafter,
-    tokenizer: Tokenizer,
-    max_len: int,
-    policy: BatchPolicy,
-    ledger: PageLedger,
+    asked: EngineConfig, rounds: Rounds, tokenizer: Tokenizer, policy: BatchPolicy, ledger: PageLedger
 ) -> Engine:
     """Put the engine's parts together."""
-    device, num_pages = target.store.keys.device, target.store.num_pages
-    num_seats = policy.max_rows if policy.row_sizes is None else max(policy.row_sizes)
-    seats = SeatState(num_seats, drafter.shape, max_len, asked.page_size, device)
-    verdicts: Judge = judge
-    if asked.simulate_accept is not None:
-        verdicts = SimulatedJudge(asked.simulate_accept, drafter.shape.depth, device)
-    config = target.decoder.config
+    config, shape = rounds.target.decoder.config, rounds.drafter.shape
     return Engine(
-        runner=Runner(target, drafter, verdicts, seats),
+        runner=Runner(rounds),
         ledger=ledger,
         limits=Limits(
             vocab_size=config.vocab_size,
-            max_len=max_len,
-            num_places=(num_pages - 1) * asked.page_size,
-            span=drafter.shape.span,
-            num_drafts=drafter.shape.depth,
+            max_len=rounds.seats.max_len,
+            num_places=(rounds.target.store.num_pages - 1) * asked.page_size,
+            span=shape.span,
+            num_drafts=shape.depth,
             eos_ids=config.eos_ids,
         ),
         tokenizer=tokenizer,

@@ -137,7 +137,7 @@ class Engine:
         if unread:
             chunks = next_chunks(unread, self.chunk_size.tokens(watched))
             with self.chunk_size.timed(sum(chunk.end - chunk.start for chunk in chunks)):
-                read_chunks(self.runner.target, self.runner.drafter, chunks, self.ledger.page_size, self.replay_chunks)
+                read_chunks(self.runner.rounds, chunks, self.ledger.page_size, self.replay_chunks)
         self._seat_read(share=True)
         return not watched and any(request.num_unread for request in unread)
 
@@ -295,5 +295,5 @@ class Engine:
             (self.reading if request in self.reading else self.waiting).remove(request)
         self.ledger.release(request)
         if isinstance(self.runner.drafter, SuffixDrafter) and request.params.store and reason in ("stop", "length"):
-            self.runner.drafter.learn(request.generated)
+            self.runner.rounds.learn(request.generated)
         return last._replace(finish_reason=reason, output=request.output(reason, stop, self.simulated))

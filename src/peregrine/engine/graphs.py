@@ -3,7 +3,7 @@
 A replay repeats the captured launches on the same memory. So a callable must read its inputs from buffers that stay
 where they are, and what it returned is overwritten by the next replay. All graphs share one memory pool: they run one
 after the other on one stream, and their results are copied away in that stream's order. Where several ranks share a
-network, each of the others records what rank 0 tells it during the call, and replays that: a replay is one message.
+network, each of the others records the calls that rank 0 tells it to make meanwhile: a replay is one message.
 """
 
 from collections.abc import Callable, Hashable
@@ -35,15 +35,15 @@ class Graphs(Generic[Result]):
         before = torch.cuda.mem_get_info(self.device)[0]
         current = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(current)
-        self.ranks.tell("record", key)
+        self.ranks.tell("follower", "record", key)
         with torch.cuda.stream(self._stream):
             call()
-        self.ranks.tell("end")
+        self.ranks.tell("follower", "end")
         current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             result = call()
-        self.ranks.tell("end")
+        self.ranks.tell("follower", "end")
         self._recorded[key], self._results[key] = graph, result
         return max(0, before - torch.cuda.mem_get_info(self.device)[0])
 
@@ -56,7 +56,7 @@ class Graphs(Generic[Result]):
 
     def replay(self, key: Hashable) -> Result:
         """Queue the captured launches; the result, unless forgotten, is valid until the next replay of this key."""
-        self.ranks.tell("replay", key)
+        self.ranks.tell("follower", "replay", key)
         self._recorded[key].replay()
         result: Result = self._results[key]
         return result

@@ -34,7 +34,7 @@ class MaskWriter:
             seats.hold_masks(vocab_size)
         assert seats.masks is not None
         assert seats.forced is not None
-        self._device = seats.masks, seats.forced
+        self._ranks, self._device = seats.ranks, (seats.masks, seats.forced)
         self._is_cuda = seats.device.type == "cuda"
         self._host = self._device
         if self._is_cuda:
@@ -51,6 +51,9 @@ class MaskWriter:
         self._rows[:count] = [matcher is not None for matcher in matchers]
         self._forced[:count] = -1
         self._walk(matchers, windows)
+        self._ranks.note(
+            "seats", "set_masks", *(x[:count] for x in (self._rows, self._words.view(np.int32), self._forced))
+        )
         if self._is_cuda:
             self._upload(count)
 

@@ -123,16 +123,16 @@ class LedCopies(PageCopies):
     def __init__(self, stores: Sequence[KVStore], num_slots: int, ranks: Ranks) -> None:
         super().__init__(stores, num_slots)
         self.ranks = ranks
-        ranks.tell("host_cache", num_slots)
+        ranks.tell("follower", "make_copies", num_slots)
 
     def out(self, pages: Sequence[int], slots: Sequence[int]) -> Event | None:
         """Copy device pages to host slots."""
-        self.ranks.tell("copy", "out", pages, slots)
+        self.ranks.note("follower", "copy", "out", pages, slots)
         return super().out(pages, slots)
 
     def back(self, slots: Sequence[int], pages: Sequence[int]) -> Event | None:
         """Copy host slots to device pages."""
-        self.ranks.tell("copy", "back", slots, pages)
+        self.ranks.note("follower", "copy", "back", slots, pages)
         return super().back(slots, pages)
 
 

@@ -1,12 +1,12 @@
 """The processes of a tensor-parallel engine. Rank 0 is the engine; it starts the others, which follow it.
 
-A follower holds its shards of the target and of the drafter, with its parts of their KV stores, and knows no requests:
-rank 0 tells it which window to read, which logits to compute and which path of a tree to move, and it makes the same
-calls on the same data. What rank 0 records as a graph, the others record with it, and replay when they are told to.
-Scheduling and sampling are rank 0's alone. A follower ends when rank 0 closes its pipe or is gone; a rank that is gone
-is an EngineFault in the next collective of every other one, so nobody waits for it.
+A follower has the parts that rank 0 has (seats, rounds, recorded graphs), with its shards of the target and of the
+drafter and its parts of their KV stores, and knows no requests: rank 0 tells it which call to make on which part.
+Scheduling is rank 0's alone. A follower ends when rank 0 closes its pipe or is gone; a rank that is gone is an
+EngineFault in the next collective of every other one, so nobody waits for it.
 """
 
+import copyreg
 import json
 import os
 import select
@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import Pipe
@@ -26,13 +26,17 @@ from typing import Any
 
 import torch
 
-from peregrine.attention.routing import BACKENDS
+from peregrine.attention.backend import AttentionBackend
 from peregrine.cache.page_copies import PageCopies
 from peregrine.cache.store import KVStore
 from peregrine.config import EngineConfig
+from peregrine.engine.followed_plan import followed
 from peregrine.engine.graphs import Graphs
 from peregrine.engine.memory import explain_memory, make_stores
+from peregrine.engine.planning import RoundPlan
+from peregrine.engine.prompt_graphs import PromptGraphs
 from peregrine.engine.rank_group import join
+from peregrine.engine.rounds import RoundOptions, Rounds
 from peregrine.engine.sources import open_source
 from peregrine.errors import ConfigError, EngineFault, PeregrineError
 from peregrine.hardware import current_device
@@ -41,11 +45,8 @@ from peregrine.kernels.runtime.gpu import TRITON_PRESENT
 from peregrine.log import logger
 from peregrine.models.config import ModelConfig
 from peregrine.models.decoder import Decoder
-from peregrine.models.draft_heads import DraftHead
-from peregrine.models.layers import Linear
-from peregrine.models.parallel import ALONE, DRAFT, LOST, TARGET, Ranks, possible_sizes
-from peregrine.spec.bound import Bound, BoundModel, bind_network
-from peregrine.spec.registry import StoreShape
+from peregrine.models.parallel import ALONE, LOST, Ranks, possible_sizes
+from peregrine.spec.registry import DraftSource, StoreShape
 from peregrine.threads import pick_threads, usable_cores
 
 END_SECONDS = 30
@@ -53,14 +54,7 @@ LEFT_SECONDS = 3  # that a rank has to end after rank 0
 WATCH_SECONDS = 1
 # Started by subprocess: multiprocessing would import the user's main program again in every rank.
 BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from peregrine.engine.parallel import main; main()"
-
-
-def lead(target: BoundModel) -> None:
-    """Have the other ranks make stores like the target's, for their shares of it and of the drafter."""
-    store, ranks = target.store, target.ranks
-    if ranks.size > 1:
-        ranks.tell("store", store.num_pages, store.page_size, store.keys.dtype, target.backend.name)
-        await_ranks(ranks.pipes)
+copyreg.pickle(RoundPlan, followed)
 
 
 def check_ranks(asked: EngineConfig, device: torch.device, config: ModelConfig) -> str:
@@ -197,8 +191,8 @@ class Follower:
 
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
         self.ranks, self.device = ranks, device
-        self.networks: dict[str, Decoder | DraftHead] = {}
-        self.bound: dict[str, Bound[Any]] = {}
+        self.parts: dict[str, Any] = {"follower": self}  # that rank 0 calls
+        self.networks: tuple[Decoder, DraftSource] | None = None
         self.stores: list[KVStore] = []
         self.copies: PageCopies | None = None
         self.graphs: Graphs[None] | None = None
@@ -209,66 +203,80 @@ class Follower:
             self.follow()
 
     def follow(self) -> bool:
-        """Do the next thing; False if it was the end of what is recorded."""
-        what, given = self.ranks.hear(self.device)
-        match what:
-            case "call":
-                network, method, *values = given
-                methodcaller(method, *values)(self.bound[network])
-            case "linear":
-                network, name, x = given
-                linear = self.networks[network].get_submodule(name)
-                assert isinstance(linear, Linear)
-                linear.forward(x)
-            case "load":
-                self._prepare(self._load, given)
-            case "store":
-                self._prepare(self._make_stores, given)
-            case "host_cache":
-                self._prepare(self._make_copies, given)
-            case "copy":
-                assert self.copies is not None
-                methodcaller(*given)(self.copies)
-                self.copies.join()
-            case "record":
-                self.graphs = self.graphs or Graphs(self.device)
-                self.graphs.record(given[0], self._follow_to_end)
-            case "replay":
-                assert self.graphs is not None
-                self.graphs.replay(given[0])
-        return what != "end"
+        """Make the calls of the next message; False if that was the end of what is recorded."""
+        method = ""
+        for part, method, given in self.ranks.hear():
+            methodcaller(method, *given)(self.parts[part])
+        return method != "end"
+
+    def load(self, model: str, dtype: torch.dtype, max_len: int, drafter: str) -> None:
+        """Load this rank's shards."""
+        if self.device.type == "cpu":
+            torch.set_num_threads(pick_threads(torch.get_num_threads(), self.ranks.size)[0])
+            for _ in load_kernels():
+                pass
+        self.__init__(self.ranks, self.device)  # type: ignore[misc]  # what the last model took is free
+        remedy = "choose a smaller model, or more ranks"
+        with self._answering(), explain_memory(self.device, "the model's weights", remedy):
+            source = open_source(model)
+            target = source.target(self.device, dtype, max_len, self.ranks)
+            self.networks = target, source.drafter(drafter)(target)
+
+    def make_stores(self, num_pages: int, page_size: int, kv_dtype: torch.dtype) -> None:
+        """Make room for this rank's keys and values."""
+        target, draft = self._loaded
+        with self._answering():
+            shapes = [StoreShape.of(network) for network in (target, draft.network) if network is not None]
+            self.stores = make_stores(shapes, num_pages, page_size, kv_dtype, self.device)
+
+    def make_rounds(self, backend: AttentionBackend, options: RoundOptions) -> None:
+        """Put rounds together."""
+        rounds = Rounds.make(*self._loaded, self.stores, backend, options)
+        self.parts |= {"rounds": rounds, "seats": rounds.seats}
+
+    def make_copies(self, num_slots: int) -> None:
+        """Take this rank's host memory for evicted pages."""
+        with self._answering():
+            self.copies = PageCopies(self.stores, num_slots)
+
+    def copy(self, *given: Any) -> None:
+        """Copy pages to host memory or back, before anything else is done."""
+        assert self.copies is not None
+        methodcaller(*given)(self.copies)
+        self.copies.join()
+
+    def make_prompts(self, most: int, num_pages: int) -> None:
+        """Make ready to record what rank 0 records."""
+        self.graphs = Graphs(self.device)
+        self.parts["prompts"] = PromptGraphs(self.parts["rounds"], self.graphs, most, num_pages)
+
+    def record(self, key: Hashable) -> None:
+        """Record the calls up to the next end, twice: to warm up, and what a replay repeats."""
+        assert self.graphs is not None
+        self.graphs.record(key, self._follow_to_end)
+
+    def replay(self, key: Hashable) -> None:
+        """Repeat what was recorded."""
+        assert self.graphs is not None
+        self.graphs.replay(key)
+
+    def end(self) -> None:
+        """What is recorded ends here."""
+
+    @property
+    def _loaded(self) -> tuple[Decoder, DraftSource]:
+        assert self.networks is not None
+        return self.networks
 
     def _follow_to_end(self) -> None:
         while self.follow():
             pass
 
-    def _prepare(self, step: Callable[..., None], given: tuple[Any, ...]) -> None:
+    @contextmanager
+    def _answering(self) -> Iterator[None]:
         """Take a step of starting, and answer with what is wrong with it."""
         try:
-            step(*given)
+            yield
             self.ranks.pipes[0].send(None)
         except PeregrineError as error:
             self.ranks.pipes[0].send(str(error))
-
-    def _load(self, model: str, dtype: torch.dtype, max_len: int, drafter: str) -> None:
-        if self.device.type == "cpu":
-            torch.set_num_threads(pick_threads(torch.get_num_threads(), self.ranks.size)[0])
-            for _ in load_kernels():
-                pass
-        self.graphs, self.bound, self.networks, self.stores, self.copies = None, {}, {}, [], None
-        with explain_memory(self.device, "the model's weights", "choose a smaller model, or more ranks"):
-            source = open_source(model)
-            target = self.networks[TARGET] = source.target(self.device, dtype, max_len, self.ranks)
-            network = source.drafter(drafter)(target).network
-            if network is not None and network.ranks.size > 1:
-                self.networks[DRAFT] = network
-
-    def _make_stores(self, num_pages: int, page_size: int, kv_dtype: torch.dtype, backend: str) -> None:
-        shapes = [StoreShape.of(network) for network in self.networks.values()]
-        self.stores = make_stores(shapes, num_pages, page_size, kv_dtype, self.device)
-        chosen = next(known for known in BACKENDS if known.name == backend)
-        for (name, network), store in zip(self.networks.items(), self.stores, strict=True):
-            self.bound[name] = bind_network(network, store, chosen)
-
-    def _make_copies(self, num_slots: int) -> None:
-        self.copies = PageCopies(self.stores, num_slots)

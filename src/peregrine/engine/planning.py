@@ -37,7 +37,7 @@ class RoundPlan:
     def __init__(
         self, planner: "WindowPlanner", requests: Sequence[Request], lens: list[int], drafted: list[int]
     ) -> None:
-        self._planner, self.requests = planner, requests
+        self.planner, self.requests = planner, requests
         self.windows = Windows.of(tuple(lens))
         self.rests = not drafted and sum(lens) == len(lens)
         self.rows = None if len(drafted) == len(lens) else torch.tensor(drafted, dtype=torch.int64)
@@ -54,11 +54,11 @@ class RoundPlan:
         said = chances.tolist()
         for row, chance in zip(self._active, said, strict=True):
             request, line = self.requests[row], self.guesses[row]
-            line.append(self._planner.odds(request).guess(len(line), chance, request.odds))
+            line.append(self.planner.odds(request).guess(len(line), chance, request.odds))
         self._tokens += len(said)
 
     def go_on(self) -> Tensor | None:
-        planner, active = self._planner, self._active
+        planner, active = self.planner, self._active
         depth = len(self.guesses[active[0]])
         if depth < self.probe:
             return None

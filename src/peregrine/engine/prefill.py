@@ -6,22 +6,15 @@ tokens are chosen in one place only, and a prompt that is cached up to its last 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from peregrine.attention.metadata import AttentionMetadata
-from peregrine.attention.window import Window
 from peregrine.engine.request import Request
-from peregrine.hardware import upload
+from peregrine.engine.rounds import ChunkInputs, IntArray, Rounds
 from peregrine.kernels.sampling import logprobs
-from peregrine.spec.bound import BoundModel
-from peregrine.spec.types import Chunk, Drafter
-
-IntArray = npt.NDArray[np.int64]
-SCORED_AT_ONCE = 64  # prompt tokens whose logits exist at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +44,7 @@ def next_chunks(requests: list[Request], chunk_size: int) -> list[PromptChunk]:
 
 
 def read_chunks(
-    target: BoundModel,
-    drafter: Drafter,
+    rounds: Rounds,
     chunks: list[PromptChunk],
     page_size: int,
     replay: Callable[[list[PromptChunk]], bool] = lambda _: False,
@@ -64,25 +56,12 @@ def read_chunks(
     for scored in (False, True):
         group = [chunk for chunk in chunks if chunk.request.wants_scores == scored]
         if group and (scored or not replay(group)):
-            _read_group(target, drafter, group, page_size, scored)
+            rounds.read(chunk_inputs(group, page_size), scored, take=partial(_take_scores, group))
     for chunk in chunks:
         chunk.request.read_len = chunk.end
 
 
-def _read_group(target: BoundModel, drafter: Drafter, chunks: list[PromptChunk], page_size: int, scored: bool) -> None:
-    """One ragged forward of the target, then the drafter absorbs the same tokens."""
-    device = target.store.keys.device
-    metadata = chunk_metadata(chunks, page_size, device)
-    tokens, following = upload(chunk_tokens(chunks), device), upload(chunk_tokens(chunks, 1), device)
-    if scored:
-        hidden, taps = target.read(tokens, metadata, drafter.taps)  # [N, H]
-        _score(target, hidden, following, chunks)
-    else:
-        taps = target.fill(tokens, metadata, drafter.taps)
-    drafter.absorb(Chunk(tokens=tokens, next_tokens=following, taps=taps, metadata=metadata))
-
-
-def absorb_held(drafter: Drafter, requests: Sequence[Request], page_size: int, device: torch.device) -> None:
+def absorb_held(rounds: Rounds, requests: Sequence[Request], page_size: int) -> None:
     """Let the drafter absorb what it missed while no row was drafted for, all in one chunk."""
     chunks = []
     for request in requests:
@@ -91,15 +70,7 @@ def absorb_held(drafter: Drafter, requests: Sequence[Request], page_size: int, d
         if end > start:
             chunks.append(PromptChunk(request, start, end))
     if chunks:
-        taps = held_taps(chunks) if drafter.taps else None
-        drafter.absorb(
-            Chunk(
-                tokens=upload(chunk_tokens(chunks), device),
-                next_tokens=upload(chunk_tokens(chunks, 1), device),
-                taps=taps,
-                metadata=chunk_metadata(chunks, page_size, device),
-            )
-        )
+        rounds.absorb(chunk_inputs(chunks, page_size), held_taps(chunks) if rounds.drafter.taps else None)
     for request in requests:
         request.held = []
 
@@ -117,19 +88,12 @@ def held_taps(chunks: Sequence[PromptChunk]) -> Tensor:
     return torch.cat(found)
 
 
-def _score(target: BoundModel, hidden: Tensor, following: Tensor, chunks: list[PromptChunk]) -> None:
-    """Give each chunk's request the log-probabilities of the tokens that follow its chunk's tokens."""
-    start = 0
-    for chunk in chunks:
-        end = start + chunk.end - chunk.start
-        count = chunk.request.params.prompt_logprobs
-        assert count is not None
-        for low in range(start, end, SCORED_AT_ONCE):
-            places = slice(low, min(low + SCORED_AT_ONCE, end))
-            logits = target.decoder.logits(hidden[places])[:, None]  # [n, 1, V]
-            scores = logprobs(logits, following[places][:, None], None, None, count)
-            chunk.request.add_scores(*(values[:, 0] for values in scores))
-        start = end
+def _take_scores(chunks: list[PromptChunk], number: int, logits: Tensor, following: Tensor) -> None:
+    """Give a chunk's request the log-probabilities of the tokens [n] that follow some of the chunk's: logits [n, V]."""
+    request = chunks[number].request
+    assert request.params.prompt_logprobs is not None
+    scores = logprobs(logits[:, None], following[:, None], None, None, request.params.prompt_logprobs)
+    request.add_scores(*(values[:, 0] for values in scores))
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,18 +115,18 @@ class ChunkPlaces:
         return ChunkPlaces(ends - starts, starts, positions, np.concatenate(pages) * page_size + positions % page_size)
 
 
-def chunk_metadata(chunks: list[PromptChunk], page_size: int, device: torch.device) -> AttentionMetadata:
-    """Where the ragged window of these chunks reads and writes."""
+def chunk_inputs(chunks: list[PromptChunk], page_size: int) -> ChunkInputs:
+    """What a forward over these chunks reads."""
     places = ChunkPlaces.of(chunks, page_size)
-    return AttentionMetadata(
-        window=Window.ragged(places.lens.tolist()),
-        positions=upload(places.positions, device),
-        q_starts=upload(np.concatenate([[0], places.lens.cumsum()]), device),
-        past_lens=upload(places.starts, device),
-        page_table=upload(page_rows(chunks, page_size), device),
+    return ChunkInputs(
+        tokens=chunk_tokens(chunks),
+        following=chunk_tokens(chunks, 1),
+        positions=places.positions,
+        slots=places.slots,
+        lens=places.lens,
+        starts=places.starts,
+        table=page_rows(chunks, page_size),
         page_size=page_size,
-        slots=upload(places.slots, device),
-        ancestors=None,
     )
 
 

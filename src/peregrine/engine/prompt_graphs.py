@@ -18,9 +18,10 @@ from peregrine.attention.metadata import AttentionMetadata
 from peregrine.attention.window import Window
 from peregrine.engine.graphs import Graphs
 from peregrine.engine.prefill import ChunkPlaces, PromptChunk, chunk_tokens, page_rows
+from peregrine.engine.rounds import IntArray, Rounds
 from peregrine.hardware import upload
-from peregrine.spec.bound import BoundModel
-from peregrine.spec.types import Chunk, Drafter
+from peregrine.models.parallel import on_every_rank
+from peregrine.spec.types import Chunk
 
 LEAST_TOKENS = 64  # of the smallest recorded chunk
 MOST_ROWS, ROW_TOKENS = 32, 48  # of a recorded chunk: prompts, and tokens that each has on average at least
@@ -59,14 +60,12 @@ class Inputs:
 
 
 class PromptGraphs:
-    """The recorded chunks of an engine."""
+    """The recorded chunks of an engine; every rank has them."""
 
-    def __init__(
-        self, target: BoundModel, drafter: Drafter, graphs: Graphs[Any], most: int, num_pages: int, page_size: int
-    ) -> None:
+    def __init__(self, rounds: Rounds, graphs: Graphs[Any], most: int, num_pages: int) -> None:
         """Chunks have up to `most` tokens, a request up to `num_pages` pages."""
-        self.target, self.drafter, self.graphs, self.page_size = target, drafter, graphs, page_size
-        self.device = target.store.keys.device
+        self.target, self.drafter, self.graphs, self.ranks = rounds.target, rounds.drafter, graphs, rounds.ranks
+        self.device, self.page_size = rounds.device, rounds.seats.page_size
         self.sizes, rows = chunk_sizes(most), rows_of(most) + 1
         self.most = most
         self._table = torch.zeros(rows, num_pages, dtype=torch.int64, device=self.device)
@@ -96,9 +95,12 @@ class PromptGraphs:
         """Record every size; yields the bytes each one took. The chunks really run once, all padding."""
         for shape in sorted(self.inputs, reverse=True):  # smaller graphs reuse the memory of larger ones
             self._fill(*shape, [])
-            yield self.graphs.record(("chunk", *shape), partial(self._forward, self.inputs[shape]))
+            yield self.graphs.record(("chunk", *shape), partial(self.forward, *shape))
 
-    def _forward(self, inputs: Inputs) -> None:
+    @on_every_rank("prompts")
+    def forward(self, size: int, rows: int) -> None:
+        """Read a chunk whose inputs were written."""
+        inputs = self.inputs[size, rows]
         taps = self.target.fill(inputs.tokens, inputs.metadata, self.drafter.taps)
         self.drafter.absorb(Chunk(inputs.tokens, inputs.following, taps, inputs.metadata))
 
@@ -114,14 +116,14 @@ class PromptGraphs:
         return True
 
     def _fill(self, size: int, rows: int, chunks: Sequence[PromptChunk]) -> None:
-        """Write the inputs of a recorded chunk, by one copy; and its page table, by another."""
+        """Make the inputs of a recorded chunk."""
         inputs, used, is_cuda = self.inputs[size, rows], len(chunks), self.device.type == "cuda"
         packed = torch.zeros(len(inputs.packed), dtype=torch.int64, pin_memory=is_cuda)
         tokens, following, positions, slots, past_lens, q_starts = np.split(
             packed.numpy(),
             np.cumsum([*[size] * 4, rows]),  # as in `_views`
         )
-        table = self._table[:rows].zero_()
+        pages = np.zeros((0, 0), dtype=np.int64)
         count = 0
         if used:
             places = ChunkPlaces.of(chunks, self.page_size)
@@ -129,7 +131,14 @@ class PromptGraphs:
             tokens[:count], following[:count] = chunk_tokens(chunks), chunk_tokens(chunks, 1)
             positions[:count], slots[:count], past_lens[:used] = places.positions, places.slots, places.starts
             q_starts[1 : used + 1] = places.lens.cumsum()
-            pages = upload(page_rows(chunks, self.page_size), self.device)
-            table[:used, : pages.shape[1]].copy_(pages)
+            pages = page_rows(chunks, self.page_size)
         q_starts[used + 1 : rows], q_starts[rows] = count, size  # empty rows, then the padding
-        inputs.packed.copy_(packed, non_blocking=True)
+        self.write(size, rows, packed, pages)
+
+    @on_every_rank("prompts", at_once=False)
+    def write(self, size: int, rows: int, packed: Tensor, pages: IntArray) -> None:
+        """Copy the inputs of a recorded chunk to where it reads them: all but the table, and the rows of that."""
+        table = self._table[:rows].zero_()
+        if pages.size:
+            table[: len(pages), : pages.shape[1]].copy_(upload(pages, self.device))
+        self.inputs[size, rows].packed.copy_(packed, non_blocking=True)

@@ -78,10 +78,6 @@ class TorchGroup:
         """The sum of all ranks' x, which are whole numbers, in x."""
         self._run(self.group.allreduce, x)
 
-    def send(self, x: Tensor) -> None:
-        """Rank 0's x in every rank's x."""
-        self._run(self.group.broadcast, x, 0)
-
     def abort(self) -> None:
         """End collectives that wait for a rank which is gone; on a CPU they end by themselves."""
         if self.aborts:
@@ -122,10 +118,6 @@ class SharedGroup:
     def add(self, x: Tensor) -> None:
         """The sum of all ranks' x, which are whole numbers, in x."""
         x.copy_(self._every(x).sum(dim=0, dtype=x.dtype))
-
-    def send(self, x: Tensor) -> None:
-        """Rank 0's x in every rank's x."""
-        x.copy_(self._every(x)[0])
 
     def _every(self, x: Tensor) -> Tensor:
         """Every rank's x: [size, *x.shape]."""

@@ -28,7 +28,8 @@ def record_graphs(engine: Engine, device: torch.device) -> Decision:
     runner, seats = engine.runner, engine.runner.seats
     pages = -(-seats.max_places // seats.page_size)
     chunk = engine.policy.prefill_chunk
-    prompts = PromptGraphs(runner.target, runner.drafter, engine.runner.graphs, chunk, pages, seats.page_size)
+    prompts = PromptGraphs(runner.rounds, engine.runner.graphs, chunk, pages)
+    runner.rounds.ranks.note("follower", "make_prompts", chunk, pages)
     count = len(sizes) * variants + len(prompts.inputs)
     total = count if runner.ahead is None else None  # planned rounds are recorded in parts, as many as it takes
     bar = tqdm(total=total, desc="recording rounds", unit="graph", delay=1, leave=False)

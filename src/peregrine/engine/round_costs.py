@@ -47,6 +47,9 @@ class FixedPlan:
         self.rows = None if len(self._active) == len(depths) else torch.tensor(self._active, dtype=torch.int64)
         self._made = 0
 
+    def __reduce__(self) -> tuple[type["FixedPlan"], tuple[Sequence[int], list[int]]]:
+        return FixedPlan, (self.windows.lens, self._depths.tolist())
+
     def add(self, chances: Tensor) -> None:
         chances.tolist()  # as a real plan does
         self._made += 1

@@ -21,15 +21,13 @@ from peregrine.engine.prefill import absorb_held
 from peregrine.engine.request import Request
 from peregrine.engine.round_costs import RoundTimes
 from peregrine.engine.round_result import RoundResult, extras_of
+from peregrine.engine.rounds import Rounds
 from peregrine.grammar import Matcher, Window
 from peregrine.kernels.round import Verdict
 from peregrine.kernels.sampling import Features
 from peregrine.sampling import MAX_LOGPROBS
-from peregrine.spec.bound import BoundModel
-from peregrine.spec.judge import Judge
-from peregrine.spec.round import Logprobs, Mark, Verified, decide, no_mark, propose, run_round, verify
-from peregrine.spec.state import Rows, SeatState
-from peregrine.spec.types import Drafter
+from peregrine.spec.round import Logprobs, Mark, Verified, no_mark
+from peregrine.spec.state import Rows
 from peregrine.spec.windows import Plan
 
 # The recorded variants of a round, cheapest first. In the last one rows pay for the parts that they use themselves.
@@ -57,18 +55,16 @@ class RoundInFlight:
 
 
 class Runner:
-    """Launches `run_round` on compact seats and keeps the rounds that have not been read."""
+    """Launches rounds on compact seats and keeps those that have not been read."""
 
-    def __init__(
-        self, target: BoundModel, drafter: Drafter, judge: Judge, seats: SeatState, graphs: Graphs[Any] | None = None
-    ) -> None:
-        self.target, self.drafter, self.judge, self.seats = target, drafter, judge, seats
-        self.graphs = graphs
+    def __init__(self, rounds: Rounds, graphs: Graphs[Any] | None = None) -> None:
+        self.rounds, self.graphs = rounds, graphs
+        self.target, self.drafter, self.judge, self.seats = rounds.target, rounds.drafter, rounds.judge, rounds.seats
         self.planner: WindowPlanner | None = None  # plans each round from its drafts; None: it has whole windows, or
         self.ahead: tuple[AheadPlanner, AheadRounds] | None = None  # is planned before they are known
         self._proposing = self._launched = 0.0  # when the last round began to draft, and when it was done
         self._masks: MaskWriter | None = None  # made for the first batch with a grammar
-        self.device = seats.device
+        self.device = rounds.device
         self.eager = False  # True: recorded graphs are not used; for benchmarks whose host must see a round's values
         # Besides run_round's stages: "launch", "copy" (results to the host), "launched", "wait", "read"; and where a
         # round has two parts, "windows sent", then "masks" and "settle" between them.
@@ -90,11 +86,11 @@ class Runner:
                 yield graphs.record((rows, variant), partial(self._round, rows, variant))
             if self.seats.masks is not None:
                 yield graphs.record((rows, VERIFY), partial(self._verify, rows))
-                verified = graphs.replay((rows, VERIFY))  # what follows reads its results
-                yield graphs.record((rows, MASKED), partial(self._settle, verified, rows, MASKED))
+                graphs.replay((rows, VERIFY))  # what follows reads its results
+                yield graphs.record((rows, MASKED), partial(self._settle, rows, MASKED))
+                self.rounds.begun = None
                 if self.ahead is not None:
                     graphs.forget((rows, VERIFY))
-                del verified
         if self.ahead is not None:
             yield from self.ahead[1].record(row_sizes, graphs)
 
@@ -172,13 +168,13 @@ class Runner:
         plan = planner.plan(requests, held)
         verified = [length - 1 for length in plan.windows.lens]
         if verified != held:
-            offered.copy_(torch.tensor(verified))
+            self.seats.offer(verified)
         return plan
 
     def absorb_held(self, requests: Sequence[Request]) -> None:
         """Let the drafter read what these requests hold for it."""
         if any(request.held for request in requests):
-            absorb_held(self.drafter, requests, self.seats.page_size, self.device)
+            absorb_held(self.rounds, requests, self.seats.page_size)
 
     def leave(self, request: Request) -> None:
         """The request leaves its seat: what it holds is absorbed, or dropped if it rested for most of its text."""
@@ -200,7 +196,7 @@ class Runner:
         self.mark(stage)
 
     def _round(self, rows: Rows, features: Features, plan: Plan | None = None) -> tuple[Verdict, Logprobs | None]:
-        return run_round(self.target, self.drafter, self.judge, self.seats, rows, features, self._mark, plan)
+        return self.rounds.run(rows, features, plan, mark=self._mark)
 
     def _masked_round(
         self,
@@ -215,7 +211,10 @@ class Runner:
         copied = event_after(self.seats.view(rows).past_lens)
         recorded = None if self.eager else self.graphs
         self.mark("windows sent")
-        verified = self._verify(rows, plan) if recorded is None else recorded.replay((rows, VERIFY))
+        if recorded is None:
+            self._verify(rows, plan)
+        else:
+            recorded.replay((rows, VERIFY))
         self.mark("masks")
         catch_up()
         if copied is not None:
@@ -226,21 +225,16 @@ class Runner:
         self._masks.write([*matchers, *of_pads], [Window(*window) for window in windows.tolist()])
         self.mark("settle")
         if recorded is None:
-            return self._settle(verified, rows, features, plan)
+            return self._settle(rows, features)
         result: tuple[Verdict, Logprobs | None] = recorded.replay((rows, MASKED))
         return result
 
     def _verify(self, rows: Rows, plan: Plan | None = None) -> Verified:
         self.mark("verify")
-        return verify(self.target, self.drafter, self.seats, rows, plan)
+        return self.rounds.verify(rows, plan)
 
-    def _settle(
-        self, verified: Verified, rows: Rows, features: Features, plan: Plan | None = None
-    ) -> tuple[Verdict, Logprobs | None]:
-        verdict, logprobs = decide(verified, self.target, self.judge, self.seats, rows, features, self._mark)
-        self._mark("propose")
-        propose(verified, verdict, self.drafter, self.seats, rows, features, plan)
-        return verdict, logprobs
+    def _settle(self, rows: Rows, features: Features) -> tuple[Verdict, Logprobs | None]:
+        return self.rounds.settle(rows, features, mark=self._mark)
 
     def _replay(self, rows: Rows, features: Features) -> tuple[Verdict, Logprobs | None]:
         """Replay the cheapest recorded variant that covers the features."""

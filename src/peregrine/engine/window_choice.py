@@ -18,7 +18,6 @@ from peregrine.engine.runner import VARIANTS, Runner
 from peregrine.kernels.sampling import Features
 from peregrine.models.draft_heads import BlockHead
 from peregrine.spec.registry import DRAFTERS, DraftSource
-from peregrine.spec.round import run_round
 from peregrine.spec.types import Drafter, PartedDrafter
 
 MOST_DRAFTS = 8  # in planned windows, unless num_drafts is given; later drafts are hardly ever reached
@@ -147,5 +146,5 @@ def time_round(runner: Runner, lens: Sequence[int], drafted: int, drafts: int) -
 
     depths = [drafts * (row < drafted) for row in range(len(lens))]
     rows, plan = runner.seats.rows(len(lens), 1), FixedPlan(lens, depths)
-    run_round(runner.target, runner.drafter, runner.judge, runner.seats, rows, Features(), mark, plan)
+    runner.rounds.run(rows, Features(), plan, mark=mark)
     return 1e3 * (proposing - began), 1e3 * (time.thread_time() - proposing)

@@ -22,7 +22,7 @@ from peregrine.kernels.rope import DeferredRope, rope
 from peregrine.kernels.runtime.gpu import triton_ready
 from peregrine.models.config import ModelConfig
 from peregrine.models.parallel import ALONE, Ranks, Shard, Span
-from peregrine.models.sharded import LedWeight, ShardedWeight
+from peregrine.models.sharded import ShardedWeight
 
 Format = TypeVar("Format")
 
@@ -63,14 +63,12 @@ class Packable(nn.Module, ABC, Generic[Format]):
 
 
 class Linear(Packable[WeightFormat]):
-    """x @ weight.T + bias; of several ranks, one with a name is asked for by rank 0 alone."""
+    """x @ weight.T + bias; of several ranks each has some of its rows."""
 
-    def __init__(
-        self, in_size: int, out_size: int, bias: bool = False, shard: Shard | None = None, name: str | None = None
-    ) -> None:
+    def __init__(self, in_size: int, out_size: int, bias: bool = False, shard: Shard | None = None) -> None:
         own = out_size if shard is None else shard.count
         super().__init__(torch.empty(own, in_size), torch.empty(own) if bias else None)
-        self.shard, self.name = shard, name
+        self.shard = shard
 
     def _pack(self, train: bool) -> WeightFormat:
         assert self.weight is not None
@@ -81,8 +79,6 @@ class Linear(Packable[WeightFormat]):
         # A weight may be the embedding's, which every rank holds whole: then each packs its own rows of it.
         own = self.shard.take(self.weight) if len(self.weight) == self.shard.total else self.weight
         packed = pack_weight(own, self.bias, self.held, self.shard.total)
-        if self.name is not None:
-            return LedWeight(packed, self.shard, self.name)
         return packed if self.shard.widths is None else ShardedWeight(packed, self.shard)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -92,7 +88,7 @@ class Linear(Packable[WeightFormat]):
 
 def output_head(in_size: int, vocab_size: int, ranks: Ranks = ALONE) -> Linear:
     """The linear of hidden states to logits, a network's `head`, split between ranks by the vocabulary."""
-    return Linear(in_size, vocab_size, shard=ranks.split(vocab_size), name="head")
+    return Linear(in_size, vocab_size, shard=ranks.split(vocab_size))
 
 
 class RMSNorm(nn.Module):

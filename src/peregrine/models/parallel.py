@@ -6,16 +6,17 @@ and values are split by heads and stay on their rank through attention. Experts 
 put together as whole numbers (every rank but one adds zero bits), and each row adds them up in its own order.
 `sharded.py` has the weights that do so.
 
-Rank 0 leads: it tells the others which call to make, plain values through a pipe to each and tensors by one broadcast.
+Rank 0 leads. Every rank has the same parts (rounds, seats, drafter, ...), each with its share of the weights, and makes
+the same calls on them: rank 0 tells the others which call comes next, through a pipe to each. They are given what only
+the host of rank 0 knows; tokens, drafts and verdicts follow from that on every rank, by the same bits.
 """
 
-import io
 import pickle
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import wraps
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,7 +28,8 @@ from peregrine.errors import EngineFault
 from peregrine.models.config import ModelConfig
 
 Span = tuple[int, int]  # from the first up to, and not including, the second
-TARGET, DRAFT = "target", "draft"  # networks that ranks share
+Call = tuple[str, str, tuple[Any, ...]]  # a part that every rank has, its method, and what that is given
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class Group(Protocol):
@@ -38,9 +40,6 @@ class Group(Protocol):
 
     def add(self, x: Tensor) -> None:
         """The sum of all ranks' x, which are whole numbers, in x."""
-
-    def send(self, x: Tensor) -> None:
-        """Rank 0's x in every rank's x."""
 
     def abort(self) -> None:
         """End collectives that wait for a rank which is gone."""
@@ -55,11 +54,11 @@ class Ranks:
     group: Group | None = None
     pipes: tuple[Connection, ...] = ()  # rank 0: to each of the others; they: to rank 0
     share_memory: bool = True  # all ranks are on one device
-    network: str = TARGET  # whose weights these are: what rank 0 tells is for that one
+    noted: list[bytes] = field(default_factory=list, compare=False)  # rank 0: calls that the others do not know of yet
 
     def for_draft(self, config: ModelConfig) -> "Ranks":
-        """The ranks that share a draft network with such layers; rank 0 alone has one whose heads they cannot share."""
-        return replace(self, network=DRAFT) if self.size in possible_sizes(config) else ALONE
+        """The ranks that share a draft network with such layers; each has one whole whose heads they cannot share."""
+        return self if self.size in possible_sizes(config) else ALONE
 
     def everyone(self) -> "list[Ranks]":
         """All ranks in order, to ask what they hold."""
@@ -130,36 +129,30 @@ class Ranks:
         self._group.add(x.view(torch.int32))
         return x
 
-    def tell(self, what: str, *given: object) -> None:
-        """Rank 0 tells the others what to do, with these values; `hear` returns it. Other ranks say nothing."""
+    def note(self, part: str, method: str, *given: object) -> None:
+        """Have the other ranks make a call on their part before what they are told next; they say nothing themselves.
+
+        What is given is what it is now, whatever becomes of it until then.
+        """
+        if self.size > 1 and not self.rank:
+            self.noted.append(pickle.dumps((part, method, given)))
+
+    def tell(self, part: str, method: str, *given: object) -> None:
+        """Have the other ranks make a call on their part now, by one message with all that was noted before."""
         if self.size == 1 or self.rank:
             return
-        packer = _Packer(packed := io.BytesIO())
-        packer.dump((what, given))
-        header = pickle.dumps(([(x.shape, x.dtype) for x in packer.tensors], packed.getvalue()))
+        self.note(part, method, *given)
+        message = pickle.dumps(self.noted)
+        self.noted.clear()
         try:
             for pipe in self.pipes:
-                pipe.send_bytes(header)
+                pipe.send_bytes(message)
         except OSError as error:
             raise EngineFault(LOST) from error
-        if packer.tensors:
-            # A single value may be contiguous with any stride, and could then not be seen as bytes.
-            parts = [x.contiguous().as_strided((x.numel(),), (1,)).view(torch.uint8) for x in packer.tensors]
-            self._group.send(torch.cat([F.pad(part, (0, -len(part) % ALIGNMENT)) for part in parts]))
 
-    def hear(self, device: torch.device) -> tuple[str, tuple[Any, ...]]:
-        """What rank 0 told last, and its values; waits for it. EOFError if rank 0 is gone or has closed."""
-        shapes, packed = pickle.loads(self.pipes[0].recv_bytes())
-        tensors: list[Tensor] = []
-        if shapes:
-            sizes = [shape.numel() * dtype.itemsize for shape, dtype in shapes]
-            starts = [0, *accumulate(size + -size % ALIGNMENT for size in sizes)]
-            data = torch.empty(starts[-1], dtype=torch.uint8, device=device)
-            self._group.send(data)
-            for (shape, dtype), size, start in zip(shapes, sizes, starts, strict=False):
-                tensors.append(data[start : start + size].view(dtype).view(shape))
-        what, given = _Unpacker(packed, tensors).load()
-        return what, given
+    def hear(self) -> Iterator[Call]:
+        """The calls of rank 0's next message; waits for it. EOFError if rank 0 is gone or has closed."""
+        yield from map(pickle.loads, pickle.loads(self.pipes[0].recv_bytes()))
 
     @property
     def _group(self) -> Group:
@@ -172,7 +165,6 @@ def share(total: int, rank: int, size: int) -> Span:
     return rank * total // size, (rank + 1) * total // size
 
 
-ALIGNMENT = 16  # bytes, of tensors that are sent together: kernels are compiled for pointers so aligned
 LOST = "a rank of this tensor-parallel engine is gone; its log says why. Start the engine again"
 ALONE = Ranks()
 
@@ -183,34 +175,23 @@ def possible_sizes(config: ModelConfig) -> list[int]:
     return [n for n in range(1, min(config.num_heads, MAX_RANKS) + 1) if n <= kv_heads or n % kv_heads == 0]
 
 
-class _Packer(pickle.Pickler):
-    """Pickles values and sets aside the tensors in them, each once."""
+def on_every_rank(part: str, at_once: bool = True) -> Callable[[Method], Method]:
+    """A method of a part that every rank has: rank 0 has the others make the same call, now or before their next one.
 
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file)
-        self.tensors: list[Tensor] = []
-        self._places: dict[int, int] = {}
+    Arguments by keyword are a rank's own.
+    """
 
-    def persistent_id(self, value: object) -> int | None:
-        """Where a tensor is among those set aside; None: it is pickled."""
-        if not isinstance(value, Tensor):
-            return None
-        if id(value) not in self._places:
-            self._places[id(value)] = len(self.tensors)
-            self.tensors.append(value)
-        return self._places[id(value)]
+    def decorate(method: Method) -> Method:
+        @wraps(method)
+        def call(self: Any, *given: object, **own: object) -> object:
+            ranks: Ranks = self.ranks
+            if ranks.size > 1:
+                (ranks.tell if at_once else ranks.note)(part, method.__name__, *given)
+            return method(self, *given, **own)
 
+        return call  # type: ignore[return-value]
 
-class _Unpacker(pickle.Unpickler):
-    """Puts tensors back where they were."""
-
-    def __init__(self, packed: bytes, tensors: Sequence[Tensor]) -> None:
-        super().__init__(io.BytesIO(packed))
-        self._tensors = tensors
-
-    def persistent_load(self, place: int) -> Tensor:
-        """The tensor that was set aside."""
-        return self._tensors[place]
+    return decorate
 
 
 @dataclass(frozen=True, slots=True)

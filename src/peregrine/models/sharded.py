@@ -66,18 +66,6 @@ class ShardedWeight(WeightFormat):
 
 
 @dataclass(frozen=True, slots=True)
-class LedWeight(ShardedWeight):
-    """A weight that rank 0 alone asks for, such as an output head, by the name that it has in its network."""
-
-    name: str
-
-    def linear(self, x: Tensor) -> Tensor:
-        """x @ weight.T + bias: [N, I] -> [N, O]; on rank 0 it makes the others do the same."""
-        self.shard.ranks.tell("linear", self.shard.ranks.network, self.name, x)
-        return self._gather(self.own.linear(x))
-
-
-@dataclass(frozen=True, slots=True)
 class ShardedExperts(ExpertFormat):
     """A rank's experts of one linear layer: as many as `own` has, from number `first` of all on."""
 

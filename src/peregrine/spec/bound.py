@@ -1,12 +1,11 @@
 """Networks with the store and the backend they run on: what a round needs to read a window.
 
-Of several ranks, each has its share of the network and of the store: rank 0 makes a call, and the others the same one.
+Of several ranks, each has its share of the network and of the store, and makes the same calls.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import wraps
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from torch import Tensor
 
@@ -17,21 +16,7 @@ from peregrine.models.decoder import Decoder
 from peregrine.models.draft_heads import BlockHead, DraftHead, StepHead
 from peregrine.models.parallel import Ranks
 
-Method = TypeVar("Method", bound=Callable[..., Any])
 Network = TypeVar("Network", bound=Decoder | DraftHead)
-
-
-def led(method: Method) -> Method:
-    """The method; a call on rank 0 is made by all other ranks as well."""
-
-    @wraps(method)
-    def call(self: "Bound[Any]", *given: object) -> object:
-        ranks = self.ranks
-        if ranks.size > 1:
-            ranks.tell("call", ranks.network, method.__name__, *given)
-        return method(self, *given)
-
-    return call  # type: ignore[return-value]
 
 
 def last_layer(body: Attend, last: Attend, num_layers: int) -> Attend:
@@ -70,24 +55,20 @@ class BoundModel(Bound[Decoder]):
     def decoder(self) -> Decoder:
         return self.network
 
-    @led
     def read(self, tokens: Tensor, metadata: AttentionMetadata, taps: Sequence[int]) -> tuple[Tensor, Tensor | None]:
         """Read a window: hidden [N, H] after the final norm, taps [N, len(taps) * H]."""
         return self.decoder.forward(tokens, metadata.positions, self.bind(metadata), taps)
 
-    @led
     def read_live(self, tokens: Tensor, body: AttentionMetadata, last: AttentionMetadata, live: Tensor) -> Tensor:
         """Read a window, of which the last layer has queries of the live places [n] alone: hidden [n, H]."""
         attend = last_layer(self.bind(body), self.bind(last), self.decoder.config.num_layers)
         return self.decoder.forward(tokens, body.positions, attend, (), live)[0]
 
-    @led
     def fill(self, tokens: Tensor, metadata: AttentionMetadata, taps: Sequence[int]) -> Tensor | None:
         """Read a window for its keys, values and taps alone: the last layer's output is computed only if tapped."""
         no_rows = tokens[:0]
         return self.decoder.forward(tokens, metadata.positions, self.bind(metadata), taps, no_rows)[1]
 
-    @led
     def move_path(self, past_lens: Tensor, verdict: Verdict, table: Tensor, page_size: int) -> None:
         """Move the accepted path's cache entries to the front of a tree's window."""
         move_path(self.store.parts, past_lens, verdict, table, page_size)
@@ -98,7 +79,6 @@ class BoundHead(Bound[StepHead]):
 
     __slots__ = ()
 
-    @led
     def read(
         self, tokens: Tensor, hidden: Tensor, body: AttentionMetadata, last: AttentionMetadata, live: Tensor | None
     ) -> Tensor:
@@ -117,12 +97,10 @@ class BoundBlock(Bound[BlockHead]):
 
     __slots__ = ()
 
-    @led
     def remember(self, fused: Tensor, metadata: AttentionMetadata) -> None:
         """Take in tokens that the target has read: fused taps [N, H]."""
         self.network.remember(fused, metadata.positions, self.bind(metadata))
 
-    @led
     def read(self, tokens: Tensor, forms: Mapping[bool, AttentionMetadata]) -> Tensor:
         """Read the tokens of blocks: [N] -> [N, H]. forms[True] is for causal layers, forms[False] for others."""
         binds = {causal: self.bind(form) for causal, form in forms.items()}
@@ -133,14 +111,3 @@ class BoundBlock(Bound[BlockHead]):
 
         positions = next(iter(forms.values())).positions
         return self.network.forward(tokens, positions, attend)
-
-
-def bind_network(network: Decoder | DraftHead, store: KVStore, backend: AttentionBackend) -> Bound[Any]:
-    """A network on its store and backend."""
-    given = network.layer_attention(), store, backend
-    if isinstance(network, Decoder):
-        return BoundModel(network, *given)
-    if isinstance(network, BlockHead):
-        return BoundBlock(network, *given)
-    assert isinstance(network, StepHead)
-    return BoundHead(network, *given)

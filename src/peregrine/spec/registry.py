@@ -16,6 +16,7 @@ from peregrine.models.decoder import Decoder
 from peregrine.models.draft_heads import BlockHead, DraftHead, StepHead, find_head, has_prediction_layer, is_head
 from peregrine.models.families import read_config
 from peregrine.models.loading import load_decoder
+from peregrine.models.parallel import Ranks
 from peregrine.models.rope_table import SPARE_POSITIONS
 from peregrine.spec.block import BlockDrafter, check_depth
 from peregrine.spec.bound import BoundModel
@@ -51,10 +52,11 @@ class StoreShape:
         return StoreShape(layers_of(network)[1], network.kv_shape)
 
     @staticmethod
-    def in_memory(network: DraftHead | Decoder) -> "list[StoreShape]":
-        """Of all shares of a network that are in the memory of one device."""
+    def in_memory(network: DraftHead | Decoder, ranks: Ranks) -> "list[StoreShape]":
+        """Of all shares of a network that are in the memory of one device; ranks that cannot share it have it whole."""
         config, count = layers_of(network)
-        return [StoreShape(count, kv) for kv in network.ranks.kv_shapes(config)]
+        copies = ranks.size if network.ranks.size == 1 and ranks.share_memory else 1
+        return [StoreShape(count, kv) for kv in network.ranks.kv_shapes(config)] * copies
 
 
 @dataclass(frozen=True, slots=True)

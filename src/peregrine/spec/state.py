@@ -6,6 +6,8 @@ these buffers and gathers nothing. An unused seat is a pad: ended, on the scratc
     history  | prompt tokens ............ | committed tokens ... newest |  later: garbage
     places   0                        prompt_len                   past_len
                                                     KV exists below past_len; the newest token has none yet
+
+Of several ranks each has the same seats: what rank 0 writes between rounds, the others write before their next one.
 """
 
 from collections.abc import Sequence
@@ -18,6 +20,7 @@ from torch import Tensor
 from peregrine.hardware import upload
 from peregrine.kernels.round import Ends, Nodes, Verdict, commit, keep_drafts
 from peregrine.kernels.sampling import Context, Masks, SamplingTensors
+from peregrine.models.parallel import ALONE, Ranks, on_every_rank
 from peregrine.sampling import MAX_BIAS, MAX_STOP_IDS
 from peregrine.spec.row_pages import RowPages, even_starts
 from peregrine.spec.seat_entry import SeatEntry, Words
@@ -28,6 +31,7 @@ MAX_VIEWS = 256  # batch shapes whose slices are kept
 LINKS = ("parents", "depths", "ancestors")
 SAMPLING_LINES = [field.name for field in fields(SamplingTensors) if field.name != "masks"]
 TYPES = {bool: torch.bool, int: torch.int64, float: torch.float32}
+repeated = on_every_rank("seats", at_once=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +108,11 @@ class RowState:
 class SeatState:
     """The buffers of all seats; mutable, and only through the methods below and RowState's."""
 
-    def __init__(self, seats: int, shape: DraftShape, max_len: int, page_size: int, device: torch.device) -> None:
+    def __init__(
+        self, seats: int, shape: DraftShape, max_len: int, page_size: int, device: torch.device, ranks: Ranks = ALONE
+    ) -> None:
         self.count, self.shape, self.max_len, self.page_size, self.device = seats, shape, max_len, page_size, device
+        self.ranks = ranks
         self.max_places = -(-(max_len + 2 * shape.span + 2) // PLACES_STEP) * PLACES_STEP
         self._starts = even_starts(seats, max(shape.nodes, shape.depth + 2, shape.width), device)
         self._chain = Links.chain(shape.nodes, device)
@@ -153,6 +160,7 @@ class SeatState:
             "logprobs": (-1, ()),
         }
 
+    @repeated
     def hold_masks(self, vocab_size: int) -> None:
         """Make room for the masks of grammars, and for the tokens they force."""
         seats, nodes, words = len(self._buffers["done"]), self.shape.nodes, -(-vocab_size // 32)
@@ -162,6 +170,18 @@ class SeatState:
         )
         self.forced = torch.full((seats, nodes, self.shape.depth + 1), -1, device=self.device)
         self._views.clear()
+
+    def set_masks(self, rows: Words, words: Words, forced: Words) -> None:
+        """Write the masks of the first seats, [n], [n, T, words], and the tokens they force, [n, T, K + 1]."""
+        assert self.masks is not None
+        assert self.forced is not None
+        for target, values in ((self.masks.rows, rows), (self.masks.words, words), (self.forced, forced)):
+            target[: len(rows)].copy_(upload(values, self.device))
+
+    @repeated
+    def offer(self, depths: Sequence[int]) -> None:
+        """So many drafts of the first seats are verified."""
+        self._buffers["offered"][: len(depths)].copy_(torch.tensor(depths))
 
     def rows(self, count: int, places: int) -> Rows:
         """A batch of the first `count` seats that touches no place at or past `places`."""
@@ -209,6 +229,7 @@ class SeatState:
         wide = {name: line.astype(np.float64 if line.dtype.kind == "f" else np.int64) for name, line in lines.items()}
         return wide | {"history": entry.tokens}
 
+    @repeated
     def join(self, first: int, packed: Sequence[dict[str, Words]]) -> None:
         """Seat requests in `first` and the seats after it, by one copy to the device; no drafts are offered yet."""
         seats, arrays, targets = slice(first, first + len(packed)), [], []
@@ -228,6 +249,7 @@ class SeatState:
         for target, part, array in zip(targets, parts, arrays, strict=True):
             target.copy_((part.view(torch.float64) if array.dtype.kind == "f" else part).view(target.shape))
 
+    @repeated
     def set_pages(self, entries: Sequence[tuple[int, int, list[int]]]) -> None:
         """Write seats' page-table entries, (seat, first column, pages) each, by one copy for all."""
         if not entries:
@@ -238,22 +260,25 @@ class SeatState:
         both = upload(np.concatenate([*places, *(pages for _, _, pages in entries)]), self.device).view(2, -1)
         table.view(-1).index_copy_(0, both[0], both[1])
 
+    @repeated
     def pretend(self, rows: int, context: int, num_pages: int) -> None:
         """Give pads a context on any pages there are, so that rounds can be timed; `clear` makes them pads again."""
         table = self._buffers["page_table"][:rows]
         table.copy_((torch.arange(table.numel(), device=self.device) % max(1, num_pages - 1) + 1).view(table.shape))
         self._buffers["past_lens"][:rows].fill_(context)
 
+    @repeated
     def clear(self, seat: int) -> None:
         """Make the seat a pad."""
         for name, lines in self._lines.items():
             lines[seat].copy_(self._pads[name])
 
+    @repeated
     def move(self, source: int, target: int) -> None:
         """Give a request another seat and leave a pad behind."""
-        for lines in self._lines.values():
+        for name, lines in self._lines.items():
             lines[target].copy_(lines[source])
-        self.clear(source)
+            lines[source].copy_(self._pads[name])
 
 
 def pad_line(pad: float, size: tuple[int, ...], device: torch.device) -> Tensor:

@@ -40,7 +40,7 @@ class BlockHead(DraftHead):
         self.config = config
         with torch.device("meta"):
             size = layer.hidden_size
-            self.fc = Linear(len(config.taps) * config.target_hidden_size, size, False, self.ranks.split(size), "fc")
+            self.fc = Linear(len(config.taps) * config.target_hidden_size, size, False, self.ranks.split(size))
             self.hidden_norm = RMSNorm(layer.hidden_size, layer.norm_eps)
             # Keys and values are asked for without queries, for the tokens of the context.
             self.layers = nn.ModuleList(Layer(layer, i, split=True, ranks=self.ranks) for i in range(layer.num_layers))

@@ -62,7 +62,7 @@ class Eagle3Head(StepHead):
         hidden_size, last = layer.hidden_size, layer.num_layers - 1
         tapped_size = len(config.taps) * config.target_hidden_size
         with torch.device("meta"):
-            self.fc = Linear(tapped_size, hidden_size, config.fuse_bias, self.ranks.split(hidden_size), "fc")
+            self.fc = Linear(tapped_size, hidden_size, config.fuse_bias, self.ranks.split(hidden_size))
             self.tap_norms = nn.ModuleList(
                 RMSNorm(config.target_hidden_size, layer.norm_eps) for _ in config.taps if config.norm_each_tap
             )

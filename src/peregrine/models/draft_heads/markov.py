@@ -28,7 +28,7 @@ class MarkovHead(nn.Module):
         super().__init__()
         self.kind, self.rank = kind, rank
         self.embedding = nn.Parameter(torch.empty(vocab_size, rank))
-        self.out = Linear(rank, draft_vocab_size, False, ranks.split(draft_vocab_size), "markov.out")
+        self.out = Linear(rank, draft_vocab_size, False, ranks.split(draft_vocab_size))
         self.inner: Linear | None = None
         if kind == "gated":
             self.inner = Linear(hidden_size + rank, rank, bias=True)

@@ -1,0 +1,158 @@
+"""Rounds and prompt chunks as calls that every rank makes on its own parts, from what the host of rank 0 knows.
+
+A call is told with plain values: the rows of a round, which features of the sampling law are in use, what was planned,
+the tokens and pages of a chunk. Everything else is on every rank already or follows there: seats, drafts, verdicts. So
+a round is one message, whatever the drafter does in it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from peregrine.attention.backend import AttentionBackend
+from peregrine.attention.metadata import AttentionMetadata
+from peregrine.attention.window import Window
+from peregrine.cache.store import KVStore
+from peregrine.config import TreeShape
+from peregrine.hardware import upload
+from peregrine.kernels.round import Verdict
+from peregrine.kernels.sampling import Features
+from peregrine.models.decoder import Decoder
+from peregrine.models.parallel import on_every_rank
+from peregrine.spec.bound import BoundModel
+from peregrine.spec.judge import Judge, judge
+from peregrine.spec.registry import DraftSource, make_drafter
+from peregrine.spec.round import Logprobs, Mark, Verified, decide, no_mark, propose, run_round, verify
+from peregrine.spec.state import Rows, SeatState
+from peregrine.spec.suffix import SuffixDrafter
+from peregrine.spec.types import Chunk, Drafter
+from peregrine.spec.windows import Plan
+from peregrine.synthetic.judge import SimulatedJudge
+
+IntArray = npt.NDArray[np.int64]
+SCORED_AT_ONCE = 64  # prompt tokens whose logits exist at a time
+led = on_every_rank("rounds")
+
+TakeScores = Callable[[int, Tensor, Tensor], None]  # chunk, logits [n, V] of some of its tokens, their next tokens [n]
+
+
+@dataclass(frozen=True, slots=True)
+class RoundOptions:
+    """What rounds are like for the life of an engine."""
+
+    depth: int
+    tree: TreeShape | None
+    num_seats: int
+    max_len: int
+    simulate_accept: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkInputs:
+    """What a forward over parts of several prompts reads, on the host: one entry per token, prompt after prompt."""
+
+    tokens: IntArray  # [N]
+    following: IntArray  # [N] the token after each
+    positions: IntArray  # [N]
+    slots: IntArray  # [N]
+    lens: IntArray  # [R] tokens of each prompt
+    starts: IntArray  # [R] the place of its first
+    table: IntArray  # [R, P] its pages up to the end, then the scratch page
+    page_size: int
+
+    def upload(self, device: torch.device) -> Chunk:
+        """On the device, without taps."""
+        metadata = AttentionMetadata(
+            window=Window.ragged(self.lens.tolist()),
+            positions=upload(self.positions, device),
+            q_starts=upload(np.concatenate([[0], self.lens.cumsum()]), device),
+            past_lens=upload(self.starts, device),
+            page_table=upload(self.table, device),
+            page_size=self.page_size,
+            slots=upload(self.slots, device),
+            ancestors=None,
+        )
+        return Chunk(upload(self.tokens, device), upload(self.following, device), None, metadata)
+
+
+class Rounds:
+    """The target, the drafter, the judge and the seats, and the calls that run them on every rank."""
+
+    def __init__(self, target: BoundModel, drafter: Drafter, judge: Judge, seats: SeatState) -> None:
+        self.target, self.drafter, self.judge, self.seats = target, drafter, judge, seats
+        self.ranks, self.device = target.ranks, seats.device
+        self.begun: tuple[Verified, Plan | None] | None = None  # a round in two parts, of which the first is done
+
+    @staticmethod
+    def make(
+        model: Decoder, draft: DraftSource, stores: list[KVStore], backend: AttentionBackend, options: RoundOptions
+    ) -> "Rounds":
+        """The parts of this rank on its stores, the target's first."""
+        target, ranks = BoundModel(model, model.layer_attention(), stores[0], backend), model.ranks
+        drafter = make_drafter(draft, options.depth, options.tree, stores[-1], backend)
+        device, page_size = stores[0].keys.device, stores[0].page_size
+        seats = SeatState(options.num_seats, drafter.shape, options.max_len, page_size, device, ranks)
+        accept = options.simulate_accept
+        verdicts: Judge = judge if accept is None else SimulatedJudge(accept, drafter.shape.depth, device)
+        return Rounds(target, drafter, verdicts, seats)
+
+    @led
+    def run(
+        self, rows: Rows, features: Features, plan: Plan | None = None, *, mark: Mark = no_mark
+    ) -> tuple[Verdict, Logprobs | None]:
+        """One round; see `run_round`."""
+        return run_round(self.target, self.drafter, self.judge, self.seats, rows, self._own(features), mark, plan)
+
+    @led
+    def verify(self, rows: Rows, plan: Plan | None = None) -> Verified:
+        """The first part of a round."""
+        verified = verify(self.target, self.drafter, self.seats, rows, plan)
+        self.begun = verified, plan
+        return verified
+
+    @led
+    def settle(self, rows: Rows, features: Features, *, mark: Mark = no_mark) -> tuple[Verdict, Logprobs | None]:
+        """The rest of the round that was begun."""
+        assert self.begun is not None
+        (verified, plan), features = self.begun, self._own(features)
+        verdict, logprobs = decide(verified, self.target, self.judge, self.seats, rows, features, mark)
+        mark("propose")
+        propose(verified, verdict, self.drafter, self.seats, rows, features, plan)
+        return verdict, logprobs
+
+    @led
+    def read(self, inputs: ChunkInputs, scored: bool, *, take: TakeScores | None = None) -> None:
+        """One ragged forward of the target, then the drafter absorbs the same tokens; `take` gets logits for scores."""
+        target, chunk = self.target, inputs.upload(self.device)
+        if scored:
+            hidden, taps = target.read(chunk.tokens, chunk.metadata, self.drafter.taps)  # [N, H]
+            start = 0
+            for number, length in enumerate(inputs.lens.tolist()):
+                for low in range(start, start + length, SCORED_AT_ONCE):
+                    places = slice(low, min(low + SCORED_AT_ONCE, start + length))
+                    logits = target.decoder.logits(hidden[places])
+                    if take is not None:
+                        take(number, logits, chunk.next_tokens[places])
+                start += length
+        else:
+            taps = target.fill(chunk.tokens, chunk.metadata, self.drafter.taps)
+        self.drafter.absorb(replace(chunk, taps=taps))
+
+    @led
+    def absorb(self, inputs: ChunkInputs, taps: Tensor | None) -> None:
+        """Let the drafter absorb what the target has read before."""
+        self.drafter.absorb(replace(inputs.upload(self.device), taps=taps))
+
+    @on_every_rank("rounds", at_once=False)
+    def learn(self, answer: list[int]) -> None:
+        """Let the drafter, which looks answers up, know a finished one."""
+        assert isinstance(self.drafter, SuffixDrafter)
+        self.drafter.learn(answer)
+
+    def _own(self, features: Features) -> Features:
+        """What this rank computes: log-probabilities are rank 0's alone."""
+        return replace(features, logprobs=None) if self.ranks.rank else features
