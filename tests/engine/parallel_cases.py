@@ -5,7 +5,9 @@
     PYTHONPATH=src:tests python tests/engine/parallel_cases.py
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import mkdtemp
@@ -19,8 +21,10 @@ from peregrine.engine import parallel
 from peregrine.engine.build import build_engine
 from peregrine.engine.parallel import Started, possible_sizes, started_ranks
 from peregrine.engine.request import Output
+from peregrine.engine.round_costs import RoundCosts, RoundTimes
 from peregrine.engine.sources import open_source
 from peregrine.llm import engine_config
+from peregrine.models.parallel import Ranks
 from peregrine.sampling import SamplingParams
 from peregrine.synthetic.checkpoint import make_random_checkpoint
 from spec.block_heads import block_head, calm_model
@@ -40,7 +44,18 @@ from spec.harness import (
 )
 
 TIER = {"max_rows": 1, "host_cache": 0.001}  # and few pages: what is asked for twice comes back from host memory
+CHUNKS = {"read", "absorb"}  # calls that read prompts, and what a drafter has missed
 Engines = dict[str, dict[str, Any]]  # name -> options
+
+
+class SteadyCosts(RoundCosts):
+    """Costs that say nothing of this machine: plans are the same in every run, and draft for some rows."""
+
+    def __init__(self) -> None:
+        super().__init__({1: 1.0, 64: 1.5}, {1: 0.0, 64: 0.1}, {1: 0.2, 8: 0.3}, 8)
+
+    def learn(self, tokens: int, steps: Sequence[int], rests: bool, times: RoundTimes) -> None:
+        """They stay as they are."""
 
 
 def families() -> Engines:
@@ -49,7 +64,7 @@ def families() -> Engines:
     for name, (family, fields) in FAMILIES.items():
         folder = Path(mkdtemp(prefix="peregrine-family-"))
         checkpoint(family, fields, folder)
-        made[name] = {"model": folder, "drafter": "ngram"}
+        made[name] = {"model": folder, "drafter": "suffix" if name == "qwen2" else "ngram"}
     return made
 
 
@@ -57,7 +72,7 @@ def drafters() -> Engines:
     """Chains, trees and blocks; heads with and without an output head of their own; few pages, small chunks."""
     tree, mtp = {"tree": (3, 2, 8)}, {"model": mla_mtp_model(), "drafter": "mtp"}
     return {
-        "merlin, eagle3": {"model": "merlin", "drafter": "eagle3"},
+        "merlin, eagle3, planned": {"model": "merlin", "drafter": "eagle3", "windows": "auto"},
         "merlin, eagle3 tree, bfloat16": {"model": "merlin", "drafter": "eagle3", "dtype": "bfloat16", **tree},
         "a draft model with one head": {"drafter": one_head(), "num_drafts": 4, "prefill_chunk": 8},
         "a draft model's tree, float8": {"drafter": noisy_model(), "kv_dtype": "float8", **tree},
@@ -98,13 +113,39 @@ def outputs(options: dict[str, Any], started: Started, cases: Sequence[Case]) ->
     given = {"model": tiny_model(), "num_pages": 200, "max_len": 160, "windows": "fixed", **options}
     config = engine_config(str(given.pop("model")), {**given, "tensor_parallel": started.ranks.size})
     engine = build_engine(config, started).engine
-    tier = engine.ledger.tier
+    tier, planner = engine.ledger.tier, engine.runner.planner
+    if planner is not None:
+        planner.measured = SteadyCosts()
     if tier is not None:
         longer = [Case((*case.prompt, *range(2, 26))[:24], replace(case.params, max_tokens=4)) for case in cases[:3]]
         cases = [*longer, *longer]
-    made = run(engine, cases)
+    if config.model == "merlin":
+        json = SamplingParams(temperature=0.7, seed=4, max_tokens=6, regex="[0-9]{9}", detokenize=False)
+        cases = [*cases, Case(cases[0].prompt, json)]
+    with counted_messages() as told:
+        made = run(engine, cases)
     assert tier is None or tier.pages_in
+    assert planner is None or len(planner.record.windows) > 2
+    if started.processes:  # a round is one message; one with a grammar is two, since masks are computed in between
+        assert told["run"] + told["verify"] == engine.runner.launched
+        assert told["settle"] == told["verify"]
+        assert not set(told) - {"run", "verify", "settle", *CHUNKS}
     return made
+
+
+@contextmanager
+def counted_messages() -> Iterator[Counter[str]]:
+    """What rank 0 tells the others meanwhile, by method."""
+    told: Counter[str] = Counter()
+    tell = Ranks.tell
+
+    def counted(self: Ranks, part: str, method: str, *given: object) -> None:
+        told[method] += 1
+        tell(self, part, method, *given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Ranks, "tell", counted)
+        yield told
 
 
 def differences(engines: Engines, sizes: dict[int, Sequence[str]], cases: Sequence[Case]) -> Iterator[str]:
