@@ -6,9 +6,11 @@ import threading
 import pytest
 
 from peregrine import LLM, SamplingParams
+from peregrine.engine import loop
+from peregrine.engine.loop import EngineLoop
 from peregrine.engine.request import Delta, Request
 from peregrine.errors import EngineFault
-from spec.harness import tiny_model
+from spec.harness import build, tiny_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
 
@@ -134,3 +136,16 @@ def test_a_step_that_does_not_end_shows() -> None:
         llm.loop.abort(stuck)
         while llm.loop.step_seconds or llm.engine.has_work:
             threading.Event().wait(0.01)
+
+
+def test_what_the_engine_needs_is_looked_for_without_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as the other ranks of a tensor-parallel engine."""
+    monkeypatch.setattr(loop, "CHECK_SECONDS", 0.01)
+
+    def check() -> None:
+        raise EngineFault("a rank is gone")
+
+    idle = EngineLoop(build().engine, check)
+    idle._thread.join(60)
+    assert "a rank is gone" in str(idle.fault)
+    assert not idle.alive

@@ -93,19 +93,6 @@ def test_a_rank_that_is_killed_ends_every_request(processes: "list[subprocess.Po
 
 
 @needs_numba
-def test_a_rank_that_ends_is_noticed_without_work(processes: "list[subprocess.Popen[bytes]]") -> None:
-    with LLM(tiny_model(), tensor_parallel=2, drafter="none", num_pages=200) as llm:
-        llm.generate([1, 2, 3], replace(LONG, max_tokens=2))
-        processes[0].kill()
-        for _ in range(600):
-            if llm.loop.fault is not None:
-                break
-            time.sleep(0.1)
-        assert "a rank of this tensor-parallel engine is gone" in str(llm.loop.fault)
-        assert not llm.loop.alive
-
-
-@needs_numba
 def test_ranks_end_when_rank_0_is_killed() -> None:
     program = (
         "import sys\n"

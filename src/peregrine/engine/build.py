@@ -30,6 +30,7 @@ from peregrine.engine.choices import (
     round_rows,
 )
 from peregrine.engine.engine import Engine
+from peregrine.engine.given_ranks import open_ranks
 from peregrine.engine.kernel_costs import choose_kernels, window_shapes
 from peregrine.engine.memory import (
     explain_memory,
@@ -41,7 +42,7 @@ from peregrine.engine.memory import (
     scratch_bytes,
 )
 from peregrine.engine.page_ledger import PageLedger
-from peregrine.engine.parallel import Started, await_ranks, check_ranks, started_ranks
+from peregrine.engine.parallel import Started, await_ranks, check_ranks
 from peregrine.engine.policy import BatchPolicy
 from peregrine.engine.rank_group import rank_devices
 from peregrine.engine.recording import record_graphs
@@ -103,12 +104,12 @@ def build_engine(asked: EngineConfig, joined: Started | None = None) -> Built:
         started: list[Started] = []
 
         def start_ranks() -> Ranks:
-            own = joined or until_closed.enter_context(started_ranks(rank_devices(device, asked.tensor_parallel)))
+            own = joined or until_closed.enter_context(open_ranks(rank_devices(device, asked.tensor_parallel)))
             started.append(own)
             return own.ranks
 
         built = _build(asked, device, start_ranks)
-        check = started[0].check if started[0].processes else None
+        check = started[0].check if started[0].ranks.size > 1 else None
         return replace(built, close=until_closed.pop_all().close, check=check)
 
 

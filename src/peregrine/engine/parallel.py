@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from operator import methodcaller
@@ -35,7 +35,7 @@ from peregrine.engine.graphs import Graphs
 from peregrine.engine.memory import explain_memory, make_stores
 from peregrine.engine.planning import RoundPlan
 from peregrine.engine.prompt_graphs import PromptGraphs
-from peregrine.engine.rank_group import join
+from peregrine.engine.rank_group import file_store, join
 from peregrine.engine.rounds import RoundOptions, Rounds
 from peregrine.engine.sources import open_source
 from peregrine.errors import ConfigError, EngineFault, PeregrineError
@@ -81,15 +81,15 @@ def check_ranks(asked: EngineConfig, device: torch.device, config: ModelConfig) 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """This process as rank 0, and the processes of the others."""
+    """This process as rank 0, and the processes of the others, if it has started them."""
 
     ranks: Ranks = ALONE
     processes: Sequence["subprocess.Popen[bytes]"] = ()
 
     @property
     def has_lost(self) -> bool:
-        """Whether a rank has ended."""
-        return any(process.poll() is not None for process in self.processes)
+        """Whether a rank has ended, which is the end of its pipe."""
+        return any(has_ended(pipe, wait=False) for pipe in self.ranks.pipes)
 
     def check(self) -> None:
         """EngineFault if a rank has ended."""
@@ -112,34 +112,40 @@ def started_ranks(devices: Sequence[torch.device]) -> Iterator[Started]:
     if size == 1:
         yield Started()
         return
-    pairs, closing = [Pipe() for _ in range(size - 1)], threading.Event()
+    pairs = [Pipe() for _ in range(size - 1)]
     processes: list[subprocess.Popen[bytes]] = []
     with TemporaryDirectory(prefix="peregrine-ranks-") as folder:
         try:
             for rank, (_, theirs) in enumerate(pairs, 1):
-                given = json.dumps([folder, rank, [str(device) for device in devices], theirs.fileno()])
+                pipe, silent = theirs.fileno(), subprocess.DEVNULL
+                given = json.dumps([folder, rank, [str(device) for device in devices], pipe])
                 command = [sys.executable, "-c", BOOT, json.dumps(sys.path), given]
-                processes.append(
-                    subprocess.Popen(
-                        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
-                    )
-                )
+                processes.append(subprocess.Popen(command, stdin=silent, stdout=silent, pass_fds=[pipe]))
                 theirs.close()  # a rank that is gone is then the end of its pipe
-            pipes = tuple(ours for ours, _ in pairs)
-            await_ranks(pipes)  # until all have started: joining the group would wait for one that cannot
-            started = Started(join(folder, 0, devices, pipes), processes)
-            threading.Thread(target=started.watch, args=(closing,), name="peregrine-ranks", daemon=True).start()
-            yield started
+            with lead(file_store(folder, size), devices, [ours for ours, _ in pairs]) as started:
+                yield replace(started, processes=processes)
         finally:
-            closing.set()
-            for ours, _ in pairs:
-                ours.close()
             for process in processes:
                 try:
                     process.wait(END_SECONDS)
                 except subprocess.TimeoutExpired:
                     process.kill()
                     process.wait()
+
+
+@contextmanager
+def lead(store: object, devices: Sequence[torch.device], pipes: Sequence[Connection]) -> Iterator[Started]:
+    """Be rank 0 of those at the other ends of these pipes, which end with the context."""
+    closing = threading.Event()
+    try:
+        await_ranks(pipes)  # until all have started: joining the group would wait for one that cannot
+        started = Started(join(store, 0, devices, tuple(pipes)))
+        threading.Thread(target=started.watch, args=(closing,), name="peregrine-ranks", daemon=True).start()
+        yield started
+    finally:
+        closing.set()
+        for pipe in pipes:
+            pipe.close()
 
 
 def await_ranks(pipes: Sequence[Connection]) -> None:
@@ -156,16 +162,19 @@ def await_ranks(pipes: Sequence[Connection]) -> None:
 def main() -> None:
     """A follower's process."""
     folder, rank, names, number = json.loads(sys.argv[2])
-    devices = [torch.device(name) for name in names]
+    follow(file_store(folder, len(names)), rank, [torch.device(name) for name in names], Connection(number))
+
+
+def follow(store: object, rank: int, devices: Sequence[torch.device], pipe: Connection) -> None:
+    """Be another rank than 0, which is at the other end of the pipe, until that ends."""
     # Rank 0 gets these signals too, and may finish its requests first; this rank ends with it.
     for ending in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ending, signal.SIG_IGN)
-    pipe = Connection(number)
     threading.Thread(target=end_after, args=(pipe,), name="peregrine-end", daemon=True).start()
     pipe.send(None)
     try:
         with torch.inference_mode(), current_device(devices[rank]):
-            Follower(join(folder, rank, devices, (pipe,)), devices[rank]).run()
+            Follower(join(store, rank, devices, (pipe,)), devices[rank]).run()
     except (EOFError, ConnectionError):
         if devices[rank].type == "cuda":
             torch.cuda.synchronize()  # rank 0 may wait for its part of what is queued
@@ -179,11 +188,18 @@ def end_after(pipe: Connection, seconds: float = LEFT_SECONDS) -> None:
 
     It ends by itself if it waits for that pipe; but it may wait for its device, where rank 0's part never comes.
     """
-    ends = select.poll()
-    ends.register(pipe.fileno(), 0)  # hang-ups are always reported
-    ends.poll()
+    has_ended(pipe, wait=True)
     time.sleep(seconds)
     os._exit(1)
+
+
+def has_ended(pipe: Connection, wait: bool) -> bool:
+    """Whether the other end of a pipe is gone, or wait until it is."""
+    if pipe.closed:
+        return True
+    ends = select.poll()
+    ends.register(pipe.fileno(), 0)  # hang-ups are always reported
+    return bool(ends.poll(None if wait else 0))
 
 
 class Follower:

@@ -37,11 +37,16 @@ def rank_devices(device: torch.device, size: int) -> tuple[torch.device, ...]:
     return tuple(torch.device("cuda", first + rank) for rank in range(size))
 
 
-def join(folder: str, rank: int, devices: Sequence[torch.device], pipes: tuple[Connection, ...]) -> Ranks:
-    """Join the group of ranks that meet in a folder; they are on one machine."""
+def file_store(folder: str, size: int) -> object:
+    """A folder in which ranks meet."""
     known: Any = dist  # torch's stubs know little of this
+    return known.FileStore(f"{folder}/store", size)
+
+
+def join(store: object, rank: int, devices: Sequence[torch.device], pipes: tuple[Connection, ...]) -> Ranks:
+    """Join the group of ranks that meet in a store; they are on one machine."""
+    known: Any = dist
     size, device = len(devices), devices[rank]
-    store = known.FileStore(f"{folder}/store", size)
     together = len(set(devices)) == 1
     if device.type == "cuda" and not together:
         group: Group = nccl_group(store, rank, size)
