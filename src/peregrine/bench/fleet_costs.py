@@ -27,7 +27,7 @@ class Costs:
     overhead_s: float = 0.0  # of a request, outside the engine
 
     def round_s(self, rows: int, context: int) -> float:
-        """A round of so many rows with so many tokens in all their contexts together."""
+        """A round of this many rows, whose contexts have this many tokens together."""
         return self._at(rows) + self.context_s * (context - rows * self.base_context)
 
     def _at(self, rows: int) -> float:

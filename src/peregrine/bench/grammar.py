@@ -134,7 +134,7 @@ def time_masks(llm: LLM, call: SamplingParams, repeats: int) -> float:
 
 
 def time_rounds(llm: LLM, constrained: int, plan: Plan) -> tuple[float, float]:
-    """Seconds per round of eight requests of one length, so many with a grammar; and the device's idle share."""
+    """Seconds per round of eight requests of one length, this many with a grammar; and the device's idle share."""
     free = SamplingParams(temperature=0, max_tokens=plan.tokens, ignore_eos=True)
     asked = SamplingParams(temperature=0, max_tokens=plan.tokens, json_schema=CALLS, stop_token_ids=ends(llm))
     params = [asked if row < constrained else free for row in range(ROWS)]

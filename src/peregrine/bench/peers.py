@@ -20,11 +20,11 @@ class Peer(Protocol):
     name: str
 
     def write(self, prompts: list[list[int]], tokens: int) -> None:
-        """Continue every prompt greedily by exactly so many tokens."""
+        """Continue every prompt greedily by exactly this many tokens."""
 
 
 def open_peer(model: str, rows: int, tokens: int) -> Peer:
-    """The engine to compare with, for at most so many requests at a time and tokens each."""
+    """The engine to compare with, for at most this many requests at a time and tokens each."""
     return LlamaCpp(Path(model), rows, tokens) if is_gguf(model) else Transformers(model)
 
 

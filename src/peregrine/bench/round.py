@@ -29,7 +29,7 @@ from peregrine.spec.round import no_mark
 
 WARMUP_ROUNDS = 20
 HOST_ROUNDS = 40  # in which the host is timed
-COUNTED_EVERY = 4  # of so many rounds one has the experts counted that it reads
+COUNTED_EVERY = 4  # one round in this many has the experts counted that it reads
 REST = WARMUP_ROUNDS + HOST_ROUNDS + 4  # rounds that are not measured
 COLUMNS = (  # title, field, width, format
     ("rows", "rows", 5, ""),

@@ -77,13 +77,13 @@ def add_sweep(kinds: Commands) -> None:
         SWEEP_EPILOG,
     )
     drafts = [0, 1, 2, 3, 4, 5, 6]
-    text = f"chains of so many drafts, 0: plain decoding (default: {' '.join(map(str, drafts))})"
+    text = f"numbers of drafts to try, 0: plain decoding (default: {' '.join(map(str, drafts))})"
     parser.add_argument("--drafts", type=at_least(0), nargs="*", default=drafts, metavar="K", help=text)
     trees = [(3, 2, 8), (4, 2, 12)]
     text = "trees: levels, children per node, nodes with the root (default: 3,2,8 4,2,12)"
     parser.add_argument("--trees", type=tree_shape, nargs="*", default=trees, metavar="D,W,N", help=text)
     add_number(parser, "--rows", 1, "requests at a time")
-    add_number(parser, "--max-prompts", 8, "the first so many")
+    add_number(parser, "--max-prompts", 8, "how many prompts are used")
     add_number(parser, "--tokens", 64, "per prompt")
     add_number(parser, "--temperature", 0.0, metavar="T")
     add_number(parser, "--repeats", 3, "the median counts")

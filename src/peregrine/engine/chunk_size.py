@@ -25,7 +25,7 @@ MOST_QUEUED = 2  # chunks on a device: what comes meanwhile is not stuck behind 
 
 @dataclass(frozen=True, slots=True)
 class TimedChunk:
-    """A chunk of so many tokens, between two events on its device."""
+    """A chunk of this many tokens, between two events on its device."""
 
     tokens: int
     began: torch.cuda.Event

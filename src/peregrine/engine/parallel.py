@@ -69,7 +69,7 @@ def check_ranks(asked: EngineConfig, device: torch.device, config: ModelConfig) 
         needed = "numba" if device.type == "cpu" else "triton"
         problem = f"needs compiled kernels, whose bits do not depend on how a layer is split; pip install {needed}"
     elif device.type == "cuda" and config.experts is not None and size > config.experts.num_experts:
-        problem = f"each rank needs an expert, and there are {config.experts.num_experts}; use at most so many"
+        problem = f"each rank needs an expert; use at most {config.experts.num_experts}, their number"
     elif device.type == "cpu" and size > cores:
         problem = f"this process may use {cores} cores, and each rank needs one; use at most {cores}"
     if problem is not None:

@@ -159,7 +159,7 @@ class WindowPlanner:
         return self._resting
 
     def plan(self, requests: Sequence[Request], offered: Sequence[int]) -> RoundPlan:
-        """The plan of the next round of the requests in these rows, whose windows hold so many drafts."""
+        """The plan of the next round of the requests in these rows, whose windows hold this many drafts."""
         if self.measured.changed:
             self.costs = self.measured.costs()
         if self._resting is not None and self._repeated:

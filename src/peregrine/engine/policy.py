@@ -21,7 +21,7 @@ class BatchPolicy:
     row_sizes: tuple[int, ...] | None  # batches are padded to one of these
 
     def padded(self, num_rows: int) -> int:
-        """The rows of a round for so many requests."""
+        """The rows of a round for this many requests."""
         return num_rows if self.row_sizes is None else min(size for size in self.row_sizes if size >= num_rows)
 
 

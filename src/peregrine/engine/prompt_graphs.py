@@ -37,12 +37,12 @@ def chunk_sizes(most: int) -> list[int]:
 
 
 def rows_of(num_tokens: int) -> int:
-    """Prompts that share a recorded chunk of so many tokens."""
+    """Prompts that share a recorded chunk of this many tokens."""
     return max(1, min(MOST_ROWS, num_tokens // ROW_TOKENS))
 
 
 def size_for(sizes: Sequence[int], num_tokens: int, num_rows: int) -> int | None:
-    """The recorded size for a chunk of so many tokens of so many prompts; None: it is launched kernel by kernel."""
+    """The recorded size for a chunk of this many tokens and prompts; None: it is launched kernel by kernel."""
     size = next((size for size in sizes if size >= num_tokens and rows_of(size) >= num_rows), None)
     if size is not None and size > HOST_BOUND and size > num_tokens * (1 + MOST_PADDING):
         return None

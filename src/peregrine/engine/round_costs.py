@@ -18,7 +18,7 @@ from peregrine.spec.planner import Costs
 from peregrine.spec.windows import Windows
 
 SPEED_SHARE = 0.2  # how far one round moves the machine's speed, and the host's share
-MOST_OFF = 3.0  # a round that takes so many times what it should was interrupted
+MOST_OFF = 3.0  # a round that takes this many times what it should was interrupted
 REFRESH = 16  # rounds after which plans see the host's share anew
 TIME_LIMIT_S = 0.6  # of processor time, for all measurements
 PASSES = 4  # over all sizes, at most

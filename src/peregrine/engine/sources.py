@@ -62,7 +62,7 @@ class FolderSource:
     def target(
         self, device: torch.device, dtype: torch.dtype, num_positions: int | None = None, ranks: Ranks = ALONE
     ) -> Decoder:
-        """The decoder, for so many positions (None: the model's context); of several ranks each holds its shards."""
+        """The decoder, for this many positions (None: the model's context); of several ranks each holds its shards."""
         return load_decoder(self.weights, device, dtype, num_positions=num_positions, ranks=ranks)
 
     def sampling_defaults(self) -> tuple[dict[str, object], str]:

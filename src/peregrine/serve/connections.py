@@ -14,10 +14,10 @@ from peregrine.log import logger
 
 HEAD_SECONDS = 10.0  # for the head of a request to arrive
 READ_SECONDS = 120.0  # for a client to read something of what waits for it
-FEW_PIECES, SMALL_PIECE = 1024, 64  # a body may have so many pieces of any size; more must have so many bytes each
+FEW_PIECES, SMALL_PIECE = 1024, 64  # pieces of a body that may have any size; bytes that each further one must have
 MAX_FILES = 65536
 OWN_FILES = 64  # descriptors that are not connections: libraries, model files, the log
-REPEAT_SECONDS, MAX_KINDS = 10.0, 100  # the same trouble is logged once in so many seconds
+REPEAT_SECONDS, MAX_KINDS = 10.0, 100  # the same trouble is logged once in this time
 FULL = b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nRetry-After: 5\r\nContent-Length: 0\r\n\r\n"
 
 

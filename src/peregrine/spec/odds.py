@@ -167,7 +167,7 @@ class DepthOdds:
         known = np.minimum(verified, correct + 1 - ended)
         depth, rows = len(self._order), known.shape[1]
         first = np.arange(rows) * (depth + 1)
-        # How many rounds of a row have so many right, or tried; then, by depth, how many have more.
+        # By number of right (or tried) drafts: how many rounds of a row have it; then, by depth, how many have more.
         deep = np.stack((np.minimum(known, correct), known)) + first  # [2, n, R]
         counts = np.stack([np.bincount(line.ravel(), minlength=rows * (depth + 1)) for line in deep])
         more = counts.reshape(2, rows, depth + 1)[:, :, :0:-1].cumsum(axis=2)[:, :, ::-1]

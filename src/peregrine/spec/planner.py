@@ -34,17 +34,17 @@ class Costs:
         return ms_at(self.absorb, tokens)
 
     def step_ms(self, rows: int, level: int) -> float:
-        """The step that drafts this level, the first being 0, for so many rows."""
+        """The step that drafts this level, the first being 0, for this many rows."""
         if not rows or level >= self.steps:
             return 0.0
         return ms_at(self.step if level or not self.first else self.first, rows)
 
     def steps_ms(self, steps: Sequence[int]) -> float:
-        """Steps for so many rows each."""
+        """Steps for this many rows each."""
         return sum(self.step_ms(rows, level) for level, rows in enumerate(steps))
 
     def round_ms(self, tokens: int, steps: Sequence[int]) -> float:
-        """A round whose windows have so many tokens, and whose drafter makes a step for each number of rows."""
+        """A round whose windows have this many tokens, and whose drafter makes a step for each number of rows."""
         absorbed = self.absorb_ms(tokens) if steps else 0.0
         return self.verify_ms(tokens) + absorbed + self.steps_ms(steps)
 

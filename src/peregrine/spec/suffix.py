@@ -8,7 +8,7 @@ from peregrine.kernels.round import AnswerPool, add_answer, find_answers, find_r
 from peregrine.spec.types import Chunk, Drafts, DraftShape, Seen
 
 POOL_TOKENS = 1 << 17  # 5 MiB with the index
-LONG_MATCH = 6  # so many equal tokens in another answer count more than a short repeat in the own text
+LONG_MATCH = 6  # equal tokens from which a match in another answer counts more than a short one in the own text
 
 
 class SuffixDrafter:

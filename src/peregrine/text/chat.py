@@ -191,7 +191,7 @@ class _ChatEnvironment(ImmutableSandboxedEnvironment):
         self._clock = threading.local()
 
     def start_clock(self, seconds: float) -> None:
-        """What this thread renders from now on is stopped after so many seconds."""
+        """Stop what this thread renders from now on after this many seconds."""
         self._clock.seconds, self._clock.end = seconds, time.monotonic() + seconds
 
     def tick(self) -> None:

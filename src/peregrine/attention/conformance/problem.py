@@ -8,7 +8,7 @@ from torch import Tensor
 
 from peregrine.attention.metadata import LayerAttention
 
-# Query heads, KV heads, head dim; for MLA a fourth number: the first so many entries of a key are its value.
+# Query heads, KV heads, head dim; for MLA a fourth number: how many entries of a key, from the first on, are its value.
 Heads = tuple[int, ...]
 
 

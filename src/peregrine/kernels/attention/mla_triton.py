@@ -437,7 +437,7 @@ def mla_attention(q: Tensor, keys: Tensor, plan: GpuPlan, how: Launch, rank: int
 
 
 def _hopper_prompt(q: Tensor, out: Tensor, keys: Tensor, plan: GpuPlan, tile: int, scale: float) -> int:
-    """Make the outputs of tiles whose queries all see so many keys or fewer; 0 if other kernels have to make all."""
+    """Make the outputs of tiles whose queries all see this many keys or fewer; 0 if other kernels have to make all."""
     (num_tokens, heads, rank), (num_rows, num_pages) = out.shape, plan.page_table.shape
     if not hopper_takes_mla_prompt(rank, q.shape[2] - rank):
         return 0

@@ -79,14 +79,14 @@ def start_of_split(split: int) -> int:
 
 
 def num_splits(num_keys: int) -> int:
-    """How many dense splits so many keys touch."""
+    """How many dense splits this many keys touch."""
     return split_of_index(num_keys - 1) + 1
 
 
 # MLA has one KV head, so splits must be narrow for all multiprocessors to find work in one row; but a split's partial
 # is as large as the latents of a hundred keys. So a query has up to MLA_MAX_SPLITS splits of 128 keys or more.
 def mla_split_width(num_keys: int, max_splits: int = MLA_MAX_SPLITS, block: int = BLOCK) -> int:
-    """Keys per split for a query that sees so many; one block if it sees none. Host and device."""
+    """Keys per split for a query that sees this many keys; one block if it sees none. Host and device."""
     blocks = (num_keys + (max_splits * block - 1)) // (max_splits * block)
     return (blocks + (blocks < 2)) * block
 
@@ -97,7 +97,7 @@ def mla_max_keys(width: int, max_splits: int = MLA_MAX_SPLITS) -> int:
 
 
 def mla_num_splits(num_keys: int) -> int:
-    """How many splits a query that sees so many keys or fewer has at most."""
+    """How many splits a query that sees this many keys or fewer has at most."""
     return min(MLA_MAX_SPLITS, -(-num_keys // (2 * BLOCK)))
 
 
@@ -231,7 +231,7 @@ def _dense_decode(problem: Problem, q_len: int, gpu: Gpu) -> Launch | None:
 
 
 def _programs_per_tile(tiles: int, gpu: Gpu) -> int:
-    """Programs that can share the keys of each of so many tiles and all run at once; at least one."""
+    """Programs that can share the keys of each of this many tiles and all run at once; at least one."""
     return max(1, PROGRAMS_PER_SM * gpu.num_sms // tiles)
 
 
@@ -265,7 +265,7 @@ def _mla_hopper_tile(pairs: int) -> int:
 
 
 def _mla_tile(pairs: int, problem: Problem, gpu: Gpu) -> int:
-    """Rows of a tile of the Triton MLA kernel for rows of so many (query, head) pairs."""
+    """Rows of a tile of the Triton MLA kernel for rows of this many (query, head) pairs."""
     if gpu.is_cuda:
         # 16 bit: tiles of 16 and 32 rows, compiled by Triton 3.6, gave other results from run to run on an H200, and
         # illegal accesses at long contexts; the interpreter has them right. float32: large products compile slowly.

@@ -432,7 +432,7 @@ def key_block(q: Tensor) -> int:
 
 
 def padded(head_dim: int) -> int:
-    """The power of two that holds so many entries, at least 16."""
+    """The power of two that holds this many entries, at least 16."""
     return max(16, 1 << (head_dim - 1).bit_length())
 
 

@@ -11,7 +11,7 @@ REPEATS = 5  # the fastest counts: whatever else runs can only slow one down
 
 
 def linear_seconds(held: torch.dtype, num_rows: int, num_inputs: int) -> float:
-    """Seconds of one linear layer of so many rows over WEIGHTS weights."""
+    """Seconds of one linear layer of this many rows over WEIGHTS weights."""
     weight = pack_weight(torch.ones(max(1, WEIGHTS // num_inputs), num_inputs), held=held)
     x, seconds = torch.ones(num_rows, num_inputs), []
     for _ in range(1 + REPEATS):  # the first run compiles

@@ -17,7 +17,7 @@ from peregrine.kernels.runtime.gpu import launch
 
 MAX_DEPTH = 128
 FEW_ROWS, DEEP = 32, 512  # with few rows a step may be so deep that a program reads all its weights before it waits
-WANTED_PROGRAMS = 128  # about the number of multiprocessors: tiles are narrowed until there are so many programs
+WANTED_PROGRAMS = 128  # about the number of multiprocessors: tiles are narrowed until there are this many programs
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -42,7 +42,7 @@ class Room:
     element_bytes: int  # of an input or a weight
 
     def stages(self, wanted: int, elements: int) -> int:
-        """The wanted number of pipeline stages of so many elements, or as many as fit; they change no bit."""
+        """The wanted number of pipeline stages of this many elements, or as many as fit; they change no bit."""
         return max(1, min(wanted, self.shared_bytes // (elements * self.element_bytes)))
 
     def half(self) -> "Room":
@@ -95,7 +95,7 @@ def pick_tile(
     room: Room = ON_H200,
     split: int | None = None,
 ) -> Tile:
-    """The tile of a linear for so many rows; with `gate` there are two rows of weights per output.
+    """The tile of a linear for this many rows; with `gate` there are two rows of weights per output.
 
     `split`: that of the whole weight, if this one is a part of its rows.
     """
@@ -132,7 +132,7 @@ def large_plan(
     num_sms: int = MULTIPROCESSORS,
     split: int | None = None,
 ) -> LargePlan | None:
-    """The plan of a linear on Hopper for so many rows, None where the table's tiles serve; it changes no bit.
+    """The plan of a linear on Hopper for this many rows, None where the table's tiles serve; it changes no bit.
 
     `split`: that of the whole weight, if this one is a part of its rows.
     """
@@ -156,7 +156,7 @@ def check_inputs(what: str, *sizes: int) -> None:
 
 
 def workspace_sizes(max_rows: int = MAX_ROWS) -> tuple[int, int]:
-    """(float32 partial sums, int32 counters) that programs which share tiles need for so many rows."""
+    """(float32 partial sums, int32 counters) that programs which share tiles need for this many rows."""
     return SPLIT_PROGRAMS * SPLIT_COLS * max_rows, SPLIT_PROGRAMS // 2 * max_rows // min(HEIGHTS)
 
 

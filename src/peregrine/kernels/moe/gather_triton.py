@@ -131,7 +131,7 @@ def most_blocks(num_pairs: int, num_experts: int, rows: int) -> int:
 
 
 def places_of(experts: Tensor, num_experts: int, rows: int) -> tuple[Tensor, Tensor]:
-    """(place of each pair [P], blocks [1 + 2 * most]) of choices [N, choices], in blocks of so many rows."""
+    """(place of each pair [P], blocks [1 + 2 * most]) of choices [N, choices], in blocks of this many rows."""
     flat = experts.flatten()
     num_pairs, bins = len(flat), triton.next_power_of_2(num_experts)
     programs = triton.cdiv(num_pairs, COUNTED)

@@ -250,7 +250,7 @@ def block_kernel(  # type: ignore[no-untyped-def]
 
 
 def hopper_takes_experts(gate_up: Tensor, num_pairs: int) -> bool:
-    """Whether Hopper's own kernels serve so many pairs: experts have rows for high tiles, and whole steps of inputs."""
+    """Whether Hopper's own kernels serve: experts have rows for high tiles, and whole steps of inputs."""
     num_experts, outputs, size = gate_up.shape
     fits = size % LARGE_DEPTH == 0 and outputs % (2 * LARGE_DEPTH) == 0 and min(size, outputs // 2) >= 4 * LARGE_DEPTH
     is_half = gate_up.dtype in (torch.bfloat16, torch.float16)

@@ -25,7 +25,7 @@ class Gemma2(Family):
     tied = True
     norm_offset = 1.0
     norms = NORMS
-    window_period = 2  # of so many layers the last one sees all keys
+    window_period = 2  # the last of each group of this many layers sees all keys
 
     def biases(self, fields: Fields) -> Biases:
         return attention_bias(fields)
