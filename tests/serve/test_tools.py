@@ -261,6 +261,7 @@ def test_json_has_no_properties_that_its_schema_does_not_mention(server: Served)
         (listed, False),
         ({**listed, "additionalProperties": True}, True),
         ({"type": "object"}, True),
+        ({"allOf": [{"type": "object"}], "uniqueItems": False, "dependentRequired": {}, "format": "password"}, True),
     ):
         assert is_legal(server.llm, {"guided_json": schema}, '{"a":1,"b":2}') == legal
         assert is_legal(server.llm, {"guided_json": schema}, '{"a":1}')

@@ -40,13 +40,22 @@ OTHERS = ("patternProperties", "propertyNames", "minProperties", "dependentRequi
 APPLIED = ("$ref", "anyOf", "oneOf", "if", "dependentSchemas")  # keywords that add to what stands beside them
 
 
+# What says nothing about a value: formats of any text, as pydantic and OpenAPI name them, and keywords switched off.
+IDLE: dict[str, tuple[object, ...]] = {
+    "format": ("password", "binary", "path", "file-path", "directory-path"),
+    "uniqueItems": (False,),
+    "dependentRequired": ({},),
+}
+
+
 def closed(schema: Mapping[str, object]) -> Mapping[str, object]:
     """The schema without properties that it does not list, where it does not mention them: nobody expects others.
 
-    What it allows then, it allowed before. A schema that combines others is left as it is: each part lists only some.
+    What it allows then, it allowed before. A schema that combines others is not closed: each part lists only some.
+    Keywords that ask for nothing are left out.
     """
     combines = any("allOf" in part or ("properties" in part and part.keys() & APPLIED) for part in parts(schema))
-    return schema if combines else close(schema)
+    return tidied(schema, not combines)
 
 
 def parts(value: object) -> Iterator[Mapping[str, object]]:
@@ -58,25 +67,25 @@ def parts(value: object) -> Iterator[Mapping[str, object]]:
             yield from parts(item)
 
 
-def close(schema: Mapping[str, object]) -> dict[str, object]:
-    """The schema and those inside it, closed."""
+def tidied(schema: Mapping[str, object], close: bool) -> dict[str, object]:
+    """The schema and those inside it without idle keywords, and closed."""
 
     def inside(value: object) -> object:
-        return close(value) if isinstance(value, Mapping) else value
+        return tidied(value, close) if isinstance(value, Mapping) else value
 
-    shut = dict(schema)
-    for key, value in schema.items():
-        if key in ("properties", "$defs", "definitions") and isinstance(value, Mapping):
-            shut[key] = {name: inside(part) for name, part in value.items()}
-        elif key in ("anyOf", "oneOf", "prefixItems") and isinstance(value, list):
-            shut[key] = [inside(part) for part in value]
-        elif key == "items":
-            shut[key] = inside(value)
+    tidy = {key: value for key, value in schema.items() if value not in IDLE.get(key, ())}
+    for key, value in tidy.items():
+        if key in ("properties", "patternProperties", "$defs", "definitions") and isinstance(value, Mapping):
+            tidy[key] = {name: inside(part) for name, part in value.items()}
+        elif key in ("anyOf", "oneOf", "allOf", "prefixItems") and isinstance(value, list):
+            tidy[key] = [inside(part) for part in value]
+        elif key in ("items", "additionalProperties"):
+            tidy[key] = inside(value)
     listed, required = schema.get("properties"), schema.get("required", [])
     lists = isinstance(listed, Mapping) and isinstance(required, list) and all(name in listed for name in required)
-    if lists and not schema.keys() & OTHERS:
-        shut.setdefault("additionalProperties", False)
-    return shut
+    if close and lists and not tidy.keys() & OTHERS:
+        tidy.setdefault("additionalProperties", False)
+    return tidy
 
 
 COMPACT = {"x-guidance": {"whitespace_flexible": False}}
