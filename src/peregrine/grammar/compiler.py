@@ -1,7 +1,10 @@
-"""From a constraint to a matcher: compiled once, kept, and copied for each request that asks for the same.
+"""From a constraint to a matcher: compiled, kept, and copied for each request that asks for the same.
 
-llguidance bounds its work by counts of steps, so what a hostile grammar can take is bounded and the same each time.
-It says which keyword of a schema it cannot honour, and such a schema is refused.
+Copies of a compiled grammar share its lexer, and the library computes one mask at a time with a lexer. So requests that
+run at the same time get grammars of their own, compiled once more, as far as there are cores to compute their masks.
+
+llguidance bounds its work by counts of steps, so what a hostile grammar can take is bounded. It says which keyword of a
+schema it cannot honour, and such a schema is refused.
 """
 
 import importlib.util
@@ -9,13 +12,16 @@ import json
 import re
 import threading
 from collections import OrderedDict
+from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 from peregrine.errors import RequestError
 from peregrine.grammar.matcher import Matcher, MatcherLimits
 from peregrine.sampling import Constraint
 from peregrine.text.tokenizer import Tokenizer
 from peregrine.text.tools import closed
+from peregrine.threads import usable_cores
 
 GRAMMARS_PRESENT = importlib.util.find_spec("llguidance") is not None
 INSTALL = "run: pip install llguidance"
@@ -31,13 +37,22 @@ MAX_PROBLEM = 300  # characters of the library's own explanation
 REGEX_PROBLEM = re.compile(r".* error: (.*?) 1 \| start:")  # around it stands the grammar that holds the expression
 
 
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A compiled grammar at its beginning, and the matchers that were copied from it."""
+
+    template: Any
+    users: WeakSet[Matcher]
+
+
 class GrammarCompiler:
     """Makes matchers for one vocabulary; may be called from any thread, and should not be from the engine's."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: tuple[int, ...]) -> None:
         self._tokenizer, self._vocab_size, self._eos_ids = tokenizer, vocab_size, eos_ids
         self._library_tokenizer: Any = None  # made at the first use: it takes a second for a large vocabulary
-        self._kept: OrderedDict[Constraint, Any] = OrderedDict()  # the least recently used first
+        self._kept: OrderedDict[Constraint, list[Compiled]] = OrderedDict()  # the least recently used first
+        self._most_alike = usable_cores()
         self._lock = threading.Lock()
 
     def matcher(self, constraint: Constraint, limits: MatcherLimits) -> Matcher:
@@ -47,21 +62,28 @@ class GrammarCompiler:
         if not limits.end_ids:
             problem = "the model has no end token, so a complete text could not end"
             raise RequestError(constraint.kind, constraint.text, problem, "pass a special token in stop_token_ids")
-        return Matcher(self._template(constraint), self._vocab_size, frozenset(self._eos_ids), limits)
+        compiled = self._least_used(constraint)
+        matcher = Matcher(compiled.template, self._vocab_size, frozenset(self._eos_ids), limits)
+        compiled.users.add(matcher)
+        return matcher
 
-    def _template(self, constraint: Constraint) -> Any:
+    def _least_used(self, constraint: Constraint) -> Compiled:
+        """The compiled grammar with the fewest users, or one more if all have some."""
         with self._lock:
             if self._library_tokenizer is None:
                 self._library_tokenizer = self._make_tokenizer()
-            if constraint in self._kept:
+            kept = self._kept.get(constraint, [])
+            found = min(kept, key=lambda compiled: len(compiled.users), default=None)
+            if found is not None and (not found.users or len(kept) >= self._most_alike):
                 self._kept.move_to_end(constraint)
-                return self._kept[constraint]
-        template = compile_constraint(constraint, self._library_tokenizer)  # others need not wait for this one
+                return found
+        found = Compiled(compile_constraint(constraint, self._library_tokenizer), WeakSet())  # others need not wait
         with self._lock:
-            self._kept[constraint] = template
-            while len(self._kept) > MAX_KEPT:
+            self._kept.setdefault(constraint, []).append(found)
+            self._kept.move_to_end(constraint)
+            while len(self._kept) > 1 and sum(map(len, self._kept.values())) > MAX_KEPT:
                 self._kept.popitem(last=False)
-        return template
+        return found
 
     def _make_tokenizer(self) -> Any:
         from llguidance import LLTokenizer

@@ -118,7 +118,8 @@ class Gateway:
         """Compile the job's grammar, if it has one, in a thread: neither the event loop nor the engine waits for it."""
         if job.params[0].constraint is not None:
             with named_as_in(job.body):
-                await self._compilers.run(self.llm.engine.compile, job.params[0])
+                compile, params = self.llm.engine.compile, job.params[0]
+                await self._compilers.run(lambda: [compile(params) for _ in range(job.size)])
 
     @contextlib.contextmanager
     def room(self, size: int, asked: int | None) -> Iterator[None]:
