@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from peregrine.engine.folders import ASSETS
-from peregrine.engine.masks import MaskWriter
+from peregrine.engine.masks import MaskWriter, Stands
 from peregrine.grammar import GrammarCompiler, Matcher, MatcherLimits, Window
 from peregrine.kernels.sampling import Masks
 from peregrine.models.parallel import ALONE
@@ -40,7 +40,7 @@ def test_masks_and_forced_tokens_of_every_window(compiler: GrammarCompiler, min_
     seats = SimpleNamespace(
         device=torch.device("cpu"),
         ranks=ALONE,
-        masks=Masks(torch.zeros(1, dtype=torch.bool), torch.zeros(1, NODES, size // 32, dtype=torch.int32)),
+        masks=Masks(torch.zeros(1, dtype=torch.int32), torch.zeros(1, NODES, size // 32, dtype=torch.int32)),
         forced=torch.zeros(1, NODES, NODES, dtype=torch.int64),
     )
     writer, walked = MaskWriter(seats, size), 0  # type: ignore[arg-type]
@@ -62,3 +62,68 @@ def test_masks_and_forced_tokens_of_every_window(compiler: GrammarCompiler, min_
                 forced = [token for token in seats.forced[0, node].tolist() if token >= 0]
                 assert forced == at.forced
     assert walked > len(text) // 3  # the library walked along these by itself
+
+
+@pytest.mark.parametrize(
+    ("seconds", "deep"),
+    [
+        ((0.001, 0.001, 0.001, 0.001), NODES),  # all of them within the time of verifying
+        ((0.006, 0.0, 0.0, 0.0), 1),  # the next depth would take as long, and the device would wait for it
+        ((0.001, 0.006, 0.0, 0.0), 2),
+        ((0.001, 0.0015, 0.002, 0.0), 3),
+        ((0.001, 0.001, 0.001, 0.009), NODES),  # nothing is behind the last one
+    ],
+)
+def test_masks_are_as_deep_as_time_allows(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch, seconds: tuple[float, ...], deep: int
+) -> None:
+    """Rounds take 10 ms by a clock that the masks of each depth move on."""
+    size, ends = compiler._vocab_size, frozenset(compiler._eos_ids)
+    seats = SimpleNamespace(
+        device=torch.device("cpu"),
+        ranks=ALONE,
+        masks=Masks(torch.zeros(2, dtype=torch.int32), torch.zeros(2, NODES, size // 32, dtype=torch.int32)),
+        forced=torch.zeros(2, NODES, NODES, dtype=torch.int64),
+    )
+    writer, now, calls = MaskWriter(seats, size), [0.0], iter(())  # type: ignore[arg-type]
+    writer.by_depth, compute = True, MaskWriter._mask
+
+    def mask(writer: MaskWriter, stands: Stands) -> None:
+        compute(writer, stands)
+        now[0] += next(calls, 0.0)
+
+    monkeypatch.setattr(MaskWriter, "_mask", mask)
+    monkeypatch.setattr("peregrine.engine.masks.time.perf_counter", lambda: now[0])
+    matcher = compiler.matcher(Constraint("regex", "[a-z]{40}"), MatcherLimits(ends, ends, 0, None))
+    drafts = [compiler._tokenizer.encode(letter, add_special=False)[-1] for letter in "abc"]
+    window = Window([0, *drafts], [0, 0, 1, 2], [0, 1, 1, 1])
+    for _ in range(3):
+        now[0] += 0.01
+        writer.write([matcher, None], [window, window])
+        assert seats.masks.rows.tolist() == [NODES, 0]
+    now[0] += 0.01
+    calls = iter(seconds)
+    writer.write([matcher, None], [window, window])
+    assert seats.masks.rows.tolist() == [deep, 0]
+
+
+def test_requests_at_the_same_time_have_grammars_of_their_own(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library computes one mask at a time with copies of one grammar; those that are free are used again."""
+    constraint, ends = Constraint("regex", "[a-z]{7}"), frozenset(compiler._eos_ids)
+
+    def matcher() -> Matcher:
+        return compiler.matcher(constraint, MatcherLimits(ends, ends, 0, None))
+
+    def users() -> list[int]:
+        return [len(compiled.users) for compiled in compiler._kept[constraint]]
+
+    monkeypatch.setattr(compiler, "_most_alike", 3)
+    running = [matcher() for _ in range(4)]
+    assert users() == [2, 1, 1]
+    del running[1]
+    running.append(matcher())
+    assert users() == [2, 1, 1]
+    running[:] = [matcher()]
+    assert sorted(users()) == [0, 0, 1]

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from peregrine.engine.masks import MaskWriter, Stands
 from peregrine.errors import RequestError
 from peregrine.sampling import SamplingParams
 from spec import reference
@@ -119,6 +120,22 @@ def test_speculation_and_other_rows_change_no_token(name: str) -> None:
     """Constrained and free requests side by side, each as alone and without drafts."""
     arrivals = [0, 0, 1, 2, 2, 3, 5, 8, 0, 4, 9]
     assert tokens(run(build(**OPTIONS[name]).engine, MIXED, arrivals)) == plain()
+
+
+@pytest.mark.parametrize("name", ["noisy chain", "noisy tree"])
+def test_masks_that_are_not_as_deep_as_windows_change_no_token(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts behind the masks that were computed in time are not offered."""
+    rng = np.random.default_rng(0)
+
+    def compute_some(writer: MaskWriter, stands: Stands) -> int:
+        deepest = int(rng.integers(3))
+        writer._mask([stand for stand in stands if stand[2].depth <= deepest])
+        return deepest
+
+    monkeypatch.setattr(MaskWriter, "_compute", compute_some)
+    outputs = run(build(**OPTIONS[name]).engine, MIXED)
+    assert tokens(outputs) == plain()
+    assert sum(output.stats.accepted for output in outputs) > 1.2 * sum(output.stats.rounds for output in outputs)
 
 
 def test_preemption_and_aborts_change_no_token() -> None:

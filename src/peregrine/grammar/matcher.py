@@ -58,6 +58,7 @@ class Stand:
     """A legal node of a window, with the nodes behind it if they are what the grammar forces."""
 
     node: int
+    depth: int  # of the node, and of the window's root 0
     state: Any  # the library's matcher there
     forced: list[int]  # the tokens that come next, as far as there is no choice
     num_tokens: int  # before it
@@ -105,25 +106,25 @@ class Matcher:
         drafts = list(window.tokens[1:])
         run = self.forced(most + len(drafts)) if drafts and window.is_whole_chain else []
         if len(run) > len(drafts) and run[: len(drafts)] == drafts:
-            yield Stand(0, self._state, run, len(self._tokens), drafts)
+            yield Stand(0, 0, self._state, run, len(self._tokens), drafts)
         else:
-            yield from self._visit(0, window.children(), window.tokens, words, most)
+            yield from self._visit(0, 0, window, window.children(), words, most)
 
     def _visit(
-        self, node: int, children: list[list[int]], tokens: Sequence[int], words: Words, most: int
+        self, node: int, depth: int, window: Window, children: list[list[int]], words: Words, most: int
     ) -> Iterator[Stand]:
         if self._begun:
             # The root's mask is computed on the matcher's own state, where the library keeps what it works out.
             state = self._state.deep_copy() if node else self._state
-            yield Stand(node, state, self.forced(most), len(self._tokens), [])
+            yield Stand(node, depth, state, self.forced(most), len(self._tokens), [])
         else:
             words[node] = self._everything
             set_bits(words[node], self._limits.stop_ids, False)
         for child in children[node]:
-            begun = self._begun
-            if tokens[child] in self._limits.end_ids or not self._take(tokens[child]):
+            begun, token = self._begun, window.tokens[child]
+            if token in self._limits.end_ids or not self._take(token):
                 continue
-            yield from self._visit(child, children, tokens, words, most)
+            yield from self._visit(child, depth + 1, window, children, words, most)
             self._tokens.pop()
             if begun:
                 self._state.rollback(1)

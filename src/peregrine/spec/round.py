@@ -108,6 +108,8 @@ def decide(
     """Judge and commit."""
     places, logits, windows = verified.places, verified.logits, verified.windows
     state = seats.view(planned_rows(rows, verified.layout))
+    if features.masked:
+        state.clip_to_masks()
 
     mark("judge")
     choices = judge(logits, places, state, features, windows)  # [R, T]

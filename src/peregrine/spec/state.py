@@ -71,6 +71,12 @@ class RowState:
         links = self.links
         return Nodes(self.window_tokens, links.parents, links.depths, links.ancestors, self.offered)
 
+    def clip_to_masks(self) -> None:
+        """Offer no draft that is deeper than its row's masks."""
+        if self.sampling.masks is not None:
+            deep = self.sampling.masks.rows
+            torch.minimum(self.offered, torch.where(deep > 0, deep - 1, self.offered), out=self.offered)
+
     def commit(self, choices: Tensor) -> Verdict:
         """Judge the windows by the target's choices [R, T] and append what each row accepted."""
         ends = Ends(self.past_lens, self.limits, self.sampling.stop_ids, self.done)

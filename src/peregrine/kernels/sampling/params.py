@@ -45,7 +45,7 @@ class Features:
 class Masks:
     """Which tokens are legal at each node of the rows that have a grammar."""
 
-    rows: Tensor  # [R] i32: 1 if the row has masks; the others' are not read
+    rows: Tensor  # [R] i32: how deep its window has masks, its root counted; 0: it has none, and they are not read
     words: Tensor  # [R, T, ceil(V / 32)] i32: token v is legal if bit v % 32 of word v // 32 is set
 
 
