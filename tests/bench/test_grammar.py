@@ -19,20 +19,20 @@ def test_masks_rounds_and_speeds() -> None:
     plan = grammar.Plan(constrained=(0, 8), drafts=(3,), tokens=24, repeats=1)
     result = grammar.run(plan, {"num_pages": 100})
     assert result["mask_us"] > 0
-    assert list(result["round_ms"]) == [0, 8]
+    assert list(result["round_ms"]) == [0, 8, "8 alike"]
     what = [(line["what"], line["drafts"]) for line in result["speeds"]]
     assert what == [("free text", 0), ("function call", 0), ("free text", 3), ("function call", 3)]
     per_round = [line["tokens_per_round"] for line in result["speeds"]]
     assert per_round[:2] == [1, 1]
     assert per_round[3] > 1.3  # the grammar forces most of the call
-    assert len(grammar.show(result).splitlines()) == 8
+    assert len(grammar.show(result).splitlines()) == 9
 
 
 def test_rounds_of_another_drafter_alone() -> None:
     plan = grammar.Plan(constrained=(8,), drafts=(0,), tokens=8, repeats=1)
     result = grammar.run(plan, {"num_pages": 100, "drafter": "ngram", "num_drafts": 3})
     assert (result["drafter"], result["speeds"]) == ("ngram", [])
-    assert len(grammar.show(result).splitlines()) == 2
+    assert len(grammar.show(result).splitlines()) == 3
 
 
 def test_a_vocabulary_grows_to_the_size_of_a_shape() -> None:

@@ -4,11 +4,16 @@ Rounds are those of the drafter that is asked for, by default none. Free text is
 function call; then both with the drafts that a grammar forces (drafter ngram: no head). All texts are greedy. The cost
 of a mask depends on the vocabulary, so run it per model; a shape has a random vocabulary of its size. On a GPU rounds
 also say for which share of their time the device was idle.
+
+In rounds every constrained row has a schema of its own kind, as requests of different users have. The last figure is of
+rows that all write calls with a short string. Random weights fill every string up to its `maxLength`, where masks take
+longest: it is the worst case, a model that writes sense ends its strings before.
 """
 
 import statistics
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,26 +34,38 @@ PROMPT = "The weather in Paris is"
 # Rows with one prompt would write one text, and reach the places where masks are slow all at once.
 CITIES = ("Paris", "Rome", "Oslo", "Lima", "Cairo", "Delhi", "Tokyo", "Quito")
 ROWS = len(CITIES)
-CALL: Json = {
-    "type": "object",
-    "properties": {
-        "name": {"const": "get_current_weather"},
-        "arguments": {
-            "type": "object",
-            "properties": {
-                "location": {"type": "string", "maxLength": 24},
-                "unit": {"enum": ["celsius", "fahrenheit"]},
-                "days": {"type": "integer", "minimum": 1, "maximum": 14},
-            },
-            "required": ["location", "unit", "days"],
-            "additionalProperties": False,
-        },
-    },
-    "required": ["name", "arguments"],
-    "additionalProperties": False,
-}
 
-CALLS: Json = {"type": "array", "items": CALL, "minItems": 99}  # longer than any request of the benchmark
+
+def record(**fields: Json) -> Json:
+    """The schema of an object with just these properties."""
+    return {"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False}
+
+
+CALL = record(
+    name={"const": "get_current_weather"},
+    arguments=record(
+        location={"type": "string", "maxLength": 24},
+        unit={"enum": ["celsius", "fahrenheit"]},
+        days={"type": "integer", "minimum": 1, "maximum": 14},
+    ),
+)
+NUMBER, INTEGER, BOOLEAN = {"type": "number"}, {"type": "integer"}, {"type": "boolean"}
+COLOURS = {"type": "array", "items": {"enum": ["red", "green", "blue", "black", "white"]}, "maxItems": 4}
+KINDS: tuple[Json, ...] = (
+    CALL,
+    record(
+        person={"type": "string", "maxLength": 30},
+        role={"enum": ["author", "editor"]},
+        born={"type": "string", "format": "date"},
+    ),
+    record(x=NUMBER, y=NUMBER, inside=BOOLEAN),
+    record(code={"type": "string", "pattern": "^[A-Z]{3}-[0-9]{4}$"}, price={**NUMBER, "minimum": 0}, left=INTEGER),
+    {"type": "array", "items": INTEGER, "maxItems": 8},
+    {"anyOf": [record(error={"type": "string", "maxLength": 40}), record(result=record(id=INTEGER, ok=BOOLEAN))]},
+    record(colours=COLOURS, score={**INTEGER, "minimum": 0, "maximum": 100}),
+    {"type": "string"},
+)
+ALIKE = f"{ROWS} alike"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +86,13 @@ def run(plan: Plan, options: Json) -> Json:
     with open_model(model, options, drafter) as llm:
         result["vocab_size"] = llm.config.vocab_size
         result["mask_us"] = round(time_masks(llm, requests_of(llm, plan)[1], plan.repeats) * 1e6, 1)
-        rounds = {count: time_rounds(llm, count, plan) for count in plan.constrained}
-        result["round_ms"] = {count: round(seconds * 1e3, 3) for count, (seconds, _) in rounds.items()}
+        schemas: dict[object, Sequence[Json]] = {count: KINDS[:count] for count in plan.constrained}
+        if ROWS in plan.constrained:
+            schemas[ALIKE] = [CALL] * ROWS
+        rounds = {what: time_rounds(llm, some, plan) for what, some in schemas.items()}
+        result["round_ms"] = {what: round(seconds * 1e3, 3) for what, (seconds, _) in rounds.items()}
         if llm.engine.runner.device.type == "cuda":
-            result["device_idle_share"] = {count: round(idle, 4) for count, (_, idle) in rounds.items()}
+            result["device_idle_share"] = {what: round(idle, 4) for what, (_, idle) in rounds.items()}
         if drafter == "none":
             speeds += speeds_of(llm, 0, plan)
     for drafts in filter(None, plan.drafts):
@@ -133,11 +153,12 @@ def time_masks(llm: LLM, call: SamplingParams, repeats: int) -> float:
     return statistics.median(times)
 
 
-def time_rounds(llm: LLM, constrained: int, plan: Plan) -> tuple[float, float]:
-    """Seconds per round of eight requests of one length, this many with a grammar; and the device's idle share."""
+def time_rounds(llm: LLM, schemas: Sequence[Json], plan: Plan) -> tuple[float, float]:
+    """Seconds per round of eight requests of one length, the first with these schemas; and the device's idle share."""
     free = SamplingParams(temperature=0, max_tokens=plan.tokens, ignore_eos=True)
-    asked = SamplingParams(temperature=0, max_tokens=plan.tokens, json_schema=CALLS, stop_token_ids=ends(llm))
-    params = [asked if row < constrained else free for row in range(ROWS)]
+    lists = [{"type": "array", "items": schema, "minItems": plan.tokens} for schema in schemas]
+    asked = [replace(free, ignore_eos=False, json_schema=schema, stop_token_ids=ends(llm)) for schema in lists]
+    params = [*asked, *[free] * (ROWS - len(asked))]
     times, idle = [], []
     for _ in range(plan.repeats + 1):  # the first one warms up
         timer = RoundTimer(events=llm.engine.runner.device.type == "cuda")
@@ -156,9 +177,9 @@ def time_rounds(llm: LLM, constrained: int, plan: Plan) -> tuple[float, float]:
 def show(result: Json) -> str:
     """The result as a table."""
     lines = [f"model {result['model']}: a mask takes {result['mask_us']} us at {result['vocab_size']} tokens"]
-    idle = {count: f", device idle {share:.1%}" for count, share in result.get("device_idle_share", {}).items()}
-    for count, ms in result["round_ms"].items():
-        lines.append(f"round of {ROWS} rows, {count} with a grammar: {ms} ms{idle.get(count, '')}")
+    idle = {what: f", device idle {share:.1%}" for what, share in result.get("device_idle_share", {}).items()}
+    for what, ms in result["round_ms"].items():
+        lines.append(f"round of {ROWS} rows, {what} with a grammar: {ms} ms{idle.get(what, '')}")
     if result["speeds"]:
         first = result["speeds"][0]["drafts"]
         title = f"of free text with {first} drafts" if first else "of free text without drafts"
