@@ -16,7 +16,7 @@ from spec.harness import Case, build, run
 
 
 def test_masks_rounds_and_speeds() -> None:
-    plan = grammar.Plan(constrained=(0, 8), drafts=(3,), tokens=24, repeats=1)
+    plan = grammar.Plan(constrained=(0, 8), drafts=(3,), tokens=16, repeats=1)
     result = grammar.run(plan, {"num_pages": 100})
     assert result["mask_us"] > 0
     assert list(result["round_ms"]) == [0, 8, "8 alike"]
@@ -29,7 +29,7 @@ def test_masks_rounds_and_speeds() -> None:
 
 
 def test_rounds_of_another_drafter_alone() -> None:
-    plan = grammar.Plan(constrained=(8,), drafts=(0,), tokens=8, repeats=1)
+    plan = grammar.Plan(constrained=(8,), drafts=(0,), tokens=4, repeats=1)
     result = grammar.run(plan, {"num_pages": 100, "drafter": "ngram", "num_drafts": 3})
     assert (result["drafter"], result["speeds"]) == ("ngram", [])
     assert len(grammar.show(result).splitlines()) == 3
