@@ -20,6 +20,7 @@ from peregrine.engine.build import build_engine
 from peregrine.engine.parallel import Started, started_ranks
 from peregrine.engine.rank_group import nccl_group
 from peregrine.engine.request import Output
+from peregrine.grammar import GRAMMARS_PRESENT
 from peregrine.llm import engine_config
 from peregrine.sampling import SamplingParams
 from spec.harness import Case, run
@@ -75,9 +76,14 @@ def outputs(options: Options, started: Started, num_tokens: int) -> list[Output]
     given |= {"graphs": bool(started.processes), "tensor_parallel": started.ranks.size, **options}
     if given["graphs"]:
         given |= {"row_sizes": (4,), "prefill_chunk": 64}
-    engine = build_engine(engine_config(str(given.pop("model")), given), started).engine
+    model = str(given.pop("model"))
+    engine = build_engine(engine_config(model, given), started).engine
     assert (engine.runner.graphs is not None) == given["graphs"]
-    return run(engine, cases(num_tokens))
+    asked = cases(num_tokens)
+    if model == "merlin" and GRAMMARS_PRESENT:  # whose masks go to all ranks
+        digits = SamplingParams(temperature=0.8, seed=9, max_tokens=num_tokens, regex="[0-9]{99}", detokenize=False)
+        asked.append(Case(asked[0].prompt, digits))
+    return run(engine, asked)
 
 
 @pytest.mark.parametrize("name", ENGINES)
@@ -100,6 +106,7 @@ sys.path[:] = {path!r}
 import torch
 from peregrine.engine.build import build_engine
 from peregrine.engine.parallel import started_ranks
+from peregrine.grammar import GRAMMARS_PRESENT
 from peregrine.llm import engine_config
 from peregrine.sampling import SamplingParams
 
