@@ -127,7 +127,7 @@ def test_a_rank_that_waits_for_something_else_ends_after_rank_0(monkeypatch: pyt
     ours, theirs = Pipe()
     ended: list[int] = []
     monkeypatch.setattr(parallel.os, "_exit", ended.append)
-    watch = threading.Thread(target=parallel.end_after, args=(theirs, 0.0))
+    watch = threading.Thread(target=parallel.end_after, args=(theirs, threading.Event(), 0.0))
     watch.start()
     ours.send("a message that nobody takes")
     watch.join(0.2)

@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -162,15 +161,16 @@ def await_ranks(pipes: Sequence[Connection]) -> None:
 def main() -> None:
     """A follower's process."""
     folder, rank, names, number = json.loads(sys.argv[2])
-    follow(file_store(folder, len(names)), rank, [torch.device(name) for name in names], Connection(number))
+    devices, ended = [torch.device(name) for name in names], threading.Event()  # this process is to end with rank 0
+    follow(file_store(folder, len(names)), rank, devices, Connection(number), ended)
 
 
-def follow(store: object, rank: int, devices: Sequence[torch.device], pipe: Connection) -> None:
-    """Be another rank than 0, which is at the other end of the pipe, until that ends."""
+def follow(store: object, rank: int, devices: Sequence[torch.device], pipe: Connection, ended: threading.Event) -> None:
+    """Be another rank than 0, which is at the other end of the pipe, until that ends; see `end_after`."""
     # Rank 0 gets these signals too, and may finish its requests first; this rank ends with it.
     for ending in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ending, signal.SIG_IGN)
-    threading.Thread(target=end_after, args=(pipe,), name="peregrine-end", daemon=True).start()
+    threading.Thread(target=end_after, args=(pipe, ended), name="peregrine-end", daemon=True).start()
     pipe.send(None)
     try:
         with torch.inference_mode(), current_device(devices[rank]):
@@ -183,14 +183,14 @@ def follow(store: object, rank: int, devices: Sequence[torch.device], pipe: Conn
         sys.exit(1)
 
 
-def end_after(pipe: Connection, seconds: float = LEFT_SECONDS) -> None:
-    """Wait until the other end of a pipe is gone, however its process ended, and end this process some time later.
+def end_after(pipe: Connection, ended: threading.Event, seconds: float = LEFT_SECONDS) -> None:
+    """Wait until the other end of a pipe is gone, however its process ended; end this process if it goes on.
 
     It ends by itself if it waits for that pipe; but it may wait for its device, where rank 0's part never comes.
     """
     has_ended(pipe, wait=True)
-    time.sleep(seconds)
-    os._exit(1)
+    if not ended.wait(seconds):
+        os._exit(1)
 
 
 def has_ended(pipe: Connection, wait: bool) -> bool:
