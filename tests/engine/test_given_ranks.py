@@ -4,10 +4,14 @@ import os
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 
 from peregrine.engine import parallel
+from peregrine.engine.given_ranks import ADDRESS, given_ranks
+from peregrine.errors import ConfigError
 from peregrine.kernels.runtime.cpu import NUMBA_PRESENT
 from peregrine.llm import LLM
 from peregrine.sampling import SamplingParams
@@ -41,3 +45,18 @@ def test_the_processes_of_a_torchrun_are_the_ranks(monkeypatch: pytest.MonkeyPat
     assert other.returncode == 0
     with LLM(tiny_model(), drafter="none", num_pages=200) as alone:
         assert alone.generate([1, 2, 3], params)[0].token_ids == together
+
+
+def test_where_ranks_cannot_join_it_is_said_at_once() -> None:
+    class Store(dict[str, bytes]):
+        def set(self, name: str, value: str) -> None:
+            self[name] = value.encode()
+
+    def join() -> None:
+        with given_ranks(Store({ADDRESS: b"/nowhere/rank0"}), 1, [torch.device("cpu")] * 2):
+            pass
+
+    with pytest.raises(ConfigError, match="tensor_parallel=2: rank 1 is on another machine than rank 0"):
+        join()
+    with ThreadPoolExecutor() as threads, pytest.raises(ConfigError, match="a server starts its ranks itself"):
+        threads.submit(join).result()
