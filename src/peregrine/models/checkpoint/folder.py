@@ -50,14 +50,18 @@ class Fields:
     def __contains__(self, name: str) -> bool:
         return self.values.get(name) is not None
 
+    def get(self, name: str, default: object) -> Any:
+        """The value of a field; the default where it is absent or null."""
+        value = self.values.get(name)
+        return default if value is None else value
+
     def refusal(self, name: str, problem: str, remedy: str) -> CheckpointError:
         """The error that says why this field cannot be honoured."""
         return CheckpointError(f"{self.source}: {name}={shown(self.values.get(name))}: {problem}; {remedy}")
 
     def whole(self, name: str, default: int | None = None, minimum: int = 1, maximum: int = MAX_WHOLE) -> int:
         """A whole number from `minimum` to `maximum`; refused when absent without a default."""
-        value = self.values.get(name)
-        value = default if value is None else value
+        value = self.get(name, default)
         if value is None:
             raise self.refusal(name, "the field is missing", "the config must give it as a whole number")
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
@@ -68,8 +72,7 @@ class Fields:
 
     def number(self, name: str, default: float | None = None) -> float:
         """A positive number that float32 can compute with; refused when absent without a default."""
-        value = self.values.get(name)
-        value = default if value is None else value
+        value = self.get(name, default)
         if value is None:
             raise self.refusal(name, "the field is missing", "the config must give it as a number")
         if isinstance(value, bool) or not isinstance(value, int | float) or not SMALLEST <= value <= LARGEST:
@@ -78,32 +81,28 @@ class Fields:
 
     def flag(self, name: str, default: bool) -> bool:
         """True or false; the default when absent."""
-        value = self.values.get(name)
-        value = default if value is None else value
+        value = self.get(name, default)
         if not isinstance(value, bool):
             raise self.refusal(name, "neither true nor false", "correct the config")
         return value
 
     def text(self, name: str, default: str) -> str:
         """A string; the default when absent."""
-        value = self.values.get(name)
-        value = default if value is None else value
+        value = self.get(name, default)
         if not isinstance(value, str):
             raise self.refusal(name, "not a string", "correct the config")
         return value
 
     def texts(self, name: str) -> tuple[str, ...]:
         """A list of strings; empty when absent."""
-        value = self.values.get(name)
-        value = [] if value is None else value
+        value = self.get(name, [])
         if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
             raise self.refusal(name, "not a list of strings", "correct the config")
         return tuple(value)
 
     def wholes(self, name: str, minimum: int = 0) -> tuple[int, ...]:
         """A whole number or a list of them, as a tuple; empty when absent."""
-        value = self.values.get(name)
-        value = [] if value is None else value
+        value = self.get(name, [])
         value = value if isinstance(value, list) else [value]
         if not all(
             isinstance(entry, int) and not isinstance(entry, bool) and minimum <= entry <= MAX_WHOLE for entry in value
@@ -113,8 +112,7 @@ class Fields:
 
     def numbers(self, name: str) -> tuple[float, ...]:
         """A list of numbers above zero; empty when absent."""
-        value = self.values.get(name)
-        value = [] if value is None else value
+        value = self.get(name, [])
         kinds = isinstance(value, list) and all(type(entry) in (int, float) for entry in value)
         if not kinds or not all(SMALLEST <= entry <= LARGEST for entry in value):
             raise self.refusal(name, "not a list of numbers above 0 that float32 can hold", "correct the config")
@@ -122,8 +120,7 @@ class Fields:
 
     def inner(self, name: str) -> "Fields":
         """The JSON object under a field; empty when absent."""
-        value = self.values.get(name)
-        value = {} if value is None else value
+        value = self.get(name, {})
         if not isinstance(value, dict):
             raise self.refusal(name, "not a JSON object", "correct the config")
         return Fields(f"{self.source}, {name}", value)
