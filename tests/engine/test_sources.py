@@ -54,6 +54,8 @@ def test_a_packaged_model_is_found_where_it_is_installed_and_its_command_named_w
     monkeypatch.setattr(folders, "ASSETS", tmp_path / "assets")
     expected = str(head), "a head for this model comes with Peregrine"
     assert FolderSource(package / "model.gguf").automatic_drafter() == expected
+    (tmp_path / "assets" / "smollm2" / "generation_config.json").write_text('{"temperature": 0.2}')
+    assert FolderSource(package / "model.gguf").sampling_defaults()[0] == {"temperature": 0.2}
 
 
 def test_a_folder_without_a_tokenizer_serves_token_ids_and_refuses_text(tmp_path: Path) -> None:

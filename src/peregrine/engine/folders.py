@@ -61,10 +61,15 @@ def find_model(name: str) -> Path:
     )
 
 
+def home_of(model: Path) -> Path:
+    """The folder of what belongs to a model beside its weights: its own, or that in the assets if it is a package."""
+    return next((ASSETS / name for name, packaged in PACKAGED.items() if packaged.find() == model), model)
+
+
 def own_head(model: Path) -> Path | None:
-    """The draft head that comes with a model: a folder in its own, or in the assets for a model that is a package."""
-    homes = [model, *(ASSETS / name for name, packaged in PACKAGED.items() if packaged.find() == model)]
-    return next((home / head for home in homes for head in HEADS if (home / head / "config.json").exists()), None)
+    """The draft head that comes with a model."""
+    home = home_of(model)
+    return next((home / head for head in HEADS if (home / head / "config.json").exists()), None)
 
 
 def from_package(name: str, model: PackagedModel) -> Path:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from peregrine.engine.folders import ASSETS, find_model, own_head
+from peregrine.engine.folders import ASSETS, find_model, home_of, own_head
 from peregrine.models.checkpoint.generation import sampling_defaults
 from peregrine.models.checkpoint.gguf.file import open_header
 from peregrine.models.checkpoint.gguf.header import is_gguf
@@ -67,7 +67,7 @@ class FolderSource:
 
     def sampling_defaults(self) -> tuple[dict[str, object], str]:
         """Sampling parameters that the checkpoint's authors recommend, and what to say about them."""
-        return sampling_defaults(self.folder)
+        return sampling_defaults(home_of(self.folder))
 
     def automatic_drafter(self) -> tuple[str, str]:
         """The drafter that "auto" names, and why."""
