@@ -1,9 +1,11 @@
 """Chat prompts on many topics, to train a draft head for a chat model on the model's own answers, or to measure one.
 
 Templates are filled with topics, things to program, sentences and numbers. Topics and tasks of `--held-out` are others
-than those for training. Chats of text shards (turns after <|user|> lines) may join in.
+than those for training. Chats of text shards (turns after <|user|> lines) may join in, and questions that the model
+asks itself: its template is rendered up to the user's turn, and it goes on from there.
 
     python benchmarks/chat_prompts.py --count 30000 --out chats.jsonl [--chats SHARD.txt.xz ... --chats-count 6000]
+    python benchmarks/chat_prompts.py --count 30000 --out chats.jsonl --ask smollm2 --asked-count 20000 --device cuda
     python benchmarks/chat_prompts.py --count 64 --held-out --out held-out.jsonl
 """
 
@@ -12,7 +14,11 @@ import json
 import random
 from pathlib import Path
 
+from peregrine import LLM, SamplingParams
+from peregrine.text.chat import MARK, render_chat
 from peregrine.train.documents import ASSISTANT, USER, read_texts
+
+MAX_QUESTION = 110  # tokens of a question that the model asks itself; longer ones are left out
 
 TOPICS = """
 photosynthesis; black holes; the water cycle; volcanoes; earthquakes; plate tectonics; gravity; magnetism; atoms;
@@ -159,6 +165,17 @@ def questions(path: Path) -> list[str]:
     return [text.removeprefix(USER).partition(ASSISTANT)[0].strip() for text in texts]
 
 
+def own_questions(model: str, count: int, seed: int, device: str) -> list[str]:
+    """Questions that a chat model asks itself, at temperature 1; a few of `count` do not end and are left out."""
+    with LLM(model, drafter="none", device=device, max_len=512) as llm:
+        opening = render_chat(llm.tokenizer, [{"role": "user", "content": MARK}]).partition(MARK)[0]
+        ids = llm.tokenizer.encode(opening, add_special=False)
+        seeds = range(seed * count, (seed + 1) * count)
+        params = [SamplingParams(temperature=1.0, seed=each, max_tokens=MAX_QUESTION) for each in seeds]
+        outputs = llm.generate([ids] * count, params)
+    return [output.text.strip() for output in outputs if output.finish_reason == "stop" and output.text.strip()]
+
+
 def main() -> None:
     """Write the prompts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -167,6 +184,9 @@ def main() -> None:
     parser.add_argument("--code", type=int, default=15, metavar="PERCENT", help="of the prompts are about code")
     parser.add_argument("--chats", nargs="*", type=Path, default=[], help="shards whose first questions join in")
     parser.add_argument("--chats-count", type=int, default=2000, help="of each shard")
+    parser.add_argument("--ask", metavar="MODEL", help="a chat model whose own questions join in")
+    parser.add_argument("--asked-count", type=int, default=20_000, help="questions it is to ask")
+    parser.add_argument("--device", default="auto", help="that it asks them on")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
@@ -179,6 +199,8 @@ def main() -> None:
     for path in args.chats:
         found = questions(path)
         prompts |= dict.fromkeys(dice.sample(found, min(len(found), args.chats_count)))
+    if args.ask is not None:
+        prompts |= dict.fromkeys(own_questions(args.ask, args.asked_count, args.seed, args.device))
     entries = list(prompts)
     dice.shuffle(entries)
     lines = [json.dumps({"messages": [{"role": "user", "content": entry}]}) for entry in entries]
