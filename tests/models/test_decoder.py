@@ -10,10 +10,11 @@ from torch import Tensor
 
 from peregrine.models.checkpoint.folder import Fields
 from peregrine.models.decoder import Decoder
-from peregrine.models.families import parse_config
+from peregrine.models.families import FAMILIES, parse_config
 from peregrine.models.layers import Linear, draw_weights
 from peregrine.models.loading import load_decoder
 
+README = Path(__file__).parents[2] / "README.md"
 TOLERANCE = 1e-4
 LLAMA3 = {
     "rope_type": "llama3",
@@ -131,6 +132,23 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss": ("GptOss", GPT_OSS),
     "mixtral-window": ("Mixtral", {**EXPERTS, "sliding_window": 7, "num_experts_per_tok": 2}),
 }
+
+# What README.md calls a family, if not by its model_type.
+CALLED = {
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), "DeepSeek-V2/V3"),
+    **dict.fromkeys(("gemma2", "gemma3_text"), "Gemma 2/3"),
+    **dict.fromkeys(("glm", "glm4"), "GLM-4"),
+    **{"gpt_oss": "gpt-oss", "olmo2": "OLMo 2", "phi3": "Phi-3/4", "smollm3": "SmolLM2/3"},
+    **{"qwen2_moe": "Qwen2-MoE", "qwen3_moe": "Qwen3-MoE"},
+}
+
+
+def test_every_family_is_named_in_the_readme_and_held_against_transformers() -> None:
+    (models,) = (part for part in README.read_text().split("\n- ") if part.startswith("**Models**"))
+    held = {f"{family}ForCausalLM" for family, _ in CASES.values()}
+    for family in FAMILIES:
+        assert CALLED.get(family.model_type, family.model_type.capitalize()) in models, family.model_type
+        assert held & set(family.architectures), family.model_type
 
 
 def oracle(folder: Path, tokens: Tensor) -> Any:
