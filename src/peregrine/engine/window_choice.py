@@ -42,7 +42,7 @@ def pick_windows(asked: EngineConfig, draft: DraftSource, device: torch.device) 
         (asked.tree is not None, "a tree has one shape in every round; leave tree out for planned chains"),
         (device.type != "cpu" and not ahead, "rounds are not recorded"),
         (ahead and not has_parts(draft), "rounds are recorded whole: the drafter has no `read`, `draft` and `depths`"),
-        (ahead and asked.tensor_parallel > 1, "planned rounds were not tried with several ranks on GPUs"),
+        (ahead and asked.tensor_parallel > 1, "other ranks do not follow planned rounds, recorded in parts, yet"),
         (not ahead and bool(asked.lag), f"plans need the last verdict, and lag={asked.lag} leaves it unread"),
         (not ahead and asked.row_sizes is not None, "batches are padded to row_sizes"),
     ):
