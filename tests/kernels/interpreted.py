@@ -19,15 +19,21 @@ MODELS = (*(f"peregrine.kernels.{name}" for name in ("linear", "norm", "residual
 
 
 def send_to_triton(patch: pytest.MonkeyPatch) -> None:
-    """Let every kernel of sampling and of the round's bookkeeping take CPU tensors."""
+    """Let every kernel of sampling and of the round's bookkeeping take CPU tensors; drafters take a GPU's steps."""
     send(patch, ROUND)
+    hide_numba(patch, ("peregrine.spec",))
 
 
 def send_models_to_triton(patch: pytest.MonkeyPatch) -> None:
     """Let every kernel of the models take CPU tensors, instead of those compiled for the CPU."""
     send(patch, MODELS)
+    hide_numba(patch, MODELS)
+
+
+def hide_numba(patch: pytest.MonkeyPatch, prefixes: tuple[str, ...]) -> None:
+    """Make `numba_ready` false in all modules whose names begin with a prefix."""
     for name, module in list(sys.modules.items()):
-        if name.startswith(MODELS) and "numba_ready" in vars(module):
+        if name.startswith(prefixes) and "numba_ready" in vars(module):
             patch.setattr(module, "numba_ready", lambda *tensors: False)
 
 
