@@ -19,7 +19,7 @@ FILES = {  # name: (bytes, sha256)
     "smollm2/eagle3/config.json": (805, "a42b8d53e2e5a7fb70578f5249fe40928af1baa0463443ed21f71897f97d6924"),
     "smollm2/eagle3/model.safetensors": (
         19_732_408,
-        "9d928bc0add1f6ceb4461e556ceb42d63cab0390de60bff67168f81afdef6fd6",
+        "1af77fd425c08d419fa8ba0e15651be82e9ecf343ea11353ae5f7955a108d530",
     ),
 }
 VOCAB, DRAFT_VOCAB, HIDDEN, INNER, HEAD_DIM, HEADS = 8192, 4096, 320, 2048, 64, 5
