@@ -5,6 +5,9 @@ Prints a line of JSON for each: what it is, bytes of shared memory, and how ofte
 
 import json
 import re
+import subprocess
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import triton
@@ -61,10 +64,20 @@ def compile_kernel(kernel: Any, tiled: dict[str, str], known: dict[str, Any], **
         "copies": len(re.findall(r"cp\.async\.bulk\.tensor", ptx)),
         "waits": len(re.findall(r"griddepcontrol\.wait", ptx)),
     }
-    if kernel is not hopper_kernel:  # of the others the test counts waits in machine code, which is slow to read
-        facts["held_up"] = code.asm["sass"].count("WARPGROUP.DEPBAR")
-        facts["spills"] = len(re.findall(r"\b(?:LDL|STL)\b", code.asm["sass"]))
+    if kernel is not hopper_kernel:  # of the others the test counts instructions of the machine
+        sass = machine_code(code.asm["cubin"])
+        facts["held_up"] = sass.count("WARPGROUP.DEPBAR")
+        facts["spills"] = len(re.findall(r"\b(?:LDL|STL)\b", sass))
     print(json.dumps(facts))
+
+
+def machine_code(cubin: bytes) -> str:
+    """All instructions of a kernel. `code.asm["sass"]` ends after 64 KB, in the middle of those with several roles."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        command = [triton.knobs.nvidia.cuobjdump.path, "-sass", str(path)]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def compile_linear(kind: str, rows: int, outputs: int, inputs: int, split: int) -> None:

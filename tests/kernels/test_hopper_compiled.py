@@ -55,7 +55,7 @@ def test_tiles_are_copied_and_multiplied_by_hopper(compiled: list[dict[str, int 
 def test_products_of_attention_wait_for_each_other_only_where_they_must(compiled: list[dict[str, int | str]]) -> None:
     """If the compiler cannot analyse one product, or registers run out, it makes each wait for the one before."""
     # In prompts two groups of warps multiply, with code of their own.
-    most = {DENSE: 3, PROMPT: 6, MLA: 3, MLA_PROMPT: 5}
+    most = {DENSE: 3, PROMPT: 6, MLA: 3, MLA_PROMPT: 10}
     assert all(int(f["held_up"]) <= most[str(f["kernel"])] for f in compiled if f["kernel"] in ATTENTION)
 
 

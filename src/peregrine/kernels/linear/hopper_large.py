@@ -72,15 +72,38 @@ def work_of(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def request_weights(w_desc, w_halves, ready, slot, half, depth, live, GATE: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Start the copy of one step's weights for half of a tile's columns."""
+def new_ring(x_desc, w_desc):  # type: ignore[no-untyped-def]
+    """(inputs, weights in tiles, weights in halves of tiles, ready, free, lead): STAGES places and their barriers.
+
+    Both groups of multiplying warps free a place; the first lets the second start through `lead`.
+    """
+    w_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COLS // 2, DEPTH], w_desc.dtype)
+    x_tiles = gl.allocate_shared_memory(x_desc.dtype, [STAGES, ROWS, DEPTH], x_desc.layout)
+    w_halves = gl.allocate_shared_memory(w_desc.dtype, [2 * STAGES, COLS // 2, DEPTH], w_layout)
+    w_tiles = w_halves._reinterpret(w_desc.dtype, [STAGES, COLS, DEPTH], w_layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    lead = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    for place in gl.static_range(STAGES):
+        mbarrier.init(ready.index(place), count=1)
+        mbarrier.init(free.index(place), count=2)
+    mbarrier.init(lead, count=1)
+    fence_async_shared()
+    return x_tiles, w_tiles, w_halves, ready, free, lead
+
+
+@gluon.jit
+def request_weights(  # type: ignore[no-untyped-def]
+    w_desc, w_halves, ready, slot, first, half, depth, live, GATE: gl.constexpr
+):
+    """Start the copy of one step's weights for half of a tile's columns; `first` is where column 0 lies in w_desc."""
     w_half = w_halves.index(slot)
     barrier = ready.index(slot // 2)
     if GATE:
         w_half = w_half._reinterpret(w_desc.dtype, w_desc.block_shape, w_desc.layout)
-        tma.async_copy_global_to_shared(w_desc, [half * (COLS // 32), 0, 0, depth], barrier, w_half, live)
+        tma.async_copy_global_to_shared(w_desc, [first + half * (COLS // 32), 0, 0, depth], barrier, w_half, live)
     else:
-        tma.async_copy_global_to_shared(w_desc, [half * (COLS // 2), depth], barrier, w_half, live)
+        tma.async_copy_global_to_shared(w_desc, [first + half * (COLS // 2), depth], barrier, w_half, live)
 
 
 @gluon.jit
@@ -106,8 +129,8 @@ def copy_tiles(  # type: ignore[no-untyped-def]
     for early in gl.static_range(STAGES):
         mbarrier.expect(ready.index(early), BYTES, has_tiles)
         first_depth = (first_part * STEPS + early) * DEPTH
-        request_weights(w_desc, w_halves, ready, 2 * early, 2 * first_col, first_depth, has_tiles, GATE)
-        request_weights(w_desc, w_halves, ready, 2 * early + 1, 2 * first_col + 1, first_depth, has_tiles, GATE)
+        request_weights(w_desc, w_halves, ready, 2 * early, 0, 2 * first_col, first_depth, has_tiles, GATE)
+        request_weights(w_desc, w_halves, ready, 2 * early + 1, 0, 2 * first_col + 1, first_depth, has_tiles, GATE)
     gdc_wait()
     i = 0
     for local in range(count):
@@ -119,8 +142,8 @@ def copy_tiles(  # type: ignore[no-untyped-def]
             mbarrier.expect(ready.index(place), BYTES, more)
             depth = (part * STEPS + step) * DEPTH
             tma.async_copy_global_to_shared(x_desc, [row, depth], ready.index(place), x_tiles.index(place))
-            request_weights(w_desc, w_halves, ready, 2 * place, 2 * col, depth, more, GATE)
-            request_weights(w_desc, w_halves, ready, 2 * place + 1, 2 * col + 1, depth, more, GATE)
+            request_weights(w_desc, w_halves, ready, 2 * place, 0, 2 * col, depth, more, GATE)
+            request_weights(w_desc, w_halves, ready, 2 * place + 1, 0, 2 * col + 1, depth, more, GATE)
             i += 1
         if ADD and (PAIRS or part == SPLIT - 1):
             # The residual takes two places of the ring, one for each half of the tokens.
@@ -142,7 +165,8 @@ def copy_tiles(  # type: ignore[no-untyped-def]
             mbarrier.expect(ready.index(here), BYTES - COLS // 2 * DEPTH * 2)
             at = [last_row, step * DEPTH]
             tma.async_copy_global_to_shared(x_desc, at, ready.index(here), x_tiles.index(here))
-            request_weights(w_desc, w_halves, ready, 2 * here, 2 * last_col + half_tile % 2, step * DEPTH, True, GATE)
+            half = 2 * last_col + half_tile % 2
+            request_weights(w_desc, w_halves, ready, 2 * here, 0, half, step * DEPTH, True, GATE)
             i += 1
 
 
@@ -267,6 +291,17 @@ def row_factors(squares, row, eps, K: gl.constexpr, SCALE: gl.constexpr):  # typ
 
 
 @gluon.jit
+def store_chunk(values, row, col, out_desc, buffer):  # type: ignore[no-untyped-def]
+    """One chunk [HALF, CHUNK] leaves through one of two buffers in shared memory, which take turns."""
+    tma.store_wait(1)
+    gl.thread_barrier()
+    buffer.store(values.to(out_desc.dtype))
+    fence_async_shared()
+    gl.thread_barrier()
+    tma.async_copy_shared_to_global(out_desc, [row, col], buffer)
+
+
+@gluon.jit
 def finish_chunk(  # type: ignore[no-untyped-def]
     total,
     up,
@@ -293,12 +328,7 @@ def finish_chunk(  # type: ignore[no-untyped-def]
         if BIAS:
             up += gl.load(bias + N + cols % N).to(gl.float32)[None, :]
         total = gated(total, up)
-    tma.store_wait(1)
-    gl.thread_barrier()
-    buffer.store(total.to(out_desc.dtype))
-    fence_async_shared()
-    gl.thread_barrier()
-    tma.async_copy_shared_to_global(out_desc, [row, col], buffer)
+    store_chunk(total, row, col, out_desc, buffer)
 
 
 @gluon.jit
@@ -517,20 +547,9 @@ def large_kernel(  # type: ignore[no-untyped-def]
     STEPS: gl.constexpr = K // SPLIT // DEPTH
     OUT_COLS: gl.constexpr = COLS // 2 if GATE else COLS
     COL_TILES: gl.constexpr = (N + OUT_COLS - 1) // OUT_COLS
-    w_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COLS // 2, DEPTH], w_desc.dtype)
-    x_tiles = gl.allocate_shared_memory(x_desc.dtype, [STAGES, ROWS, DEPTH], x_desc.layout)
-    w_halves = gl.allocate_shared_memory(w_desc.dtype, [2 * STAGES, COLS // 2, DEPTH], w_layout)
-    w_tiles = w_halves._reinterpret(w_desc.dtype, [STAGES, COLS, DEPTH], w_layout)
+    ring = new_ring(x_desc, w_desc)
     first_buffers = gl.allocate_shared_memory(out_desc.dtype, [2, HALF, CHUNK], out_desc.layout)
     second_buffers = gl.allocate_shared_memory(out_desc.dtype, [2, HALF, CHUNK], out_desc.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    lead = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    for place in gl.static_range(STAGES):
-        mbarrier.init(ready.index(place), count=1)
-        mbarrier.init(free.index(place), count=2)
-    mbarrier.init(lead, count=1)
-    fence_async_shared()
     program, programs = gl.program_id(0), gl.num_programs(0)
     items = (M + ROWS - 1) // ROWS * COL_TILES * (SPLIT if PAIRS else 1)
     count = (items - program + programs - 1) // programs * (1 if PAIRS else SPLIT)
@@ -542,7 +561,6 @@ def large_kernel(  # type: ignore[no-untyped-def]
         count = gl.where(halved, items // programs, count)
         half_tile = gl.where(halved & (program < 2 * left), 2 * (items - left) + program, -1)
     work = (count, half_tile, M)
-    ring = (x_tiles, w_tiles, w_halves, ready, free, lead)
     pointers = (bias, norm, next_squares, stale_squares)
     first = (out_desc, scaled_desc, residual_desc, first_buffers)
     second = (out_desc, scaled_desc, residual_desc, second_buffers)
@@ -600,12 +618,13 @@ def large_kernel(  # type: ignore[no-untyped-def]
     )
 
 
-def weight_tiles(matrix: Tensor, gate: bool) -> TensorDescriptor:
-    """The TMA descriptor of a weight in halves of a tile, with `gate` of 8 gates, 8 ups and so on."""
+def weight_tiles(matrix: Tensor, gate: bool, experts: int = 1) -> TensorDescriptor:
+    """The TMA descriptor of a weight [experts * N, K] in halves of a tile; with `gate` [experts * 2 N, K] in halves of
+    8 gates, 8 ups and so on."""
     if not gate:
         return tiled(matrix, COLS.value // 2, DEPTH.value)
-    outputs, inputs = matrix.shape[0] // 2, matrix.shape[1]
+    outputs, inputs = matrix.shape[0] // (2 * experts), matrix.shape[1]
     block = [COLS.value // 32, 2, 8, DEPTH.value]
     layout = tile_layout(tuple(block), matrix.dtype)
-    shape, strides = [outputs // 8, 2, 8, inputs], [8 * inputs, outputs * inputs, inputs, 1]
+    shape, strides = [(2 * experts - 1) * outputs // 8, 2, 8, inputs], [8 * inputs, outputs * inputs, inputs, 1]
     return TensorDescriptor(matrix, shape, strides, block, layout)

@@ -14,12 +14,25 @@ nothing reads, and a group whose half holds no pair does not multiply.
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from peregrine.kernels.linear.hopper import tile_layout, tiled
-from peregrine.kernels.linear.hopper_large import CHUNK, COLS, DEPTH, HALF, ROWS, STAGES, in_chunks, multiply, pick
+from peregrine.kernels.linear.hopper import tiled
+from peregrine.kernels.linear.hopper_large import (
+    CHUNK,
+    COLS,
+    DEPTH,
+    HALF,
+    ROWS,
+    STAGES,
+    in_chunks,
+    multiply,
+    new_ring,
+    pick,
+    request_weights,
+    store_chunk,
+    weight_tiles,
+)
 from peregrine.kernels.moe.gather_triton import gated, gather
 from peregrine.kernels.moe.reference import ExpertChoice
 from peregrine.kernels.runtime.gpu import launch, multiprocessors
@@ -63,14 +76,8 @@ def copy_tiles(  # type: ignore[no-untyped-def]
             mbarrier.expect(arrived, (ROWS + COLS) * DEPTH * 2)
             tma.async_copy_global_to_shared(x_desc, [block * ROWS, step * DEPTH], arrived, x_tiles.index(place))
             for half in gl.static_range(2):
-                w_half = w_halves.index(2 * place + half)
-                if GATE:
-                    w_half = w_half._reinterpret(w_desc.dtype, w_desc.block_shape, w_desc.layout)
-                    corner = [expert * (2 * N // 8) + (2 * col + half) * (COLS // 32), 0, 0, step * DEPTH]
-                    tma.async_copy_global_to_shared(w_desc, corner, arrived, w_half)
-                else:
-                    corner = [expert * N + (2 * col + half) * (COLS // 2), step * DEPTH]
-                    tma.async_copy_global_to_shared(w_desc, corner, arrived, w_half)
+                slot, first = 2 * place + half, expert * (2 * N // 8 if GATE else N)
+                request_weights(w_desc, w_halves, ready, slot, first, 2 * col + half, step * DEPTH, True, GATE)
             i += 1
 
 
@@ -111,13 +118,7 @@ def finish_tiles(  # type: ignore[no-untyped-def]
                     chunk, up = chunk * factor, up * factor
                 if GATE:
                     chunk = gated(chunk, up)
-                buffer = buffers.index(c % 2)
-                tma.store_wait(1)
-                gl.thread_barrier()
-                buffer.store(chunk.to(out_desc.dtype))
-                fence_async_shared()
-                gl.thread_barrier()
-                tma.async_copy_shared_to_global(out_desc, [row, col * OUT_COLS + c * CHUNK], buffer)
+                store_chunk(chunk, row, col * OUT_COLS + c * CHUNK, out_desc, buffers.index(c % 2))
         else:
             for _step in range(STEPS):
                 mbarrier.wait(ready.index(i % STAGES), (i // STAGES) & 1)
@@ -144,21 +145,9 @@ def experts_kernel(  # type: ignore[no-untyped-def]
     STEPS: gl.constexpr = K // DEPTH
     OUT_COLS: gl.constexpr = COLS // 2 if GATE else COLS
     COL_TILES: gl.constexpr = (N + OUT_COLS - 1) // OUT_COLS
-    w_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COLS // 2, DEPTH], w_desc.dtype)
-    x_tiles = gl.allocate_shared_memory(x_desc.dtype, [STAGES, ROWS, DEPTH], x_desc.layout)
-    w_halves = gl.allocate_shared_memory(w_desc.dtype, [2 * STAGES, COLS // 2, DEPTH], w_layout)
-    w_tiles = w_halves._reinterpret(w_desc.dtype, [STAGES, COLS, DEPTH], w_layout)
+    ring = new_ring(x_desc, w_desc)
     first_buffers = gl.allocate_shared_memory(out_desc.dtype, [2, HALF, CHUNK], out_desc.layout)
     second_buffers = gl.allocate_shared_memory(out_desc.dtype, [2, HALF, CHUNK], out_desc.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    lead = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    for place in gl.static_range(STAGES):
-        mbarrier.init(ready.index(place), count=1)
-        mbarrier.init(free.index(place), count=2)
-    mbarrier.init(lead, count=1)
-    fence_async_shared()
-    ring = (x_tiles, w_tiles, w_halves, ready, free, lead)
     gl.warp_specialize(
         [
             (finish_tiles, (0, blocks, factors, out_desc, first_buffers, ring, STEPS, COL_TILES, SCALE, GATE)),
@@ -168,14 +157,6 @@ def experts_kernel(  # type: ignore[no-untyped-def]
         [4, 1],
         [240, 24],  # registers per thread of the second and third; the first gets the rest, 240 as well
     )
-
-
-def gate_tiles(weight: Tensor) -> TensorDescriptor:
-    """The TMA descriptor of gate_up [E, 2 N, K] whose boxes are half a tile: 8 rows of gate, 8 of up, and so on."""
-    experts, outputs, inputs = weight.shape[0], weight.shape[1] // 2, weight.shape[2]
-    block = [COLS.value // 32, 2, 8, DEPTH.value]
-    shape, strides = [(2 * experts - 1) * outputs // 8, 2, 8, inputs], [8 * inputs, outputs * inputs, inputs, 1]
-    return TensorDescriptor(weight, shape, strides, block, tile_layout(tuple(block), weight.dtype))
 
 
 def placed_outputs(
@@ -189,8 +170,13 @@ def placed_outputs(
     inner = x.new_empty(len(gathered), down.shape[2])
     programs = multiprocessors(x.device, 1)
     for source, weight, out, factor in (
-        (gathered, gate_tiles(gate_up), inner, factors[0] if scale is not None else None),
-        (inner, tiled(down.flatten(0, 1), COLS.value // 2, DEPTH.value), gathered, factors[1]),
+        (
+            gathered,
+            weight_tiles(gate_up.flatten(0, 1), True, len(gate_up)),
+            inner,
+            factors[0] if scale is not None else None,
+        ),
+        (inner, weight_tiles(down.flatten(0, 1), False), gathered, factors[1]),
     ):
         launch(
             experts_kernel,
