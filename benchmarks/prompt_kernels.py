@@ -1,10 +1,11 @@
-"""Hopper's kernels for MLA prompts and for experts of many rows, beside the kernels that serve where they do not.
+"""Hopper's kernels for prompts, dense and MLA, and for experts of many rows, beside those that serve elsewhere.
 
 Microseconds of one layer, replayed as a CUDA graph, the median of five; and the operations per second that makes. Runs
 on Hopper alone. Weights, keys and queries are random; experts are chosen at random, shared ones by every row.
 
     python benchmarks/prompt_kernels.py
     python benchmarks/prompt_kernels.py --json benchmarks/results/prompt-kernels-h200.json
+    python benchmarks/prompt_kernels.py --only dense
 """
 
 import argparse
@@ -17,7 +18,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from peregrine.kernels.attention import GpuPlan, Kernel, Launch
+from peregrine.kernels.attention import GpuPlan, Kernel, Launch, StoredKV
+from peregrine.kernels.attention.plan import PROMPT_TILE, TALL_TILE
 from peregrine.kernels.moe import ExpertChoice
 
 PROMPTS = {  # past, tokens of every row, rows
@@ -31,6 +33,9 @@ PROMPTS = {  # past, tokens of every row, rows
     "128 x 4 after 2k": (2048, 4, 128),
 }
 EXPERTS = {"DeepSeek-V2-Lite": (64, 2, 6, 2048, 1408), "Qwen3-30B-A3B": (128, 0, 8, 2048, 768)}
+DENSE_PROMPTS = {"2k": (0, 2048, 1), "8k": (0, 8192, 1), "32k": (0, 32768, 1), "4k after 28k": (28672, 4096, 1)}
+DENSE_PROMPTS |= {"512": (0, 512, 1), "8 x 1k": (0, 1024, 8)}
+QUERY_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 HEADS, RANK, ROPE, PAGE = 16, 512, 64, 16
 ROW = "{name:40} {own_us:>6} us {own_tflops:>4} TF/s, others {other_us:>6} us {other_tflops:>4} TF/s"
 Line = dict[str, float | str]
@@ -64,17 +69,40 @@ def line_of(name: str, operations: float, own: Callable[[], object], other: Call
     return line
 
 
+def plan_of(past: int, length: int, rows: int, device: torch.device) -> tuple[GpuPlan, int]:
+    """(the plan of rows that read so many tokens after so many others, slots of their store); pages in random order."""
+    pages = -(-(past + length) // PAGE)
+    table = 1 + torch.randperm(rows * pages, device=device).view(rows, pages)
+    positions = past + torch.arange(length, device=device).repeat(rows)
+    q_starts = length * torch.arange(rows + 1, device=device)
+    plan = GpuPlan(positions, q_starts, torch.full((rows,), past, device=device), table, PAGE, None, None, length)
+    return plan, (1 + rows * pages) * PAGE
+
+
+def dense_line(name: str, past: int, length: int, rows: int, device: torch.device) -> Line:
+    """One layer's attention of a prompt, 32 heads of 128 with 8 of keys and values."""
+    from peregrine.kernels.attention.triton import dense_attention
+
+    plan, slots = plan_of(past, length, rows, device)
+    keys, values = (torch.randn(slots, KV_HEADS, HEAD_DIM, device=device).bfloat16() for _ in range(2))
+    q = torch.randn(rows * length, QUERY_HEADS, HEAD_DIM, device=device).bfloat16()
+
+    def attend(on_hopper: bool, tile: int) -> Tensor:
+        how = Launch(Kernel.CONTEXT, on_hopper, tile, programs=0)
+        return dense_attention(q, StoredKV(keys, values, None, None), plan, how, HEAD_DIM**-0.5, None, None)
+
+    own, other = partial(attend, True, PROMPT_TILE), partial(attend, False, TALL_TILE)
+    operations = 4 * HEAD_DIM * QUERY_HEADS * rows * (length * past + length * (length + 1) / 2)
+    return line_of(f"dense prompt, {name}", operations, own, other, max(1, 16384 // (rows * (past + length))))
+
+
 def mla_line(name: str, past: int, length: int, rows: int, device: torch.device) -> Line:
     """One layer's attention of a prompt, 16 heads of 512 + 64."""
     from peregrine.kernels.attention import mla_triton
 
-    pages = -(-(past + length) // PAGE)
-    table = 1 + torch.randperm(rows * pages, device=device).view(rows, pages)
-    keys = torch.randn((1 + rows * pages) * PAGE, 1, RANK + ROPE, device=device).bfloat16()
+    plan, slots = plan_of(past, length, rows, device)
+    keys = torch.randn(slots, 1, RANK + ROPE, device=device).bfloat16()
     q = torch.randn(rows * length, HEADS, RANK + ROPE, device=device).bfloat16()
-    positions = past + torch.arange(length, device=device).repeat(rows)
-    q_starts = length * torch.arange(rows + 1, device=device)
-    plan = GpuPlan(positions, q_starts, torch.full((rows,), past, device=device), table, PAGE, None, None, length)
     how = Launch(Kernel.CONTEXT, on_hopper=True, tile=64, programs=0)
 
     def own() -> Tensor:
@@ -112,19 +140,24 @@ def experts_line(name: str, rows: int, device: torch.device) -> Line:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE", help="where the lines are written, too")
-    where, device = parser.parse_args().json, torch.device("cuda")
+    parser.add_argument("--only", choices=("dense", "MLA", "experts"), help="measure these alone")
+    asked, device = parser.parse_args(), torch.device("cuda")
     if not torch.cuda.is_available():
         parser.error("needs a Hopper GPU with CUDA; this machine has none")
     torch.manual_seed(0)
-    makers = [partial(mla_line, name, *sizes, device) for name, sizes in PROMPTS.items()]
-    makers += [partial(experts_line, name, rows, device) for name in EXPERTS for rows in (512, 1024, 2048, 4096)]
+    makers = {
+        "dense": [partial(dense_line, name, *sizes, device) for name, sizes in DENSE_PROMPTS.items()],
+        "MLA": [partial(mla_line, name, *sizes, device) for name, sizes in PROMPTS.items()],
+        "experts": [partial(experts_line, name, rows, device) for name in EXPERTS for rows in (512, 1024, 2048, 4096)],
+    }
     lines = []
-    for make in makers:
+    for make in (make for kind, some in makers.items() if asked.only in (None, kind) for make in some):
         lines.append(make())
-        print(ROW.format(**lines[-1]))
-    facts = {"command": "python benchmarks/prompt_kernels.py", "device": torch.cuda.get_device_name(device)}
-    if where:
-        where.write_text(json.dumps(facts | {"lines": lines}, indent=2) + "\n")
+        print(ROW.format(**lines[-1]), flush=True)
+    command = "python benchmarks/prompt_kernels.py" + (f" --only {asked.only}" if asked.only else "")
+    facts = {"command": command, "device": torch.cuda.get_device_name(device)}
+    if asked.json:
+        asked.json.write_text(json.dumps(facts | {"lines": lines}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -279,29 +279,6 @@ def test_prompts_on_hopper_have_the_bits_of_the_other_kernels(heads: tuple[int, 
             assert torch.equal(dense_attention(forward.q, kv, plan, own, SCALE, None, None), right), rows
 
 
-def test_speed_of_prompts(capsys: pytest.CaptureFixture[str]) -> None:
-    """Prints operations per second of a prompt read at once, 32/8 heads of 128, beside the Triton kernel."""
-    from peregrine.kernels.attention.kv_write_triton import plan_gpu
-    from peregrine.kernels.attention.triton import dense_attention
-
-    lines = []
-    for num_tokens in (2048, 8192, 32768):
-        forward = opened(on_gpu([chain(0, num_tokens, LLAMA)]))
-        m = forward.metadata
-        plan = plan_gpu(m.positions, m.q_starts, m.past_lens, m.page_table, m.page_size, None)
-        kv = StoredKV(forward.store.keys[LAYER], forward.store.values[LAYER], None, None)
-        operations = 2 * LLAMA[0] * LLAMA[2] * num_tokens * (num_tokens + 1)
-        for how in (Launch(Kernel.CONTEXT, True, PROMPT_TILE, 0), Launch(Kernel.CONTEXT, False, TALL_TILE, 0)):
-            dense_attention(forward.q, kv, plan, how, SCALE, None, None)  # compiled now
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                dense_attention(forward.q, kv, plan, how, SCALE, None, None)
-            rate = operations / milliseconds(graph.replay, 5) / 1e9
-            lines.append(f"{num_tokens} tokens, {'Hopper' if how.on_hopper else 'Triton'}: {rate:.0f} TFLOP/s")
-    with capsys.disabled():
-        print("\nprompts:", *lines, sep="\n  ")
-
-
 def milliseconds(call: Callable[[], object], repeats: int = 20) -> float:
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     call()

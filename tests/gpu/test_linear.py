@@ -195,6 +195,13 @@ def test_squares_that_cannot_be_counted_and_small_rows_of_many(inputs: int) -> N
             assert torch.equal(many.nan_to_num(), few.nan_to_num()), rows
 
 
+def test_a_row_of_two_tiles_may_have_a_square_that_cannot_be_counted() -> None:
+    """The last tile of 200 rows begins at row 72: both tiles must mark the value of row 100, whoever stores it last."""
+    problem = make_problem(4096, 4096, "add", False, 200, torch.bfloat16)
+    problem.residual[100, 70] = 3e5
+    assert all(bool(problem.run(slice(0, 200))[1][100, 70].isnan()) for _ in range(20))
+
+
 @pytest.mark.parametrize("rows", [512, 2048])
 def test_a_sum_is_what_the_library_computes_without_splitting(rows: int) -> None:
     """An independent oracle: cuBLASLt, asked for one chain over all inputs."""

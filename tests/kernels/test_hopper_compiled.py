@@ -55,7 +55,7 @@ def test_tiles_are_copied_and_multiplied_by_hopper(compiled: list[dict[str, int 
 def test_products_of_attention_wait_for_each_other_only_where_they_must(compiled: list[dict[str, int | str]]) -> None:
     """If the compiler cannot analyse one product, or registers run out, it makes each wait for the one before."""
     # In prompts two groups of warps multiply, with code of their own.
-    most = {DENSE: 3, PROMPT: 6, MLA: 3, MLA_PROMPT: 10}
+    most = {DENSE: 3, PROMPT: 8, MLA: 3, MLA_PROMPT: 10}
     assert all(int(f["held_up"]) <= most[str(f["kernel"])] for f in compiled if f["kernel"] in ATTENTION)
 
 
@@ -66,10 +66,10 @@ def test_products_for_many_rows_follow_each_other(compiled: list[dict[str, int |
 
 
 def test_registers_for_many_rows_are_spilled_around_loops_only(compiled: list[dict[str, int | str]]) -> None:
-    """None of a gate; of an addition in parts those of a part's end. A seldom path that keeps values doubles them."""
+    """None of a gate; of an addition in parts those of a part's end. A seldom path that keeps values needs far more."""
     gate, addition = (int(f["spills"]) for f in compiled if f["kernel"] == LARGE)
     assert gate == 0
-    assert addition < 150
+    assert addition < 60
 
 
 def test_every_warp_waits_for_the_kernel_before(compiled: list[dict[str, int | str]]) -> None:

@@ -24,6 +24,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from peregrine.kernels.attention import plan
 from peregrine.kernels.attention.blocks import LOG2_E, LOWEST, row_queries_fn
+from peregrine.kernels.runtime.layouts import product_layout
 
 WIDTH = gl.constexpr(plan.HOPPER_COLUMN)
 BLOCK = gl.constexpr(plan.BLOCK)
@@ -136,7 +137,7 @@ def attend_blocks(  # type: ignore[no-untyped-def]
     k_tiles, v_tiles, ready, free = ring
     D: gl.constexpr = COLUMNS * WIDTH
     NUMBER: gl.constexpr = q.dtype.element_ty
-    product: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    product: gl.constexpr = product_layout(ROWS)
     in_rows: gl.constexpr = gl.SliceLayout(0, product)
     in_keys: gl.constexpr = gl.SliceLayout(1, product)
     flat: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -228,7 +229,7 @@ def hopper_decode_kernel(  # type: ignore[no-untyped-def]
     """Grid (tiles * KV heads, rows)."""
     COLUMNS: gl.constexpr = D // WIDTH
     QUERIES: gl.constexpr = ROWS // GROUP
-    product: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    product: gl.constexpr = product_layout(ROWS)
     tile, kv_head, row = gl.program_id(0) // KV_HEADS, gl.program_id(0) % KV_HEADS, gl.program_id(1)
     k_tiles = gl.allocate_shared_memory(keys.dtype, [STAGES * COLUMNS, BLOCK, WIDTH], keys.layout)
     v_tiles = gl.allocate_shared_memory(keys.dtype, [STAGES * COLUMNS, BLOCK, WIDTH], keys.layout)

@@ -21,6 +21,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from peregrine.kernels.attention import plan
 from peregrine.kernels.attention.blocks import LOG2_E, LOWEST, find_tile_fn
 from peregrine.kernels.attention.hopper import copy_blocks, split_start
+from peregrine.kernels.runtime.layouts import product_layout
 
 WIDTH = gl.constexpr(plan.HOPPER_COLUMN)
 BLOCK = gl.constexpr(plan.BLOCK)
@@ -127,7 +128,7 @@ def rounded_here(values, NUMBER: gl.constexpr):  # type: ignore[no-untyped-def]
 def larger_halves(scores):  # type: ignore[no-untyped-def]
     """The larger of the left and the right half of the columns: many short chains instead of a long one."""
     WIDE: gl.constexpr = scores.shape[1] // 2
-    product: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 16])
+    product: gl.constexpr = product_layout(WIDE)
     left, right = gl.split(gl.permute(gl.reshape(scores, [HALF, 2, WIDE]), [0, 2, 1]))
     left = gl.convert_layout(left, product, assert_trivial=True)
     return gl.maximum(left, gl.convert_layout(right, product, assert_trivial=True))
@@ -137,12 +138,13 @@ def larger_halves(scores):  # type: ignore[no-untyped-def]
 def weigh(scores, m_i, start, limit, min_limit, begins, factor, NUMBER: gl.constexpr):  # type: ignore[no-untyped-def]
     """(weights, largest score so far, what the state so far is multiplied with) of one more block of a split."""
     layout: gl.constexpr = scores.type.layout
-    scores = scores * factor
     if start + BLOCK > min_limit:  # some rows do not see some keys
         index = start + gl.arange(0, BLOCK, gl.SliceLayout(0, layout))
         scores = gl.where(index[None, :] < limit[:, None], scores, float("-inf"))
     largest = gl.max(larger_halves(larger_halves(scores)), axis=1)
     largest = gl.convert_layout(largest, gl.SliceLayout(1, layout), assert_trivial=True)
+    # The factor is positive and rounding keeps the order: this is the largest product. Others are made meanwhile.
+    largest, scores = largest * factor, scores * factor
     m_i = gl.where(begins, LOWEST, m_i)
     new_m = gl.maximum(m_i, largest)
     return rounded_here(gl.exp2(scores - new_m[:, None]), NUMBER), new_m, gl.exp2(m_i - new_m)
@@ -183,6 +185,16 @@ def scores_of(q_tile, k_tiles, place, zero, COLUMNS: gl.constexpr):  # type: ign
 
 
 @gluon.jit
+def add_values(p, v_tiles, place, ones, l_i, acc, begins, COLUMNS: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Start the products of weights with ones and with a block of values; a split's first block starts from zero."""
+    v_tile = v_tiles.index(place * COLUMNS)._reinterpret(v_tiles.dtype, [BLOCK, COLUMNS * WIDTH], v_tiles.layout)
+    p_l = gl.convert_layout(p, gl.DotOperandLayout(0, l_i.type.layout, 2), assert_trivial=True)
+    p_acc = gl.convert_layout(p, gl.DotOperandLayout(0, acc.type.layout, 2), assert_trivial=True)
+    l_i = warpgroup_mma(p_l, ones.permute((1, 0)), l_i, use_acc=not begins, is_async=True)
+    return l_i, warpgroup_mma(p_acc, v_tile, acc, use_acc=not begins, is_async=True)
+
+
+@gluon.jit
 def attend_tiles(  # type: ignore[no-untyped-def]
     FIRST: gl.constexpr,
     q,
@@ -203,9 +215,9 @@ def attend_tiles(  # type: ignore[no-untyped-def]
     D: gl.constexpr = COLUMNS * WIDTH
     QUERIES: gl.constexpr = ROWS // GROUP
     NUMBER: gl.constexpr = q.dtype.element_ty
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
-    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    l_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
+    s_layout: gl.constexpr = product_layout(BLOCK)
+    acc_layout: gl.constexpr = product_layout(D)
+    l_layout: gl.constexpr = product_layout(8)
     in_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     acc_rows: gl.constexpr = gl.SliceLayout(1, acc_layout)
     l_rows: gl.constexpr = gl.SliceLayout(1, l_layout)
@@ -242,22 +254,20 @@ def attend_tiles(  # type: ignore[no-untyped-def]
         mbarrier.wait(ready.index(done % STAGES), (done // STAGES) & 1, count > 0)
         scores = warpgroup_mma_wait(0, deps=(scores_of(q_tile, k_tiles, done % STAGES, zero, COLUMNS),))
         p, m_i, kept = weigh(scores, m_i, 0, limit, min_limit, True, factor, NUMBER)
-        for i in range(count):
+        for i in range(count - 1):
             place, after = (done + i) % STAGES, done + i + 1
             start = i * BLOCK
-            clear_after(v_tiles, place, start, max_limit, COLUMNS, flat)
-            mbarrier.wait(ready.index(after % STAGES), (after // STAGES) & 1, i + 1 < count)
-            scores = scores_of(q_tile, k_tiles, after % STAGES, zero, COLUMNS)  # after the last block: of nothing
+            mbarrier.wait(ready.index(after % STAGES), (after // STAGES) & 1)
+            scores = scores_of(q_tile, k_tiles, after % STAGES, zero, COLUMNS)
+            # Warps wait for each other while the product runs, not before it is started.
+            gl.thread_barrier()
+            mbarrier.arrive(free.index((done + i + STAGES - 1) % STAGES), count=1, pred=i > 0)
             if begins:  # the split before is complete; before the first one it is empty
                 total_m, total_l, total = add_split(total_m, total_l, total, split_m, l_i, acc)
             else:
                 acc = acc * gl.convert_layout(kept, acc_rows, assert_trivial=True)[:, None]
                 l_i = l_i * gl.convert_layout(kept, l_rows, assert_trivial=True)[:, None]
-            v_tile = v_tiles.index(place * COLUMNS)._reinterpret(NUMBER, [BLOCK, D], v_tiles.layout)
-            p_l = gl.convert_layout(p, gl.DotOperandLayout(0, l_layout, 2), assert_trivial=True)
-            p_acc = gl.convert_layout(p, gl.DotOperandLayout(0, acc_layout, 2), assert_trivial=True)
-            l_i = warpgroup_mma(p_l, ones.permute((1, 0)), l_i, use_acc=not begins, is_async=True)
-            acc = warpgroup_mma(p_acc, v_tile, acc, use_acc=not begins, is_async=True)
+            l_i, acc = add_values(p, v_tiles, place, ones, l_i, acc, begins, COLUMNS)
             split_m, begins = m_i, start + BLOCK == split_end
             scores = warpgroup_mma_wait(2, deps=(scores,))
             p, m_i, kept = weigh(scores, m_i, start + BLOCK, limit, min_limit, begins, factor, NUMBER)
@@ -266,8 +276,19 @@ def attend_tiles(  # type: ignore[no-untyped-def]
                 split += 1
                 split_end = split_start(split + 1)
             l_i, acc = warpgroup_mma_wait(0, deps=(l_i, acc))
-            gl.thread_barrier()
-            mbarrier.arrive(free.index(place), count=1)
+        # After the last block there is nothing to score, and values past the last key are cleared.
+        last = (done + count + STAGES - 1) % STAGES
+        clear_after(v_tiles, last, (count - 1) * BLOCK, max_limit, COLUMNS, flat)
+        if begins:
+            total_m, total_l, total = add_split(total_m, total_l, total, split_m, l_i, acc)
+        else:
+            acc = acc * gl.convert_layout(kept, acc_rows, assert_trivial=True)[:, None]
+            l_i = l_i * gl.convert_layout(kept, l_rows, assert_trivial=True)[:, None]
+        l_i, acc = warpgroup_mma_wait(0, deps=add_values(p, v_tiles, last, ones, l_i, acc, begins, COLUMNS))
+        split_m = m_i
+        gl.thread_barrier()
+        mbarrier.arrive(free.index((last + STAGES - 1) % STAGES), count=1, pred=count > 1)
+        mbarrier.arrive(free.index(last), count=1, pred=count > 0)
         done += count
         total_m, total_l, total = add_split(total_m, total_l, total, split_m, l_i, acc)
         # Outputs leave through the memory of the queries, as whole vectors.

@@ -20,6 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from peregrine.kernels.attention import plan
 from peregrine.kernels.attention.blocks import LOG2_E, LOWEST, find_tile_fn, power_of_two_fn
 from peregrine.kernels.attention.hopper import BLOCK, WIDTH, load_queries, slots_of
+from peregrine.kernels.runtime.layouts import product_layout
 
 split_width = gluon.jit(plan.mla_split_width)
 max_keys = gluon.jit(plan.mla_max_keys)
@@ -131,7 +132,7 @@ def weigh_keys(  # type: ignore[no-untyped-def]
     p_tile, row_stats, p_ready, p_free = weights
     ROWS: gl.constexpr = p_tile.shape[1]
     NUMBER: gl.constexpr = p_tile.dtype
-    product: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    product: gl.constexpr = product_layout(ROWS)
     in_rows: gl.constexpr = gl.SliceLayout(0, product)
     flat: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     tokens, heads, live = rows_of_tile(tile, q_start, q_len, HEADS, ROWS, gl.SliceLayout(1, flat))

@@ -30,6 +30,7 @@ from peregrine.kernels.attention.blocks import LOG2_E, LOWEST
 from peregrine.kernels.attention.hopper import BLOCK, WIDTH, slots_of
 from peregrine.kernels.attention.hopper_prompt import rounded_here
 from peregrine.kernels.attention.mla_hopper import find_tile, key_limits, power_of_two, rows_of_tile
+from peregrine.kernels.runtime.layouts import product_layout
 
 ROWS = gl.constexpr(plan.TALL_TILE)
 PAIR = gl.constexpr(2 * plan.HOPPER_COLUMN)  # columns of a latent that are copied and added at a time
@@ -98,9 +99,9 @@ def attend_splits(  # type: ignore[no-untyped-def]
     CHUNKS: gl.constexpr = PAIRS // 2
     layout: gl.constexpr = tiles.layout
     NUMBER: gl.constexpr = q.dtype.element_ty
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
-    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PAIR, 16])
-    l_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
+    s_layout: gl.constexpr = product_layout(BLOCK)
+    acc_layout: gl.constexpr = product_layout(PAIR)
+    l_layout: gl.constexpr = product_layout(8)
     in_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     acc_rows: gl.constexpr = gl.SliceLayout(1, acc_layout)
     l_rows: gl.constexpr = gl.SliceLayout(1, l_layout)

@@ -31,6 +31,7 @@ from peregrine.kernels.linear.epilogue import gated, reset_squares
 from peregrine.kernels.linear.hopper import tile_layout, tiled
 from peregrine.kernels.residual.reference import MAX_SQUARE, SQUARE_UNIT
 from peregrine.kernels.residual.triton import counted_square, fine_square, is_small, root_mean_square, weighted
+from peregrine.kernels.runtime.layouts import product_layout
 
 ROWS = gl.constexpr(tiles.LARGE_ROWS)
 HALF = gl.constexpr(tiles.LARGE_ROWS // 2)
@@ -182,7 +183,7 @@ def multiply(x_tiles, w_tiles, ready, free, lead, i, WHICH: gl.constexpr, STEPS:
     """(sums of one part of a tile [HALF, columns], steps done so far)."""
     WIDTH: gl.constexpr = w_tiles.shape[1]
     EACH: gl.constexpr = w_tiles.shape[0] // STAGES  # places of the weights for each of the ring
-    product: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    product: gl.constexpr = product_layout(WIDTH)
     total = gl.zeros((HALF, WIDTH), gl.float32, product)
     for step in range(STEPS):
         place = i % STAGES
@@ -205,7 +206,7 @@ def multiply(x_tiles, w_tiles, ready, free, lead, i, WHICH: gl.constexpr, STEPS:
 def halves(total):  # type: ignore[no-untyped-def]
     """Left and right half of the columns."""
     WIDTH: gl.constexpr = total.shape[1] // 2
-    product: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    product: gl.constexpr = product_layout(WIDTH)
     left, right = gl.split(gl.permute(gl.reshape(total, [HALF, 2, WIDTH]), [0, 2, 1]))
     return gl.convert_layout(left, product, assert_trivial=True), gl.convert_layout(right, product, assert_trivial=True)
 
@@ -229,7 +230,7 @@ def in_chunks(total, GATE: gl.constexpr):  # type: ignore[no-untyped-def]
     """Columns of a tile in chunks: (sums, or gates; ups)."""
     if GATE:
         WIDTH: gl.constexpr = total.shape[1] // 2
-        product: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+        product: gl.constexpr = product_layout(WIDTH)
         gate, up = gl.split(gl.permute(gl.reshape(total, [HALF, WIDTH // 8, 2, 8]), [0, 1, 3, 2]))
         gate = gl.convert_layout(gl.reshape(gate, [HALF, WIDTH]), product, assert_trivial=True)
         up = gl.convert_layout(gl.reshape(up, [HALF, WIDTH]), product, assert_trivial=True)
@@ -271,16 +272,17 @@ def rounded(values, NUMBER: gl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def norm_weights(norm, col, chunk, N: gl.constexpr):  # type: ignore[no-untyped-def]
-    """The next norm's weights for the columns of a chunk."""
-    cols = col + gl.arange(0, CHUNK, gl.SliceLayout(0, chunk.type.layout))
-    return gl.load(norm + cols % N)
+def column_values(vector, col, chunk, N: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The values of a vector [N] for the columns of a chunk; past the last column they are those of others."""
+    cols = gl.arange(0, CHUNK, gl.SliceLayout(0, chunk.type.layout))
+    # Most weights need one remainder for the whole chunk.
+    return gl.load(vector + (col + cols) % N) if N % CHUNK else gl.load(vector + col % N + cols)
 
 
 @gluon.jit
 def row_factors(squares, row, eps, K: gl.constexpr, SCALE: gl.constexpr):  # type: ignore[no-untyped-def]
     """What HALF rows are multiplied with: the second half of their norm."""
-    rows = row + gl.arange(0, HALF, gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16])))
+    rows = row + gl.arange(0, HALF, gl.SliceLayout(1, product_layout(CHUNK)))
     if SCALE:
         coarse = gl.load(squares + 2 * rows)
         fine = gl.load(squares + 2 * rows + 1)
@@ -317,77 +319,118 @@ def finish_chunk(  # type: ignore[no-untyped-def]
     GATE: gl.constexpr,
 ):
     """`finish_outputs` without a residual for one chunk [HALF, CHUNK], which leaves through shared memory."""
-    cols = col + gl.arange(0, CHUNK, gl.SliceLayout(0, total.type.layout))
     if SCALE:
         total = total * factor[:, None]
     if BIAS:
-        total += gl.load(bias + cols % N).to(gl.float32)[None, :]
+        total += column_values(bias, col, total, N).to(gl.float32)[None, :]
     if GATE:
         if SCALE:
             up = up * factor[:, None]
         if BIAS:
-            up += gl.load(bias + N + cols % N).to(gl.float32)[None, :]
+            up += column_values(bias + N, col, up, N).to(gl.float32)[None, :]
         total = gated(total, up)
     store_chunk(total, row, col, out_desc, buffer)
 
 
 @gluon.jit
-def add_chunk(  # type: ignore[no-untyped-def]
-    total,
-    residual,
-    weights,
-    bias,
-    row,
-    col,
-    next_squares,
-    out_desc,
-    scaled_desc,
-    buffers,
-    own,
-    N: gl.constexpr,
-    BIAS: gl.constexpr,
-):
-    """`finish_outputs` with a residual for one chunk [HALF, CHUNK]: the sum and the sum scaled leave through `buffers`.
+def column_sums(values):  # type: ignore[no-untyped-def]
+    """[HALF, CHUNK] -> [HALF, 8], the sums of columns that are 8 apart: each thread has all of them."""
+    return gl.sum(gl.reshape(values, [HALF, CHUNK // 8, 8]), axis=1)
 
-    Returns the sum of squares of each row. An atomic here would hold up the fence that the next chunk needs.
+
+@gluon.jit
+def add_chunk(  # type: ignore[no-untyped-def]
+    total, residual, weights, bias, row, col, out_desc, scaled_desc, buffer, N: gl.constexpr, BIAS: gl.constexpr
+):
+    """`finish_outputs` with a residual for one chunk [HALF, CHUNK]: the sum leaves in place of the residual, the sum
+    scaled through a buffer.
+
+    Returns `column_sums` of the squares in units, as whole numbers and as they are. Threads wait for each other here as
+    little as can be; whether all squares can be counted and no row is small, which is nearly always so, is asked once a
+    tile (`finish_squares`).
     """
     layout: gl.constexpr = total.type.layout
-    rows = row + gl.arange(0, HALF, gl.SliceLayout(1, layout))
-    cols = col + gl.arange(0, CHUNK, gl.SliceLayout(0, layout))
     if BIAS:
-        total += gl.load(bias + cols % N).to(gl.float32)[None, :]
+        total += column_values(bias, col, total, N).to(gl.float32)[None, :]
     result = rounded(total + residual.load(layout).to(gl.float32), out_desc.dtype)
-    value, weight = result.to(gl.float32), weights.to(gl.float32)[None, :]
-    if N % CHUNK:
-        value = gl.where((cols < N)[None, :], value, 0.0)
-    # Nearly always all squares can be counted and no row is small. That is so if the sum of a row's squares is as it
-    # should be, and then nothing is to be asked of single values.
+    value = counted(result, col, N)
     units = value * SQUARE_ROOT_OF_UNIT
     units = units * units
-    coarse = gl.sum(units.to(gl.int64), axis=1)
-    is_live = rows >= own
-    is_odd = is_live & (is_small(coarse, N) | ~(gl.sum(units, axis=1) <= MAX_UNITS))
-    prepared = (value * weight).to(out_desc.dtype)
-    tma.store_wait(0)
+    prepared = (value * weights.to(gl.float32)[None, :]).to(out_desc.dtype)
+    tma.store_wait(2)  # what the chunk before last has left in this buffer is on its way
     gl.thread_barrier()
-    buffers.index(0).store(result)
-    buffers.index(1).store(prepared)
-    if gl.max(is_odd.to(gl.int32), axis=0) > 0:
-        # Values are read again, so that this path, seldom taken, has no registers of the other's.
-        gl.thread_barrier()
-        again = buffers.index(0).load(layout).to(gl.float32)
-        if N % CHUNK:
-            again = gl.where((cols < N)[None, :], again, 0.0)
-        buffers.index(1).store(weighted(again, weight).to(out_desc.dtype))
-        coarse = gl.sum(counted_square(again), axis=1)
-        is_fine = is_live & is_small(coarse, N)
-        fine = gl.sum(fine_square(again), axis=1)
-        gl.atomic_add(next_squares + 2 * rows + 1, fine, mask=is_fine, sem="relaxed")
+    residual.store(result)
+    buffer.store(prepared)
     fence_async_shared()
     gl.thread_barrier()
-    tma.async_copy_shared_to_global(out_desc, [row, col], buffers.index(0))
-    tma.async_copy_shared_to_global(scaled_desc, [row, col], buffers.index(1))
-    return coarse
+    tma.async_copy_shared_to_global(out_desc, [row, col], residual)
+    tma.async_copy_shared_to_global(scaled_desc, [row, col], buffer)
+    return column_sums(units.to(gl.int64)), column_sums(units)
+
+
+@gluon.jit
+def counted(values, col, N: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The values of a chunk in float32; 0 in columns past the last."""
+    values = values.to(gl.float32)
+    if N % CHUNK:
+        cols = col + gl.arange(0, CHUNK, gl.SliceLayout(0, values.type.layout))
+        values = gl.where((cols < N)[None, :], values, 0.0)
+    return values
+
+
+@gluon.jit
+def when_written(rows):  # type: ignore[no-untyped-def]
+    """`rows`, once all TMA stores so far are in memory: `tma.store_wait` returns when shared memory has been read."""
+    wait: gl.constexpr = "cp.async.bulk.wait_group 0; mov.b32 $0, $1;"
+    return gl.inline_asm_elementwise(wait, "=r,r", [rows], gl.int32, False, 1)
+
+
+@gluon.jit
+def finish_squares(  # type: ignore[no-untyped-def]
+    whole,
+    units,
+    residual,
+    norm,
+    row,
+    own,
+    col,
+    squares,
+    stale_squares,
+    M,
+    scaled_desc,
+    buffer,
+    CHUNKS: gl.constexpr,
+    N: gl.constexpr,
+):
+    """Add the sums of squares of a tile's rows in memory, from `column_sums` of all its chunks.
+
+    Where the sum of a row's squares is within bounds, so are all values. Where it is not, the values are read again
+    from shared memory: the path is seldom taken and must not hold registers that the other one needs.
+    """
+    coarse = gl.sum(whole, axis=1)
+    rows = row + gl.arange(0, HALF, coarse.type.layout)
+    is_odd = (rows >= own) & is_small(coarse, N) | ~(gl.sum(units, axis=1) <= MAX_UNITS)
+    if gl.max(is_odd.to(gl.int32), axis=0) > 0:
+        layout: gl.constexpr = product_layout(CHUNK)
+        coarse, fine = coarse * 0, coarse * 0
+        rows = when_written(rows)
+        for n in range(CHUNKS):
+            at = col + n * CHUNK
+            again = counted(residual.index(n).load(layout), at, N)
+            weight = column_values(norm, at, again, N).to(gl.float32)[None, :]
+            tma.store_wait(0)
+            gl.thread_barrier()
+            buffer.store(weighted(again, weight).to(scaled_desc.dtype))
+            fence_async_shared()
+            gl.thread_barrier()
+            tma.async_copy_shared_to_global(scaled_desc, [row, at], buffer)
+            coarse += gl.convert_layout(gl.sum(counted_square(again), axis=1), coarse.type.layout)
+            fine += gl.convert_layout(gl.sum(fine_square(again), axis=1), coarse.type.layout)
+        is_fine = (rows >= own) & is_small(coarse, N)
+        gl.atomic_add(squares + 2 * rows + 1, fine, mask=is_fine, sem="relaxed")
+    gl.atomic_add(squares + 2 * rows, coarse, mask=rows >= own, sem="relaxed")
+    if col == 0:
+        reset_squares(stale_squares, rows, M)
 
 
 @gluon.jit
@@ -423,7 +466,7 @@ def finish_tiles(  # type: ignore[no-untyped-def]
         mbarrier.wait(lead, 0, pred=(count > 0) | (half_tile >= 0))
     i = 0
     parked = buffers._reinterpret(gl.float32, [HALF, CHUNK], gl.NVMMASharedLayout(128, 32))
-    nothing = gl.zeros((HALF, CHUNK), gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16]))
+    nothing = gl.zeros((HALF, CHUNK), gl.float32, product_layout(CHUNK))
     kept, kept_too = nothing, nothing
     for local in range(count):
         tile, row, own, col, part = work_of(local, M, COL_TILES, SPLIT, PAIRS)
@@ -451,7 +494,7 @@ def finish_tiles(  # type: ignore[no-untyped-def]
             chunks = (first + chunks[0], second + chunks[1])
         elif SPLIT > 1:
             # Of a part's sums two chunks wait for the next part in registers, one in shared memory, one in L2.
-            in_l2 = places(partial + (tile % gl.num_programs(0) * 2 + WHICH) * (HALF * CHUNK), nothing)
+            in_l2 = places(partial + (gl.program_id(0) * 2 + WHICH) * (HALF * CHUNK), nothing)
             is_last = part == SPLIT - 1
             is_later = part > 0
             if is_later:
@@ -470,36 +513,38 @@ def finish_tiles(  # type: ignore[no-untyped-def]
             kept, kept_too = chunks[0], chunks[1]
         if is_last:
             if ADD:
-                weights = norm_weights(norm, col, chunks[0], N)
+                weights = column_values(norm, col, chunks[0], N)
                 mine, theirs = (i + WHICH) % STAGES, (i + 1 - WHICH) % STAGES
                 mbarrier.wait(ready.index(theirs), ((i + 1 - WHICH) // STAGES) & 1)
                 gl.thread_barrier()
                 mbarrier.arrive(free.index(theirs), count=1)
                 mbarrier.wait(ready.index(mine), ((i + WHICH) // STAGES) & 1)
                 residual = residual_chunks(w_tiles, mine, residual_desc)
-                sums = gl.zeros([HALF], gl.int64, gl.SliceLayout(1, chunks[0].type.layout))
-                their_rows = row + gl.arange(0, HALF, sums.type.layout)
+                whole, units = column_sums(nothing.to(gl.int64)), column_sums(nothing)
             for n in range(len(chunks)):
                 at = col + n * CHUNK
                 if ADD:
                     now = weights
-                    weights = norm_weights(norm, at + CHUNK, chunks[0], N)  # a chunk ahead
-                    sums += add_chunk(
-                        *(pick(chunks, n), residual.index(n), now, bias, row, at, next_squares),
-                        *(out_desc, scaled_desc, buffers, own, N, BIAS),
+                    weights = column_values(norm, at + CHUNK, chunks[0], N)  # a chunk ahead
+                    more_whole, more_units = add_chunk(
+                        *(pick(chunks, n), residual.index(n), now, bias, row, at),
+                        *(out_desc, scaled_desc, buffers.index(n % 2), N, BIAS),
                     )
+                    whole, units = whole + more_whole, units + more_units
                 else:
                     finish_chunk(
                         *(pick(chunks, n), pick(ups, n), factor, row, at, bias, out_desc, buffers.index(n % 2)),
                         *(N, SCALE, BIAS, GATE),
                     )
             if ADD:
+                finish_squares(
+                    *(whole, units, residual, norm, row, own, col, next_squares, stale_squares, M),
+                    *(scaled_desc, buffers.index(0), len(chunks), N),
+                )
+                tma.store_wait(1)  # the sums have left this place
                 gl.thread_barrier()
                 mbarrier.arrive(free.index(mine), count=1)
                 i += 2
-                gl.atomic_add(next_squares + 2 * their_rows, sums, mask=their_rows >= own, sem="relaxed")
-                if col == 0:
-                    reset_squares(stale_squares, their_rows, M)
             if SPLIT > 1:
                 kept, kept_too = nothing, nothing
     if SPLIT == 1 and not ADD and half_tile >= 0:

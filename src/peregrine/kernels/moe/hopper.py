@@ -36,6 +36,7 @@ from peregrine.kernels.linear.hopper_large import (
 from peregrine.kernels.moe.gather_triton import gated, gather
 from peregrine.kernels.moe.reference import ExpertChoice
 from peregrine.kernels.runtime.gpu import launch, multiprocessors
+from peregrine.kernels.runtime.layouts import product_layout
 
 NEIGHBOURS = gl.constexpr(4)  # blocks, often of one expert, whose tiles of the same columns follow each other
 
@@ -97,7 +98,7 @@ def finish_tiles(  # type: ignore[no-untyped-def]
     """Four warps: multiply half WHICH of the places of every tile, apply factors and activation, and store."""
     x_tiles, w_tiles, _, ready, free, lead = ring
     OUT_COLS: gl.constexpr = COLS // 2 if GATE else COLS
-    product: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16])
+    product: gl.constexpr = product_layout(CHUNK)
     gdc_wait()
     gdc_launch_dependents()
     num_blocks, count = num_tiles(blocks, COL_TILES)
