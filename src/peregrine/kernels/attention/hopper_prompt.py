@@ -153,16 +153,19 @@ def weigh(scores, m_i, start, limit, min_limit, begins, factor, NUMBER: gl.const
 @gluon.jit
 def add_split(total_m, total_l, total, m_i, l_i, acc):  # type: ignore[no-untyped-def]
     """The total after one more split, whose state is (m_i, l_i, acc)."""
-    acc_rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-    l_rows: gl.constexpr = gl.SliceLayout(1, l_i.type.layout)
     new_m = gl.maximum(total_m, m_i)
     kept, added = gl.exp2(total_m - new_m), gl.exp2(m_i - new_m)
+    l_rows: gl.constexpr = gl.SliceLayout(1, l_i.type.layout)
     l_kept = gl.convert_layout(kept, l_rows, assert_trivial=True)
     l_added = gl.convert_layout(added, l_rows, assert_trivial=True)
     total_l = total_l * l_kept + gl.max(l_i, axis=1) * l_added
-    kept = gl.convert_layout(kept, acc_rows, assert_trivial=True)
-    added = gl.convert_layout(added, acc_rows, assert_trivial=True)
-    return new_m, total_l, total * kept[:, None] + acc * added[:, None]
+    return new_m, total_l, rescaled(total, kept) + rescaled(acc, added)
+
+
+@gluon.jit
+def rescaled(values, factors):  # type: ignore[no-untyped-def]
+    """Each row times its factor."""
+    return values * gl.convert_layout(factors, gl.SliceLayout(1, values.type.layout), assert_trivial=True)[:, None]
 
 
 @gluon.jit
@@ -265,8 +268,7 @@ def attend_tiles(  # type: ignore[no-untyped-def]
             if begins:  # the split before is complete; before the first one it is empty
                 total_m, total_l, total = add_split(total_m, total_l, total, split_m, l_i, acc)
             else:
-                acc = acc * gl.convert_layout(kept, acc_rows, assert_trivial=True)[:, None]
-                l_i = l_i * gl.convert_layout(kept, l_rows, assert_trivial=True)[:, None]
+                acc, l_i = rescaled(acc, kept), rescaled(l_i, kept)
             l_i, acc = add_values(p, v_tiles, place, ones, l_i, acc, begins, COLUMNS)
             split_m, begins = m_i, start + BLOCK == split_end
             scores = warpgroup_mma_wait(2, deps=(scores,))
@@ -282,8 +284,7 @@ def attend_tiles(  # type: ignore[no-untyped-def]
         if begins:
             total_m, total_l, total = add_split(total_m, total_l, total, split_m, l_i, acc)
         else:
-            acc = acc * gl.convert_layout(kept, acc_rows, assert_trivial=True)[:, None]
-            l_i = l_i * gl.convert_layout(kept, l_rows, assert_trivial=True)[:, None]
+            acc, l_i = rescaled(acc, kept), rescaled(l_i, kept)
         l_i, acc = warpgroup_mma_wait(0, deps=add_values(p, v_tiles, last, ones, l_i, acc, begins, COLUMNS))
         split_m = m_i
         gl.thread_barrier()
