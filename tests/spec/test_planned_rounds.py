@@ -30,18 +30,13 @@ SOME = cases(10, max_tokens=48, seed=70)  # every sampling parameter
 
 
 class RandomPlan(RoundPlan):
-    """Goes on with any of its rows."""
+    """Goes on for as long as it likes, and none of its rows has drafts past its end."""
 
     dice: random.Random
 
-    def go_on(self) -> Tensor | None:
-        depth = len(self.guesses[self._active[0]])
-        able = [i for i, row in enumerate(self._active) if depth < self.planner.cap_of(self.requests[row])]
-        kept = [place for place in able if self.dice.random() < 0.7]
-        if len(kept) == len(self._active):
-            return None
-        self._active = [self._active[place] for place in kept]
-        return torch.tensor(kept, dtype=torch.int64)
+    def go_on(self) -> bool:
+        depth = len(self.guesses[self.drafted[0]])
+        return all(depth < self.planner.cap_of(self.requests[row]) for row in self.drafted) and self.dice.random() < 0.7
 
 
 class RandomPlanner(WindowPlanner):

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import count, product
 
 import pytest
@@ -133,6 +134,25 @@ def test_costs_between_and_beyond_measured_sizes() -> None:
     assert costs.round_ms(3, [1, 1]) == 2.0 + 2.0 + 1.0  # only the first step is paid for
     assert costs.round_ms(3, []) == 2.0  # nothing is absorbed while no row drafts
     assert costs.to_json()["verify"] == [[1, 1.0], [3, 2.0], [5, 6.0]]
+
+
+def test_windows_of_one_length_are_taken_where_others_cost_more() -> None:
+    """Two drafts pay in the first row and one in the second, at 0.2 tokens each; then all rows have two, or one."""
+    costs = Costs(verify=((1, 1.0), (9, 1.8)), absorb=((1, 0.0),), step=((1, 0.0),), steps=8)
+    survivals = [[0.9, 0.5], [0.9, 0.1]]
+    assert trim_windows(costs, survivals, rate=2.0) == [2, 1]
+    assert trim_windows(replace(costs, ragged=0.04), survivals, rate=2.0) == [2, 1], "1.7 - 0.08 against 1.6"
+    assert trim_windows(replace(costs, ragged=0.06), survivals, rate=2.0) == [2, 2]
+    assert trim_windows(replace(costs, ragged=0.06), [[0.9, 0.3], [0.9, 0.0]], rate=2.0) == [1, 1]
+    assert trim_windows(replace(costs, ragged=9.0), [[0.9], []], rate=2.0) == [0, 0]
+
+
+def test_the_cost_of_windows_that_differ_is_timed() -> None:
+    def timed(lens: Sequence[int], drafted: int, drafts: int) -> tuple[float, float]:
+        return 1.0, 0.5 + 0.25 * (len(set(lens)) > 1)
+
+    assert measure_costs(timed, max_rows=4, depth=4, steps=4).costs().ragged == pytest.approx(0.25)
+    assert measure_costs(timed, max_rows=1, depth=4, steps=4).costs().ragged == 0.0
 
 
 def test_a_busy_machine_leaves_no_size_untimed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,9 @@
 The choice is by measured costs (`engine/round_costs.py`) and learnt odds (`spec/odds.py`), through the pure functions
 of `spec/planner.py`. It changes speed, never a token.
 
-A row that is not drafted for still has to be known to the drafter when it comes back. While some row drafts, the
-drafter absorbs every row's tokens, which costs little beside its other work. While none does, it is not called at all:
+All rows are drafted for or none, but for a probe, which drafts for a few. A row that is not drafted for still has to be
+known to the drafter when it comes back. In a round that drafts, the drafter absorbs every row's tokens, which costs
+little beside its other work. In others it is not called at all:
 what it has to absorb is held, and read as one prompt-like chunk before the next draft of that row, or at its end. What
 a request holds at its end is dropped if it is most of its text: should a later prompt hit those pages, its first drafts
 are worse, which is seldom and costs less than to absorb the text of every request that rests.
@@ -27,7 +28,6 @@ MAX_HELD = 1024  # rounds whose taps are held
 KEPT, MOST_KEPT = 8, 64  # rounds for which rows are chosen to be drafted for; twice as many each time that none is
 PROBE_EVERY = 256  # rounds; sooner while there were few
 PROBE_DEPTHS = (3, 1, 2)  # drafts of a row in a probe
-NOBODY = torch.zeros(0, dtype=torch.int64)
 LOOK_AHEAD = 4  # drafts that are planned before the first is made; further ones are decided step by step
 
 
@@ -45,41 +45,35 @@ class RoundPlan:
         self.steps: list[int] = []  # rows of each step of the drafter
         self.expected = 0.0  # tokens of this round
         self.probe = 0  # drafts that each of these rows gets, to learn what they cost and whether they are right
-        self.drafted = self._active = drafted
+        self.drafted, self._wanted = drafted, set(drafted)  # rows that are drafted for, and whose drafts seem to pay
         self._tokens = len(lens)  # of the next round, as far as it is planned
         self._held: list[Tensor | None] | None = None
 
     def add(self, chances: Tensor) -> None:
-        self.steps.append(len(self._active))
-        said = chances.tolist()
-        for row, chance in zip(self._active, said, strict=True):
+        self.steps.append(len(self.drafted))
+        for row, chance in zip(self.drafted, chances.tolist(), strict=True):
             request, line = self.requests[row], self.guesses[row]
-            line.append(self.planner.odds(request).guess(len(line), chance, request.odds))
-        self._tokens += len(said)
+            line.append(self.planner.odds(request).guess(len(line), chance, request.odds, row in self._wanted))
+        self._tokens += len(self._wanted)
 
-    def go_on(self) -> Tensor | None:
-        planner, active = self.planner, self._active
-        depth = len(self.guesses[active[0]])
+    def go_on(self) -> bool:
+        planner, drafted = self.planner, self.drafted
+        depth = len(self.guesses[drafted[0]])
         if depth < self.probe:
-            return None
+            return True
         survivals = []
-        for place, row in enumerate(active):
+        for row in drafted:
             request = self.requests[row]
             if depth < planner.cap_of(request):
                 survival = planner.odds(request).expect(depth, request.odds)
                 for guess in self.guesses[row]:
                     survival *= guess.chance
-                survivals.append((survival, place))
+                survivals.append((survival, row))
         survivals.sort(reverse=True)
         chances = [survival for survival, _ in survivals]
-        count, _ = worth_taking(planner.costs, chances, self._tokens, planner.rate, depth)
-        if count == len(active):
-            return None
-        if not count:
-            return NOBODY
-        kept = sorted(place for _, place in survivals[:count])
-        self._active = [active[place] for place in kept]
-        return torch.tensor(kept, dtype=torch.int64)
+        count, _ = worth_taking(planner.costs.of_all(len(drafted)), chances, self._tokens, planner.rate, depth)
+        self._wanted = {row for _, row in survivals[:count]}
+        return count > 0
 
     def depths(self) -> Tensor | int:
         depths = [len(line) for line in self.guesses]
@@ -169,8 +163,8 @@ class WindowPlanner:
         if ids != self._planned or self._rounds >= self._due:
             means = {sampled: odds.means_by_depth(LOOK_AHEAD) for sampled, odds in self._odds.items()}
             survivals = [self._expected(request, means[request.params.temperature > 0]) for request in requests]
-            following = plan_depths(self.costs, survivals)
-            self._drafted = [row for row, depth in enumerate(following.depths) if depth]
+            following = plan_depths(self.costs.of_all(len(requests)), survivals)
+            self._drafted = list(range(len(requests))) if any(following.depths) else []
             resting = ids == self._planned and not self._drafted
             self._kept = min(MOST_KEPT, 2 * self._kept) if resting else KEPT
             self.rate, self._planned, self._due = following.rate, ids, self._rounds + self._kept
@@ -224,7 +218,8 @@ class WindowPlanner:
                 line.append(self.odds(request).guess(len(line), None, request.odds))
         if self._probing or not any(offered):
             return list(offered)
-        return trim_windows(self.costs, [survivals_of(request.guesses) for request in requests], self.rate)
+        survivals = [survivals_of(request.guesses[: self.cap_of(request)]) for request in requests]
+        return trim_windows(self.costs, survivals, self.rate)
 
     def _expected(self, request: Request, means: Sequence[float]) -> list[float]:
         """The survival of drafts that have not been made, by the engine's mean chance at each depth."""

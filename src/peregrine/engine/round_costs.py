@@ -43,23 +43,16 @@ class FixedPlan:
 
     def __init__(self, lens: Sequence[int], depths: Sequence[int]) -> None:
         self.windows = Windows.of(tuple(lens))
-        self._depths, self._active = torch.tensor(depths), [row for row, depth in enumerate(depths) if depth]
-        self.rows = None if len(self._active) == len(depths) else torch.tensor(self._active, dtype=torch.int64)
-        self._made = 0
-
-    def __reduce__(self) -> tuple[type["FixedPlan"], tuple[Sequence[int], list[int]]]:
-        return FixedPlan, (self.windows.lens, self._depths.tolist())
+        drafted = [row for row, depth in enumerate(depths) if depth]  # all of them as deep
+        self._depths, self._left = torch.tensor(depths), max(depths)
+        self.rows = None if len(drafted) == len(depths) else torch.tensor(drafted, dtype=torch.int64)
 
     def add(self, chances: Tensor) -> None:
         chances.tolist()  # as a real plan does
-        self._made += 1
+        self._left -= 1
 
-    def go_on(self) -> Tensor | None:
-        kept = [place for place, row in enumerate(self._active) if self._depths[row] > self._made]
-        if len(kept) == len(self._active):
-            return None
-        self._active = [self._active[place] for place in kept]
-        return torch.tensor(kept, dtype=torch.int64)
+    def go_on(self) -> bool:
+        return self._left > 0
 
     def depths(self) -> Tensor:
         return self._depths
@@ -81,9 +74,10 @@ class RoundCosts:
         step: dict[int, float],
         steps: int,
         first: dict[int, float] | None = None,
+        ragged: float = 0.0,
     ) -> None:
         self._verify, self._absorb, self._step, self._steps = verify, absorb, step, steps
-        self._first = first or {}
+        self._first, self._ragged = first or {}, ragged
         self._host = 0.0  # milliseconds between rounds
         self._speed = 1.0
         self._rounds = 0
@@ -96,7 +90,8 @@ class RoundCosts:
     def costs(self) -> Costs:
         """The table as a value; a larger size never costs less than a smaller one."""
         verify = tuple((size, ms + self._host) for size, ms in rising(self._verify))
-        self._known = Costs(verify, rising(self._absorb), rising(self._step), self._steps, rising(self._first))
+        parts = rising(self._absorb), rising(self._step), self._steps, rising(self._first)
+        self._known = Costs(verify, *parts, self._ragged)
         return self._known
 
     def expect(self, tokens: int, steps: Sequence[int], rests: bool) -> float:
@@ -161,4 +156,8 @@ def measure_costs(time_round: TimeRound, max_rows: int, depth: int, steps: int) 
                 found[tokens] = min(found.get(tokens, ms), ms)
     first = {rows: max(0.0, ms - absorb[rows]) for rows, ms in drafted[1].items()}
     step = {rows: max(0.0, ms - drafted[1][rows]) for rows, ms in drafted[2].items()}
-    return RoundCosts(verify, absorb, step or first or {1: 0.0}, steps, first)
+    ragged = 0.0
+    if made and max_rows > 1:  # the first rounds allocate and record
+        uneven, even = (min([time_round(lens, 2, 1)[1] for _ in range(4)][2:]) for lens in ((2, 1), (2, 2)))
+        ragged = max(0.0, uneven - even)
+    return RoundCosts(verify, absorb, step or first or {1: 0.0}, steps, first, ragged)

@@ -63,7 +63,7 @@ class ChainDrafter:
         return Drafts(tokens.T, depth, None)
 
     def _propose_planned(self, seen: Seen, plan: Plan) -> Drafts:
-        """As deep for each row as the plan asks for, step by step; a step runs for the rows that go on."""
+        """As deep as the plan asks for, step by step, for the rows that it drafts for."""
         tokens = seen.new_past_lens.new_zeros(self.shape.depth, len(seen.past_lens))  # [K, R]
         hidden = self.read(seen)  # [n, H]
         if len(hidden):
@@ -76,13 +76,9 @@ class ChainDrafter:
                 plan.add(chances)
                 if rows is not None:
                     tokens[step].index_copy_(0, rows, picked)
-                kept, before = plan.go_on(), picked
-                if kept is not None:
-                    if not len(kept):
-                        break
-                    some, ahead = some.only(kept), only(ahead, kept)
-                    hidden, before = hidden.index_select(0, kept), picked.index_select(0, kept)
-                    rows = kept if rows is None else rows.index_select(0, kept)
+                before = picked
+                if not plan.go_on():
+                    break
         return Drafts(tokens.T, plan.depths(), None)
 
     def _ahead(self, seen: Seen, depth: int) -> AheadPlaces:
@@ -127,9 +123,3 @@ class ChainDrafter:
         picked = places.new_empty(len(hidden)) if out is None else out
         pick(logits, places, self.reader.target_ids, seen.sampling, seen.features, out=picked[:, None])
         return (hidden, picked) if seen.plan is None else (hidden, picked, top_chances(logits[:, 0]))
-
-
-def only(ahead: AheadPlaces, rows: Tensor) -> AheadPlaces:
-    """The places of some rows [n] of a chain."""
-    lines = (x.index_select(1, rows) for x in (ahead.positions, ahead.slots, ahead.next_positions))
-    return AheadPlaces(ahead.base_lens.index_select(0, rows), *lines)

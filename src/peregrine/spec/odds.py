@@ -92,11 +92,12 @@ class Odds:
         found = [self.means.get(min(depth, DEPTHS - 1)) for depth in range(count)]
         return [FIRST_GUESS if mean is None else min(MOST, mean.chance + HOPE / mean.tried**0.5) for mean in found]
 
-    def guess(self, depth: int, said: float | None, own: RequestOdds) -> Guess:
-        """A draft that was made; counts it among those of its depth."""
+    def guess(self, depth: int, said: float | None, own: RequestOdds, counts: bool = True) -> Guess:
+        """A draft that was made; counts it among those of its depth, or not if only other rows wanted theirs."""
         level = min(depth, DEPTHS - 1)
         chance = self._count(level, said).chance
-        self.means.setdefault(level, Count(FIRST_GUESS * PRIOR, PRIOR)).add(chance)
+        if counts:
+            self.means.setdefault(level, Count(FIRST_GUESS * PRIOR, PRIOR)).add(chance)
         return Guess(depth, said, min(MOST, chance * own.factor), chance)
 
     def judge(self, guess: Guess, right: bool, own: RequestOdds) -> None:

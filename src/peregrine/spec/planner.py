@@ -9,7 +9,7 @@ elsewhere: rate x (what it adds to the drafter's steps and to the verification).
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 Points = tuple[tuple[int, float], ...]  # (size, milliseconds), sizes ascending
 
@@ -26,6 +26,7 @@ class Costs:
     step: Points  # by rows drafted for: one step of the drafter
     steps: int  # levels that cost a step each; further ones are free (a block is one step, a look-up none)
     first: Points = ()  # the first step, if it costs something else: it follows from what was absorbed
+    ragged: float = 0.0  # more, if windows differ in length: the drafter's work is not one replay then
 
     def verify_ms(self, tokens: int) -> float:
         return ms_at(self.verify, tokens)
@@ -39,6 +40,10 @@ class Costs:
             return 0.0
         return ms_at(self.step if level or not self.first else self.first, rows)
 
+    def of_all(self, rows: int) -> "Costs":
+        """The same costs where a step is made for so many rows, whichever of them want its drafts."""
+        return replace(self, step=((1, self.step_ms(rows, 1)),), first=((1, self.step_ms(rows, 0)),))
+
     def steps_ms(self, steps: Sequence[int]) -> float:
         """Steps for this many rows each."""
         return sum(self.step_ms(rows, level) for level, rows in enumerate(steps))
@@ -51,7 +56,8 @@ class Costs:
     def to_json(self) -> dict[str, list[list[float]]]:
         """Sizes and milliseconds of each part."""
         parts = {"verify": self.verify, "absorb": self.absorb, "first": self.first, "step": self.step}
-        return {name: [[size, round(ms, 4)] for size, ms in points] for name, points in parts.items()}
+        curves = {name: [[float(size), round(ms, 4)] for size, ms in points] for name, points in parts.items()}
+        return curves | {"ragged": [[0.0, round(self.ragged, 4)]]}
 
 
 def ms_at(points: Points, size: int) -> float:
@@ -180,4 +186,11 @@ def trim_windows(costs: Costs, survivals: Sequence[Sequence[float]], rate: float
     depths = [0] * rows
     for _, _, row in ranked[:taken]:
         depths[row] += 1
+    if min(depths) < max(depths):  # windows of one length may give more, since they cost less
+        best, won = best - rate * costs.ragged, 0.0
+        for depth in range(1 + min(map(len, survivals))):
+            won += sum(line[depth - 1] for line in survivals) if depth else 0.0
+            net = won - rate * (costs.verify_ms(rows * (1 + depth)) - verified)
+            if net > best:
+                best, depths = net, [depth] * rows
     return depths

@@ -134,10 +134,10 @@ class Plan(Layout, Protocol):
     rests: bool  # no row is, and all windows are the newest token alone
 
     def add(self, chances: Tensor) -> None:
-        """One more draft for every row still drafted for; chances [n] are the drafter's own."""
+        """One more draft for every row that is drafted for; chances [n] are the drafter's own."""
 
-    def go_on(self) -> Tensor | None:
-        """The rows that get one draft more, as places [m] among those that got the last; None: all of them."""
+    def go_on(self) -> bool:
+        """Whether these rows get one draft more."""
 
     def depths(self) -> Tensor | int:
         """How many drafts each row got: [R], or one for all rows."""
