@@ -5,10 +5,10 @@ of `spec/planner.py`. It changes speed, never a token.
 
 All rows are drafted for or none, but for a probe, which drafts for a few. A row that is not drafted for still has to be
 known to the drafter when it comes back. In a round that drafts, the drafter absorbs every row's tokens, which costs
-little beside its other work. In others it is not called at all:
-what it has to absorb is held, and read as one prompt-like chunk before the next draft of that row, or at its end. What
-a request holds at its end is dropped if it is most of its text: should a later prompt hit those pages, its first drafts
-are worse, which is seldom and costs less than to absorb the text of every request that rests.
+little beside its other work. In others it is not called at all: what it has to absorb is held, and read as one
+prompt-like chunk before the next draft of that row, or at its end. What a request holds at its end is dropped if it is
+most of its text: should a later prompt hit those pages, its first drafts are worse, which is seldom and costs less than
+to absorb the text of every request that rests.
 """
 
 from collections import Counter
