@@ -11,7 +11,7 @@ import torch
 
 from peregrine import LLM, SamplingParams
 from peregrine.errors import ConfigError, EngineFault, RequestError
-from peregrine.kernels.runtime.cpu import load_kernels
+from peregrine.kernels.runtime.cpu import NUMBA_PRESENT, load_kernels
 from spec.harness import build, check_pages, noisy_model, tiny_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -153,7 +153,8 @@ stream = llm.stream([5, 6], SamplingParams(temperature=0, max_tokens=500, ignore
 print(len(next(stream).token_ids), "sympy" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "1 False\n", "")
+    said = [line for line in done.stderr.splitlines() if NUMBA_PRESENT or not line.startswith("numba is not installed")]
+    assert (done.returncode, done.stdout, said) == (0, "1 False\n", [])
 
 
 def test_bfloat16_on_a_cpu_holds_weights_and_computes_in_float32() -> None:
