@@ -1,5 +1,7 @@
 """What the host counts in bulk: pages that cover every reach, statistics from verdicts, outputs without deltas."""
 
+from random import Random
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,8 @@ from peregrine.engine.engine import Engine
 from peregrine.engine.request import Output
 from peregrine.engine.stats import Stats, drafted_flags
 from peregrine.sampling import SamplingParams
+from peregrine.spec.seat_buffers import SeatBuffers
+from peregrine.spec.seat_entry import Words
 from peregrine.spec.state import Rows
 from spec.harness import Case, build, cases, noisy_model, run
 
@@ -92,14 +96,19 @@ def test_requests_that_join_together_have_the_lines_they_have_alone() -> None:
     asked = [Case(tuple(range(3, 9 + i)), SamplingParams(seed=i, max_tokens=9, **p)) for i, p in enumerate(params)]  # type: ignore[arg-type]
     engine = build(**DRAFTED, max_rows=4).engine
     seats = engine.runner.seats
-    packed = [seats.pack(seat_entry(engine.prepare(list(case.prompt), case.params), engine.limits)) for case in asked]
+    packed = [
+        seats.buffers.pack(seat_entry(engine.prepare(list(case.prompt), case.params), engine.limits)) for case in asked
+    ]
+    pages = [[4, 9], [3], [8, 2, 1]]
     for row, line in enumerate(packed):
-        seats.join(row, [line])
-    alone = {name: buffer.clone() for name, buffer in seats._buffers.items()}
+        seats.join(row, [line], [pages[row]])
+    alone = {name: buffer.clone() for name, buffer in seats.buffers.fields.items()}
     for row in range(3):
-        seats.join(row, [packed[2]])  # what others leave behind
-    seats.join(0, packed)
-    assert all(torch.equal(buffer, alone[name]) for name, buffer in seats._buffers.items() if name != "history")
+        seats.clear(row)
+        seats.join(row, [packed[2]], [[7, 7, 7, 7]])  # others come and go
+        seats.clear(row)
+    seats.join(0, packed, pages)
+    assert all(torch.equal(buffer, alone[name]) for name, buffer in seats.buffers.fields.items() if name != "history")
     view = seats.view(Rows(3, 64))
     for row, case in enumerate(asked):
         assert view.history[row, : len(case.prompt)].tolist() == list(case.prompt)
@@ -112,3 +121,41 @@ def test_requests_that_join_together_have_the_lines_they_have_alone() -> None:
     assert view.sampling.bias_values[2, :3].tolist() == torch.tensor([1.5, -0.1, 0.0]).tolist()
     assert not view.done.any()
     assert seats.view(Rows(4, 64)).done[3]
+
+
+def test_seats_that_are_left_at_once_end_as_one_by_one() -> None:
+    """The last request takes the seat of the one that leaves, as the engine has it; 20 rounds of leaves and joins."""
+    pads = {
+        "history": torch.zeros(40, dtype=torch.int64),
+        "page_table": torch.zeros(3, dtype=torch.int64),
+        "bias_values": torch.zeros(2),
+        "done": torch.tensor(True),
+        "seeds": torch.tensor(-1),
+        "top_p": torch.tensor(1.0),
+    }
+    seats, dice, wanted, number = 40, Random(1), list[int](), 0
+    buffers = SeatBuffers(seats, pads, torch.device("cpu"))
+    for _ in range(20):
+        for _ in range(dice.choice((0, 1, 5, len(wanted)))):
+            if wanted:
+                seat, last = dice.randrange(len(wanted)), len(wanted) - 1
+                if seat == last:
+                    buffers.clear(seat)
+                else:
+                    buffers.move(last, seat)
+                    wanted[seat] = wanted[last]
+                wanted.pop()
+        entries: list[tuple[int, str, int, Words]] = []
+        for seat in range(len(wanted), dice.randint(len(wanted), seats)):
+            number += 1
+            wanted.append(number)
+            entries.append((seat, "history", 0, np.full(40, number)))
+            entries += [(seat, "page_table", 1, np.array([number])), (seat, str(torch.int64), 0, np.array([number]))]
+            entries.append((seat, str(torch.float32), 0, np.array([number / 2])))
+        buffers.write(entries)
+        count, fields = len(wanted), buffers.fields
+        assert fields["seeds"].tolist() == [*wanted, *[-1] * (seats - count + 1)]
+        assert fields["top_p"].tolist() == [*(number / 2 for number in wanted), *[1.0] * (seats - count + 1)]
+        assert fields["page_table"].tolist() == [*([0, n, 0] for n in wanted), *[[0, 0, 0]] * (seats - count + 1)]
+        assert fields["history"][:count].tolist() == [[number] * 40 for number in wanted]
+    assert number > 2 * seats

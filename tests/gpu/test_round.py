@@ -195,7 +195,8 @@ def test_graphs_are_reported_with_their_memory() -> None:
     made = {decision.field: decision for decision in build(**options).decisions}
     assert made["graphs"].value is True
     variants = len(VARIANTS) + (2 if GRAMMARS_PRESENT else 0)  # the two parts of a round with a grammar
-    assert made["recorded"].value == 2 * variants + 3  # chunks of 64 and 128 tokens, and of 128 of one prompt
+    chunks, firsts = 3, len(VARIANTS)  # of 64 and 128 tokens, and of 128 of one prompt; first rounds of single requests
+    assert made["recorded"].value == 2 * variants + chunks + firsts
     because = r"rounds of 1, 8 rows in \d+ variants; prompt chunks of 64, 128 tokens; \d+ MiB, [\d.]+ s"
     assert re.search(because, made["recorded"].because)
 

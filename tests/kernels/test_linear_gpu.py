@@ -31,6 +31,7 @@ from peregrine.kernels.linear.tiles import (
     large_plan,
     pick_split,
     pick_tile,
+    tall_tile,
     workspace_sizes,
 )
 from peregrine.kernels.runtime.gpu import TRITON_PRESENT
@@ -332,11 +333,11 @@ def test_partial_sums_find_room(outputs: int, rows: int, blocks: int) -> None:
     [
         (128, 6144, 4096, False, False, None),  # tiles of the table have as many rows
         (512, 6144, 4096, False, False, LargePlan(132, 1, False)),
-        (130, 1024, 4096, False, False, LargePlan(8, 8, False)),
-        (129, 8192, 4096, False, True, LargePlan(64, 1, False)),
-        (256, 4096, 14336, False, True, None),  # tiles of the table fill the device, pairs only half of it
-        (192, 4096, 14336, False, True, None),  # so do three tiles of 64 rows
-        (250, 4096, 14336, False, True, LargePlan(64, 2, True)),
+        (130, 1024, 4096, False, False, None),  # tiles of all rows fill the device
+        (129, 8192, 4096, False, True, None),
+        (192, 14336, 4096, True, False, LargePlan(132, 1, False)),  # there is no such tile of a gate
+        (250, 4096, 14336, False, True, None),
+        (257, 1024, 4096, False, False, LargePlan(12, 8, False)),
         (512, 4096, 14336, False, True, LargePlan(128, 2, True)),  # a pair of programs for each of 64 tiles
         (513, 4096, 14336, False, True, LargePlan(80, 2, False)),
         (8192, 4096, 14336, False, True, LargePlan(132, 2, False)),
@@ -351,10 +352,28 @@ def test_many_rows_have_a_plan_of_their_own(
     assert large_plan(rows, outputs, inputs, gate, add) == plan
 
 
-def test_192_rows_are_three_tiles_of_64() -> None:
-    assert pick_tile(192, 4096, 14336, gate=False, on_hopper=True) == Tile(64, 256, 64, 8, 5, 2)
-    assert pick_tile(256, 4096, 14336, gate=False, on_hopper=True) == Tile(128, 64, 64, 4, 8, 2)
-    assert pick_tile(192, 4096, 14336, gate=False) == pick_tile(256, 4096, 14336, gate=False)
+@pytest.mark.parametrize(
+    ("rows", "outputs", "inputs", "gate", "tile"),
+    [
+        (192, 4096, 14336, False, Tile(128, 64, 64, 4, 6, 2, tail=64)),
+        (129, 4096, 14336, False, Tile(128, 64, 64, 4, 6, 2, tail=64)),
+        (193, 4096, 14336, False, Tile(256, 64, 64, 8, 5, 2)),
+        (192, 6144, 4096, False, Tile(128, 64, 64, 4, 6, 1, tail=64)),
+        (192, 128256, 4096, False, Tile(128, 128, 64, 8, 5, 1, tail=64)),
+        (192, 16384, 4096, False, None),  # more than the device computes at once
+        (192, 14336, 4096, True, None),
+        (128, 4096, 14336, False, None),
+        (257, 4096, 14336, False, None),
+    ],
+)
+def test_up_to_256_rows_may_share_a_tile(rows: int, outputs: int, inputs: int, gate: bool, tile: Tile | None) -> None:
+    split = pick_split(outputs, inputs, gate)
+    assert tall_tile(rows, outputs, inputs, gate, split) == tile
+    if tile is not None:
+        assert pick_tile(rows, outputs, inputs, gate, on_hopper=True) == tile
+        assert pick_tile(rows, outputs, inputs, gate).tail == 0, "the Triton kernel has no tails"
+        ring = tile.stages * (tile.rows + tile.tail + tile.cols * (2 if gate else 1)) * tile.depth * 2
+        assert ring + 1024 <= ON_H200.shared_bytes
 
 
 def test_pairs_and_parked_sums_have_their_places_in_the_workspace() -> None:

@@ -100,15 +100,15 @@ def test_answers_equal_offline_ones_and_errors_stay_with_their_line(server: Serv
 def test_a_line_that_overflows_or_cannot_be_seated_ends_alone(
     server: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seats = server.llm.engine.runner.seats
-    pack = seats.pack
+    buffers = server.llm.engine.runner.seats.buffers
+    pack = buffers.pack
 
     def fail_for_seed_13(entry: SeatEntry) -> dict[str, Words]:
         if entry.seed == 13:
             raise OverflowError("number too large")
         return pack(entry)
 
-    monkeypatch.setattr(seats, "pack", fail_for_seed_13)
+    monkeypatch.setattr(buffers, "pack", fail_for_seed_13)
     bad = [request(name, prompt="x", **{name: 2**63}) for name in ("top_k", "min_tokens", "max_tokens", "seed")]
     fault, good = request("fault", prompt="Once", seed=13), request("good", prompt="Once", max_tokens=2, seed=1)
     batch = run(server, write(tmp_path / "in.jsonl", [*bad, fault, good]), tmp_path / "out.jsonl")

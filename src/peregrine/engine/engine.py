@@ -2,7 +2,6 @@
 
 import itertools
 from collections import deque
-from collections.abc import Callable
 
 import numpy as np
 
@@ -10,7 +9,7 @@ from peregrine.engine.admission import Limits, admit, features_of, matcher_limit
 from peregrine.engine.chunk_size import ChunkSize
 from peregrine.engine.page_ledger import PageLedger
 from peregrine.engine.policy import BatchPolicy, next_admitted
-from peregrine.engine.prefill import PromptChunk, next_chunks, read_chunks
+from peregrine.engine.prefill import Replay, next_chunks, read_chunks
 from peregrine.engine.request import FAILED, Delta, Request
 from peregrine.engine.round_result import RoundResult, RowExtras, end_text, take_line
 from peregrine.engine.runner import Runner
@@ -42,7 +41,7 @@ class Engine:
         self.grammars = grammars
         self.policy, self.simulated = policy, simulated
         self.chunk_size = ChunkSize(policy.prefill_chunk, policy.max_stall_s, runner.device)
-        self.replay_chunks: Callable[[list[PromptChunk]], bool] = lambda _: False  # by recorded forwards
+        self.replay_chunks: Replay = lambda *_: False  # by recorded forwards
         self.waiting: deque[Request] = deque()
         self.reading: list[Request] = []  # in prefill, in order of admission
         self.running: list[Request] = []  # index = seat
@@ -137,7 +136,8 @@ class Engine:
         if unread:
             chunks = next_chunks(unread, self.chunk_size.tokens(watched))
             with self.chunk_size.timed(sum(chunk.end - chunk.start for chunk in chunks)):
-                read_chunks(self.runner.rounds, chunks, self.ledger.page_size, self.replay_chunks)
+                alone = not self.running
+                read_chunks(self.runner.rounds, chunks, self.ledger.page_size, self.replay_chunks, alone)
         self._seat_read(share=True)
         return not watched and any(request.num_unread for request in unread)
 
@@ -154,7 +154,7 @@ class Engine:
         taken = {}
         for request in read[: self.policy.max_rows - len(self.running)]:
             try:
-                taken[request] = self.runner.seats.pack(seat_entry(request, self.limits))
+                taken[request] = self.runner.seats.buffers.pack(seat_entry(request, self.limits))
             except Exception:
                 self._ended.append(self._fail(request))
         if taken:
@@ -170,8 +170,7 @@ class Engine:
             self.reading.remove(request)
             request.seat, request.round_before, self._spare[seat] = seat, self.runner.launched, -1
         self.running += packed
-        self.runner.seats.join(first, list(packed.values()))
-        self.runner.seats.set_pages([(seat, 0, request.pages) for seat, request in enumerate(packed, first)])
+        self.runner.seats.join(first, list(packed.values()), [request.pages for request in packed])
 
     def _free_seat(self, request: Request) -> None:
         """Free the request's seat; the request in the last seat moves into it, so that seats stay compact."""

@@ -1,6 +1,8 @@
-"""Copies from the device to the host that do not make the host wait."""
+"""Copies between the device and the host that do not make the host wait."""
 
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +11,7 @@ from torch import Tensor
 from peregrine.config import MAX_LAG
 
 RING_SIZE = MAX_LAG + 2  # rounds in flight, the one being read, and one to spare
+UPLOADS = 4  # copies to the device that may be queued before the host waits for the oldest
 
 
 class Ring:
@@ -23,6 +26,28 @@ class Ring:
         buffer = self._buffers[0]
         self._buffers.rotate(-1)
         return buffer.copy_(value, non_blocking=True)
+
+
+class UploadRing:
+    """Pinned host memory of int64 words, used in turn for copies to the device."""
+
+    def __init__(self, words: int, device: torch.device) -> None:
+        pinned = device.type == "cuda"
+        self._buffers = deque(
+            (torch.empty(words, dtype=torch.int64, pin_memory=pinned), torch.cuda.Event() if pinned else None)  # type: ignore[no-untyped-call]
+            for _ in range(UPLOADS)
+        )
+
+    @contextmanager
+    def next(self) -> Iterator[Tensor]:
+        """The memory that was used longest ago, whose copy has ended; another copy of it is queued in the block."""
+        buffer, copied = self._buffers[0]
+        self._buffers.rotate(-1)
+        if copied is not None:
+            copied.synchronize()
+        yield buffer
+        if copied is not None:
+            copied.record()
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,13 @@ class PromptChunk:
     start: int
     end: int
 
+    @property
+    def num_tokens(self) -> int:
+        return self.end - self.start
+
+
+Replay = Callable[[list[PromptChunk], bool], bool]
+
 
 def next_chunks(requests: list[Request], chunk_size: int) -> list[PromptChunk]:
     """What to read in one step of the requests with unread tokens, oldest first: `chunk_size` tokens in all.
@@ -43,19 +50,14 @@ def next_chunks(requests: list[Request], chunk_size: int) -> list[PromptChunk]:
     return [PromptChunk(r, r.read_len, r.read_len + shares[r.id]) for r in requests if shares[r.id]]
 
 
-def read_chunks(
-    rounds: Rounds,
-    chunks: list[PromptChunk],
-    page_size: int,
-    replay: Callable[[list[PromptChunk]], bool] = lambda _: False,
-) -> None:
+def read_chunks(rounds: Rounds, chunks: list[PromptChunk], page_size: int, replay: Replay, alone: bool) -> None:
     """Read the chunks; those whose prompts are scored get a forward of their own, which keeps all hidden states.
 
-    `replay` reads chunks by a recorded forward, if there is one for them.
+    `replay` reads chunks by a recorded forward, if there is one for them; `alone`: no request runs.
     """
     for scored in (False, True):
         group = [chunk for chunk in chunks if chunk.request.wants_scores == scored]
-        if group and (scored or not replay(group)):
+        if group and (scored or not replay(group, alone)):
             rounds.read(chunk_inputs(group, page_size), scored, take=partial(_take_scores, group))
     for chunk in chunks:
         chunk.request.read_len = chunk.end

@@ -8,6 +8,7 @@ from tqdm import tqdm
 
 from peregrine.config import Decision
 from peregrine.engine.engine import Engine
+from peregrine.engine.first_round import FirstRound
 from peregrine.engine.graphs import Graphs
 from peregrine.engine.memory import explain_memory
 from peregrine.engine.prompt_graphs import PromptGraphs
@@ -28,13 +29,18 @@ def record_graphs(engine: Engine, device: torch.device) -> Decision:
     runner, seats = engine.runner, engine.runner.seats
     pages = -(-seats.max_places // seats.page_size)
     chunk = engine.policy.prefill_chunk
-    prompts = PromptGraphs(runner.rounds, engine.runner.graphs, chunk, pages)
+    if 1 in sizes and seats.shape.depth == 0 and runner.target.ranks.size == 1:  # else not yet tried on a GPU
+        ahead = None if runner.ahead is None else runner.ahead[1]
+        own = runner.target, runner.drafter, runner.judge, seats, engine.runner.graphs
+        runner.first = FirstRound(*own, VARIANTS, ahead)
+    prompts = PromptGraphs(runner.rounds, engine.runner.graphs, chunk, pages, runner.first)
     runner.rounds.ranks.note("follower", "make_prompts", chunk, pages)
-    count = len(sizes) * variants + len(prompts.inputs)
+    count = len(sizes) * variants + len(prompts.shapes) + (0 if runner.first is None else len(VARIANTS))
     total = count if runner.ahead is None else None  # planned rounds are recorded in parts, as many as it takes
     bar = tqdm(total=total, desc="recording rounds", unit="graph", delay=1, leave=False)
     with bar, explain_memory(device, "the graphs of rounds", "lower max_rows or num_pages"):
-        for num_bytes in chain(prompts.record(), runner.record(sizes)):
+        first = () if runner.first is None else runner.first.record()
+        for num_bytes in chain(prompts.record(), first, runner.record(sizes)):
             taken += num_bytes
             bar.update()
     engine.replay_chunks = prompts.replay

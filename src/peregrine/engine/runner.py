@@ -13,6 +13,7 @@ from torch import Tensor
 from peregrine.config import FIXED_DRAFTS
 from peregrine.engine.ahead_planner import AheadPlan, AheadPlanner
 from peregrine.engine.ahead_rounds import AheadRounds
+from peregrine.engine.first_round import FirstRound
 from peregrine.engine.graphs import Graphs
 from peregrine.engine.host_copy import Ring
 from peregrine.engine.masks import MaskWriter
@@ -62,6 +63,7 @@ class Runner:
         self.target, self.drafter, self.judge, self.seats = rounds.target, rounds.drafter, rounds.judge, rounds.seats
         self.planner: WindowPlanner | None = None  # plans each round from its drafts; None: it has whole windows, or
         self.ahead: tuple[AheadPlanner, AheadRounds] | None = None  # is planned before they are known
+        self.first: FirstRound | None = None  # of a request that runs alone
         self._proposing = self._launched = 0.0  # when the last round began to draft, and when it was done
         self._masks: MaskWriter | None = None  # made for the first batch with a grammar
         self.device = rounds.device
@@ -117,6 +119,7 @@ class Runner:
         are being verified; after it no round is in flight and the matchers know all tokens.
         """
         self.mark("launch")
+        self.seats.settle()
         began = time.thread_time()
         plan = repeated = None
         if self.planner is not None:
@@ -127,6 +130,7 @@ class Runner:
         windows = None
         ahead = self.ahead
         foreseen = None if ahead is None or features.masked else ahead[0].plan(requests, rows.count)
+        first = self.first if self.first and self.first.serves(requests, features) and not self.eager else None
         if features.masked or any(r.params.report_drafts for r in requests):
             if ahead is not None and foreseen is not None:
                 ahead[1].clip(foreseen)
@@ -136,6 +140,9 @@ class Runner:
                 ahead[0].drafted = (self.masked_nodes or 1) - 1
             matchers = [request.matcher for request in requests]
             verdict, logprobs = self._masked_round(matchers, windows, rows, features, catch_up, plan)
+        elif first is not None:
+            foreseen = None if foreseen is None else replace(foreseen, tokens=1, lens=[1])
+            verdict, logprobs = first.replay(features, foreseen)
         elif ahead is not None and foreseen is not None:
             verdict, logprobs = ahead[1].run(foreseen, features, None if self.eager else self.graphs)
         elif self.graphs is None or self.eager:

@@ -59,10 +59,15 @@ class BoundModel(Bound[Decoder]):
         """Read a window: hidden [N, H] after the final norm, taps [N, len(taps) * H]."""
         return self.decoder.forward(tokens, metadata.positions, self.bind(metadata), taps)
 
-    def read_live(self, tokens: Tensor, body: AttentionMetadata, last: AttentionMetadata, live: Tensor) -> Tensor:
-        """Read a window, of which the last layer has queries of the live places [n] alone: hidden [n, H]."""
-        attend = last_layer(self.bind(body), self.bind(last), self.decoder.config.num_layers)
-        return self.decoder.forward(tokens, body.positions, attend, (), live)[0]
+    def read_live(
+        self, tokens: Tensor, body: AttentionMetadata, last: AttentionMetadata, live: Tensor, taps: Sequence[int]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Read a window, of which the last layer has queries of the live places [n] alone: hidden [n, H], taps."""
+        num_layers = self.decoder.config.num_layers
+        attend = self.bind(body)
+        if num_layers not in taps:  # else the last layer, too, is computed for all tokens
+            attend = last_layer(attend, self.bind(last), num_layers)
+        return self.decoder.forward(tokens, body.positions, attend, taps, live)
 
     def fill(self, tokens: Tensor, metadata: AttentionMetadata, taps: Sequence[int]) -> Tensor | None:
         """Read a window for its keys, values and taps alone: the last layer's output is computed only if tapped."""

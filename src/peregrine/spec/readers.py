@@ -114,7 +114,7 @@ class ModelReader:
     def read(self, seen: Seen) -> Tensor:
         # The root is read again with the path: a chain that was wholly right left its last draft unread.
         path = Path.of(seen, first=1)
-        return self.model.read_live(path.tokens, path.body, path.last, path.live)
+        return self.model.read_live(path.tokens, path.body, path.last, path.live, ())[0]
 
     def step(self, tokens: Tensor, hidden: Tensor, metadata: AttentionMetadata) -> Tensor:
         return self.model.read(tokens, metadata, ())[0]

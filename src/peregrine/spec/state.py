@@ -23,14 +23,14 @@ from peregrine.kernels.sampling import Context, Masks, SamplingTensors
 from peregrine.models.parallel import ALONE, Ranks, on_every_rank
 from peregrine.sampling import MAX_BIAS, MAX_STOP_IDS
 from peregrine.spec.row_pages import RowPages, even_starts
-from peregrine.spec.seat_entry import SeatEntry, Words
+from peregrine.spec.seat_buffers import TYPES, SeatBuffers
+from peregrine.spec.seat_entry import Words
 from peregrine.spec.types import Drafts, DraftShape, Links
 
 PLACES_STEP = 64  # widths of history and page table grow in these steps
 MAX_VIEWS = 256  # batch shapes whose slices are kept
 LINKS = ("parents", "depths", "ancestors")
 SAMPLING_LINES = [field.name for field in fields(SamplingTensors) if field.name != "masks"]
-TYPES = {bool: torch.bool, int: torch.int64, float: torch.float32}
 repeated = on_every_rank("seats", at_once=False)
 
 
@@ -125,16 +125,7 @@ class SeatState:
         pads = {name: pad_line(pad, size, device) for name, (pad, size) in self._fields().items()}
         if not shape.is_chain:  # a chain's links never change and one row serves all seats; a tree's change each round
             pads |= {name: line[0] for name, line in zip(LINKS, self._chain.fields(), strict=True)}
-        self._buffers = {name: pad.expand(seats, *pad.shape).clone() for name, pad in pads.items() if pad.dim()}
-        # What requests take and leave, by seat. Numbers of one type lie together: one copy moves all of them.
-        self._lines, self._pads = dict(self._buffers), {name: pads[name] for name in self._buffers}  # of an unused seat
-        self._names: dict[str, list[str]] = {}
-        for kind in TYPES.values():
-            names = self._names[str(kind)] = [n for n, pad in pads.items() if not pad.dim() and pad.dtype == kind]
-            self._pads[str(kind)] = torch.stack([pads[name] for name in names])  # [fields]
-            columns = self._pads[str(kind)][:, None].repeat(1, -(-seats // 16) * 16)[:, :seats]  # rows are aligned
-            self._lines[str(kind)] = columns.T
-            self._buffers |= dict(zip(names, columns, strict=True))
+        self.buffers = SeatBuffers(seats, pads, device)
         self._views: dict[Rows, RowState] = {}
         self.masks: Masks | None = None  # of rows with a grammar, written for each of their rounds
         self.forced: Tensor | None = None
@@ -169,7 +160,7 @@ class SeatState:
     @repeated
     def hold_masks(self, vocab_size: int) -> None:
         """Make room for the masks of grammars, and for the tokens they force."""
-        seats, nodes, words = len(self._buffers["done"]), self.shape.nodes, -(-vocab_size // 32)
+        seats, nodes, words = self.count, self.shape.nodes, -(-vocab_size // 32)
         self.masks = Masks(
             rows=torch.zeros(seats, dtype=torch.int32, device=self.device),
             words=torch.zeros(seats, nodes, words, dtype=torch.int32, device=self.device),
@@ -187,7 +178,7 @@ class SeatState:
     @repeated
     def offer(self, depths: Sequence[int]) -> None:
         """So many drafts of the first seats are verified."""
-        self._buffers["offered"][: len(depths)].copy_(torch.tensor(depths))
+        self.buffers.fields["offered"][: len(depths)].copy_(torch.tensor(depths))
 
     def rows(self, count: int, places: int) -> Rows:
         """A batch of the first `count` seats that touches no place at or past `places`."""
@@ -202,7 +193,7 @@ class SeatState:
         return self._views[rows]
 
     def _slice(self, rows: Rows) -> RowState:
-        lines = {name: buffer[: rows.count] for name, buffer in self._buffers.items()}
+        lines = {name: buffer[: rows.count] for name, buffer in self.buffers.fields.items()}
         links = self._chain if self.shape.is_chain else Links(*(lines.pop(name) for name in LINKS))
         pages = lines.pop("page_table")
         table = pages[:, : -(-rows.places // self.page_size)]
@@ -224,67 +215,47 @@ class SeatState:
             **lines,
         )
 
-    def pack(self, entry: SeatEntry) -> dict[str, Words]:
-        """A request's lines as numbers of 64 bits; a line that is missing is a pad's."""
-        numbers, fields = entry.numbers(), self._fields()
-        lines: dict[str, Words] = {kind: np.array([numbers[n] for n in names]) for kind, names in self._names.items()}
-        for name, values in entry.lists().items():
-            if values:
-                pad, (size,) = fields[name]
-                lines[name] = np.array([*values, *[pad] * (size - len(values))])
-        wide = {name: line.astype(np.float64 if line.dtype.kind == "f" else np.int64) for name, line in lines.items()}
-        return wide | {"history": entry.tokens}
-
     @repeated
-    def join(self, first: int, packed: Sequence[dict[str, Words]]) -> None:
-        """Seat requests in `first` and the seats after it, by one copy to the device; no drafts are offered yet."""
-        seats, arrays, targets = slice(first, first + len(packed)), [], []
-        for name, lines in self._lines.items():
-            some = [line[name] for line in packed if name in line]
-            if name == "history":  # whose end is never read
-                arrays += some
-                targets += [lines[first + row, : len(tokens)] for row, tokens in enumerate(some)]
-            elif not some:
-                lines[seats].copy_(self._pads[name])
-            else:
-                pad = some[0] if len(some) == len(packed) else np.full_like(some[0], self._fields()[name][0])
-                arrays.append(np.stack([line.get(name, pad) for line in packed]))
-                targets.append(lines[seats])
-        words = np.concatenate([array.view(np.int64).ravel() for array in arrays])
-        parts = torch.split(upload(words, self.device), [array.size for array in arrays])
-        for target, part, array in zip(targets, parts, arrays, strict=True):
-            target.copy_((part.view(torch.float64) if array.dtype.kind == "f" else part).view(target.shape))
+    def join(self, first: int, packed: Sequence[dict[str, Words]], pages: Sequence[list[int]]) -> None:
+        """Seat requests in `first` and the seats after it, which are pads, by one copy; no drafts are offered yet."""
+        entries = []
+        for seat, (lines, held) in enumerate(zip(packed, pages, strict=True), first):
+            entries += [(seat, name, 0, line) for name, line in lines.items()]
+            entries.append((seat, "page_table", 0, np.array(held)))
+        self.buffers.write(entries)
+        self.buffers.fields["done"][first : first + len(packed)].fill_(False)
 
     @repeated
     def set_pages(self, entries: Sequence[tuple[int, int, list[int]]]) -> None:
         """Write seats' page-table entries, (seat, first column, pages) each, by one copy for all."""
-        if not entries:
-            return
-        table = self._buffers["page_table"]
-        width = table.shape[1]
-        places = [np.arange(len(pages)) + seat * width + first for seat, first, pages in entries]
-        both = upload(np.concatenate([*places, *(pages for _, _, pages in entries)]), self.device).view(2, -1)
-        table.view(-1).index_copy_(0, both[0], both[1])
+        self.buffers.write([(seat, "page_table", column, np.array(pages)) for seat, column, pages in entries])
 
     @repeated
     def pretend(self, rows: int, context: int, num_pages: int) -> None:
         """Give pads a context on any pages there are, so that rounds can be timed; `clear` makes them pads again."""
-        table = self._buffers["page_table"][:rows]
+        self.buffers.settle()
+        table = self.buffers.fields["page_table"][:rows]
         table.copy_((torch.arange(table.numel(), device=self.device) % max(1, num_pages - 1) + 1).view(table.shape))
-        self._buffers["past_lens"][:rows].fill_(context)
+        self.buffers.fields["past_lens"][:rows].fill_(context)
 
     @repeated
     def clear(self, seat: int) -> None:
         """Make the seat a pad."""
-        for name, lines in self._lines.items():
-            lines[seat].copy_(self._pads[name])
+        self.buffers.clear(seat)
 
     @repeated
     def move(self, source: int, target: int) -> None:
         """Give a request another seat and leave a pad behind."""
-        for name, lines in self._lines.items():
-            lines[target].copy_(lines[source])
-            lines[source].copy_(self._pads[name])
+        self.buffers.move(source, target)
+
+    def settle(self) -> None:
+        """Carry out moves and clears; a batch may be queued after this."""
+        if self.buffers.has_moves:
+            self._settle()
+
+    @repeated
+    def _settle(self) -> None:
+        self.buffers.settle()
 
 
 def pad_line(pad: float, size: tuple[int, ...], device: torch.device) -> Tensor:

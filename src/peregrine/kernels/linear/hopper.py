@@ -51,6 +51,7 @@ def request_weights(w_desc, w_tiles, ready, place, col, depth, live, N: gl.const
 @gluon.jit(do_not_specialize=["M"])
 def hopper_kernel(  # type: ignore[no-untyped-def]
     x_desc,  # [M, K] in tiles of ROWS x DEPTH
+    tail_desc,  # the same in tiles of TAIL x DEPTH
     w_desc,  # [N, K] or [2 N, K] in tiles of COLS x DEPTH
     bias,
     out,
@@ -72,22 +73,28 @@ def hopper_kernel(  # type: ignore[no-untyped-def]
     ADD: gl.constexpr,
     SPLIT: gl.constexpr,
     ROWS: gl.constexpr,
+    TAIL: gl.constexpr,
     COLS: gl.constexpr,
     DEPTH: gl.constexpr,
     STAGES: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """Arguments are those of `linear_kernel`, with x and weight as TMA descriptors."""
+    """Arguments are those of `linear_kernel`, with x and weight as TMA descriptors.
+
+    A program has ROWS rows, and without GATE it may have TAIL more: tiles have powers of two, and 192 is 128 and 64.
+    """
     STEPS: gl.constexpr = K // SPLIT // DEPTH
-    BYTES: gl.constexpr = (COLS * (2 if GATE else 1) + ROWS) * DEPTH * 2
+    BYTES: gl.constexpr = (COLS * (2 if GATE else 1) + ROWS + TAIL) * DEPTH * 2
     w_tiles = gl.allocate_shared_memory(w_desc.dtype, [STAGES * (2 if GATE else 1), COLS, DEPTH], w_desc.layout)
     x_tiles = gl.allocate_shared_memory(x_desc.dtype, [STAGES, ROWS, DEPTH], x_desc.layout)
+    if TAIL:
+        tail_tiles = gl.allocate_shared_memory(x_desc.dtype, [STAGES, TAIL, DEPTH], tail_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for place in gl.static_range(STAGES):
         mbarrier.init(ready.index(place), count=1)
     fence_async_shared()
     part = gl.program_id(2)
-    col, row = gl.program_id(0) * COLS, gl.program_id(1) * ROWS
+    col, row = gl.program_id(0) * COLS, gl.program_id(1) * (ROWS + TAIL)
     begin = part * (K // SPLIT)
     for place in gl.static_range(STAGES):
         live = place < STEPS
@@ -97,12 +104,14 @@ def hopper_kernel(  # type: ignore[no-untyped-def]
     gdc_wait()
     for place in gl.static_range(STAGES):
         live = place < STEPS
-        tma.async_copy_global_to_shared(
-            x_desc, [row, begin + place * DEPTH], ready.index(place), x_tiles.index(place), live
-        )
-    product: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[num_warps, 1], instr_shape=[16, ROWS, 16]
-    )
+        depth = begin + place * DEPTH
+        tma.async_copy_global_to_shared(x_desc, [row, depth], ready.index(place), x_tiles.index(place), live)
+        if TAIL:
+            beside = tail_tiles.index(place)
+            tma.async_copy_global_to_shared(tail_desc, [row + ROWS, depth], ready.index(place), beside, live)
+    product: gl.constexpr = product_layout(ROWS, COLS, num_warps)
+    if TAIL:
+        end = gl.zeros((COLS, TAIL), gl.float32, product_layout(TAIL, COLS, num_warps))
     total = gl.zeros((COLS, ROWS), gl.float32, product)
     up = gl.zeros((COLS, ROWS), gl.float32, product)
     for step in range(STEPS):
@@ -114,6 +123,9 @@ def hopper_kernel(  # type: ignore[no-untyped-def]
         if GATE:
             up = warpgroup_mma(w_tiles.index(STAGES + here), x_tile, up, is_async=True)
             total, up = warpgroup_mma_wait(2, deps=(total, up))
+        elif TAIL:
+            end = warpgroup_mma(w_tiles.index(here), tail_tiles.index(here).permute((1, 0)), end, is_async=True)
+            total, end = warpgroup_mma_wait(2, deps=(total, end))
         else:
             total = warpgroup_mma_wait(1, deps=(total,))
         later = step - 1 + STAGES
@@ -123,8 +135,53 @@ def hopper_kernel(  # type: ignore[no-untyped-def]
         mbarrier.expect(ready.index(there), BYTES, more)
         request_weights(w_desc, w_tiles, ready, there, col, depth, more, N, GATE)
         tma.async_copy_global_to_shared(x_desc, [row, depth], ready.index(there), x_tiles.index(there), more)
+        if TAIL:
+            beside = tail_tiles.index(there)
+            tma.async_copy_global_to_shared(tail_desc, [row + ROWS, depth], ready.index(there), beside, more)
     total, up = warpgroup_mma_wait(0, deps=(total, up))
+    tile = gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)
+    pointers = bias, out, squares, residual, norm, scaled, next_squares, stale_squares, partial, arrived
+    finish_tile(total, up, row, col, tile, part, pointers, M, eps, N, K, SCALE, BIAS, GATE, ADD, SPLIT, num_warps)
+    if TAIL:
+        end = warpgroup_mma_wait(0, deps=(end,))
+        # Partial sums of tails come after those of all tiles.
+        tile += gl.num_programs(1) * gl.num_programs(0) * (ROWS // TAIL)
+        row += ROWS
+        finish_tile(end, end, row, col, tile, part, pointers, M, eps, N, K, SCALE, BIAS, GATE, ADD, SPLIT, num_warps)
 
+
+@gluon.constexpr_function
+def product_layout(rows, cols, num_warps):  # type: ignore[no-untyped-def]
+    """How a tile's sums lie in registers: a warp has 16 outputs, and where there are more warps, some of the rows."""
+    along = min(num_warps, cols // 16)
+    instruction = [16, rows * along // num_warps, 16]
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[along, num_warps // along], instr_shape=instruction)
+
+
+@gluon.jit
+def finish_tile(  # type: ignore[no-untyped-def]
+    total,
+    up,
+    row,
+    col,
+    tile,
+    part,
+    pointers,
+    M,
+    eps,
+    N: gl.constexpr,
+    K: gl.constexpr,
+    SCALE: gl.constexpr,
+    BIAS: gl.constexpr,
+    GATE: gl.constexpr,
+    ADD: gl.constexpr,
+    SPLIT: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    """What follows the products of a tile [COLS, ROWS]; of programs that share it, the last one does it."""
+    COLS: gl.constexpr = total.shape[0]
+    ROWS: gl.constexpr = total.shape[1]
+    bias, out, squares, residual, norm, scaled, next_squares, stale_squares, partial, arrived = pointers
     # Outputs are adjacent in memory, so a thread holds adjacent ones.
     near: gl.constexpr = gl.BlockedLayout(
         [4, 1], [COLS // 4 if COLS < 128 else 32, 128 // COLS if COLS < 128 else 1], [1, num_warps], [0, 1]
@@ -135,11 +192,10 @@ def hopper_kernel(  # type: ignore[no-untyped-def]
     rows = row + gl.arange(0, ROWS, gl.SliceLayout(0, near))
     last = True
     if SPLIT > 1:
-        tile = gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)
         inner = (rows - row)[None, :] * COLS + (cols - col)[:, None]
         total, last = merge_split(total, partial, arrived, tile, inner, part, SPLIT, ROWS * COLS)
     if last:
-        pointers = bias, out, squares, residual, norm, scaled, next_squares, stale_squares
-        finish_outputs(total, up, rows, cols, pointers, M, eps, N, K, SCALE, BIAS, GATE, ADD, ROW_AXIS=1)
-        if ADD and gl.program_id(0) == 0:
+        results = bias, out, squares, residual, norm, scaled, next_squares, stale_squares
+        finish_outputs(total, up, rows, cols, results, M, eps, N, K, SCALE, BIAS, GATE, ADD, ROW_AXIS=1)
+        if ADD and col == 0:
             reset_squares(stale_squares, rows, M)

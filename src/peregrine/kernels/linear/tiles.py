@@ -32,6 +32,7 @@ class Tile:
     warps: int
     stages: int
     split: int = 1
+    tail: int = 0  # rows more, on Hopper: parts of a tile have powers of two, and 192 rows are 128 and 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +67,24 @@ HOPPER_TABLES = {
     "gated": {16: (64, 128, 4, 4), 32: (64, 128, 4, 4), 64: (64, 128, 4, 4), 128: (64, 64, 4, 3)},
     "wide": {16: (128, 128, 8, 4), 32: (128, 128, 8, 4), 64: (128, 128, 8, 4), 128: (256, 64, 8, 4)},
 }
-# Where 192 rows would have pairs of programs on half of the device: three tiles of 64 rows, and 96 programs.
-THREE_TILES, THREE_TILE = 192, (256, 64, 8, 5)
+# For up to 256 rows all of them may share a tile on Hopper: its (rows, tail), then the entries of a table. Such a
+# tile is taken where the device computes all tiles of a weight at once; of a head, always.
+TALL_TILES: dict[str, dict[tuple[int, int], tuple[int, int, int, int]]] = {
+    "plain": {(128, 64): (64, 64, 4, 6), (256, 0): (64, 64, 8, 5)},
+    "split": {(128, 64): (64, 64, 4, 6), (256, 0): (64, 64, 8, 5)},
+    "gated": {},
+    "wide": {(128, 64): (128, 64, 8, 5)},
+}
+
+
+def tall_tile(num_rows: int, num_outputs: int, num_inputs: int, gate: bool, split: int) -> Tile | None:
+    """Hopper's tile that holds all rows, if it is the fastest for so many."""
+    kind = kind_of(num_outputs, gate, split)
+    for (rows, tail), (cols, depth, warps, stages) in TALL_TILES[kind].items():
+        if HEIGHTS[-1] < num_rows <= rows + tail and num_inputs % (split * depth) == 0:
+            at_once = split * -(-num_outputs // cols) <= MULTIPROCESSORS
+            return Tile(rows, cols, depth, warps, stages, split, tail) if at_once or kind == "wide" else None
+    return None
 
 
 def pick_split(num_outputs: int, num_inputs: int, gate: bool) -> int:
@@ -104,8 +121,8 @@ def pick_tile(
     split = split or pick_split(num_outputs, num_inputs, gate)
     table = HOPPER_TABLES if on_hopper else TABLES
     cols, depth, warps, stages = table[kind_of(num_outputs, gate, split)][rows]
-    if on_hopper and split == 2 and num_rows == THREE_TILES:
-        rows, (cols, depth, warps, stages) = THREE_TILES // 3, THREE_TILE
+    if on_hopper and (tall := tall_tile(num_rows, num_outputs, num_inputs, gate, split)) is not None:
+        return tall
     while (num_inputs // split) % depth:
         depth //= 2
     if split > 1 and split * -(-num_outputs // cols) > MULTIPROCESSORS:
@@ -140,9 +157,11 @@ def large_plan(
     aligned = num_outputs % LARGE_ALIGNMENT == 0 and num_inputs % (split * LARGE_DEPTH) == 0
     if num_rows <= HEIGHTS[-1] or not aligned or num_inputs // split < LARGE_DEPTH * LARGE_STAGES:
         return None
+    if tall_tile(num_rows, num_outputs, num_inputs, gate, split) is not None:
+        return None
     tiles = -(-num_rows // LARGE_ROWS) * -(-num_outputs // (LARGE_COLS // 2 if gate else LARGE_COLS))
     in_pairs = split == 2 and 2 * tiles <= num_sms
-    if in_pairs and 4 * tiles <= num_sms and (num_rows % HEIGHTS[-1] == 0 or num_rows == THREE_TILES):
+    if in_pairs and 4 * tiles <= num_sms and num_rows % HEIGHTS[-1] == 0:
         return None  # half of the device would be idle, and rows fill the table's tiles
     # Without split inputs or a residual, tiles that would leave half of the programs idle are halved.
     pieces = 2 if in_pairs or (split == 1 and not add) else 1

@@ -110,8 +110,7 @@ def run(
     (num_rows, num_outputs), num_inputs = out.shape, x.shape[1]
     matrix, bias, on_hopper = weight.weight, weight.bias, hopper_takes(weight.weight)
     if tile is None and on_hopper:
-        has_add, sms = add is not None, multiprocessors(x.device, 0)
-        plan = large_plan(num_rows, num_outputs, num_inputs, gate, has_add, sms, split)
+        plan = large_plan(num_rows, num_outputs, num_inputs, gate, add is not None, multiprocessors(x.device, 0), split)
         if plan is not None:
             _run_large(x, weight, out, scale, gate, add, plan)
             return
@@ -134,7 +133,7 @@ def run(
     for first in range(0, num_rows, MAX_ROWS):
         rows = slice(first, min(first + MAX_ROWS, num_rows))
         count = rows.stop - first
-        grid = triton.cdiv(num_outputs, tile.cols), triton.cdiv(count, tile.rows), tile.split
+        grid = triton.cdiv(num_outputs, tile.cols), triton.cdiv(count, tile.rows + tile.tail), tile.split
         pointers = (
             matrix if bias is None else bias,
             out[rows],
@@ -146,8 +145,9 @@ def run(
             # Imports Gluon, which other devices do not need.
             from peregrine.kernels.linear.hopper import hopper_kernel, tiled
 
-            tiles = tiled(x[rows], tile.rows, tile.depth), tiled(matrix, tile.cols, tile.depth)
-            launch(hopper_kernel, grid, *tiles, *pointers, count, eps, **constants, STAGES=tile.stages, pdl=True)
+            parts = (x[rows], tile.rows), (x[rows], tile.tail or tile.rows), (matrix, tile.cols)
+            tiles, more = [tiled(*part, tile.depth) for part in parts], {"TAIL": tile.tail, "STAGES": tile.stages}
+            launch(hopper_kernel, grid, *tiles, *pointers, count, eps, **constants, **more, pdl=True)
         else:
             sizes = count, x.stride(0), eps
             launch(linear_kernel, grid, x[rows], matrix, *pointers, *sizes, **constants, num_stages=tile.stages)
