@@ -29,7 +29,7 @@ def record_graphs(engine: Engine, device: torch.device) -> Decision:
     runner, seats = engine.runner, engine.runner.seats
     pages = -(-seats.max_places // seats.page_size)
     chunk = engine.policy.prefill_chunk
-    if 1 in sizes and seats.shape.depth == 0 and runner.target.ranks.size == 1:  # else not yet tried on a GPU
+    if 1 in sizes and seats.shape.is_chain and runner.target.ranks.size == 1:
         ahead = None if runner.ahead is None else runner.ahead[1]
         own = runner.target, runner.drafter, runner.judge, seats, engine.runner.graphs
         runner.first = FirstRound(*own, VARIANTS, ahead)
