@@ -98,7 +98,7 @@ def test_a_fault_in_handling_one_request_ends_it_alone(part: str, monkeypatch: p
     """While it is seated, or while its text is made."""
     some = cases(6, max_tokens=20)
     engine = build(max_rows=3, **TREE).engine
-    owner: object = TextStream if part == "push" else engine.runner.seats
+    owner: object = TextStream if part == "push" else engine.runner.seats.buffers
     method, calls = getattr(owner, part), 0
 
     def fail_once(*arguments: object) -> object:
