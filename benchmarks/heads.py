@@ -4,7 +4,7 @@ Prompts are `.jsonl` files with a "prompt" or "messages" in every line, or the p
 the held-out ones are taken. Chains and a tree have a fixed shape; "planned" is what the engine does by itself.
 
     python benchmarks/heads.py --model merlin --heads FOLDER ... --prompts benchmarks/prompts/other_style.jsonl
-    python benchmarks/heads.py --model merlin --heads merlin --prompts OUT/work/prompts.json --rows 8 --json FILE
+    python benchmarks/heads.py --model merlin --heads merlin --prompts OUT/stages/prompts.json --rows 8 --json FILE
 
 With `--rows 1` tokens/s are those of a single request; `plain` is the same without a drafter.
 "By position" is the share of rounds in which a draft was accepted, of those that accepted all drafts before it. With

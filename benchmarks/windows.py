@@ -82,6 +82,10 @@ def main() -> None:
     parser.add_argument("--clock", choices=sorted(CLOCKS), default="wall")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    for name in ("rows", "tokens", "turns"):
+        given = getattr(args, name)
+        if min(given if isinstance(given, list) else [given]) < 1:
+            parser.error(f"--{name}: {given} is not above 0")
     cells = []
     with ExitStack() as opened:
         shapes: dict[str, dict[str, object]] = {str(k): {"num_drafts": k, "windows": "fixed"} for k in {0, *args.fixed}}

@@ -17,7 +17,7 @@ def test_prompts_are_ids_of_the_files_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("\n<|endoftext|>\n".join(f"the tin {i} in the inn" for i in range(40)))
     plan = SamplingPlan(tokens=40, max_tokens=8, prompt_tokens=64)
     order = HeadOrder(str(path), (tmp_path / "text.txt",), tmp_path / "head", plan, eval_prompts=4)
-    order.work.mkdir(parents=True)
+    order.stages.mkdir(parents=True)
     source = FolderSource(path)
     train, held_out = prepare_prompts(order, source)
     assert (len(train), len(held_out)) == (plan.num_prompts, 4)

@@ -21,7 +21,7 @@ from peregrine.train.head_run import HeadRun
 from peregrine.train.make_head import copy_weights, new_head
 from peregrine.train.merlin.pretrain import PretrainOptions
 from peregrine.train.merlin.recipe import MerlinOrder, Shape, make_merlin, make_target
-from peregrine.train.options import DFLASH, HeadOptions, HeadOrder
+from peregrine.train.options import DFLASH, STAGES_FOLDER, HeadOptions, HeadOrder
 from peregrine.train.rows import Rows
 from peregrine.train.run import load_state
 from peregrine.train.samples import Samples
@@ -144,11 +144,11 @@ def test_a_killed_run_ends_with_the_weights_of_an_uninterrupted_one(
     with monkeypatch.context() as patch:
         patch.setattr(HeadRun, "loss", killed_loss)
         assert train(*flags, out="parts") == 130
-    state = load_state(tmp_path / "parts" / "work" / "run")
+    state = load_state(tmp_path / "parts" / STAGES_FOLDER / "run")
     assert state is not None
     assert state["step"] == 4
     assert train(*flags, out="parts") == 0
-    whole, parts = (tensors_of(load_state(tmp_path / out / "work" / "run")) for out in ("whole", "parts"))
+    whole, parts = (tensors_of(load_state(tmp_path / out / STAGES_FOLDER / "run")) for out in ("whole", "parts"))
     assert len(whole) > 20
     assert whole.keys() == parts.keys()
     for name in whole:
@@ -226,8 +226,8 @@ def test_a_folder_of_another_run_is_left_alone(
     assert train(*flags, "--rate", "0.5") == 2
     assert "was started with rate=0.002" in capsys.readouterr().err
     # Samples of another model do not fit.
-    shutil.rmtree(tmp_path / "head" / "work" / "run")
-    shards = sorted((tmp_path / "head" / "work" / "samples").glob("*.npz"))
+    shutil.rmtree(tmp_path / "head" / STAGES_FOLDER / "run")
+    shards = sorted((tmp_path / "head" / STAGES_FOLDER / "samples").glob("*.npz"))
     found = Samples.load(shards[0])
     Samples(found.tokens + 10_000, found.starts, found.prompt_lens).save(shards[0])
     assert train(*flags) == 2
@@ -239,12 +239,12 @@ def test_kinds_are_trained_on_the_same_samples_which_may_be_made_elsewhere(
 ) -> None:
     flags, first = ("--tokens", "600", "--text-tokens", "2000", "--steps", "2", "--no-eval"), tmp_path / "first"
     assert train(*flags, "--stop-after", "prompts", "--batch", "900000", out="first") == 0  # trained elsewhere
-    assert {path.name for path in (first / "work").iterdir()} == {"options.json", "prompts.json", "texts.npz"}
+    assert {path.name for path in (first / STAGES_FOLDER).iterdir()} == {"options.json", "prompts.json", "texts.npz"}
     assert train(*flags, "--stop-after", "samples", out="first") == 0
     assert not (first / "config.json").exists()
     block = ("--kind", "dspark", "--layers", "1", "--blocks", "4", "--mlp", "64", "--samples-of", str(first))
     assert train(*flags, *block, out="second") == 0
-    assert not (tmp_path / "second" / "work" / "prompts.json").exists()
+    assert not (tmp_path / "second" / STAGES_FOLDER / "prompts.json").exists()
     assert json.loads((tmp_path / "second" / "config.json").read_text())["intermediate_size"] == 64
     assert train(*flags, out="first") == 0
     reports = [json.loads((tmp_path / out / "report.json").read_text()) for out in ("first", "second")]
@@ -264,7 +264,7 @@ def test_chats_and_ready_prompts_come_from_jsonl(train: Callable[..., int], tmp_
     lines = [*chats, *({"prompt": story(name, "hat", 3)[:20]} for name in NAMES)]
     (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, lines)))
     assert train("--tokens", "300", "--steps", "1", "--no-eval", data=tmp_path / "chats.jsonl") == 0
-    prompts = json.loads((tmp_path / "head" / "work" / "prompts.json").read_text())[0]
+    prompts = json.loads((tmp_path / "head" / STAGES_FOLDER / "prompts.json").read_text())[0]
     assert {source for source, _ in prompts} == {"chats"}
     assert any(tokens[0] == 1 and tokens.count(2) == 1 and tokens[-1] != 0 for _, tokens in prompts)
 
@@ -279,7 +279,7 @@ def test_documents_join_the_samples_and_training_continues_from_another_head(
     first, second = (json.loads((tmp_path / out / "report.json").read_text()) for out in ("first", "second"))
     assert first["text_tokens"] == 0
     assert 4000 <= second["text_tokens"] < 4200
-    texts = Samples.load(tmp_path / "second" / "work" / "texts.npz")
+    texts = Samples.load(tmp_path / "second" / STAGES_FOLDER / "texts.npz")
     lasts = texts.tokens[texts.starts[1:] - 1]
     assert ((lasts == 0) | (texts.starts[1:] - texts.starts[:-1] == 24 + 40)).all()  # ended, or cut to fit
     assert second["rows"] > first["rows"]

@@ -59,24 +59,24 @@ def make_head(order: HeadOrder) -> Facts | None:
     facts = train_head(order, folder, samples, device, dtype)
     if order.evaluate:
         facts |= evaluate(order, folder, held_out)
-    report.write_report(order.out, order.work / "run", facts)
+    report.write_report(order.out, order.stages / "run", facts)
     return facts
 
 
 def claim(order: HeadOrder) -> None:
     """Take the folder for this order; refuse one that holds anything else. An order that made nothing yet goes."""
-    noted, facts = order.work / FACTS, order.facts()
+    noted, facts = order.stages / FACTS, order.facts()
     if order.samples_of is not None:
         others = order.data_folder / FACTS
         if not others.exists():
             raise ConfigError(f"samples_of={order.samples_of}: no head was trained there; give another head's --out")
         check_same(json.loads(others.read_text()), order.data_facts(), order.samples_of)
-    if (order.work / PROMPTS).exists() or (order.work / UNTRAINED).exists():
+    if (order.stages / PROMPTS).exists() or (order.stages / UNTRAINED).exists():
         check_same(json.loads(noted.read_text()), facts, order.out)
         return
     if not noted.exists() and order.out.exists() and any(order.out.iterdir()):
         raise ConfigError(f"out={order.out}: holds files of something else; give an empty or a new folder")
-    order.work.mkdir(parents=True, exist_ok=True)
+    order.stages.mkdir(parents=True, exist_ok=True)
     noted.write_text(json.dumps(facts, indent=1))
 
 
@@ -116,14 +116,14 @@ def train_head(order: HeadOrder, folder: Path, samples: Samples, device: torch.d
     ids = draft_ids(samples, order.draft_vocab, config.vocab_size, config.eos_ids)
     start = None if order.start is None else load_head(order.start, target, device, torch.float32, pack=False)
     head = new_head(order, target, samples, ids, start)
-    if not (order.work / UNTRAINED).exists():
-        save_head(head, order.work / UNTRAINED, torch.bfloat16)
+    if not (order.stages / UNTRAINED).exists():
+        save_head(head, order.stages / UNTRAINED, torch.bfloat16)
     if start is not None and order.start is not None:
         copy_weights(head, start, order.start)
     texts = Samples.load(order.data_folder / TEXTS) if order.text_tokens else None
     epoch = with_texts(samples, texts)
     rows = SampleRows(epoch, fitting_row_len(epoch))
-    run = HeadRun(head, target, order.options, rows, order.work / "run", order.out)
+    run = HeadRun(head, target, order.options, rows, order.stages / "run", order.out)
     run.train()
     written = samples.written()
     return {
@@ -189,7 +189,7 @@ def evaluate(order: HeadOrder, folder: Path, held_out: Sequence[Prompt]) -> Fact
     evaluation = report.Evaluation(held_out, min(order.eval_tokens, room), rows, order.device, order.dtype)
     shapes = report.shapes_of(order.kind, order.options.unroll)
     trained, outputs = report.measure(folder, order.out, evaluation, shapes)
-    untrained, _ = report.measure(folder, order.work / UNTRAINED, evaluation, shapes[:1])
+    untrained, _ = report.measure(folder, order.stages / UNTRAINED, evaluation, shapes[:1])
     print(f"{report.table(trained)}\nuntrained:\n{report.table(untrained)}")
     facts: Facts = {"acceptance": trained, "untrained": untrained, "bonus_counted": True}
     if order.kind == DSPARK:

@@ -10,6 +10,7 @@ from peregrine.errors import ConfigError
 AUTO, FULL = "auto", "full"
 EAGLE3, DFLASH, DSPARK = KINDS = "eagle3", "dflash", "dspark"
 STAGES = "prompts", "samples"  # what is made before a head is trained
+STAGES_FOLDER = "stages"  # in the folder of a head
 Facts = dict[str, Any]
 
 
@@ -92,14 +93,14 @@ class HeadOrder:
     stop_after: str | None = None  # a stage after which to stop
 
     @property
-    def work(self) -> Path:
+    def stages(self) -> Path:
         """The folder for files that stages leave for later ones."""
-        return self.out / "work"
+        return self.out / STAGES_FOLDER
 
     @property
     def data_folder(self) -> Path:
-        """The folder of prompts, samples and texts: the work folder, or that of another head."""
-        return self.work if self.samples_of is None else self.samples_of / "work"
+        """The folder of prompts, samples and texts: that of this head's stages, or another head's."""
+        return (self.samples_of or self.out) / STAGES_FOLDER
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
