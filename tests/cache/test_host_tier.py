@@ -137,6 +137,7 @@ def test_a_page_is_named_by_every_token_it_depends_on(lookahead: int) -> None:
     assert len(set(names)) == len(names) == 3
     pages = pool.allocate(3)
     tree.insert(tokens, pages)
+    pool.release(pages)
     for cached in (2, 1):
         taken = tree.take(1)
         assert taken == [Evicted(names[cached], pages[cached])]

@@ -10,7 +10,8 @@ from peregrine.errors import ConfigError, EngineFault
 def grown(tree, tokens):
     """Cache the whole pages of some tokens as a finished request would; returns their pages."""
     pages = tree.pool.allocate(tree.whole_pages(len(tokens)))
-    tree.pool.release(tree.insert(tokens, pages))
+    tree.insert(tokens, pages)
+    tree.pool.release(pages)
     return list(tree.match(tokens).pages)
 
 
@@ -56,26 +57,34 @@ def test_bigram_key_holds_the_next_token(bigram_tree):
     assert bigram_tree.match([1, 2, 7]).pages == tuple(other)
 
 
-def test_insert_takes_over_references_and_returns_duplicates(tree, pool):
+def test_insert_takes_a_reference_to_each_page_that_was_not_cached(tree, pool):
     first = pool.allocate(2)
-    assert tree.insert([1, 2, 3, 4], first) == []
-    assert [pool.refs(page) for page in first] == [1, 1]
+    tree.insert([1, 2, 3, 4], first)
+    assert [pool.refs(page) for page in first] == [2, 2]
+    tree.insert([1, 2, 3, 4], first)  # the tree's own
+    assert [pool.refs(page) for page in first] == [2, 2]
     second = pool.allocate(3)
-    assert tree.insert([1, 2, 3, 4, 5, 6], second) == second[:2]
-    pool.release(second[:2])
+    tree.insert([1, 2, 3, 4, 5, 6], second)  # two of them hold what others hold already
+    assert [pool.refs(page) for page in second] == [1, 1, 2]
+    pool.release([*first, *second])
     assert tree.match([1, 2, 3, 4, 5, 6]).pages == (*first, second[2])
     assert pool.num_free + tree.num_cached == pool.num_pages - 1
 
 
-def test_insert_of_the_trees_own_page_gives_the_reference_back(tree, pool):
-    pages = grown(tree, [1, 2, 3, 4])
-    match = tree.match([1, 2, 3, 4])
-    tree.lock(match)
-    pool.retain(pages)
-    assert tree.insert([1, 2, 3, 4], pages) == []
-    assert [pool.refs(page) for page in pages] == [2, 2]
-    tree.unlock(match)
-    assert [pool.refs(page) for page in pages] == [1, 1]
+def test_runs_are_cut_where_prefixes_part_or_end(tree, pool):
+    """What is cached, in which order it is evicted, and under which digests does not depend on how runs were cut."""
+    long, other = [1, 1, 2, 2, 3, 3, 4, 4], [1, 1, 2, 2, 7, 7]
+    names = list(tree.digests(long, tree.match([])))
+    pages = grown(tree, long)
+    branch = grown(tree, other)
+    assert branch[:2] == pages[:2]
+    used = tree.match(long[:6])
+    tree.lock(used)  # ends in the middle of a run, whose rest is now the oldest
+    assert [(e.page, e.digest) for e in tree.take(1)] == [(pages[3], names[3])]
+    tree.unlock(used)
+    assert list(tree.digests(long, tree.match(long))) == names[3:]
+    assert [e.page for e in tree.take(9)] == [branch[2], *reversed(pages[:3])]
+    assert tree.num_cached == 0
 
 
 def test_match_retains_nothing_and_lock_does(tree, pool):
@@ -95,7 +104,6 @@ def test_match_retains_nothing_and_lock_does(tree, pool):
 
 def test_a_page_held_without_a_lock_is_not_evicted(tree, pool):
     pages = pool.allocate(1)
-    pool.retain(pages)
     tree.insert([1, 2], pages)
     assert tree.evict(1) == 0
     pool.release(pages)
@@ -187,8 +195,6 @@ def test_insert_refuses_before_it_changes_anything(tree, bigram_tree, pool):
         tree.insert([5, 5, 5, 5], [own[0], own[0]])
     with pytest.raises(EngineFault, match=f"page {cached[0]} is cached for other tokens"):
         tree.insert([5, 5, 6, 6], [own[0], cached[0]])
-    with pytest.raises(EngineFault, match="not the caller's to give"):
-        tree.insert([1, 1], cached)
     free = next(page for page in range(1, pool.num_pages) if not pool.refs(page))
     with pytest.raises(EngineFault, match="not the caller's to give"):
         tree.insert([5, 5, 6, 6], [own[0], free])

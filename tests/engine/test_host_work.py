@@ -9,7 +9,7 @@ import torch
 from peregrine.engine.admission import seat_entry
 from peregrine.engine.engine import Engine
 from peregrine.engine.request import Output
-from peregrine.engine.stats import Stats, drafted_flags
+from peregrine.engine.stats import Stats, drafted_flags, rounds_of
 from peregrine.sampling import SamplingParams
 from peregrine.spec.seat_buffers import SeatBuffers
 from peregrine.spec.seat_entry import Words
@@ -39,10 +39,11 @@ def test_pages_cover_what_every_row_can_reach(lag: int, pages: int, monkeypatch:
 
 def test_statistics_follow_from_verdicts() -> None:
     verdicts = [1, 0, 0, 4, 3, 3, 2, 1, 3, 0, 0, 3]  # tokens, right drafts, drafts of four rounds
-    assert Stats.of(verdicts, 5, 1) == Stats(4, 9, 4, 7, [2, 1, 0, 1], 5, 1)
-    assert drafted_flags(verdicts) == [False, True, True, True, False, True, False]
-    assert Stats.of([], 0, 0) == Stats()
-    assert drafted_flags([]) == []
+    assert Stats.of(rounds_of(verdicts), 5, 1) == Stats(4, 9, 4, 7, [2, 1, 0, 1], 5, 1)
+    assert drafted_flags(rounds_of(verdicts)) == [False, True, True, True, False, True, False]
+    assert Stats.of(rounds_of([]), 0, 0) == Stats()
+    assert drafted_flags(rounds_of([])) == []
+    assert drafted_flags(rounds_of([1, 0, 3, 1, 0, 0])) == [False, False]
 
 
 def quiet(engine: Engine, asked: list[Case]) -> tuple[list[Output], int]:

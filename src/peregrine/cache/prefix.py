@@ -1,9 +1,10 @@
 """The prefix tree: full pages kept after their request has ended, for later prompts with the same prefix.
 
-A trie with one page per node. A child's key is the tokens of its page plus `lookahead` tokens after it. A
-draft head writes the entry of a position from that position's hidden state and the *next* token, so with a
-head (lookahead 1) a page is reusable only where the token after it agrees too, and a page whose next token is
-not known yet can neither be inserted nor matched.
+A radix tree: a node is a run of pages that were inserted together, and is cut in two where another prefix branches
+off or a shorter one is used. So a prompt of any length takes a few comparisons of runs, not one for every page. The key
+of a page is its tokens plus `lookahead` tokens after it: a draft head writes the entry of a position from that
+position's hidden state and the *next* token, so with a head (lookahead 1) a page is reusable only where the token after
+it agrees too, and a page whose next token is not known yet can neither be inserted nor matched.
 
 Ownership is counted in the page pool: the tree has one reference to each page it caches, each holder has one.
 
@@ -21,37 +22,41 @@ A cached page is locked while it has references besides the tree's: there is no 
 are evicted, so a page is never cached without the pages before it. Every page is free, cached, or held outside
 the tree: free + cached + held = all.
 
-`insert` takes one reference per page, so a request that goes on using its pages retains them first. Its end:
+`insert` takes references for the tree, so nothing changes for a request that goes on using its pages. Its end:
 
     |-- matched, locked --|-- full, its own --|-- partial --|-- reserved for drafts --|
-     retain, insert; release what comes back
+                        insert
             unlock               release          release            release
 """
 
-from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from heapq import heappop, heappush
 
+import numpy as np
+import numpy.typing as npt
+
 from peregrine.cache.pages import PagePool
 from peregrine.errors import ConfigError, EngineFault
 
-Key = tuple[int, ...]
+Tokens = Sequence[int] | npt.NDArray[np.int64]
+Run = bytes  # the tokens of some pages and the lookahead of the last one: they are compared and hashed as one value
+WORD = 8  # bytes of a token in it
 
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """One cached page; mutated by the tree alone."""
+    """A run of cached pages, used equally recently; mutated by the tree alone."""
 
-    page: int
-    key: Key
+    pages: list[int]
+    run: Run
     parent: "Node | None"
-    serial: int  # order of creation
+    serial: int  # of the insertion that made its pages
     last_used: int
-    children: "dict[Key, Node]" = field(default_factory=dict)
+    children: "dict[Run, Node]" = field(default_factory=dict)  # by the key of their first page
     queued: bool = False  # has an entry in the eviction queue
-    digest: bytes = b""  # of all tokens the page depends on; empty: not computed yet
+    digests: list[bytes] = field(default_factory=list)  # by page, of all tokens it depends on; empty: not computed yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +73,7 @@ class Match:
 
     pages: tuple[int, ...]
     num_tokens: int
-    node: Node = field(repr=False, compare=False)  # the last page's node, the root if no page matched
+    serial: int  # of the insertion that made the last page
 
 
 class PrefixTree:
@@ -80,10 +85,10 @@ class PrefixTree:
         if lookahead not in (0, 1):
             raise ConfigError(f"lookahead={lookahead}: must be 1 with a draft head and 0 without")
         self.pool, self.page_size, self.lookahead = pool, page_size, lookahead
-        self._root = Node(page=0, key=(), parent=None, serial=0, last_used=0)
-        self._cached: set[int] = set()
+        self._root = Node(pages=[], run=b"", parent=None, serial=0, last_used=0)
+        self._cached: dict[int, Node] = {}  # by page
         self._uses = 0  # stands in for a clock
-        self._created = 0
+        self._inserted = 0
         # Each leaf has one entry (last_used, serial, node), possibly out of date: when an entry comes to the top,
         # a leaf used since then is queued again, and a node that has children now is dropped.
         self._queue: list[tuple[int, int, Node]] = []
@@ -97,22 +102,19 @@ class PrefixTree:
         """How many leading pages of `num_tokens` tokens have a key: full, with the lookahead token known."""
         return max(0, num_tokens - self.lookahead) // self.page_size
 
-    def match(self, tokens: Sequence[int]) -> Match:
+    def match(self, tokens: Tokens) -> Match:
         """The longest cached prefix of `tokens` in whole pages; takes no reference and counts as no use."""
-        path = self._walk(tokens, self.whole_pages(len(tokens)))
-        return Match(
-            pages=tuple(node.page for node in path),
-            num_tokens=len(path) * self.page_size,
-            node=path[-1] if path else self._root,
-        )
+        pages, node = self._walk(run_of(tokens), self.whole_pages(len(tokens)))
+        return Match(tuple(pages), len(pages) * self.page_size, node.serial)
 
     def lock(self, match: Match) -> None:
         """Take a reference to each matched page, so that none is evicted before `unlock`."""
-        # An evicted node has no parent; if the last page is cached, so are all before it.
-        if match.pages and match.node.parent is None:
+        # If the last page is cached, so are all before it. One that was evicted and cached again has another serial.
+        node = self._cached.get(match.pages[-1]) if match.pages else self._root
+        if node is None or node.serial != match.serial:
             raise EngineFault(f"pages {match.pages} were evicted since; match again, then lock")
         self.pool.retain(match.pages)
-        self._touch(match.node)
+        self._touch(self._end_at(list(match.pages)))
 
     def unlock(self, match: Match) -> None:
         """Undo one `lock`; the pages stay cached."""
@@ -120,123 +122,163 @@ class PrefixTree:
             if self.pool.refs(page) < 2:
                 raise EngineFault(f"page {page} is not locked; unlock a match as often as it was locked")
         self.pool.release(match.pages)
-        self._touch(match.node)
+        self._touch(self._end_at(list(match.pages)))
 
-    def insert(self, tokens: Sequence[int], pages: Sequence[int]) -> list[int]:
-        """Cache pages[i] as the i-th page of `tokens`; returns the duplicates, which the caller must release.
+    def insert(self, tokens: Tokens, pages: Sequence[int]) -> None:
+        """Cache pages[i] as the i-th page of `tokens`, unless one is cached for it already.
 
-        Takes one of the caller's references to each page. It becomes the tree's if the page was not cached, and is
-        released if this very page was cached already. If another page is cached for the same tokens, the caller's
-        page is a duplicate: it is returned, with its reference.
+        The tree takes a reference to each page that it did not hold; the caller's own stay the caller's.
         """
-        path = self._walk(tokens, len(pages))
-        self._check_insertable(tokens, pages, path)
-        node = path[-1] if path else self._root
-        for index in range(len(path), len(pages)):
-            node = self._add_child(node, self._key(tokens, index), pages[index])
+        run = run_of(tokens)
+        found, _ = self._walk(run, len(pages))
+        new = list(pages[len(found) :])
+        self._check_insertable(len(tokens), pages, new)
+        self.pool.retain(new)
+        node = self._end_at(found)
+        if new:
+            node = self._add_child(node, self._part(run, len(found), len(pages)), new)
         self._touch(node)
         self._enqueue(node)
-        known = [(page, kept.page) for page, kept in zip(pages, path, strict=False)]
-        self.pool.release(page for page, kept in known if page == kept)
-        return [page for page, kept in known if page != kept]
 
     def evict(self, num_pages: int) -> int:
         """Free up to `num_pages` pages, least recently used unlocked leaves first; returns how many."""
-        leaves = self._take_leaves(num_pages)
-        self.pool.release(node.page for node in leaves)
-        return len(leaves)
+        pages, _ = self._take_pages(num_pages)
+        self.pool.release(pages)
+        return len(pages)
 
     def take(self, num_pages: int) -> list[Evicted]:
         """Take out the pages that `evict` would free; the tree's reference to each becomes the caller's."""
-        return [Evicted(node.digest, node.page) for node in self._take_leaves(num_pages, digested=True)]
+        pages, digests = self._take_pages(num_pages, digested=True)
+        return list(map(Evicted, digests, pages))
 
-    def _take_leaves(self, num_pages: int, digested: bool = False) -> list[Node]:
-        taken: list[Node] = []
+    def _take_pages(self, num_pages: int, digested: bool = False) -> tuple[list[int], list[bytes]]:
+        """Pages from the ends of unlocked leaves, with their digests if wanted."""
+        pages: list[int] = []
+        digests: list[bytes] = []
         locked = []
-        while len(taken) < num_pages and self._queue:
+        while len(pages) < num_pages and self._queue:
             last_used, _, node = heappop(self._queue)
             node.queued = False
             if node.children:
                 continue  # queued again when its last child is evicted
             if last_used != node.last_used:
                 self._enqueue(node)
-            elif self.pool.refs(node.page) > 1:
+                continue
+            keep, least = len(node.pages), max(0, len(node.pages) - (num_pages - len(pages)))
+            while keep > least and self.pool.refs(node.pages[keep - 1]) == 1:
+                keep -= 1
+            if digested:
+                digests += reversed(self._digests(node)[keep:])
+            pages += reversed(node.pages[keep:])
+            self._shorten(node, keep)
+            if keep > least:
                 locked.append(node)  # at most one leaf per request
             else:
-                if digested:
-                    self._digest(node)
-                self._remove_leaf(node)
-                taken.append(node)
+                self._enqueue(node)
         for node in locked:
             self._enqueue(node)
-        return taken
+        return pages, digests
 
     def clear(self) -> int:
         """Free every page that is not locked; returns how many."""
         return self.evict(self.num_cached)
 
-    def digests(self, tokens: Sequence[int], match: Match) -> Iterator[bytes]:
+    def digests(self, tokens: Tokens, match: Match) -> Iterator[bytes]:
         """The digests of the whole pages of `tokens` that follow a match."""
-        digest = self._digest(match.node)
-        for index in range(len(match.pages), self.whole_pages(len(tokens))):
-            digest = _chained(digest, self._key(tokens, index))
-            yield digest
+        digest, count = b"", len(match.pages)
+        if count:
+            node = self._cached[match.pages[-1]]
+            digest = self._digests(node)[node.pages.index(match.pages[-1])]
+        yield from self._chain(digest, self._part(run_of(tokens), count, self.whole_pages(len(tokens))))
 
-    def _digest(self, node: Node) -> bytes:
-        """The node's digest, which is made from its parent's; computed once."""
+    def _digests(self, node: Node) -> list[bytes]:
+        """The digests of the node's pages, which follow from those before it; computed once."""
         path: list[Node] = []
-        step = node
-        while not step.digest and step.parent is not None:
+        step: Node | None = node
+        while step is not None and not step.digests:
             path.append(step)
             step = step.parent
-        digest = step.digest  # empty: the root's
+        digest = b"" if step is None else step.digests[-1]
         for step in reversed(path):
-            digest = step.digest = _chained(digest, step.key)
-        return digest
+            step.digests = list(self._chain(digest, step.run))
+            digest = step.digests[-1] if step.digests else b""  # the root has none
+        return node.digests
 
-    def _key(self, tokens: Sequence[int], index: int) -> Key:
-        start = index * self.page_size
-        return tuple(tokens[start : start + self.page_size + self.lookahead])
+    def _chain(self, digest: bytes, run: Run) -> Iterator[bytes]:
+        """The digests of a run's pages, from that of the page before it (empty: there is none)."""
+        for index in range(self.whole_pages(len(run) // WORD)):
+            digest = sha256(digest + self._part(run, index, index + 1)).digest()
+            yield digest
 
-    def _walk(self, tokens: Sequence[int], num_pages: int) -> list[Node]:
-        path: list[Node] = []
-        children = self._root.children
-        for index in range(num_pages):
-            node = children.get(self._key(tokens, index))
-            if node is None:
+    def _part(self, run: Run, first: int, end: int) -> Run:
+        """Pages [first, end) of a run; of a single page it is the key."""
+        return run[first * self.page_size * WORD : (end * self.page_size + self.lookahead) * WORD]
+
+    def _walk(self, run: Run, num_pages: int) -> tuple[list[int], Node]:
+        """The cached pages among the first `num_pages` of a run, and the node that has the last of them."""
+        pages: list[int] = []
+        node, ends = self._root, True
+        while ends and len(pages) < num_pages:
+            child = node.children.get(self._part(run, len(pages), len(pages) + 1))
+            if child is None:
                 break
-            path.append(node)
-            children = node.children
-        return path
+            count = self._num_equal(child, self._part(run, len(pages), num_pages), num_pages - len(pages))
+            node, ends = child, count == len(child.pages)
+            pages += child.pages[:count]
+        return pages, node
 
-    def _check_insertable(self, tokens: Sequence[int], pages: Sequence[int], path: list[Node]) -> None:
-        if len(pages) > self.whole_pages(len(tokens)):
-            raise EngineFault(
-                f"{len(pages)} pages for {len(tokens)} tokens: with page_size {self.page_size} and lookahead "
-                f"{self.lookahead} only {self.whole_pages(len(tokens))} have a key; release the others"
-            )
-        if len(set(pages)) < len(pages):
+    def _num_equal(self, node: Node, run: Run, num_pages: int) -> int:
+        """How many of the first `num_pages` pages of a run the node has."""
+        most = min(len(node.pages), num_pages)
+        if self._part(node.run, 0, most) == self._part(run, 0, most):
+            return most
+        pairs = ((self._part(node.run, i, i + 1), self._part(run, i, i + 1)) for i in range(most))
+        return next(index for index, (ours, given) in enumerate(pairs) if ours != given)
+
+    def _end_at(self, pages: list[int]) -> Node:
+        """The node that ends with the last of these cached pages of one prefix; the root for none."""
+        node = self._cached[pages[-1]] if pages else self._root
+        return node if pages[-1:] == node.pages[-1:] else self._cut(node, node.pages.index(pages[-1]) + 1)
+
+    def _cut(self, node: Node, count: int) -> Node:
+        """Cut a run after `count` pages; returns the node of the first ones, the others stay this node's."""
+        assert node.parent is not None
+        upper = Node(node.pages[:count], self._part(node.run, 0, count), node.parent, node.serial, node.last_used)
+        upper.digests, node.digests = node.digests[:count], node.digests[count:]
+        node.parent.children[self._part(node.run, 0, 1)] = upper
+        node.pages, node.run, node.parent = node.pages[count:], node.run[count * self.page_size * WORD :], upper
+        upper.children[self._part(node.run, 0, 1)] = node
+        self._cached.update(dict.fromkeys(upper.pages, upper))
+        return upper
+
+    def _check_insertable(self, num_tokens: int, pages: Sequence[int], new: list[int]) -> None:
+        if len(pages) > (most := self.whole_pages(num_tokens)):
+            raise EngineFault(f"{len(pages)} pages for {num_tokens} tokens: only {most} have a key; release the others")
+        if len(set(new)) < len(new):
             raise EngineFault(f"pages={list(pages)}: a page holds one run of tokens; insert each page once")
-        ours = {page for page, node in zip(pages, path, strict=False) if page == node.page}
-        for page in sorted(self._cached.intersection(pages) - ours):
+        for page in sorted(self._cached.keys() & new):
             raise EngineFault(f"page {page} is cached for other tokens; insert pages of the caller's own")
-        for page, refs in zip(pages, map(self.pool.refs, pages), strict=True):
-            if refs < 2 and refs < 1 + (page in ours):
-                raise EngineFault(f"page {page} is not the caller's to give; retain it before it is inserted")
+        if free := [page for page, refs in zip(new, map(self.pool.refs, new), strict=True) if not refs]:
+            raise EngineFault(f"page {free[0]} is free, so not the caller's to give; allocate it first")
 
-    def _add_child(self, parent: Node, key: Key, page: int) -> Node:
-        self._created += 1
-        node = Node(page=page, key=key, parent=parent, serial=self._created, last_used=self._uses)
-        parent.children[key] = node
-        self._cached.add(page)
+    def _add_child(self, parent: Node, run: Run, pages: list[int]) -> Node:
+        self._inserted += 1
+        node = Node(pages, run, parent, self._inserted, self._uses)
+        parent.children[self._part(run, 0, 1)] = node
+        self._cached.update(dict.fromkeys(pages, node))
         return node
 
-    def _remove_leaf(self, node: Node) -> None:
+    def _shorten(self, node: Node, keep: int) -> None:
+        """Take all but the first `keep` pages out of a leaf; if none is left, it goes, and its parent may be a leaf."""
         assert node.parent is not None
-        del node.parent.children[node.key]
-        self._cached.remove(node.page)
-        self._enqueue(node.parent)
-        node.parent = None
+        for page in node.pages[keep:]:
+            del self._cached[page]
+        if not keep:
+            del node.parent.children[self._part(node.run, 0, 1)]
+            self._enqueue(node.parent)
+            node.parent = None
+        del node.pages[keep:], node.digests[keep:]
+        node.run = self._part(node.run, 0, keep)
 
     def _touch(self, node: Node) -> None:
         """Mark the whole path as used, so that no page is older than a page after it."""
@@ -252,6 +294,6 @@ class PrefixTree:
             heappush(self._queue, (node.last_used, node.serial, node))
 
 
-def _chained(digest: bytes, key: Key) -> bytes:
-    """The digest of a page, from that of the page before it (empty: there is none) and its own key."""
-    return sha256(digest + array("q", key).tobytes()).digest()
+def run_of(tokens: Tokens) -> Run:
+    """Tokens as bytes."""
+    return np.asarray(tokens, dtype=np.int64).tobytes()

@@ -47,7 +47,7 @@ class PageLedger:
         if request.wants_scores:  # every prompt token must be read to be scored
             request.forget_scores()
         elif self.tree is not None:
-            match = self.tree.match(request.tokens[: request.num_tokens - 1 + self.lookahead])
+            match = self.tree.match(request.ids(0, request.num_tokens - 1 + self.lookahead))
             self.tree.lock(match)
             request.match, request.pages, request.read_len = match, list(match.pages), match.num_tokens
 
@@ -55,7 +55,7 @@ class PageLedger:
         """The pages after the request's match that lie on the host."""
         if self.tier is None or self.tree is None or request.match is None:
             return []
-        tokens = request.tokens[: request.num_tokens - 1 + self.lookahead]
+        tokens = request.ids(0, request.num_tokens - 1 + self.lookahead)
         return self.tier.find(self.tree.digests(tokens, request.match))
 
     def reserve(self, request: Request, places: int, patient: bool = False) -> bool:
@@ -117,10 +117,8 @@ class PageLedger:
         self.version += 1
         if self.tree is None:
             return
-        tokens = request.tokens[: request.read_len + self.lookahead]
-        pages = request.pages[: self.tree.whole_pages(len(tokens))]
-        self.pool.retain(pages)  # a reference for the tree; the request keeps its own
-        self.pool.release(self.tree.insert(tokens, pages))
+        tokens = request.ids(0, min(request.read_len + self.lookahead, request.num_tokens))
+        self.tree.insert(tokens, request.pages[: self.tree.whole_pages(len(tokens))])
 
     def release(self, request: Request) -> None:
         """Give back every page of the request; its full pages stay in the tree, evictable."""

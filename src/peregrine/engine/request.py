@@ -12,7 +12,7 @@ from torch import Tensor
 from peregrine.cache.host_tier import Transfer
 from peregrine.cache.prefix import Match
 from peregrine.engine.host_copy import HostCopy
-from peregrine.engine.stats import Stats, drafted_flags
+from peregrine.engine.stats import Stats, drafted_flags, rounds_of
 from peregrine.grammar import Matcher
 from peregrine.kernels.round import HEADER
 from peregrine.sampling import SamplingParams
@@ -179,13 +179,14 @@ class Request:
         return len(self.tokens) - 1 - self.read_len
 
     def ids(self, start: int, end: int) -> npt.NDArray[np.int64]:
-        """The tokens [start, end) as an array; those of the prompt are not copied."""
-        return self._prompt_ids[start:end] if end <= len(self.prompt) else np.array(self.tokens[start:end])
+        """The tokens [start, end) as an array; of the prompt alone it is no copy."""
+        prompt, count = self._prompt_ids[start:end], len(self.prompt)
+        return prompt if end <= count else np.concatenate([prompt, np.array(self.tokens[max(start, count) : end])])
 
     @property
     def stats(self) -> Stats:
         """How speculation went until now."""
-        return Stats.of(self.verdicts, self.cached_tokens, self.preemptions)
+        return Stats.of(rounds_of(self.verdicts), self.cached_tokens, self.preemptions)
 
     @property
     def wants_scores(self) -> bool:
@@ -270,6 +271,7 @@ class Request:
 
     def output(self, reason: str, stop: str | int | None, simulated: bool) -> Output:
         """Everything there is to say at the end."""
+        rounds = rounds_of(self.verdicts)
         return Output(
             request_id=self.id,
             prompt_token_ids=self.prompt,
@@ -279,9 +281,9 @@ class Request:
             stop_reason=stop,
             error=self.failure or FAULT.format(count=self.num_generated) if reason == "error" else None,
             seed=self.seed,
-            drafted=drafted_flags(self.verdicts)[: self.num_generated],
+            drafted=drafted_flags(rounds)[: self.num_generated],
             logprobs=list(self.logprobs) if self.params.logprobs is not None else None,
-            stats=self.stats,
+            stats=Stats.of(rounds, self.cached_tokens, self.preemptions),
             timing=self.timing(),
             simulated=simulated,
             prompt_logprobs=self.prompt_logprobs(),

@@ -3,6 +3,9 @@
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
+
+Rounds = npt.NDArray[np.int64]  # [rounds, 3]: tokens, right drafts, drafts
 
 
 @dataclass(slots=True)
@@ -18,9 +21,8 @@ class Stats:
     preemptions: int = 0
 
     @staticmethod
-    def of(verdicts: list[int], cached_tokens: int, preemptions: int) -> "Stats":
-        """Of rounds with these verdicts, three numbers each: tokens, right drafts, drafts."""
-        rounds = np.array(verdicts, dtype=np.int64).reshape(-1, 3)
+    def of(rounds: Rounds, cached_tokens: int, preemptions: int) -> "Stats":
+        """Of rounds with these verdicts."""
         accepted, correct, drafted = rounds.sum(axis=0).tolist()
         histogram = np.bincount(rounds[:, 1]).tolist()
         return Stats(len(rounds), drafted, correct, accepted, histogram, cached_tokens, preemptions)
@@ -41,9 +43,16 @@ class Stats:
         self.accept_histogram[correct] += 1
 
 
-def drafted_flags(verdicts: list[int]) -> list[bool]:
+def rounds_of(verdicts: list[int]) -> Rounds:
+    """The verdicts of some rounds, from three numbers of each."""
+    return np.array(verdicts, dtype=np.int64).reshape(-1, 3)
+
+
+def drafted_flags(rounds: Rounds) -> list[bool]:
     """Of each token of the rounds: whether it was drafted. Right drafts come first in a round."""
-    accepted, correct, _ = np.array(verdicts, dtype=np.int64).reshape(-1, 3).T
+    accepted, correct, _ = rounds.T
+    if not correct.any():
+        return [False] * int(accepted.sum())
     firsts = np.repeat(np.cumsum(accepted) - accepted, accepted)  # the first token of each token's round
     flags: list[bool] = (np.arange(len(firsts)) - firsts < np.repeat(correct, accepted)).tolist()
     return flags
