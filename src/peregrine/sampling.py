@@ -21,6 +21,7 @@ SEED_BITS = 63
 MAX_GRAMMAR_BYTES = 1 << 18  # of a schema, regex, grammar or all choices together
 MAX_GRAMMAR_DEPTH = 64  # of nested objects and lists in a schema
 CONSTRAINTS = ("json_schema", "json_object", "regex", "grammar", "choice")
+UNSET: dict[str, object] = {"json_object": False, "choice": ()}  # of constraints; None leaves out any of them
 LARGEST = 2**31 - 1  # of counts of tokens; no context holds as many
 
 # Field: lowest and highest value, what to pass instead. Beyond these limits logits overflow float32.
@@ -156,7 +157,7 @@ class SamplingParams:
         return None
 
     def _check_constraint(self) -> None:
-        given = [name for name in CONSTRAINTS if getattr(self, name) not in (None, False, ())]
+        given = [name for name in CONSTRAINTS if getattr(self, name) not in (None, UNSET.get(name))]
         if len(given) > 1:
             raise RequestError(given[1], getattr(self, given[1]), f"{given[0]} was given, too", "keep one of them")
         if not given:

@@ -4,10 +4,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
+from tokenizers.models import WordLevel
 
 from peregrine.engine.folders import ASSETS
 from peregrine.engine.masks import MaskWriter, Stands
+from peregrine.errors import RequestError
 from peregrine.grammar import GrammarCompiler, Matcher, MatcherLimits, Window
 from peregrine.kernels.sampling import Masks
 from peregrine.models.parallel import ALONE
@@ -127,3 +130,11 @@ def test_requests_at_the_same_time_have_grammars_of_their_own(
     assert users() == [2, 1, 1]
     running[:] = [matcher()]
     assert sorted(users()) == [0, 0, 1]
+
+
+def test_a_tokenizer_that_the_library_cannot_use_is_a_reason_to_refuse() -> None:
+    words = SimpleNamespace(backend=tokenizers.Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a")))
+    compiler, ends = GrammarCompiler(words, 2, (1,)), frozenset({1})  # type: ignore[arg-type]
+    for _ in range(2):
+        with pytest.raises(RequestError, match=r"^regex='a': llguidance cannot use this model's tokenizer \("):
+            compiler.matcher(Constraint("regex", "a"), MatcherLimits(ends, ends, 0, None))

@@ -15,6 +15,7 @@ import pytest
 from peregrine import LLM
 from peregrine.engine.request import Delta
 from peregrine.errors import EngineFault
+from peregrine.grammar import GrammarCompiler
 from peregrine.serve import run
 from serve.conftest import Lent, Served, start, wait_ready
 from serve.processes import HANG, breaking, process
@@ -24,8 +25,9 @@ PLAIN = ("--drafter", "none")  # nothing to load or to measure but the model
 ENDLESS = {"prompt": "Once", "max_tokens": 2000, "ignore_eos": True}
 
 
-def test_a_loading_server_says_so(server: Served) -> None:
-    go_on = threading.Event()
+def test_a_loading_server_says_so(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on, phases = threading.Event(), list[str]()
+    monkeypatch.setattr(GrammarCompiler, "load", lambda self: phases.append(served.service.status.phase))
 
     def slowly() -> LLM:
         go_on.wait()
@@ -43,6 +45,7 @@ def test_a_loading_server_says_so(server: Served) -> None:
             go_on.set()
             wait_ready(served)
             assert http.get("/health").status_code == 200
+            assert phases == ["loading"]  # what would stop every thread at the first grammar is done before
             assert http.post("/v1/completions", json={"prompt": "x"}).status_code == 200
     finally:
         go_on.set()

@@ -93,8 +93,8 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
     "response_format.type": ({"response_format": {"type": "xml"}}, "use text, json_object, json_schema or"),
     "response_format.json_schema": ({"response_format": {"type": "json_schema"}}, "has no schema"),
     "response_format.json_schema.schema ": (
-        {"response_format": {"type": "json_schema", "json_schema": {"schema": True}}},
-        "=True: is not a JSON object",
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": False}}},
+        "=False: is not a JSON object",
     ),
     "structured_outputs.whitespace_pattern": (
         {"structured_outputs": {"json": {}, "whitespace_pattern": " "}},
@@ -138,6 +138,10 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
     "regex": ({"regex": "(a"}, "unclosed group"),
     "ebnf": ({"ebnf": "root ::= missing"}, ""),
     "guided_regex": ({"guided_json": {}, "guided_regex": "a"}, "guided_json was given, too"),
+    "guided_regex ": (
+        {"response_format": {"type": "json_object"}, "guided_regex": "a"},
+        "response_format was given, too",
+    ),
     "guided_json": ({"guided_json": {"description": "x" * (1 << 19)}}, "is too large"),
     "ignore_eos": ({"regex": "a", "ignore_eos": True}, "ends by an end token"),
     "guided_whitespace_pattern": ({"guided_whitespace_pattern": "[ ]*"}, "without white space"),

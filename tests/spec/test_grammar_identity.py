@@ -292,6 +292,8 @@ REFUSED: dict[str, dict[str, object]] = {
     },
     "is not valid JSON": {"json_schema": "{"},
     "is not a JSON object": {"json_schema": "[1]"},
+    "json_schema=False: is not a JSON object": {"json_schema": False},
+    "regex=0: is not a non-empty text": {"regex": 0},
     "is nested too deeply": {"json_schema": '{"not":' * 9999 + "{}" + "}" * 9999},
     "is too large": {"json_schema": {"description": "x" * (1 << 20)}},
     "is not a list of non-empty texts": {"choice": ["a", ""]},

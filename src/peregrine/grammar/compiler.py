@@ -50,10 +50,23 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: tuple[int, ...]) -> None:
         self._tokenizer, self._vocab_size, self._eos_ids = tokenizer, vocab_size, eos_ids
-        self._library_tokenizer: Any = None  # made at the first use: it takes a second for a large vocabulary
+        self._library_tokenizer: Any = None
+        self._unusable = ""  # why there is none
         self._kept: OrderedDict[Constraint, list[Compiled]] = OrderedDict()  # the least recently used first
         self._most_alike = usable_cores()
         self._lock = threading.Lock()
+
+    def load(self) -> None:
+        """Make what every grammar needs, if it has not been made.
+
+        It takes two seconds for a vocabulary of 128k tokens, and the library holds Python's lock all the time.
+        """
+        with self._lock:
+            if GRAMMARS_PRESENT and self._library_tokenizer is None and not self._unusable:
+                try:
+                    self._library_tokenizer = self._make_tokenizer()
+                except ValueError as error:
+                    self._unusable = f"llguidance cannot use this model's tokenizer ({error})"
 
     def matcher(self, constraint: Constraint, limits: MatcherLimits) -> Matcher:
         """A matcher at its beginning; RequestError if the constraint cannot be honoured."""
@@ -62,6 +75,9 @@ class GrammarCompiler:
         if not limits.end_ids:
             problem = "the model has no end token, so a complete text could not end"
             raise RequestError(constraint.kind, constraint.text, problem, "pass a special token in stop_token_ids")
+        self.load()
+        if self._unusable:
+            raise RequestError(constraint.kind, constraint.text, self._unusable, "leave it out, and check the text")
         compiled = self._least_used(constraint)
         matcher = Matcher(compiled.template, self._vocab_size, frozenset(self._eos_ids), limits)
         compiled.users.add(matcher)
@@ -70,8 +86,6 @@ class GrammarCompiler:
     def _least_used(self, constraint: Constraint) -> Compiled:
         """The compiled grammar with the fewest users, or one more if all have some."""
         with self._lock:
-            if self._library_tokenizer is None:
-                self._library_tokenizer = self._make_tokenizer()
             kept = self._kept.get(constraint, [])
             found = min(kept, key=lambda compiled: len(compiled.users), default=None)
             if found is not None and (not found.users or len(kept) >= self._most_alike):

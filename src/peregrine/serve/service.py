@@ -35,6 +35,8 @@ class Service:
 
     def open(self, llm: LLM) -> None:
         """The model is loaded: serve. Called in the event loop that serves."""
+        if llm.engine.grammars is not None:
+            llm.engine.grammars.load()  # the first request with a grammar would stop all others meanwhile
         self._gateway = Gateway(llm, self.settings, self.metrics.observe)
         self.metrics.watch(llm.engine, self.name)
 

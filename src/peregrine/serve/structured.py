@@ -76,11 +76,10 @@ class Asked:
 
 def asked_constraint(body: StructuredFields) -> Asked | None:
     """What the body asks of the text; RequestError if that is contradictory."""
-    asked = [Asked(name, option, vars(body)[name]) for name, option in SAME.items() if vars(body)[name] is not None]
-    if body.response_format is not None:
-        asked += response_format(body.response_format)
+    asked = [] if body.response_format is None else response_format(body.response_format)
     if body.structured_outputs is not None:
         asked += structured_outputs(body.structured_outputs)
+    asked += [Asked(name, option, vars(body)[name]) for name, option in SAME.items() if vars(body)[name] is not None]
     if len(asked) > 1:
         raise RequestError(asked[1].field, asked[1].value, f"{asked[0].field} was given, too", "keep one of them")
     if asked and asked[0].option == "choice" and not asked[0].value:
