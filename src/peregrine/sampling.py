@@ -96,7 +96,9 @@ class SamplingParams:
     )
     json_object: bool = option(False, "the text is a JSON object")
     regex: str | None = option(None, "the whole text matches this regular expression", "RE")
-    grammar: str | None = option(None, "the text is a sentence of this grammar in Lark's syntax (a file)", "FILE")
+    grammar: str | None = option(
+        None, "the text is a sentence of this grammar (a file in Lark's or GBNF's syntax)", "FILE"
+    )
     choice: Sequence[str] = option((), "the text is one of these; repeatable", "TEXT")
     grammar_after: int | None = None  # the constraint holds after the first token with this id, and not before
     num_drafts: int | None = None  # cap on drafts for this request; 0: no speculation; None: the engine's
