@@ -40,6 +40,7 @@ class ChunkSize:
         self.least = min(most, LEAST_TOKENS[device.type])
         self._next = most if max_stall_s is None else self.least  # until a chunk was timed
         self._queued: deque[TimedChunk] = deque()
+        self._spare: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []  # events to be used again
 
     def tokens(self, running: bool) -> int:
         """The most tokens of the next chunk; `running`: there are requests that it would hold up."""
@@ -47,6 +48,7 @@ class ChunkSize:
             chunk = self._queued.popleft()
             chunk.ended.synchronize()
             self.learn(chunk.tokens, chunk.began.elapsed_time(chunk.ended) / 1e3)
+            self._spare.append((chunk.began, chunk.ended))
         return self._next if running else self.most
 
     def learn(self, tokens: int, seconds: float) -> None:
@@ -61,7 +63,7 @@ class ChunkSize:
     def timed(self, tokens: int) -> Iterator[None]:
         """Time the chunk that is read, or queued, inside the block."""
         if self._on_cuda:
-            chunk = TimedChunk(tokens, new_event(), new_event())
+            chunk = TimedChunk(tokens, *(self._spare.pop() if self._spare else (new_event(), new_event())))
             chunk.began.record()
             yield
             chunk.ended.record()

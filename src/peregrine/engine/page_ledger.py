@@ -11,6 +11,7 @@ that lie there are copied into pages of its own. Both take a while on CUDA, and 
 - a running request takes a spare page. If there is none, cached pages are dropped without a copy.
 """
 
+from array import array
 from collections.abc import Sequence
 
 from peregrine.cache.host_tier import HostTier
@@ -49,7 +50,7 @@ class PageLedger:
         elif self.tree is not None:
             match = self.tree.match(request.ids(0, request.num_tokens - 1 + self.lookahead))
             self.tree.lock(match)
-            request.match, request.pages, request.read_len = match, list(match.pages), match.num_tokens
+            request.match, request.pages, request.read_len = match, array("q", match.pages), match.num_tokens
 
     def _find_on_host(self, request: Request) -> list[bytes]:
         """The pages after the request's match that lie on the host."""
@@ -128,7 +129,7 @@ class PageLedger:
             matched = len(request.match.pages)
             self.tree.unlock(request.match)
         self.pool.release(request.pages[matched:])
-        request.match, request.arriving, request.pages, request.read_len = None, None, [], 0
+        request.match, request.arriving, request.pages, request.read_len = None, None, array("q"), 0
 
     def drop_cached(self) -> int:
         """Evict every cached page that no request holds, and forget the host's; returns how many left the device."""

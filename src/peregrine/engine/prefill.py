@@ -40,14 +40,16 @@ def next_chunks(requests: list[Request], chunk_size: int) -> list[PromptChunk]:
     does not wait for long ones; sizes are compared as powers of two, the older first among equals, so that long
     prompts are read one after the other. How a prompt is cut changes no bit.
     """
-    shares = dict.fromkeys((request.id for request in requests), 0)
-    oldest, room = requests[0], chunk_size
-    by_size = sorted(requests, key=lambda request: request.num_unread.bit_length())
-    for request, most in ((oldest, -(-chunk_size // 2)), *((request, chunk_size) for request in by_size)):
-        share = min(request.num_unread - shares[request.id], most, room)
-        shares[request.id] += share
-        room -= share
-    return [PromptChunk(r, r.read_len, r.read_len + shares[r.id]) for r in requests if shares[r.id]]
+    unread = {request: request.num_unread for request in requests}
+    shares = {requests[0]: min(unread[requests[0]], -(-chunk_size // 2), chunk_size)}
+    room = chunk_size - shares[requests[0]]
+    for request in sorted(unread, key=lambda request: unread[request].bit_length()):
+        if not room:
+            break
+        given = shares.get(request, 0)
+        shares[request] = min(unread[request], given + room)
+        room -= shares[request] - given
+    return [PromptChunk(r, r.read_len, r.read_len + shares[r]) for r in requests if r in shares]
 
 
 def read_chunks(rounds: Rounds, chunks: list[PromptChunk], page_size: int, replay: Replay, alone: bool) -> None:

@@ -1,6 +1,7 @@
 """A request inside the engine, and the values that it returns to its user."""
 
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import NamedTuple
@@ -143,7 +144,7 @@ class Request:
         self.cached_tokens = self.preemptions = 0
         self.match: Match | None = None  # the locked prefix while the request holds pages
         self.arriving: Transfer | None = None  # pages after the match that are being copied from the host
-        self.pages: list[int] = []  # in order of place, matched ones first
+        self.pages = array("q")  # in order of place, matched ones first
         self.read_len = 0  # tokens whose KV exists, while the request is in prefill
         self.seat: int | None = None  # while it runs
         self.round_before = 0  # number of the last round that was launched before it took its seat

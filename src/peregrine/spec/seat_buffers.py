@@ -92,12 +92,13 @@ class SeatBuffers:
             places[at.kind].append(at.of(seat, column, len(line)))
             values[at.kind].append(line.view(np.int64))
         halves = [half for kind in WIDE for half in (places[kind], values[kind])]
-        words = upload(np.concatenate([array for half in halves for array in half]), self.device)
-        parts = torch.split(words, [sum(map(len, half)) for half in halves])
-        for kind, where, given in zip(WIDE, parts[::2], parts[1::2], strict=True):
-            if len(where):
+        words, first = upload(np.concatenate([array for half in halves for array in half]), self.device), 0
+        for kind in WIDE:
+            if count := sum(map(len, places[kind])):
+                where, given = words[first : first + count], words[first + count : first + 2 * count]
                 new = given if kind == torch.int64 else given.view(torch.float64).to(kind)
-                self._words[kind].index_put_((where,), new)
+                self._words[kind].scatter_(0, where, new)
+                first += 2 * count
 
     def clear(self, seat: int) -> None:
         """Make the seat a pad."""

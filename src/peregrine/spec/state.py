@@ -216,7 +216,7 @@ class SeatState:
         )
 
     @repeated
-    def join(self, first: int, packed: Sequence[dict[str, Words]], pages: Sequence[list[int]]) -> None:
+    def join(self, first: int, packed: Sequence[dict[str, Words]], pages: Sequence[Sequence[int]]) -> None:
         """Seat requests in `first` and the seats after it, which are pads, by one copy; no drafts are offered yet."""
         entries = []
         for seat, (lines, held) in enumerate(zip(packed, pages, strict=True), first):
@@ -226,7 +226,7 @@ class SeatState:
         self.buffers.fields["done"][first : first + len(packed)].fill_(False)
 
     @repeated
-    def set_pages(self, entries: Sequence[tuple[int, int, list[int]]]) -> None:
+    def set_pages(self, entries: Sequence[tuple[int, int, Sequence[int]]]) -> None:
         """Write seats' page-table entries, (seat, first column, pages) each, by one copy for all."""
         self.buffers.write([(seat, "page_table", column, np.array(pages)) for seat, column, pages in entries])
 
