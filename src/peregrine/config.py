@@ -92,7 +92,10 @@ class EngineConfig:
         None, "most tokens drafted per round; 0: plain decoding; by default auto: what pays", "K|auto"
     )
     tree: TreeShape | None = option(
-        None, "draft a tree instead of a chain: its depth, children per node, and nodes with the root", "D,W,N"
+        None,
+        "draft a tree in every round: its depth, children per node, and nodes with the root; by default auto: chains, "
+        "which on a CPU branch where that pays",
+        "D,W,N|auto",
     )
     windows: str = option("auto", "auto: each round has the windows that pay; fixed: always num_drafts", "auto|fixed")
     device: str = option("auto", "auto, cpu, cuda or cuda:INDEX", "DEVICE")

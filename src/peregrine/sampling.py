@@ -43,6 +43,7 @@ INTEGERS = {
     "prompt_logprobs": (0, MAX_LOGPROBS, f"use 0 to {MAX_LOGPROBS}, or None"),
     "num_drafts": (0, LARGEST, "use 0 for no speculation"),
 }
+TREES = ("auto", "chain", "tree")
 FLAGS = ("ignore_eos", "skip_special_tokens", "detokenize", "report_drafts", "json_object", "store")
 
 
@@ -102,6 +103,7 @@ class SamplingParams:
     choice: Sequence[str] = option((), "the text is one of these; repeatable", "TEXT")
     grammar_after: int | None = None  # the constraint holds after the first token with this id, and not before
     num_drafts: int | None = None  # cap on drafts for this request; 0: no speculation; None: the engine's
+    tree: str = "auto"  # auto: chains of drafts branch where that pays; chain: they never do; tree: they always do
     skip_special_tokens: bool = option(True, "leave special tokens out of the text")
     detokenize: bool = True  # False: token ids alone, no text and no stop strings
     report_drafts: bool = False  # deltas carry the drafts of their round, rejected ones too
@@ -119,6 +121,10 @@ class SamplingParams:
         for name in FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(name, getattr(self, name), "is not true or false", "pass a bool")
+        if self.tree not in TREES:
+            raise RequestError("tree", self.tree, "is not a choice", f"use {', '.join(TREES)}")
+        if self.tree == "tree" and self.num_drafts == 0:
+            raise RequestError("tree", self.tree, "num_drafts=0 drafts nothing", "keep one of them")
         if self.top_p == 0:
             raise RequestError("top_p", self.top_p, "keeps no token", NUMBERS["top_p"][2])
         self._set("top_k", max(0, self.top_k))

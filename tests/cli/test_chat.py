@@ -114,6 +114,7 @@ def test_commands_change_what_comes_after_them(speaker: Speaker, monkeypatch: py
     [
         ("/drafts 4", "drafts=4: the engine drafts 3 deep; use 0 to 3"),
         ("/drafts -1", "use 0 to 3"),
+        ("/tree oak", "tree='oak': is not a choice; use auto, chain, tree"),
         ("/drafts many", "drafts='many': is not a whole number; write /drafts 3"),
         ("/seed x", "seed='x': is not a whole number"),
         ("/seed -3", "seed=-3"),

@@ -31,7 +31,7 @@ def test_slots_follow_the_table_and_end_in_scratch() -> None:
 def test_a_tree_query_reads_its_ancestors_as_a_chain() -> None:
     slots = slots_of_rows(torch.tensor([[1, 2]]), page_size=8)  # key s lies in slot 8 + s
     words = torch.tensor([[0b00001, 0b01001, 0b11001]])
-    plan = plan_tree(torch.tensor([5, 6, 7]), torch.tensor([5]), words, slots)
+    plan = plan_tree(torch.tensor([5, 6, 7]), torch.tensor([0, 3]), torch.tensor([5]), words, slots)
     assert plan.limits.flatten().tolist() == [6, 7, 8]
     assert plan.key_slots[2, :8].tolist() == [8, 9, 10, 11, 12, 8 + 5 + 0, 8 + 5 + 3, 8 + 5 + 4]
 
@@ -90,7 +90,7 @@ def plans(depths: list[int], words: list[int] | None) -> tuple["CpuPlan", attent
     plan = plan_cpu(positions, q_starts, past_lens, count, table, 16, trees)
     if trees is None:
         return plan, plan_causal(positions, q_starts, count, slots)
-    return plan, plan_tree(positions, past_lens, trees, slots)
+    return plan, plan_tree(positions, q_starts, past_lens, trees, slots)
 
 
 @needs_numba

@@ -15,6 +15,8 @@ from peregrine.kernels.sampling.reference import (
     pick,
     pick_scores,
     pick_scores_torch,
+    ranked,
+    ranked_torch,
     top_chances,
     top_chances_torch,
 )
@@ -258,6 +260,29 @@ def test_half_precision_takes_the_twin(features):
     expected = choose_torch(logits, positions, sampling, features, None)
     assert torch.equal(choose(logits, positions, sampling, features, None), expected)
     assert torch.equal(picked_of(logits, positions, None, sampling, features), expected)
+
+
+@pytest.mark.parametrize("width", [3, 16, 300, 4097])
+def test_ranked_tokens_are_the_twins(width):
+    """Falling, the lowest id of equals first, by target ids; the first is what is picked."""
+    logits = 4 * torch.randn(5, 1, width, generator=torch.Generator().manual_seed(width))
+    logits[1] = logits[1].round()  # with ties
+    logits[2] = 0.0
+    ids = torch.randperm(width, generator=torch.Generator().manual_seed(1)) + 7
+    sampling = sampling_of([Params(seed=seed, temperature=0.8 * (seed % 2)) for seed in range(5)])
+    for features, target_ids in ((Features(), None), (SAMPLED, ids)):
+        positions = positions_of(5, 1)
+        tokens, shares = ranked(logits, positions, target_ids, sampling, features, 3)
+        scores = pick_scores(logits, positions, target_ids, sampling, features)[:, 0]
+        expected = ranked_torch(scores, target_ids, 3)
+        assert torch.equal(tokens, expected[0])
+        torch.testing.assert_close(shares, expected[1], rtol=1e-4, atol=1e-7)
+        assert torch.equal(tokens[:, :1], picked_of(logits, positions, target_ids, sampling, features))
+    logits[3, 0, 1] = torch.nan
+    tokens, shares = ranked(logits, positions, None, sampling, Features(), 3)
+    assert shares[3].tolist() == [0.0, 0.0, 0.0]
+    assert tokens.min() >= 0
+    assert tokens.max() < width
 
 
 @pytest.mark.parametrize("width", [1, 15, 16, 300, 4097])

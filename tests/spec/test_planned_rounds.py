@@ -1,7 +1,7 @@
-"""Windows of any lengths, chosen anew for every row in every round, change no token.
+"""Windows of any lengths and shapes, chosen anew for every row in every round, change no token.
 
-The plans here are random: any part of the drafts is verified, any rows are drafted for, as deep as it falls out, and
-rows rest and come back. Plans that the engine makes itself are a case of that.
+The plans here are random: any part of the drafts is verified, chains branch anywhere, any rows are drafted for, as deep
+as it falls out, and rows rest and come back. Plans that the engine makes itself are a case of that.
 """
 
 import random
@@ -17,11 +17,27 @@ from peregrine.engine.build import Built
 from peregrine.engine.planning import RoundPlan, WindowPlanner
 from peregrine.engine.prefill import PromptChunk, held_taps
 from peregrine.engine.request import Held, Request
-from peregrine.engine.round_costs import RoundCosts
+from peregrine.engine.round_costs import RoundCosts, RoundTimes
+from peregrine.kernels.round import HEADER
 from peregrine.sampling import SamplingParams
+from peregrine.spec.branches import RANKS
+from peregrine.spec.links import Branched
 from peregrine.spec.windows import Windows
 from spec.block_heads import block_head, calm_model
-from spec.harness import Case, build, cases, check_pages, eagle3_head, mtp_model, noisy_model, run, tiny_model, tokens
+from spec.expert_models import expert_model, mla_mtp_model
+from spec.harness import (
+    Case,
+    build,
+    cases,
+    check_pages,
+    disturbed,
+    eagle3_head,
+    mtp_model,
+    noisy_model,
+    run,
+    tiny_model,
+    tokens,
+)
 from spec.test_grammar_identity import MIXED
 from spec.test_identity import plain
 
@@ -42,9 +58,9 @@ class RandomPlan(RoundPlan):
 class RandomPlanner(WindowPlanner):
     """Plans anything."""
 
-    def __init__(self, depth: int, dice: random.Random, looks_up: bool) -> None:
-        super().__init__(depth, RoundCosts(dict(COSTS), dict(COSTS), dict(COSTS), depth), looks_up)
-        self.dice, self.rested = dice, 0
+    def __init__(self, depth: int, dice: random.Random, looks_up: bool, room: int = 0) -> None:
+        super().__init__(depth, RoundCosts(dict(COSTS), dict(COSTS), dict(COSTS), depth), looks_up, room)
+        self.dice, self.rested, self.room, self.branches, self.taken = dice, 0, room, 0, 0
 
     def plan(self, requests: Sequence[Request], offered: Sequence[int]) -> RoundPlan:
         super().choose_verified(requests, offered)
@@ -52,18 +68,41 @@ class RandomPlanner(WindowPlanner):
         lens = [1 + (self.dice.randint(0, count) if style != "rest" else 0) for count in offered]
         able = [row for row, request in enumerate(requests) if self.cap_of(request)]
         drafted = [row for row in able if style == "all" or (style == "any" and self.dice.random() < 0.5)]
-        plan = RandomPlan(self, requests, lens, list(range(len(requests))) if self.looks_up else drafted)
-        plan.dice = self.dice
+        branched = self._branch(requests, lens) if style != "rest" and self.room else None
+        plan = RandomPlan(self, requests, lens, list(range(len(requests))) if self.looks_up else drafted, branched)
+        plan.dice, plan.ranks = self.dice, RANKS if self.room else 1
         self.rested += plan.rests
         return plan
+
+    def learn(self, plan: RoundPlan, lines: Sequence[list[int]], times: RoundTimes) -> None:
+        for length, line in zip(plan.chains, lines, strict=True):
+            path = line[(HEADER + len(line)) // 2 :]
+            self.taken += any(node >= length for node in path[1 : line[1] + 1])
+        super().learn(plan, lines, times)
+
+    def _branch(self, requests: Sequence[Request], lens: Sequence[int]) -> Branched | None:
+        """Let chains of these lengths branch anywhere, as far as there is room; None: nowhere."""
+        chains, branches = [], []
+        for request, length in zip(requests, lens, strict=True):
+            ranked = request.ranked
+            places = [(at, token) for at, (tokens, _) in enumerate(ranked[:length]) for token in tokens[1:]]
+            room = self.room + 1 - length
+            branches.append(self.dice.sample(places, self.dice.randint(0, min(room, len(places)))))
+            chains.append([request.tokens[-1], *(tokens[0] for tokens, _ in ranked[: length - 1])])
+        whole = all(len(chain) == length for chain, length in zip(chains, lens, strict=True))
+        if not whole or not any(branches) or any(request.matcher is not None for request in requests):
+            return None
+        self.branches += 1
+        return Branched.of(chains, branches)
 
 
 def planned(seed: int, **options: object) -> Built:
     """An engine whose plans are random."""
     built = build(**options)  # type: ignore[arg-type]
     runner = built.engine.runner
-    looks_up = options["drafter"] in ("ngram", "suffix")
-    runner.planner = RandomPlanner(runner.drafter.shape.depth, random.Random(seed), looks_up)
+    looks_up, shape = options["drafter"] in ("ngram", "suffix"), runner.drafter.shape
+    room = 0 if looks_up else shape.span - 1
+    runner.planner = RandomPlanner(shape.depth, random.Random(seed), looks_up, room)
     return built
 
 
@@ -81,6 +120,9 @@ DRAFTERS: dict[str, dict[str, object]] = {
 def test_any_plan_changes_no_token(name: str) -> None:
     engine = planned(1, **DRAFTERS[name]).engine
     assert tokens(run(engine, SOME, [0, 0, 0, 3, 5, 9, 9, 12, 30, 31])) == plain(SOME)
+    planner = engine.runner.planner
+    assert isinstance(planner, RandomPlanner)
+    assert planner.looks_up or (planner.branches > 10 and planner.taken)
 
 
 @settings(max_examples=6, deadline=None)
@@ -109,6 +151,14 @@ def test_rows_with_grammars(name: str) -> None:
     assert tokens(run(planned(2, **DRAFTERS[name]).engine, some)) == tokens(run(build().engine, some))
 
 
+@pytest.mark.parametrize("latents", [True, False])
+def test_latents_and_experts(latents: bool) -> None:
+    model = mla_mtp_model() if latents else expert_model()
+    some, drafter = SOME[:5], "mtp" if latents else str(disturbed(model, 0.05))
+    engine = planned(6, model=model, drafter=drafter, num_drafts=3).engine
+    assert tokens(run(engine, some)) == tokens(run(build(model).engine, some))
+
+
 @pytest.mark.parametrize(("layout", "markov"), [("z-lab", None), ("deepspec", "vanilla")])
 def test_block_heads(layout: str, markov: str | None) -> None:
     some = SOME[:4]
@@ -133,9 +183,10 @@ def test_a_row_that_rested_drafts_as_if_it_had_not() -> None:
     params = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
     for options in (DRAFTERS["itself"], DRAFTERS["eagle3"]):
         engine = planned(7, **options).engine
-        outputs = run(engine, [Case((5, 9, 200 + row), params) for row in range(3)])
         planner = engine.runner.planner
         assert isinstance(planner, RandomPlanner)
+        planner.room = 0  # a branch off a perfect chain is wrong
+        outputs = run(engine, [Case((5, 9, 200 + row), params) for row in range(3)])
         assert planner.rested > 5
         if options is DRAFTERS["itself"]:
             assert all(output.stats.correct == output.stats.drafted > 20 for output in outputs)

@@ -23,7 +23,7 @@ class AttentionMetadata:
     page_table: Tensor  # [R, P] i64 or i32; entries past the row's pages are scratch page 0
     page_size: int
     slots: Tensor  # [M] i64 where this forward's keys and values go; M >= N
-    ancestors: Tensor | None  # [R, q_len] i64 words of a tree; None: causal by position
+    ancestors: Tensor | None  # [R, q_len] i64 words of a tree, [N] of ragged ones; None: causal by position
 
 
 @dataclass(frozen=True, slots=True)

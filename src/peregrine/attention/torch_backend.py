@@ -76,5 +76,5 @@ class TorchBackend:
 def _plan(metadata: AttentionMetadata) -> QueryPlan:
     key_slots = slots_of_rows(metadata.page_table, metadata.page_size)
     if metadata.ancestors is not None:
-        return plan_tree(metadata.positions, metadata.past_lens, metadata.ancestors, key_slots)
+        return plan_tree(metadata.positions, metadata.q_starts, metadata.past_lens, metadata.ancestors, key_slots)
     return plan_causal(metadata.positions, metadata.q_starts, metadata.window.max_q_len, key_slots)

@@ -32,6 +32,7 @@ HELP = """  /reset            forget the conversation
   /seed N           the same seed gives the same answer; /seed none: a new one each time
   /temperature X    0: the likeliest token each time, 1: the model's own distribution
   /drafts K         tokens drafted per round, 0: no speculation; changes speed, never the text
+  /tree WHEN        drafts branch: always (tree), never (chain), or where that pays (auto); changes speed alone
   /quit             end (Ctrl-D, too); Ctrl-C stops an answer"""
 
 
@@ -90,6 +91,7 @@ class Chat:
             "/seed": self._set_seed,
             "/temperature": self._set_temperature,
             "/drafts": self._set_drafts,
+            "/tree": self._set_tree,
         }
         self.failed = False  # whether a line was refused or an answer failed
         self._reset("")
@@ -141,6 +143,9 @@ class Chat:
         if not 0 <= count <= most:
             raise RequestError("drafts", count, f"the engine drafts {most} deep", f"use 0 to {most}")
         self.params = replace(self.params, num_drafts=count)
+
+    def _set_tree(self, text: str) -> None:
+        self.params = replace(self.params, tree=text)
 
     def _answer(self, text: str) -> None:
         """One turn. A refused turn leaves the conversation as it was; one that was stopped keeps the text so far."""

@@ -61,6 +61,11 @@ def tree_shape(text: str) -> tuple[int, int, int]:
     return depth, width, nodes
 
 
+def tree_or_auto(text: str) -> tuple[int, int, int] | None:
+    """DEPTH,WIDTH,NODES, or None for auto."""
+    return None if text.lower() == "auto" else tree_shape(text)
+
+
 def bias_entry(text: str) -> tuple[int, float]:
     """ID=BIAS as a pair."""
     token, _, bias = text.partition("=")
@@ -83,7 +88,7 @@ PARSERS: dict[Any, Callable[[str], object]] = {
     int: int,
     float: float,
     str: str,
-    TreeShape: tree_shape,
+    TreeShape: tree_or_auto,
     Mapping[int, float]: bias_entry,
 }
 
@@ -117,8 +122,9 @@ def flag_of(entry: "Field[Any]", hint: Any) -> Flag:
 # EngineConfig fields that only tests, benchmarks and embedding programs set.
 WITHOUT_ENGINE_FLAG = {"lag", "row_sizes", "simulate_accept"}
 ENGINE_FLAGS = flags_of(EngineConfig, WITHOUT_ENGINE_FLAG)
-# num_drafts caps one request of many; on the command line --num-drafts sets the engine's own. The rest is for programs.
-WITHOUT_SAMPLING_FLAG = {"n", "num_drafts", "detokenize", "report_drafts", "grammar_after", "store"}
+# num_drafts and tree are of one request of many; on the command line --num-drafts and --tree set the engine's own. The
+# rest is for programs.
+WITHOUT_SAMPLING_FLAG = {"n", "num_drafts", "tree", "detokenize", "report_drafts", "grammar_after", "store"}
 LOGPROBS = {"logprobs", "prompt_logprobs"}  # for commands that show them
 SAMPLING_FLAGS = flags_of(SamplingParams, WITHOUT_SAMPLING_FLAG)
 

@@ -21,6 +21,7 @@ class Limits:
     num_places: int  # in all pages together
     span: int  # places past its length a round may write
     num_drafts: int
+    tree: tuple[str, str]  # auto, chain, or the shape of every round's tree; and why
     eos_ids: tuple[int, ...]
 
     def check_ids(self, field: str, ids: Collection[int]) -> None:
@@ -45,6 +46,12 @@ def admit(request_id: int, prompt: list[int], params: SamplingParams, limits: Li
     if params.num_drafts is not None and params.num_drafts > limits.num_drafts:
         remedy = f"use 0 to {limits.num_drafts}, or start the engine with more"
         raise RequestError("num_drafts", params.num_drafts, f"the engine drafts {limits.num_drafts} deep", remedy)
+    shape, because = limits.tree
+    if params.tree == "tree" and shape == "chain":
+        raise RequestError("tree", "tree", f"this engine drafts chains: {because}", "use auto or chain")
+    if params.tree == "chain" and shape not in ("auto", "chain"):
+        remedy = "use auto or tree, or start the engine without a tree"
+        raise RequestError("tree", "chain", f"this engine drafts a tree of {shape} in every round", remedy)
     if params.n != 1:
         raise RequestError("n", params.n, "a stream or a request is one generation", "use LLM.generate, or n=1")
     room = limits.max_len - len(prompt)

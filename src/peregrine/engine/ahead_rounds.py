@@ -25,6 +25,7 @@ from peregrine.kernels.sampling import Features
 from peregrine.spec.ahead import RowCosts, token_sizes, window_width
 from peregrine.spec.bound import BoundModel
 from peregrine.spec.judge import Judge
+from peregrine.spec.links import Branched
 from peregrine.spec.round import Logprobs, Verified, decide, seen_by, verify
 from peregrine.spec.state import Rows, SeatState
 from peregrine.spec.types import PartedDrafter
@@ -40,6 +41,11 @@ class DeviceLayout:
 
     windows: Windows
     rows: Tensor | None
+    branched: Branched | None = None
+
+    @property
+    def paths(self) -> Windows:
+        return self.windows
 
 
 class AheadRounds:

@@ -49,7 +49,7 @@ from peregrine.engine.recording import record_graphs
 from peregrine.engine.rounds import RoundOptions, Rounds
 from peregrine.engine.runner import Runner
 from peregrine.engine.sources import ModelSource, open_source
-from peregrine.engine.window_choice import add_planner, plan_ahead, time_ahead, with_windows
+from peregrine.engine.window_choice import Chosen, add_planner, plan_ahead, time_ahead, with_windows
 from peregrine.errors import ConfigError
 from peregrine.grammar import GrammarCompiler
 from peregrine.hardware import arithmetic_dtype, current_device, resolve_device, resolve_kv_dtype
@@ -132,7 +132,7 @@ def _build(asked: EngineConfig, device: torch.device, start_ranks: Callable[[], 
     ranks = start_ranks()
     ranks.tell("follower", "load", asked.model, dtype, max_len, name)
     target, draft = load_networks(source, load_drafter, ranks, device, dtype, max_len, decisions)
-    asked = with_windows(asked, draft, device, decisions.take)
+    asked, tree = with_windows(asked, target.config, draft, device, decisions.take)
     if device.type == "cpu":
         torch.set_num_threads(decisions.take("threads", pick_threads(torch.get_num_threads(), ranks.size)))
         compile_kernels()
@@ -165,7 +165,7 @@ def _build(asked: EngineConfig, device: torch.device, start_ranks: Callable[[], 
     options = RoundOptions(asked.depth, asked.tree, num_seats, max_len, asked.simulate_accept)
     rounds = make_rounds(target, draft, stores, backend, options)
     ledger = make_ledger(asked, stores, ranks, int(rounds.drafter.reads_next_token), decisions)
-    engine = assemble(asked, rounds, tokenizer, policy, ledger)
+    engine = assemble(asked, rounds, tokenizer, policy, ledger, tree)
     if graphs:
         plan_ahead(asked, engine.runner, draft)
         decisions.made.append(record_graphs(engine, device))
@@ -222,7 +222,7 @@ def make_rounds(
 
 
 def assemble(
-    asked: EngineConfig, rounds: Rounds, tokenizer: Tokenizer, policy: BatchPolicy, ledger: PageLedger
+    asked: EngineConfig, rounds: Rounds, tokenizer: Tokenizer, policy: BatchPolicy, ledger: PageLedger, tree: Chosen
 ) -> Engine:
     """Put the engine's parts together."""
     config, shape = rounds.target.decoder.config, rounds.drafter.shape
@@ -235,6 +235,7 @@ def assemble(
             num_places=(rounds.target.store.num_pages - 1) * asked.page_size,
             span=shape.span,
             num_drafts=shape.depth,
+            tree=tree,
             eos_ids=config.eos_ids,
         ),
         tokenizer=tokenizer,

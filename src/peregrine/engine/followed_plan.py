@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from peregrine.engine.planning import RoundPlan
+from peregrine.spec.links import Branched
 from peregrine.spec.odds import Odds, RequestOdds
 from peregrine.spec.planner import Costs
 
@@ -43,16 +44,20 @@ class FollowedPlan(RoundPlan):
     """The plan of one round, without requests."""
 
     def __init__(
-        self, planner: FollowedPlanner, rows: Sequence[FollowedRow], lens: list[int], drafted: list[int], probe: int
+        self,
+        planner: FollowedPlanner,
+        rows: Sequence[FollowedRow],
+        windows: tuple[list[int], list[int], Branched | None, int],
+        probe: int,
     ) -> None:
-        super().__init__(planner, rows, lens, drafted)  # type: ignore[arg-type]
+        super().__init__(planner, rows, *windows)  # type: ignore[arg-type]
         self.probe = probe
 
     def hold(self, taps: Tensor | None) -> None:
         """Rank 0 keeps what the drafter has not absorbed."""
 
 
-Values = tuple[FollowedPlanner, list[FollowedRow], list[int], list[int], int]
+Values = tuple[FollowedPlanner, list[FollowedRow], tuple[list[int], list[int], Branched | None, int], int]
 
 
 def followed(plan: RoundPlan) -> tuple[type[FollowedPlan], Values]:
@@ -65,4 +70,4 @@ def followed(plan: RoundPlan) -> tuple[type[FollowedPlan], Values]:
     odds = {kind: planner.odds(request) for kind, request in zip(sampled, plan.requests, strict=True)}
     tables = odds if plan.drafted else {}
     values = FollowedPlanner(planner.costs, planner.rate, tables)
-    return FollowedPlan, (values, rows, list(plan.windows.lens), plan.drafted, plan.probe)
+    return FollowedPlan, (values, rows, (plan.chains, plan.drafted, plan.branched, plan.ranks), plan.probe)

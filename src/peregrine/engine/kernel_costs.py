@@ -14,8 +14,8 @@ from peregrine.engine.graphs import Graphs
 from peregrine.kernels.attention import Problem, decode_launch, gpu_of
 from peregrine.models.decoder import Decoder
 from peregrine.spec.bound import BoundModel
+from peregrine.spec.links import Links
 from peregrine.spec.registry import DraftSource
-from peregrine.spec.types import Links
 
 CONTEXT = 2048  # cached tokens of each measured row, as in a usual chat
 REPEATS = 5  # forwards of all layers; the fastest counts

@@ -18,11 +18,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from peregrine.engine.branching import Branching, Choice
 from peregrine.engine.request import Held, Request
 from peregrine.engine.round_costs import RoundCosts, RoundTimes
-from peregrine.spec.odds import MOST, Guess, Odds
+from peregrine.kernels.round import FINISH_NONE, HEADER
+from peregrine.spec.links import Branched
+from peregrine.spec.odds import MOST, Guess, Odds, survivals_of
 from peregrine.spec.planner import Costs, plan_depths, trim_windows, worth_taking
-from peregrine.spec.windows import Windows
+from peregrine.spec.windows import Windows, paths_of
 
 MAX_HELD = 1024  # rounds whose taps are held
 KEPT, MOST_KEPT = 8, 64  # rounds for which rows are chosen to be drafted for; twice as many each time that none is
@@ -35,13 +38,22 @@ class RoundPlan:
     """The plan of one round; see `spec.windows.Plan`."""
 
     def __init__(
-        self, planner: "WindowPlanner", requests: Sequence[Request], lens: list[int], drafted: list[int]
+        self,
+        planner: "WindowPlanner",
+        requests: Sequence[Request],
+        lens: list[int],
+        drafted: list[int],
+        branched: Branched | None = None,
+        ranks: int = 1,
     ) -> None:
-        self.planner, self.requests = planner, requests
-        self.windows = Windows.of(tuple(lens))
-        self.rests = not drafted and sum(lens) == len(lens)
+        self.planner, self.requests, self.branched, self.ranks = planner, requests, branched, ranks
+        self.chains = lens  # nodes of each row's chain, the newest token included
+        self.windows = Windows.of(tuple(lens) if branched is None else branched.lens)
+        self.paths = paths_of(self.windows, branched)
+        self.rests = not drafted and sum(self.windows.lens) == len(lens)
         self.rows = None if len(drafted) == len(lens) else torch.tensor(drafted, dtype=torch.int64)
         self.guesses: list[list[Guess]] = [[] for _ in requests]  # of the new drafts
+        self.ranked: list[list[tuple[list[int], list[float]]]] = [[] for _ in requests]  # the tokens they were among
         self.steps: list[int] = []  # rows of each step of the drafter
         self.expected = 0.0  # tokens of this round
         self.probe = 0  # drafts that each of these rows gets, to learn what they cost and whether they are right
@@ -49,8 +61,16 @@ class RoundPlan:
         self._tokens = len(lens)  # of the next round, as far as it is planned
         self._held: list[Tensor | None] | None = None
 
-    def add(self, chances: Tensor) -> None:
+    @property
+    def offered(self) -> list[int]:
+        """How deep the drafts of each row may be accepted."""
+        return [length - 1 for length in self.chains] if self.branched is None else list(self.branched.deepest)
+
+    def add(self, chances: Tensor, ranked: tuple[Tensor, Tensor] | None = None) -> None:
         self.steps.append(len(self.drafted))
+        if ranked is not None:
+            for row, tokens, said in zip(self.drafted, *(x.tolist() for x in ranked), strict=True):
+                self.ranked[row].append((tokens, said))
         for row, chance in zip(self.drafted, chances.tolist(), strict=True):
             request, line = self.requests[row], self.guesses[row]
             line.append(self.planner.odds(request).guess(len(line), chance, request.odds, row in self._wanted))
@@ -84,7 +104,7 @@ class RoundPlan:
             holding = [row for row, request in enumerate(self.requests) if self.rests or request.held]
             if not holding:
                 return
-            self._held, lens = [], self.windows.lens
+            self._held, lens = [], self.paths.lens
             for row in holding:
                 request = self.requests[row]
                 request.held.append(Held(request.num_tokens - 1, sum(lens[:row]), self._held))
@@ -100,7 +120,7 @@ class PlanRecord:
     """What was planned and what came of it, for metrics."""
 
     windows: Counter[int] = field(default_factory=Counter)  # rows by window length
-    rounds: Counter[str] = field(default_factory=Counter)  # rounds by plan: plain, drafted, mixed
+    rounds: Counter[str] = field(default_factory=Counter)  # rounds by plan: plain, drafts, mixed, tree
     expected_tokens: float = 0.0
     tokens: int = 0
     expected_ms: float = 0.0
@@ -110,8 +130,9 @@ class PlanRecord:
 class WindowPlanner:
     """Plans rounds, and learns from them."""
 
-    def __init__(self, depth: int, measured: RoundCosts, looks_up: bool) -> None:
+    def __init__(self, depth: int, measured: RoundCosts, looks_up: bool, room: int = 0) -> None:
         self.depth, self.measured, self.looks_up = depth, measured, looks_up
+        self.branching = Branching(room) if room else None  # None: chains never branch
         self.costs: Costs = measured.costs()
         self.rate = 0.0  # tokens per millisecond of the last plan
         self.record = PlanRecord()
@@ -168,16 +189,23 @@ class WindowPlanner:
             resting = ids == self._planned and not self._drafted
             self._kept = min(MOST_KEPT, 2 * self._kept) if resting else KEPT
             self.rate, self._planned, self._due = following.rate, ids, self._rounds + self._kept
-        drafted = self._drafted
+        drafted, branching = self._drafted, self.branching
         probe = self._next_probe(requests)
-        if self.looks_up:
+        wanted = branching.wants(requests) if branching is not None else 0
+        if self.looks_up or wanted:
             drafted = list(range(len(requests)))
         elif probe:
             drafted = sorted({*drafted, *self._probed(requests)})
-        verified = self.choose_verified(requests, offered)
-        plan = RoundPlan(self, requests, [1 + depth for depth in verified], drafted)
-        self._probing = plan.probe = probe
-        for request, depth in zip(requests, verified, strict=True):
+        probing, verified = self._probing, self.choose_verified(requests, offered)
+        choice, ranks = Choice(verified, None, 0.0), 1
+        if branching is not None:
+            ranks = branching.ranks(requests) if drafted else 1
+            if any(offered) and (wanted or not probing):
+                survivals = [survivals_of(request.guesses[: self.cap_of(request)]) for request in requests]
+                choice = branching.choose(self.costs, requests, verified, survivals, self.rate)
+        plan = RoundPlan(self, requests, [1 + depth for depth in choice.depths], drafted, choice.branched, ranks)
+        self._probing, plan.probe, plan.expected = probe, max(probe, wanted), choice.gain
+        for request, depth in zip(requests, choice.depths, strict=True):
             plan.expected += 1 + sum(survivals_of(request.guesses[:depth]))
         self._resting = plan if plan.rests else None
         return plan
@@ -237,31 +265,30 @@ class WindowPlanner:
         self.record.tokens += count
         self.record.expected_tokens += count
 
-    def learn(self, plan: RoundPlan, correct: Sequence[int], ended: Sequence[bool], times: RoundTimes) -> None:
-        """Take in a round's verdicts and times; drafts after the first wrong one have no verdict."""
+    def learn(self, plan: RoundPlan, lines: Sequence[list[int]], times: RoundTimes) -> None:
+        """Take in the lines of a round's verdict, and its times; drafts after the first wrong one have no verdict."""
         record, lens = self.record, plan.windows.lens
-        for row, request in enumerate(plan.requests):
-            odds, own, verified = self.odds(request), request.odds, lens[row] - 1
+        for row, (request, line) in enumerate(zip(plan.requests, lines, strict=True)):
+            odds, own, verified = self.odds(request), request.odds, plan.chains[row] - 1
+            right, ended = line[1], line[3] != FINISH_NONE
+            if plan.branched is not None:  # of the path, what is in the chain
+                path = line[(HEADER + len(line)) // 2 :]
+                right = sum(node <= verified for node in path[1 : right + 1])
             own.fade()
-            for guess in request.guesses[: min(correct[row], verified)]:
+            for guess in request.guesses[: min(right, verified)]:
                 odds.judge(guess, True, own)
-            if correct[row] < verified and not ended[row]:
-                odds.judge(request.guesses[correct[row]], False, own)
-            request.guesses = plan.guesses[row]
+            if right < verified and not (ended and right == line[1]):
+                odds.judge(request.guesses[right], False, own)
+            if self.branching is not None and request.ranked:
+                self.branching.learn(request, line[HEADER : HEADER + line[0]], right)
+            request.guesses, request.ranked = plan.guesses[row], plan.ranked[row]
             record.windows[lens[row]] += 1
-            record.tokens += correct[row] + 1
+            record.tokens += line[1] + 1
         tokens = sum(lens)
-        record.rounds["plain" if tokens == len(lens) else "drafts" if min(lens) > 1 else "mixed"] += 1
+        plain, same = tokens == len(lens), min(lens) > 1
+        record.rounds["tree" if plan.branched else "plain" if plain else "drafts" if same else "mixed"] += 1
         record.expected_tokens += plan.expected
-        record.expected_ms += self.measured.expect(tokens, plan.steps, plan.rests)
+        record.expected_ms += self.measured.expect(tokens, plan.steps, plan.rests, plan.branched is not None)
         record.ms += times.verify_ms + times.draft_ms
-        self.measured.learn(tokens, plan.steps, plan.rests, times)
-
-
-def survivals_of(guesses: Sequence[Guess]) -> list[float]:
-    """The chance of each draft that it and all before it are right."""
-    survival, line = 1.0, []
-    for guess in guesses:
-        survival *= guess.chance
-        line.append(survival)
-    return line
+        if plan.branched is None:
+            self.measured.learn(tokens, plan.steps, plan.rests, times)

@@ -149,6 +149,7 @@ class Request:
         self.seat: int | None = None  # while it runs
         self.round_before = 0  # number of the last round that was launched before it took its seat
         self.guesses: list[Guess] = []  # the drafts of its window, for the planner of windows
+        self.ranked: list[tuple[list[int], list[float]]] = []  # the likeliest tokens of each of their steps
         self.odds = RequestOdds()
         self.held: list[Held] = []  # of its last tokens, which the drafter has not absorbed, in order
         self.order = 0  # of admission; the last one admitted is preempted first

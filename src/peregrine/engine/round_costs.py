@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from peregrine.spec.links import Branched
 from peregrine.spec.planner import Costs
-from peregrine.spec.windows import Windows
+from peregrine.spec.windows import Windows, paths_of
 
 SPEED_SHARE = 0.2  # how far one round moves the machine's speed, and the host's share
 MOST_OFF = 3.0  # a round that takes this many times what it should was interrupted
@@ -41,14 +42,17 @@ class FixedPlan:
 
     rests = False
 
-    def __init__(self, lens: Sequence[int], depths: Sequence[int]) -> None:
-        self.windows = Windows.of(tuple(lens))
+    def __init__(self, lens: Sequence[int], depths: Sequence[int], ranks: int = 1, branches: bool = False) -> None:
+        self.windows, self.ranks = Windows.of(tuple(lens)), ranks
+        self.branched = Branched.of([[0] * length for length in lens], [()] * len(lens)) if branches else None
+        self.paths = paths_of(self.windows, self.branched)
         drafted = [row for row, depth in enumerate(depths) if depth]  # all of them as deep
         self._depths, self._left = torch.tensor(depths), max(depths)
         self.rows = None if len(drafted) == len(depths) else torch.tensor(drafted, dtype=torch.int64)
 
-    def add(self, chances: Tensor) -> None:
-        chances.tolist()  # as a real plan does
+    def add(self, chances: Tensor, ranked: tuple[Tensor, Tensor] | None = None) -> None:
+        for said in (chances, *(ranked or ())):
+            said.tolist()  # as a real plan does
         self._left -= 1
 
     def go_on(self) -> bool:
@@ -78,6 +82,7 @@ class RoundCosts:
     ) -> None:
         self._verify, self._absorb, self._step, self._steps = verify, absorb, step, steps
         self._first, self._ragged = first or {}, ragged
+        self.branched = 0.0  # milliseconds more, if chains branch
         self._host = 0.0  # milliseconds between rounds
         self._speed = 1.0
         self._rounds = 0
@@ -91,14 +96,15 @@ class RoundCosts:
         """The table as a value; a larger size never costs less than a smaller one."""
         verify = tuple((size, ms + self._host) for size, ms in rising(self._verify))
         parts = rising(self._absorb), rising(self._step), self._steps, rising(self._first)
-        self._known = Costs(verify, *parts, self._ragged)
+        self._known = Costs(verify, *parts, self._ragged, self.branched)
         return self._known
 
-    def expect(self, tokens: int, steps: Sequence[int], rests: bool) -> float:
+    def expect(self, tokens: int, steps: Sequence[int], rests: bool, branches: bool = False) -> float:
         """Milliseconds of a round at the machine's present speed."""
         known = self._known
         absorbed = 0.0 if rests else known.absorb_ms(tokens)
-        return self._speed * (known.verify_ms(tokens) + absorbed + known.steps_ms(steps))
+        more = known.branched if branches else 0.0
+        return self._speed * (known.verify_ms(tokens) + absorbed + known.steps_ms(steps) + more)
 
     def learn(self, tokens: int, steps: Sequence[int], rests: bool, times: RoundTimes) -> None:
         """Take in one real round."""
@@ -161,3 +167,12 @@ def measure_costs(time_round: TimeRound, max_rows: int, depth: int, steps: int) 
         uneven, even = (min([time_round(lens, 2, 1)[1] for _ in range(4)][2:]) for lens in ((2, 1), (2, 2)))
         ragged = max(0.0, uneven - even)
     return RoundCosts(verify, absorb, step or first or {1: 0.0}, steps, first, ragged)
+
+
+def branched_ms(time_round: Callable[[], tuple[float, float]], tokens: int, costs: Costs) -> float:
+    """Milliseconds that a round of one row takes more because its window, of so many tokens, is a tree's.
+
+    `time_round` times one that drafts once.
+    """
+    time_round()  # the first one allocates and records
+    return max(0.0, min(sum(time_round()) for _ in range(2)) - costs.round_ms(tokens, [1]))

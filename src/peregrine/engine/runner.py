@@ -27,7 +27,7 @@ from peregrine.grammar import Matcher, Window
 from peregrine.kernels.round import Verdict
 from peregrine.kernels.sampling import Features
 from peregrine.sampling import MAX_LOGPROBS
-from peregrine.spec.round import Logprobs, Mark, Verified, no_mark
+from peregrine.spec.round import Logprobs, Mark, Verified, no_mark, planned_state
 from peregrine.spec.state import Rows
 from peregrine.spec.windows import Plan
 
@@ -134,7 +134,7 @@ class Runner:
         if features.masked or any(r.params.report_drafts for r in requests):
             if ahead is not None and foreseen is not None:
                 ahead[1].clip(foreseen)
-            windows = self._to_host(self._windows(rows if foreseen is None else Rows(rows.count, rows.places)))
+            windows = self._to_host(self._windows(rows if foreseen is None else Rows(rows.count, rows.places), plan))
         if features.masked and windows is not None:
             if ahead is not None:
                 ahead[0].drafted = (self.masked_nodes or 1) - 1
@@ -173,9 +173,8 @@ class Runner:
         offered = self.seats.view(rows).offered
         held = offered.tolist()
         plan = planner.plan(requests, held)
-        verified = [length - 1 for length in plan.windows.lens]
-        if verified != held:
-            self.seats.offer(verified)
+        if plan.offered != held:
+            self.seats.offer(plan.offered)
         return plan
 
     def absorb_held(self, requests: Sequence[Request]) -> None:
@@ -273,14 +272,15 @@ class Runner:
             self.ahead[0].learn(flight.planned, verdict)
         elif isinstance(flight.planned, tuple) and self.planner is not None:
             plan, times = flight.planned
-            self.planner.learn(plan, [line[1] for line in lines], [line[3] != 0 for line in lines], times)
+            self.planner.learn(plan, lines, times)
         if flight.windows is None and flight.logprobs is None:
             return RoundResult(requests, lines, accept)
         return RoundResult(requests, lines, accept, extras_of(requests, lines, flight.windows, flight.logprobs))
 
-    def _windows(self, rows: Rows) -> Tensor:
+    def _windows(self, rows: Rows, plan: Plan | None) -> Tensor:
         """Tokens, parents and offered flags of the windows to be verified, as copies: the round overwrites them."""
-        nodes = self.seats.view(rows).nodes()
+        branches = plan is not None and plan.branched is not None
+        nodes = planned_state(self.seats, rows, plan if branches else None).nodes()
         offered = (nodes.depths > 0) & (nodes.depths <= nodes.offered[:, None])  # [R, T]
         return torch.stack([nodes.tokens, nodes.parents.expand_as(nodes.tokens), offered.long()], dim=1)
 

@@ -13,23 +13,53 @@ from peregrine.engine.ahead_planner import AheadCosts, AheadPlanner
 from peregrine.engine.ahead_rounds import AheadRounds
 from peregrine.engine.choices import pick_graphs
 from peregrine.engine.planning import WindowPlanner
-from peregrine.engine.round_costs import FixedPlan, measure_costs
+from peregrine.engine.round_costs import FixedPlan, branched_ms, measure_costs
 from peregrine.engine.runner import VARIANTS, Runner
 from peregrine.kernels.sampling import Features
+from peregrine.models.config import ModelConfig
 from peregrine.models.draft_heads import BlockHead
+from peregrine.spec.branches import RANKS
 from peregrine.spec.registry import DRAFTERS, DraftSource
 from peregrine.spec.types import Drafter, PartedDrafter
 
 MOST_DRAFTS = 8  # in planned windows, unless num_drafts is given; later drafts are hardly ever reached
-AUTO, FIXED = "auto", "fixed"
+AUTO, FIXED, CHAIN = "auto", "fixed", "chain"
+Chosen = tuple[str, str]  # what was chosen, and why
 
 
 def with_windows(
-    asked: EngineConfig, draft: DraftSource, device: torch.device, take: Callable[[str, tuple[Any, str]], Any]
-) -> EngineConfig:
-    """The options with `windows` and `num_drafts` decided."""
+    asked: EngineConfig,
+    config: ModelConfig,
+    draft: DraftSource,
+    device: torch.device,
+    take: Callable[[str, tuple[Any, str]], Any],
+) -> tuple[EngineConfig, Chosen]:
+    """The options with `windows` and `num_drafts` decided, and whether chains branch."""
     windows = take("windows", pick_windows(asked, draft, device))
-    return replace(asked, windows=windows, num_drafts=take("num_drafts", pick_num_drafts(asked, draft, windows)))
+    tree = pick_tree(asked, config, draft, windows, device)
+    take("tree", tree)
+    drafts = take("num_drafts", pick_num_drafts(asked, draft, windows))
+    return replace(asked, windows=windows, num_drafts=drafts), tree
+
+
+def pick_tree(
+    asked: EngineConfig, config: ModelConfig, draft: DraftSource, windows: str, device: torch.device
+) -> tuple[str, str]:
+    """Whether drafts are chains, trees of one shape, or chains that branch where it pays, and why."""
+    if asked.tree is not None:
+        return f"{asked.tree.depth},{asked.tree.width},{asked.tree.nodes}", "asked for, in every round"
+    shortest = min((window for window in config.windows if window is not None), default=MOST_DRAFTS + 1)
+    for hinders, because in (
+        (draft.name == "none", "there is no drafter"),
+        (draft.network is None, "drafts are looked up, without second choices"),
+        (isinstance(draft.network, BlockHead), "chains of a block head do not branch yet; ask for a tree's shape"),
+        (windows == FIXED, "windows are fixed; ask for a tree's shape"),
+        (device.type != "cpu", "rounds are recorded for chains; ask for a tree's shape"),
+        (shortest <= (asked.num_drafts or MOST_DRAFTS), f"nodes must see all before them; the window is {shortest}"),
+    ):
+        if hinders:
+            return CHAIN, because
+    return AUTO, "chains of drafts branch in rounds where that pays"
 
 
 def pick_windows(asked: EngineConfig, draft: DraftSource, device: torch.device) -> tuple[str, str]:
@@ -83,7 +113,13 @@ def add_planner(asked: EngineConfig, runner: Runner, draft: DraftSource) -> list
     with torch.inference_mode():
         measured = measure_costs(partial(time_round, runner), max_rows, depth, steps)
     seconds = time.perf_counter() - began
-    runner.planner = WindowPlanner(depth, measured, looks_up=draft.network is None)
+    room = 0
+    if pick_tree(asked, runner.target.decoder.config, draft, asked.windows, runner.device)[0] == AUTO:
+        room = runner.drafter.shape.span - 1  # as many nodes as a round may write in any case
+        with torch.inference_mode():
+            tree = partial(time_round, runner, [min(4, depth + 1)], 1, 1, branches=True)
+            measured.branched = branched_ms(tree, min(4, depth + 1), measured.costs())
+    runner.planner = WindowPlanner(depth, measured, draft.network is None, room)
     costs = runner.planner.costs
     because = (
         f"ms by tokens verified: {written(costs.verify)}; by rows of a drafter's first step: {written(costs.first)}, "
@@ -131,10 +167,13 @@ def written(points: Iterable[tuple[int, float]]) -> str:
     return ", ".join(f"{size}: {ms:.2f}" for size, ms in points)
 
 
-def time_round(runner: Runner, lens: Sequence[int], drafted: int, drafts: int) -> tuple[float, float]:
+def time_round(
+    runner: Runner, lens: Sequence[int], drafted: int, drafts: int, branches: bool = False
+) -> tuple[float, float]:
     """Milliseconds of a round (until its drafter begins, in its drafter); the first `drafted` rows get `drafts` each.
 
-    All seats must be free, since the round really runs.
+    With branches, windows are read as trees are, and the drafter ranks tokens. All seats must be free, since the round
+    really runs.
     """
     began = time.thread_time()
     proposing = began
@@ -145,6 +184,6 @@ def time_round(runner: Runner, lens: Sequence[int], drafted: int, drafts: int) -
             proposing = time.thread_time()
 
     depths = [drafts * (row < drafted) for row in range(len(lens))]
-    rows, plan = runner.seats.rows(len(lens), 1), FixedPlan(lens, depths)
+    rows, plan = runner.seats.rows(len(lens), 1), FixedPlan(lens, depths, RANKS if branches else 1, branches)
     runner.rounds.run(rows, Features(), plan, mark=mark)
     return 1e3 * (proposing - began), 1e3 * (time.thread_time() - proposing)

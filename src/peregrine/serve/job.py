@@ -64,7 +64,7 @@ class Job:
 @contextmanager
 def named_as_in(body: CompletionBody | ChatBody) -> Iterator[None]:
     """A RequestError raised inside names the field as the body does: max_completion_tokens, not max_tokens."""
-    names = {"num_drafts": "speculation.num_drafts", "text": "prompt"}
+    names = {"num_drafts": "speculation.num_drafts", "tree": "speculation.tree", "text": "prompt"}
     if isinstance(body, ChatBody):
         used = "max_tokens" if body.max_tokens is not None else "max_completion_tokens"
         names |= {"max_tokens": used, "logprobs": "top_logprobs", "prompt": "messages", "text": "messages"}
@@ -239,7 +239,7 @@ def sampling_of(
     if body.logit_bias is not None:
         asked["logit_bias"] = {token_id(key): bias for key, bias in body.logit_bias.items()}
     if body.speculation is not None:
-        asked["num_drafts"] = body.speculation.num_drafts
+        asked |= body.speculation.model_dump(exclude_none=True)
     constraint = asked_constraint(body)
     if constraint is not None and not more.keys() & {"json_schema", "grammar"}:  # which have it in them
         asked[constraint.option] = constraint.value

@@ -9,7 +9,7 @@ A wrong body is refused at its first mistake: to list all mistakes of a large on
 """
 
 from dataclasses import fields
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, FailFast, Field, Tag, model_validator
 
@@ -156,7 +156,14 @@ class StreamOptions(Body):
 class Speculation(Body):
     """Limits on speculation for this request."""
 
-    num_drafts: int = Field(ge=0, description="Drafts per round; 0: no speculation. Changes speed, never the text.")
+    num_drafts: int | None = Field(
+        None, ge=0, description="Drafts per round at most; 0: no speculation. Changes speed, never the text."
+    )
+    tree: Literal["auto", "chain", "tree"] | None = Field(
+        None,
+        description="chain: drafts are chains; tree: they branch in every round; auto: where that pays (the default). "
+        "Changes speed, never the text.",
+    )
 
 
 def sampling_field(name: str) -> Any:

@@ -14,8 +14,9 @@ from peregrine.kernels.round import Growth, WindowPlaces, grow, select
 from peregrine.kernels.sampling import pick
 from peregrine.models.draft_heads import BlockHead
 from peregrine.spec.bound import BoundBlock
+from peregrine.spec.links import Links
 from peregrine.spec.row_pages import RowPages
-from peregrine.spec.types import Chunk, Drafts, DraftShape, Links, Seen
+from peregrine.spec.types import Chunk, Drafts, DraftShape, Seen
 
 
 def check_depth(most: int | None, num_drafts: int | None, tree: TreeShape | None) -> None:
@@ -92,11 +93,11 @@ class BlockDrafter:
         pages, layout, num_rows = seen.pages, seen.layout, len(seen.past_lens)
         depths = self._depths[:, : seen.width]
         path = pages.window(seen.past_lens, depths.expand(num_rows, -1))
-        if layout is None or layout.windows.is_uniform:
+        if layout is None or layout.paths.is_uniform:
             metadata = pages.uniform(path.positions, path.past_lens, path.slots)
         else:
-            packed = layout.windows.pack(path.positions), path.past_lens, layout.windows.pack(path.slots)
-            metadata = layout.windows.metadata(pages, *packed)
+            packed = layout.paths.pack(path.positions), path.past_lens, layout.paths.pack(path.slots)
+            metadata = layout.paths.metadata(pages, *packed)
         self.bound.remember(self.head.fuse(seen.taps.flatten(0, -2)), metadata)
 
     def _forms(self, pages: RowPages, block: WindowPlaces) -> dict[bool, AttentionMetadata]:

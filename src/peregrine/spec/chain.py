@@ -9,7 +9,7 @@ from torch import Tensor
 from peregrine.kernels.round import AheadPlaces
 from peregrine.kernels.runtime.cpu import numba_ready
 from peregrine.kernels.runtime.cpu_graph import CpuGraphs
-from peregrine.kernels.sampling import pick, top_chances
+from peregrine.kernels.sampling import pick, ranked, top_chances
 from peregrine.spec.readers import DraftReader
 from peregrine.spec.types import Chunk, Drafts, DraftShape, Seen
 from peregrine.spec.windows import Plan
@@ -42,7 +42,7 @@ class ChainDrafter:
 
     def read(self, seen: Seen) -> Tensor:
         layout, pages, taps, rows = seen.layout, seen.pages, seen.taps, len(seen.past_lens)
-        whole = layout is None or (layout.windows.is_uniform and layout.rows is None)
+        whole = layout is None or (layout.paths.is_uniform and layout.rows is None)
         if taps is None or pages.lasting is None or not whole or not numba_ready(taps):
             return self.reader.read(seen)
 
@@ -71,9 +71,8 @@ class ChainDrafter:
             ahead = self._ahead(some, self.shape.depth)
             for step in range(self.shape.depth):
                 picked = tokens[step] if rows is None else tokens.new_empty(len(hidden))
-                hidden, chances = self._add_draft(some, ahead, step, before, hidden, picked)
-                assert chances is not None
-                plan.add(chances)
+                hidden, (chances, *more) = self._add_draft(some, ahead, step, before, hidden, picked)
+                plan.add(chances, (more[0], more[1]) if more else None)
                 if rows is not None:
                     tokens[step].index_copy_(0, rows, picked)
                 before = picked
@@ -86,21 +85,22 @@ class ChainDrafter:
 
     def _add_draft(
         self, seen: Seen, ahead: AheadPlaces, step: int, before: Tensor | None, hidden: Tensor, out: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        """Draft into `out` [R] after the drafts before; returns the hidden state it was read from, and its chance."""
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Draft into `out` [R] after the drafts before; returns the hidden state it was read from, and what is said."""
         inputs = [hidden, ahead.next_positions[step]]
         if before is not None:
             inputs += [before, ahead.positions[step - 1], ahead.slots[step - 1]]
         pages = seen.pages
         if hidden.is_cpu and pages.lasting is not None and numba_ready(hidden):
-            name = before is None, seen.plan is None, seen.features.sampled, pages.lasting.data_ptr()
+            ranks = 0 if seen.plan is None else seen.plan.ranks
+            name = before is None, ranks, seen.features.sampled, pages.lasting.data_ptr()
             hidden, picked, *said = self._graphs.run(name, partial(self._step, seen, None), *inputs)
             out.copy_(picked)
         else:
             hidden, _, *said = self._step(seen, out, *inputs)
         if seen.forced is not None:  # what a grammar leaves no choice about is taken as given
             out.copy_(torch.where(seen.forced[:, step] >= 0, seen.forced[:, step], out))
-        return hidden, said[0] if said else None
+        return hidden, said
 
     def _step(
         self,
@@ -114,7 +114,8 @@ class ChainDrafter:
     ) -> tuple[Tensor, ...]:
         """Read the drafts before, if any, each of which sees all before it, and pick the next ones at places [R, 1].
 
-        (hidden [R, H], picks [R], in `out` if given) and, if the drafts are planned, the chance of each pick [R].
+        (hidden [R, H], picks [R], in `out` if given) and, if the drafts are planned, the chance of each pick [R] and
+        the tokens and chances of as many ranks as the plan asks for [R, ranks].
         """
         if before is not None and positions is not None and slots is not None:
             pages = seen.pages.whole() if out is None else seen.pages
@@ -122,4 +123,11 @@ class ChainDrafter:
         logits = self.reader.logits(hidden)[:, None]  # [R, 1, Vd]
         picked = places.new_empty(len(hidden)) if out is None else out
         pick(logits, places, self.reader.target_ids, seen.sampling, seen.features, out=picked[:, None])
-        return (hidden, picked) if seen.plan is None else (hidden, picked, top_chances(logits[:, 0]))
+        if seen.plan is None:
+            return hidden, picked
+        said = hidden, picked, top_chances(logits[:, 0])
+        if seen.plan.ranks == 1:
+            return said
+        return *said, *ranked(
+            logits, places, self.reader.target_ids, seen.sampling, seen.features, min(seen.plan.ranks, logits.shape[2])
+        )

@@ -71,6 +71,15 @@ class Guess(NamedTuple):
     engine_chance: float  # without it
 
 
+def survivals_of(guesses: Sequence[Guess]) -> list[float]:
+    """The chance of each draft that it and all before it are right."""
+    survival, line = 1.0, []
+    for guess in guesses:
+        survival *= guess.chance
+        line.append(survival)
+    return line
+
+
 @dataclass(slots=True)
 class Odds:
     """The engine's counts for one class of requests (greedy, or sampled)."""

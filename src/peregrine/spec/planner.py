@@ -27,6 +27,7 @@ class Costs:
     steps: int  # levels that cost a step each; further ones are free (a block is one step, a look-up none)
     first: Points = ()  # the first step, if it costs something else: it follows from what was absorbed
     ragged: float = 0.0  # more, if windows differ in length: the drafter's work is not one replay then
+    branched: float = 0.0  # more, if chains branch
 
     def verify_ms(self, tokens: int) -> float:
         return ms_at(self.verify, tokens)
@@ -56,8 +57,9 @@ class Costs:
     def to_json(self) -> dict[str, list[list[float]]]:
         """Sizes and milliseconds of each part."""
         parts = {"verify": self.verify, "absorb": self.absorb, "first": self.first, "step": self.step}
+        more = {"ragged": self.ragged, "branched": self.branched}
         curves = {name: [[float(size), round(ms, 4)] for size, ms in points] for name, points in parts.items()}
-        return curves | {"ragged": [[0.0, round(self.ragged, 4)]]}
+        return curves | {name: [[0.0, round(ms, 4)]] for name, ms in more.items()}
 
 
 def ms_at(points: Points, size: int) -> float:

@@ -53,10 +53,10 @@ class Path:
         pages, layout, width = seen.pages, seen.layout, seen.width + first
         places = pages.path(seen.past_lens, seen.new_past_lens, seen.history, width, behind=1 - first)
         tokens, slots, live, live_positions = places.tokens, places.slots, places.live, places.live_positions
-        if layout is None or layout.windows.is_uniform:
+        if layout is None or layout.paths.is_uniform:
             body = pages.uniform(places.positions, seen.past_lens, slots)
         else:
-            windows = layout.windows.longer() if first else layout.windows
+            windows = layout.paths.longer() if first else layout.paths
             tokens, positions, slots = (windows.pack(x) for x in (tokens, places.positions, slots))
             body, live = windows.metadata(pages, positions, seen.past_lens, slots), live + windows.moved
         if layout is not None and layout.rows is not None:

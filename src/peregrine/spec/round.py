@@ -65,7 +65,7 @@ def run_round(
 ) -> tuple[Verdict, Logprobs | None]:
     """Advance every row by 1 to K + 1 tokens; `seats` is read and written in place.
 
-    A plan is the host's choice for this round of chains: which drafts are read, and which rows get new ones.
+    A plan is the host's choice for this round: which drafts are read, chains or branched, and which rows get new ones.
     """
     mark("verify")
     verified = verify(target, drafter, seats, rows, plan)
@@ -79,17 +79,18 @@ def verify(
     target: BoundModel, drafter: Drafter, seats: SeatState, rows: Rows, layout: Layout | None = None
 ) -> Verified:
     """Score every node of the windows."""
-    state, shape = seats.view(planned_rows(rows, layout)), seats.shape
+    state = planned_state(seats, rows, layout)
     windows = None if layout is None or layout.windows.is_uniform else layout.windows
     num_rows, num_nodes = state.window_tokens.shape
     places = state.pages.window(state.past_lens, state.links.depths)
+    ancestors = None if state.shape.is_chain else state.links.ancestors
     if windows is not None:
         packed = (windows.pack(x) for x in (state.window_tokens, places.positions, places.slots))
         tokens, positions, slots = packed
-        metadata = windows.metadata(state.pages, positions, places.past_lens, slots)
+        ancestors = None if ancestors is None else windows.pack(ancestors)
+        metadata = windows.metadata(state.pages, positions, places.past_lens, slots, ancestors)
         hidden, taps = target.read(tokens, metadata, drafter.taps)  # [N, H]
         return Verified(places, target.decoder.logits(hidden), taps, layout, windows)
-    ancestors = None if shape.is_chain else state.links.ancestors
     metadata = state.pages.uniform(places.positions, places.past_lens, places.slots, ancestors)
     hidden, taps = target.read(state.window_tokens.flatten(), metadata, drafter.taps)  # [R * T, H]
     logits = target.decoder.logits(hidden).view(num_rows, num_nodes, -1)
@@ -107,7 +108,7 @@ def decide(
 ) -> tuple[Verdict, Logprobs | None]:
     """Judge and commit."""
     places, logits, windows = verified.places, verified.logits, verified.windows
-    state = seats.view(planned_rows(rows, verified.layout))
+    state, layout = planned_state(seats, rows, verified.layout), verified.layout
     if features.masked:
         state.clip_to_masks()
 
@@ -116,6 +117,8 @@ def decide(
 
     mark("commit")
     verdict = state.commit(choices)
+    if layout is not None and layout.branched is not None:
+        seats.view(planned_rows(rows, layout)).window_tokens[:, :1].copy_(state.window_tokens[:, :1])
     if not state.shape.is_chain:
         target.move_path(places.past_lens, verdict, state.pages.table, state.pages.page_size)
     if windows is not None and features.logprobs is not None:
@@ -133,11 +136,12 @@ def propose(
     plan: Plan | None = None,
 ) -> None:
     """Draft for the next round."""
-    shape, whole = seats.shape, seats.view(rows)
-    state = seats.view(planned_rows(rows, verified.layout))
-    taps = verified.taps
-    if taps is not None and verified.windows is None:
-        taps = on_path(taps.view(*state.window_tokens.shape, -1), verdict, shape)
+    whole, state = seats.view(rows), planned_state(seats, rows, verified.layout)
+    taps, windows = verified.taps, verified.windows
+    if taps is not None and windows is None:
+        taps = on_path(taps.view(*state.window_tokens.shape, -1), verdict, state.shape)
+    elif taps is not None and windows is not None and not state.shape.is_chain:
+        taps = on_path(windows.spread(taps, empty=0), verdict, state.shape)
     forced = state.forced_drafts(verdict) if features.masked else None
     if forced is not None:
         forced = forced[:, : whole.shape.depth]
@@ -183,8 +187,14 @@ def seen_by(
 
 
 def planned_rows(rows: Rows, layout: Layout | None) -> Rows:
-    """The rows with windows as wide as the layout's longest."""
-    return rows if layout is None else Rows(rows.count, rows.places, layout.windows.width)
+    """The rows with windows as wide as the layout's longest path."""
+    return rows if layout is None else Rows(rows.count, rows.places, layout.paths.width)
+
+
+def planned_state(seats: SeatState, rows: Rows, layout: Layout | None) -> RowState:
+    """The rows with the windows that the layout reads."""
+    state = seats.view(planned_rows(rows, layout))
+    return state if layout is None or layout.branched is None else state.branch(layout.branched)
 
 
 def logprobs_of_path(logits: Tensor, verdict: Verdict, state: RowState, features: Features) -> Logprobs | None:

@@ -11,7 +11,7 @@ Of several ranks each has the same seats: what rank 0 writes between rounds, the
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
@@ -22,10 +22,11 @@ from peregrine.kernels.round import Ends, Nodes, Verdict, commit, keep_drafts
 from peregrine.kernels.sampling import Context, Masks, SamplingTensors
 from peregrine.models.parallel import ALONE, Ranks, on_every_rank
 from peregrine.sampling import MAX_BIAS, MAX_STOP_IDS
+from peregrine.spec.links import Branched, Links
 from peregrine.spec.row_pages import RowPages, even_starts
 from peregrine.spec.seat_buffers import TYPES, SeatBuffers
 from peregrine.spec.seat_entry import Words
-from peregrine.spec.types import Drafts, DraftShape, Links
+from peregrine.spec.types import Drafts, DraftShape
 
 PLACES_STEP = 64  # widths of history and page table grow in these steps
 MAX_VIEWS = 256  # batch shapes whose slices are kept
@@ -70,6 +71,12 @@ class RowState:
         """The windows with their links, to be judged."""
         links = self.links
         return Nodes(self.window_tokens, links.parents, links.depths, links.ancestors, self.offered)
+
+    def branch(self, branched: Branched) -> "RowState":
+        """The same rows with windows that branch, which are not kept in the seats."""
+        nodes = branched.tokens.shape[1]
+        shape = DraftShape(branched.depth, nodes, nodes, self.shape.lookahead)
+        return replace(self, shape=shape, window_tokens=branched.tokens, links=branched.links)
 
     def clip_to_masks(self) -> None:
         """Offer no draft that is deeper than its row's masks."""
@@ -120,7 +127,7 @@ class SeatState:
         self.count, self.shape, self.max_len, self.page_size, self.device = seats, shape, max_len, page_size, device
         self.ranks = ranks
         self.max_places = -(-(max_len + 2 * shape.span + 2) // PLACES_STEP) * PLACES_STEP
-        self._starts = even_starts(seats, max(shape.nodes, shape.depth + 2, shape.width), device)
+        self._starts = even_starts(seats, max(shape.span, shape.depth + 2, shape.width), device)
         self._chain = Links.chain(shape.nodes, device)
         pads = {name: pad_line(pad, size, device) for name, (pad, size) in self._fields().items()}
         if not shape.is_chain:  # a chain's links never change and one row serves all seats; a tree's change each round

@@ -1,8 +1,9 @@
 """Draft a tree: expand the most probable nodes level by level, keep the best T - 1 of all that were seen."""
 
 from peregrine.kernels.round import Frontier, Growth, grow, select
+from peregrine.spec.links import Links
 from peregrine.spec.readers import DraftReader
-from peregrine.spec.types import Chunk, Drafts, DraftShape, Links, Seen
+from peregrine.spec.types import Chunk, Drafts, DraftShape, Seen
 
 
 class TreeDrafter:

@@ -3,11 +3,11 @@
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
-import torch
 from torch import Tensor
 
 from peregrine.attention.metadata import AttentionMetadata
 from peregrine.kernels.sampling import Features, SamplingTensors
+from peregrine.spec.links import Links
 from peregrine.spec.row_pages import RowPages
 from peregrine.spec.windows import Layout, Plan
 
@@ -33,34 +33,6 @@ class DraftShape:
     def span(self) -> int:
         """Places past `past_len` that one round may write, in either store."""
         return max(self.nodes, self.depth + 1 + self.lookahead)
-
-
-@dataclass(frozen=True, slots=True)
-class Links:
-    """The tree of each row's window; node 0 is the root, parents come before children."""
-
-    parents: Tensor  # [R, T] i64, the root's is itself
-    depths: Tensor  # [R, T] i64
-    ancestors: Tensor  # [R, T] i64 words: own bit and every ancestor's
-
-    @staticmethod
-    def chain(nodes: int, device: torch.device) -> "Links":
-        """The links of a chain, for one row: [1, T]."""
-        order = torch.arange(nodes, device=device)
-        words = [(1 << (i + 1)) - 1 for i in range(nodes)]
-        signed = [word - (1 << 64) if word >= 1 << 63 else word for word in words]
-        return Links(
-            parents=(order - 1).clamp(min=0)[None], depths=order[None], ancestors=torch.tensor([signed], device=device)
-        )
-
-    def fields(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.parents, self.depths, self.ancestors
-
-    def rows(self, count: int) -> "Links":
-        """The first `count` rows (or one row spread over them), without a copy."""
-        if self.parents.shape[0] == 1:
-            return Links(*(x.expand(count, -1) for x in self.fields()))
-        return Links(*(x[:count] for x in self.fields()))
 
 
 @dataclass(frozen=True, slots=True)

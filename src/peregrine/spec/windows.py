@@ -17,6 +17,7 @@ from torch import Tensor
 
 from peregrine.attention.metadata import AttentionMetadata
 from peregrine.attention.window import Window
+from peregrine.spec.links import Branched
 from peregrine.spec.row_pages import RowPages
 
 
@@ -63,8 +64,10 @@ class Windows:
         lines = values.new_full((rows * self.width, *rest), empty)
         return lines.index_copy_(0, self.at, values).view(rows, self.width, *rest)
 
-    def metadata(self, pages: RowPages, positions: Tensor, past_lens: Tensor, slots: Tensor) -> AttentionMetadata:
-        """Metadata of a forward over the packed nodes: positions, slots [N]."""
+    def metadata(
+        self, pages: RowPages, positions: Tensor, past_lens: Tensor, slots: Tensor, ancestors: Tensor | None = None
+    ) -> AttentionMetadata:
+        """Metadata of a forward over the packed nodes: positions, slots, ancestors [N]."""
         return AttentionMetadata(
             window=self.window,
             positions=positions,
@@ -73,7 +76,7 @@ class Windows:
             page_table=pages.table,
             page_size=pages.page_size,
             slots=slots,
-            ancestors=None,
+            ancestors=ancestors,
         )
 
 
@@ -121,20 +124,34 @@ class WindowBuffer:
             self._lens = lens
 
 
+def paths_of(windows: Windows, branched: Branched | None) -> Windows:
+    """The windows themselves, or of windows that branch one path of each row, all as long as the longest."""
+    return windows if branched is None else Windows.of((branched.depth + 1,) * len(branched.lens))
+
+
 class Layout(Protocol):
     """Which nodes of the windows a round reads, and which rows are drafted for next."""
 
     windows: Windows
+    branched: Branched | None  # the nodes themselves, if chains branch in this round
     rows: Tensor | None  # [n] i64; None: all
+
+    @property
+    def paths(self) -> Windows:
+        """What the drafter reads: the windows, or of windows that branch one path of each row."""
 
 
 class Plan(Layout, Protocol):
     """What the host chose for one round. A drafter reports its drafts to it, and asks it before every further step."""
 
     rests: bool  # no row is, and all windows are the newest token alone
+    ranks: int  # how many of the likeliest tokens of each step it wants to know; 1: the draft's chance alone
 
-    def add(self, chances: Tensor) -> None:
-        """One more draft for every row that is drafted for; chances [n] are the drafter's own."""
+    def add(self, chances: Tensor, ranked: tuple[Tensor, Tensor] | None = None) -> None:
+        """One more draft for every row that is drafted for; chances [n] are the drafter's own.
+
+        With it the likeliest tokens [n, ranks], of which the draft is the first, and the chance of each.
+        """
 
     def go_on(self) -> bool:
         """Whether these rows get one draft more."""
@@ -143,7 +160,7 @@ class Plan(Layout, Protocol):
         """How many drafts each row got: [R], or one for all rows."""
 
     def hold(self, taps: Tensor | None) -> None:
-        """After the drafter: keep the taps, packed as windows are, of rows whose tokens it did not absorb in order."""
+        """After the drafter: keep the taps, packed as paths are, of rows whose tokens it did not absorb in order."""
 
     def force(self, forced: Tensor) -> None:
         """Note the drafts that grammars leave no choice about, [R, K]; -1: they do."""

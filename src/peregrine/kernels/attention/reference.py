@@ -57,28 +57,22 @@ def plan_causal(positions: Tensor, q_starts: Tensor, max_q_len: int, key_slots: 
     return QueryPlan(key_slots, lanes + 1, lanes, lanes + 1, places, tokens)
 
 
-def plan_tree(positions: Tensor, past_lens: Tensor, ancestors: Tensor, key_slots: Tensor) -> QueryPlan:
-    """Queries [R * T] that see keys [0, past_len) of their row and those that ancestors [R, T] name."""
-    num_rows, num_nodes = ancestors.shape
+def plan_tree(
+    positions: Tensor, q_starts: Tensor, past_lens: Tensor, ancestors: Tensor, key_slots: Tensor
+) -> QueryPlan:
+    """Queries [N] that see keys [0, past_len) of their row and those that their words, N in all, name."""
     bits = torch.arange(MAX_NODES, device=ancestors.device)
-    is_ancestor = (ancestors[:, :, None] >> bits) & 1  # [R, T, 64]
+    is_ancestor = (ancestors.reshape(-1, 1) >> bits) & 1  # [N, 64]
     # The d-th ancestor's node, by ascending bit; past the last ancestor any node will do.
-    nodes = is_ancestor.sort(dim=2, descending=True, stable=True).indices  # [R, T, 64]
-    past = past_lens.view(num_rows, 1, 1)
+    nodes = is_ancestor.sort(dim=1, descending=True, stable=True).indices  # [N, 64]
+    order = torch.arange(len(positions), device=positions.device)
+    row_of = torch.searchsorted(q_starts[1:].contiguous(), order, right=True)  # [N]
+    past = past_lens[row_of][:, None]  # [N, 1]
     index = torch.arange(key_slots.shape[1], device=key_slots.device)  # [C]
-    depth = (index - past).clamp(min=0, max=MAX_NODES - 1).expand(-1, num_nodes, -1)  # [R, T, C]
-    key = torch.where(index < past, index, past + nodes.gather(2, depth))  # [R, T, C]
-    key = key.clamp(max=key_slots.shape[1] - 1)
-    lane_slots = key_slots[:, None].expand(-1, num_nodes, -1).gather(2, key)  # [R, T, C]
-    limits = past[:, :, 0] + is_ancestor.sum(dim=2)  # [R, T]
-    return QueryPlan(
-        key_slots=lane_slots.view(num_rows * num_nodes, -1),
-        limits=limits.view(-1, 1),
-        positions=positions.view(-1, 1),
-        shared=past[:, :, 0].expand(-1, num_nodes).reshape(-1, 1),
-        places=None,
-        tokens=None,
-    )
+    depth = (index - past).clamp(min=0, max=MAX_NODES - 1)  # [N, C]
+    key = torch.where(index < past, index, past + nodes.gather(1, depth)).clamp(max=key_slots.shape[1] - 1)
+    limits = past + is_ancestor.sum(dim=1, keepdim=True)
+    return QueryPlan(key_slots[row_of].gather(1, key), limits, positions[:, None], past, None, None)
 
 
 def slots_of_rows(page_table: Tensor, page_size: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 from peregrine.kernels.sampling.noise import random_bits
 from peregrine.kernels.sampling.params import Context, Features, Masks, SamplingTensors
-from peregrine.kernels.sampling.reference import choose, logprobs, pick, pick_scores, process, top_chances
+from peregrine.kernels.sampling.reference import choose, logprobs, pick, pick_scores, process, ranked, top_chances
 
 __all__ = [
     "Context",
@@ -15,5 +15,6 @@ __all__ = [
     "pick_scores",
     "process",
     "random_bits",
+    "ranked",
     "top_chances",
 ]

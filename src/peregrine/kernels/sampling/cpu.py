@@ -235,6 +235,17 @@ def top_chances(scores: Tensor) -> Tensor:
     return found
 
 
+def ranked(scores: Tensor, ids: Tensor | None, count: int) -> tuple[Tensor, Tensor]:
+    """The ids [V] (None: places) of the largest of each line of scores [n, V] f32 on the CPU, and their shares."""
+    scores, ids = scores.contiguous(), None if ids is None else ids.contiguous()
+    num_rows, width = scores.shape
+    tokens, shares = torch.empty(num_rows, count, dtype=torch.int64), scores.new_empty(num_rows, count)
+    pieces = pieces_for(num_rows, scores.numel(), SERIAL_WORK)
+    pointers = (x.data_ptr() for x in (scores, tokens, shares))
+    _ranked(pieces, *pointers, 0 if ids is None else ids.data_ptr(), num_rows, width, count)
+    return tokens, shares
+
+
 def mask(scores: Tensor, masks: Masks) -> Tensor:
     """Scores [R, T, V] f32 on the CPU with illegal tokens at -inf, in rows that have masks."""
     scores, rows, words = scores.contiguous(), masks.rows.contiguous(), masks.words.contiguous()
@@ -637,6 +648,35 @@ def _top_chances(block):  # type: ignore[no-untyped-def]
             best = span(floats_at(start, width), width)[1]
             chance = ONE / _sum_of_shares(start, best, width)
             found[row] = chance if chance > 0 else np.float32(0)
+        piece = claim(words)
+
+
+@cpu_kernel("q" * 7)
+def _ranked(block):  # type: ignore[no-untyped-def]
+    words = words_of(block)
+    pieces, scores, ids, rows, width, count = words[1], words[2], words[5], words[6], words[7], words[8]
+    tokens, shares = longs_at(words[3], (rows, count)), floats_at(words[4], (rows, count))
+    piece = claim(words)
+    while piece < pieces:
+        for row in range(piece * rows // pieces, (piece + 1) * rows // pieces):
+            start = scores + row * width * 4
+            line, places, best = floats_at(start, width), tokens[row], shares[row]
+            for rank in range(count):
+                places[rank], best[rank] = min(rank, width - 1), LEAST
+            for i in range(width):
+                if line[i] > best[count - 1]:  # one in a few hundred
+                    rank = count - 1
+                    while rank > 0 and line[i] > best[rank - 1]:
+                        places[rank], best[rank] = places[rank - 1], best[rank - 1]
+                        rank -= 1
+                    places[rank], best[rank] = i, line[i]
+            top = best[0]
+            total = _sum_of_shares(start, top, width)
+            for rank in range(count):
+                share = np.float32(np.exp(best[rank] - top)) / total
+                best[rank] = share if share > 0 else np.float32(0)
+                if ids:
+                    places[rank] = longs_at(ids, width)[places[rank]]
         piece = claim(words)
 
 

@@ -239,6 +239,32 @@ def top_chances_torch(scores: Tensor) -> Tensor:
     return scores.float().softmax(dim=1).amax(dim=1).nan_to_num(0.0)
 
 
+def ranked(
+    draft_logits: Tensor,
+    positions: Tensor,
+    target_ids: Tensor | None,
+    sampling: SamplingTensors,
+    features: Features,
+    count: int,
+) -> tuple[Tensor, Tensor]:
+    """The target ids of the largest pick scores, falling, lowest draft id on ties, and the share of each in all.
+
+    [R, 1, Vd], [R, 1] -> [R, count] i64 and f32; shares are 0 where scores are not numbers.
+    """
+    scores = pick_scores(draft_logits, positions, target_ids, sampling, features)[:, 0]
+    if numba_ready(scores):
+        ids, shares = _cpu.ranked(scores, target_ids, count)
+        return ids, shares
+    return ranked_torch(scores, target_ids, count)
+
+
+def ranked_torch(scores: Tensor, target_ids: Tensor | None, count: int) -> tuple[Tensor, Tensor]:
+    """The torch twin of `ranked`, from pick scores [R, Vd]."""
+    ids = scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
+    shares = scores.softmax(dim=1).gather(1, ids).nan_to_num(0.0)
+    return ids if target_ids is None else target_ids[ids], shares
+
+
 def logprobs(
     logits: Tensor, tokens: Tensor, path: Tensor | None, asked: Tensor | None, count: int
 ) -> tuple[Tensor, Tensor, Tensor]:
