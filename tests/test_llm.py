@@ -94,7 +94,7 @@ def test_decisions_have_reasons(llm: LLM) -> None:
     assert {d.field for d in llm.decisions} == {
         *("model", "device", "dtype", "max_len", "generation_config", "drafter", "threads", "attention", "graphs"),
         *("page_size", "max_rows", "prefill_chunk", "grammar_mask_bytes", "num_pages", "lag"),
-        *("windows", "num_drafts", "costs"),
+        *("windows", "tree", "num_drafts", "costs"),
     }
     assert all(d.because for d in llm.decisions)
 
