@@ -32,6 +32,7 @@ def engine():
         ([1], SamplingParams(logit_bias={300: 1.0}), "logit_bias", "ids run from 0 to 299"),
         ([1], SamplingParams(stop_token_ids=[999]), "stop_token_ids", "is not a token id"),
         ([1], SamplingParams(num_drafts=1), "num_drafts", "the engine drafts 0 deep"),
+        ([1], SamplingParams(tree="tree"), "tree", "this engine drafts chains: there is no drafter"),
         ([1] * 700, SamplingParams(max_tokens=None, min_tokens=69), "min_tokens", "use at most 68"),
         ([1], SamplingParams(n=2), "n", "use LLM.generate"),
     ],
@@ -89,6 +90,8 @@ def test_refused_with_field_and_remedy(engine, prompt, params, field, says):
         ("logit_bias", {1: 10**400}),
         ("num_drafts", -1),
         ("num_drafts", 2**63),
+        ("tree", "oak"),
+        ("tree", True),
         ("ignore_eos", 1),
     ],
 )

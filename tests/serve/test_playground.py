@@ -492,15 +492,23 @@ def test_a_phone_begins_with_the_text_box(page: Page) -> None:
     assert tops[".result"] < 600
 
 
-def test_planned_windows_are_said(page: Page) -> None:
-    """The shared server has fixed windows; one that plans them says that the slider is a limit."""
+@pytest.mark.parametrize(
+    ("info", "said"),
+    [
+        ("decisions: [{field: 'windows', value: 'auto', because: 'it pays'}]", "Each round drafts what pays, up to 3"),
+        ("draft_shape: {depth: 3, width: 2, nodes: 8}", "3 levels, 2 children per node, 8 nodes with the root."),
+    ],
+)
+def test_other_shapes_of_drafts_are_said(page: Page, info: str, said: str) -> None:
+    """The shared server has chains of fixed length; of planned windows the slider is a limit, of trees the depth."""
     page.value(
         "(whole => { window.fetch = async (path, options) => { const answer = await whole(path, options);"
-        " return path !== '/server_info' ? answer : Response.json({...await answer.json(),"
-        " decisions: [{field: 'windows', value: 'auto', because: 'it pays'}]}); } })(window.fetch)"
+        " return path !== '/server_info' ? answer :"
+        f" Response.json({{...await answer.json(), {info}}}); }} }})(window.fetch)"
     )
     page.value("document.getElementById('key-form').dispatchEvent(new Event('submit', {cancelable: true}))")
-    page.wait("document.getElementById('shape').textContent.startsWith('Each round drafts what pays, up to 3 tokens')")
+    page.wait(f"document.getElementById('shape').textContent.startsWith('{said}')")
+    assert page.value("document.getElementById('trees').hidden")
 
 
 def test_no_control_controls_nothing(browser: Page, server: Served, page: Page) -> None:
@@ -574,14 +582,15 @@ def test_introduction_is_for_the_first_visit(page: Page) -> None:
 
 @pytest.fixture(scope="module")
 def locked() -> Iterator[Served]:
-    """A server with a key, whose drafts are trees."""
-    served = start(lambda: LLM("merlin", num_pages=100, tree=(3, 2, 8)), api_keys=("sesame",))
+    """A server with a key, which plans its windows."""
+    served = start(lambda: LLM("merlin", num_pages=100, num_drafts=3), api_keys=("sesame",))
     wait_ready(served)
     yield served
     served.stop()
 
 
-def test_key_is_asked_for_and_trees_are_shown(browser: Page, locked: Served) -> None:
+def test_key_is_asked_for_and_the_shape_of_drafts_is_switched(browser: Page, locked: Served) -> None:
+    """Chains and trees, one run after the other on one engine: the same text."""
     page = open_page(browser, locked)
     page.wait("!document.getElementById('key-form').hidden")
     assert "the API key is missing or wrong" in page.text("#problem")
@@ -589,8 +598,21 @@ def test_key_is_asked_for_and_trees_are_shown(browser: Page, locked: Served) -> 
     page.click("#key-form button")
     page.wait(READY)
     assert page.value("document.getElementById('key-form').hidden")
-    assert page.text("#shape").startswith("3 levels, 2 children per node, 8 nodes with the root.")
-    page.fill(prompt=PROMPT, temperature=0, max_tokens=60)
+    assert "In trees the drafter's next choices hang beside its first." in page.text("#shape")
+    page.fill(prompt=PROMPT, temperature=0, max_tokens=40)
+    planner = locked.llm.engine.runner.planner
+    assert planner is not None
+    shown, trees = {}, {}
+    for shape in ("tree", "chain"):
+        before = planner.record.rounds["tree"]
+        page.click(f"[name=tree][value={shape}]")
+        run(page)
+        shown[shape] = [token["text"] for token in shown_tokens(page)]
+        trees[shape] = planner.record.rounds["tree"] - before
+    assert shown["tree"] == shown["chain"]
+    assert trees["tree"] > 5
+    assert trees["chain"] == 0
+    page.click("[name=tree][value=tree]")
     run(page, "#race")
-    assert page.text("#verdict").startswith("Identical: all 60 tokens")
+    assert page.text("#verdict").startswith("Identical: all 40 tokens")
     assert page.value("Math.max(...[...document.querySelectorAll('.lane .round')].map(r => r.children.length))") == 3

@@ -6,6 +6,7 @@ as it falls out, and rows rest and come back. Plans that the engine makes itself
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -149,6 +150,36 @@ def test_preempted_rows_and_prefix_hits() -> None:
 def test_rows_with_grammars(name: str) -> None:
     some = [MIXED[0], MIXED[3], MIXED[4]]
     assert tokens(run(planned(2, **DRAFTERS[name]).engine, some)) == tokens(run(build().engine, some))
+
+
+class Steady(RoundCosts):
+    """Costs that no round changes."""
+
+    def learn(self, tokens: int, steps: Sequence[int], rests: bool, times: RoundTimes) -> None:
+        """The machine's speed plays no part."""
+
+
+def test_chains_branch_where_that_pays_or_where_a_request_asks_for_it() -> None:
+    """By the table of costs; requests that want chains have them beside others that branch."""
+    greedy = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    some = [Case((5, 9, 200 + row), greedy) for row in range(2)]
+    lengths, expected = {}, plain(some)
+    engine = build(**(DRAFTERS["noisy model"] | {"windows": "auto"})).engine  # type: ignore[arg-type]
+
+    def trees(per_token: float, *asked: str) -> int:
+        table = {count: 4.0 + per_token * count for count in (1, 64)}
+        planner = WindowPlanner(4, Steady(table, {1: 0.1}, {1: 0.1}, 4), False, engine.limits.nodes - 1)
+        engine.runner.planner = planner
+        outputs = run(engine, [Case(c.prompt, replace(greedy, tree=t)) for c, t in zip(some, asked, strict=True)])
+        assert tokens(outputs) == expected
+        lengths[per_token, *asked] = [output.stats.accept_length for output in outputs]
+        return planner.record.rounds["tree"]
+
+    assert trees(0.0, "auto", "auto") > 10
+    assert trees(0.0, "chain", "chain") == 0
+    assert sum(lengths[0.0, "auto", "auto"]) > sum(lengths[0.0, "chain", "chain"])
+    assert trees(2.0, "auto", "auto") == 0, "a token costs half as much as a round"
+    assert trees(2.0, "chain", "tree") > 10
 
 
 @pytest.mark.parametrize("latents", [True, False])

@@ -21,6 +21,7 @@ class Limits:
     num_places: int  # in all pages together
     span: int  # places past its length a round may write
     num_drafts: int
+    nodes: int  # most of a round's window
     tree: tuple[str, str]  # auto, chain, or the shape of every round's tree; and why
     eos_ids: tuple[int, ...]
 

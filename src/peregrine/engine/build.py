@@ -49,7 +49,7 @@ from peregrine.engine.recording import record_graphs
 from peregrine.engine.rounds import RoundOptions, Rounds
 from peregrine.engine.runner import Runner
 from peregrine.engine.sources import ModelSource, open_source
-from peregrine.engine.window_choice import Chosen, add_planner, plan_ahead, time_ahead, with_windows
+from peregrine.engine.window_choice import AUTO, Chosen, add_planner, plan_ahead, time_ahead, with_windows
 from peregrine.errors import ConfigError
 from peregrine.grammar import GrammarCompiler
 from peregrine.hardware import arithmetic_dtype, current_device, resolve_device, resolve_kv_dtype
@@ -235,6 +235,7 @@ def assemble(
             num_places=(rounds.target.store.num_pages - 1) * asked.page_size,
             span=shape.span,
             num_drafts=shape.depth,
+            nodes=shape.span if tree[0] == AUTO else shape.nodes,
             tree=tree,
             eos_ids=config.eos_ids,
         ),

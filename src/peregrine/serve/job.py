@@ -95,7 +95,7 @@ def make_job(
 ) -> Job:
     """A job whose response is not larger than one may be."""
     one, limits = params[0], llm.engine.limits
-    drafts = llm.engine.runner.drafter.shape.nodes if one.report_drafts else 0
+    drafts = limits.nodes if one.report_drafts else 0
     per_token = (0 if one.logprobs is None else one.logprobs + 1) + drafts
     per_prompt_token = 0 if one.prompt_logprobs is None else one.prompt_logprobs + 1
     most = limits.max_len if one.max_tokens is None else one.max_tokens

@@ -81,7 +81,7 @@ class ResponseWriter:
         self.job = job = endpoint.make_job(body, llm)
         self._endpoint = endpoint
         self._writers = [endpoint.choice_writer(job, index, llm.tokenizer) for index in range(job.size)]
-        drafts = llm.engine.runner.drafter.shape.nodes if body.return_speculation else 0
+        drafts = llm.engine.limits.nodes if body.return_speculation else 0
         self._per_token = (job.params[0].logprobs or 0) + drafts
         self._tells_usage = body.stream_options is not None and body.stream_options.include_usage is True
         self._envelope: Json = {

@@ -306,7 +306,8 @@ async function run(racing) {
   const chosen = find("drafts").valueAsNumber;
   const most = Number(find("drafts").max);
   const caps = racing ? [0, chosen || most] : [chosen]; // a race needs someone to race against
-  const requests = caps.map((num_drafts) => ({ ...request, speculation: { num_drafts } }));
+  const tree = find("trees").hidden ? {} : { tree: find("ask").elements.tree.value };
+  const requests = caps.map((num_drafts) => ({ ...request, speculation: { num_drafts, ...(num_drafts && tree) } }));
   const titles = racing ? ["Plain", "With speculation"] : [""];
   const lanes = titles.map((title) => new Lane(title, request.max_tokens));
   const race = racing ? new Race(...lanes) : null;
@@ -595,11 +596,16 @@ function walk(event) {
 
 // ---- The server's side of the form ----------------------------------------------------------------------------------
 
+/** Whether the engine chooses this by itself in every round. */
+const isAuto = (decisions, name) => decisions.some(({ field, value }) => field === name && value === "auto");
+
 /** What the slider can do on this server. */
 function describeShape({ depth, width, nodes }, decisions) {
   if (depth === 0) return "This server has no drafter; start it with --drafter to speculate.";
-  const planned = decisions.some(({ field, value }) => field === "windows" && value === "auto");
-  if (planned) return `Each round drafts what pays, up to ${plural(depth, "token")}; the slider lowers that.`;
+  if (isAuto(decisions, "windows")) {
+    const pays = `Each round drafts what pays, up to ${plural(depth, "token")}; the slider lowers that.`;
+    return isAuto(decisions, "tree") ? `${pays} In trees the drafter's next choices hang beside its first.` : pays;
+  }
   const fixed = "The shape is fixed when the server starts";
   if (width === 1) return `A chain of up to ${plural(depth, "draft")}. ${fixed}: --num-drafts K, or --tree D,W,N.`;
   const tree = `${plural(depth, "level")}, ${width} children per node, ${nodes} nodes with the root`;
@@ -622,6 +628,7 @@ function showServer(info) {
   find("drafts").value = depth;
   for (const id of ["drafts", "drafts-said", "race"]) find(id).hidden = depth === 0;
   find("drafts").disabled = find("race").disabled = depth === 0;
+  find("trees").hidden = depth === 0 || !isAuto(info.decisions, "tree");
   find("run").disabled = false;
   showDrafts();
   const entries = info.decisions.flatMap(({ field, value, because }) => {
