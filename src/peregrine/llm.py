@@ -180,9 +180,14 @@ class LLM:
     @property
     def costs(self) -> Costs | AheadCosts | None:
         """What the parts of a round cost, as measured; None if windows are fixed."""
-        runner = self.engine.runner
-        planner = runner.planner or (runner.ahead and runner.ahead[0])
+        planner = self.engine.runner.any_planner
         return None if planner is None else planner.costs
+
+    @property
+    def plans(self) -> dict[str, int]:
+        """Rounds until now by what was planned (plain, drafts, mixed, tree); empty if windows are fixed."""
+        planner = self.engine.runner.any_planner
+        return {} if planner is None else dict(planner.record.rounds)
 
     def close(self) -> None:
         """Stop the engine's thread and free what it holds."""

@@ -81,6 +81,9 @@ def test_a_sweep_of_merlin(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     result = json.loads(out.read_text())
     auto, plain, chain, refused, tree = result["shapes"]
     assert [auto["shape"], auto["drafter"]] == ["auto", "eagle3"]
+    assert sum(auto["plans"].values()) == auto["rounds"]
+    assert not chain["plans"]
+    assert "rounds: plain " in table
     assert [plain["shape"], plain["drafter"], plain["by_position"]] == ["plain", "none", []]
     assert plain["rounds"] == 16
     assert [chain["shape"], chain["drafter"]] == ["chain 2", "eagle3"]

@@ -10,10 +10,15 @@ from safetensors.torch import save_file
 from peregrine.config import EngineConfig, TreeShape
 from peregrine.engine import choices
 from peregrine.engine.choices import pick_dtype, pick_long_factors, round_rows
-from peregrine.engine.sources import FolderSource
+from peregrine.engine.sources import FolderSource, open_source
+from peregrine.engine.window_choice import pick_tree
 from peregrine.kernels.linear import measure
 from peregrine.kernels.runtime.cpu import NUMBA_PRESENT
+from peregrine.llm import engine_config
+from peregrine.models.decoder import Decoder
+from peregrine.models.draft_heads import BlockHead
 from peregrine.models.rope_table import LongScaling, Rope
+from peregrine.spec.registry import DraftSource
 
 CPU = torch.device("cpu")
 BOTH = {torch.float32: 3e-3, torch.bfloat16: 2e-3}
@@ -82,3 +87,25 @@ def test_longrope_says_which_factors_it_uses(max_len: int, factors: str) -> None
     assert f"max_len={max_len}" in found[1]
     same = SimpleNamespace(rope=Rope(1e4, LongScaling((2.0,), (2.0,), 24, 1.0)))
     assert pick_long_factors(same, max_len) is None  # type: ignore[arg-type]
+
+
+def test_whether_chains_branch() -> None:
+    """Where a step ranks tokens and rounds are not recorded; a shape that is asked for is kept."""
+    source = open_source("merlin")
+    head, block = (DraftSource("head", object.__new__(kind)) for kind in (Decoder, BlockHead))
+
+    def picked(draft: DraftSource, device: str = "cpu", windows: str = "auto", **options: object) -> tuple[str, str]:
+        asked = engine_config("merlin", options)
+        return pick_tree(asked, source.config, draft, windows, torch.device(device))
+
+    assert picked(head)[0] == "auto"
+    assert picked(head, tree=(3, 2, 8))[0] == picked(head, "cuda", "fixed", tree=(3, 2, 8))[0] == "3,2,8"
+    for chain, why in (
+        (picked(head, windows="fixed"), "windows are fixed"),
+        (picked(head, "cuda"), "recorded for chains"),
+        (picked(block), "block head"),
+        (picked(DraftSource("ngram", None)), "looked up"),
+        (picked(DraftSource("none", None)), "no drafter"),
+    ):
+        assert chain[0] == "chain"
+        assert why in chain[1]

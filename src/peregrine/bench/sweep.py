@@ -4,6 +4,7 @@ Which shape is best depends on how often drafts are right, what verifying them c
 """
 
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -90,7 +91,7 @@ class Pass:
 
     drafter: str
     tokens_per_s: float
-    acceptance: dict[str, Any]
+    acceptance: dict[str, Any]  # and rounds by plan, where windows are planned
     tokens: list[list[int]]
 
 
@@ -99,11 +100,13 @@ def measure(llm: LLM, plan: Plan) -> Pass:
     asked = [prompt if isinstance(prompt, str) else llm.encode_chat(prompt) for prompt in plan.prompts]
     generate(llm, asked[: plan.rows], plan.tokens, plan.temperature)
     llm.drop_cached()  # so that the prefix cache does not help
+    before = Counter(llm.plans)
     outputs, speed = generate(llm, asked, plan.tokens, plan.temperature)
     failed = [output.error for output in outputs if output.error is not None]
     if failed:
         raise ConfigError(f"{len(failed)} of {len(outputs)} prompts failed, the first with: {failed[0]}")
-    return Pass(decided(llm, "drafter"), speed, acceptance_of(outputs), [output.token_ids for output in outputs])
+    told = acceptance_of(outputs) | {"plans": Counter(llm.plans) - before}
+    return Pass(decided(llm, "drafter"), speed, told, [output.token_ids for output in outputs])
 
 
 def summary(name: str, passes: Sequence[Pass]) -> dict[str, Any]:
@@ -162,6 +165,9 @@ def show(result: dict[str, Any]) -> str:
         positions = " ".join(f"{share:.2f}" for share in line["by_position"])
         row = f"{line['shape']:>14} {line['tokens_per_s']:8.1f} {spread:>16} {line['accept_length']:7.2f}  {positions}"
         lines.append(style(row, "bold") if line["shape"] == result["best"] else row)
+        if plans := line["plans"]:
+            shares = ", ".join(f"{name} {count / sum(plans.values()):.0%}" for name, count in plans.items())
+            lines.append(f"{'':>14} rounds: {shares}")
     if result["best"] is not None:
         lines.append(verdict(result))
     lines.append(f"identical tokens: {'yes' if result['identical'] else 'NO'}")

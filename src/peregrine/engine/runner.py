@@ -75,6 +75,11 @@ class Runner:
         self.launched = 0  # rounds until now
         self._rings: dict[tuple[tuple[int, ...], torch.dtype], Ring] = {}
 
+    @property
+    def any_planner(self) -> WindowPlanner | AheadPlanner | None:
+        """What plans windows; None if they are fixed."""
+        return self.planner or (self.ahead and self.ahead[0])
+
     def record(self, row_sizes: Sequence[int]) -> Iterator[int]:
         """Record the graphs of every batch size and variant; yields the bytes each one took.
 

@@ -134,7 +134,7 @@ class Metrics(Collector):
             for name, (text, count_of) in LOAD.items():
                 yield GaugeMetricFamily(f"peregrine_{name}", text, value=count_of(self.engine))
             runner = self.engine.runner
-            if (planner := runner.planner or (runner.ahead and runner.ahead[0])) is not None:
+            if (planner := runner.any_planner) is not None:
                 yield from plan_metrics(planner)
             if self.engine.ledger.tier is not None:
                 yield from host_cache(self.engine.ledger.tier, self.engine.ledger.page_size)
@@ -162,7 +162,7 @@ def plan_metrics(planner: WindowPlanner | AheadPlanner) -> Iterator[CounterMetri
     windows: dict[tuple[str, ...], int] = {(str(tokens),): count for tokens, count in record.windows.items()}
     yield labelled("peregrine_windows", "Windows by number of tokens.", ("tokens",), windows)
     plans: dict[tuple[str, ...], int] = {(plan,): count for plan, count in record.rounds.items()}
-    yield labelled("peregrine_planned_rounds", "Rounds by plan: plain, drafts, or mixed rows.", ("plan",), plans)
+    yield labelled("peregrine_planned_rounds", "Rounds by plan: plain, drafts, mixed rows, or tree.", ("plan",), plans)
     for name, text, value in (
         ("planned_tokens", "Tokens that plans expected of their rounds.", record.expected_tokens),
         ("round_tokens", "Tokens that these rounds gave.", record.tokens),
