@@ -9,7 +9,7 @@ import torch
 from tokenizers.models import WordLevel
 
 from peregrine.engine.folders import ASSETS
-from peregrine.engine.masks import MaskWriter, Stands
+from peregrine.engine.masks import MaskWriter, Walk
 from peregrine.errors import RequestError
 from peregrine.grammar import GrammarCompiler, Matcher, MatcherLimits, Window
 from peregrine.kernels.sampling import Masks
@@ -46,25 +46,27 @@ def test_masks_and_forced_tokens_of_every_window(compiler: GrammarCompiler, min_
         masks=Masks(torch.zeros(1, dtype=torch.int32), torch.zeros(1, NODES, size // 32, dtype=torch.int32)),
         forced=torch.zeros(1, NODES, NODES, dtype=torch.int64),
     )
-    writer, walked = MaskWriter(seats, size), 0  # type: ignore[arg-type]
+    writer, num_forced = MaskWriter(seats, size), 0  # type: ignore[arg-type]
     for begin in range(len(text) - NODES + 1):
         matcher = matcher_after(text[:begin])
         for wrong in (NODES, 2):  # the node that is not what the text goes on with
             drafts = [token if node < wrong else eos for node, token in enumerate(text[begin : begin + 3], start=1)]
             window = Window([0, *drafts], [0, 0, 1, 2], [0, 1, 1, 1])
-            walked += sum(
-                len(at.drafts) == NODES - 1 for at in matcher.walk(window, np.zeros((NODES, 1), np.uint32), NODES)
-            )
             writer.write([matcher], [window])
             for node in range(min(NODES, wrong)):
                 alone = matcher_after(text[: begin + node])
-                (at,) = alone.walk(Window([0], [0], [0]), np.zeros((1, 1), np.uint32), NODES)
-                mask = np.frombuffer(at.state.compute_bitmask(), np.uint32)[None, : size // 32].copy()
-                alone.finish(at, mask)
+                mask = np.frombuffer(alone.state.compute_bitmask(), np.uint32)[None, : size // 32].copy()
+                alone.finish(0, mask)
                 assert seats.masks.words[0, node].numpy().view(np.uint32).tolist() == mask[0].tolist()
                 forced = [token for token in seats.forced[0, node].tolist() if token >= 0]
-                assert forced == at.forced
-    assert walked > len(text) // 3  # the library walked along these by itself
+                assert forced == alone.forced(NODES)
+                num_forced += len(forced)
+    assert num_forced > len(text)
+    # What follows from a draft is not forced once another token was taken instead.
+    matcher, other = matcher_after(text[:4]), compiler._tokenizer.encode('"forced too"', add_special=False)
+    writer.write([matcher], [Window([0, *text[4:7]], [0, 0, 1, 2], [0, 1, 1, 1])])
+    assert (text[:4], matcher.advance(other[4:5])) == (other[:4], 1)
+    assert matcher.forced(NODES) == other[5:] != text[5:6]
 
 
 @pytest.mark.parametrize(
@@ -89,10 +91,10 @@ def test_masks_are_as_deep_as_time_allows(
         forced=torch.zeros(2, NODES, NODES, dtype=torch.int64),
     )
     writer, now, calls = MaskWriter(seats, size), [0.0], iter(())  # type: ignore[arg-type]
-    writer.by_depth, compute = True, MaskWriter._mask
+    writer.bounded, compute = True, MaskWriter._mask
 
-    def mask(writer: MaskWriter, stands: Stands) -> None:
-        compute(writer, stands)
+    def mask(writer: MaskWriter, walks: list[Walk]) -> None:
+        compute(writer, walks)
         now[0] += next(calls, 0.0)
 
     monkeypatch.setattr(MaskWriter, "_mask", mask)

@@ -4,10 +4,13 @@ The oracle shares no code with the engine: it reads the whole text for every tok
 library for one mask at a time.
 """
 
+import itertools
 import json
 import re
 from collections.abc import Sequence
 from functools import cache
+from types import SimpleNamespace
+from typing import Any
 
 import llguidance
 import numpy as np
@@ -15,7 +18,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peregrine.engine.masks import MaskWriter, Stands
+from peregrine.engine import masks
+from peregrine.engine.masks import MaskWriter
 from peregrine.errors import RequestError
 from peregrine.sampling import SamplingParams
 from spec import reference
@@ -124,17 +128,20 @@ def test_speculation_and_other_rows_change_no_token(name: str) -> None:
 
 def test_masks_that_are_not_as_deep_as_windows_change_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts behind the masks that were computed in time are not offered."""
-    rng = np.random.default_rng(0)
+    rng, write, cut = np.random.default_rng(0), MaskWriter.write, [0]
+    clock = itertools.accumulate(rng.choice([0.0, 0.05], 100_000))
 
-    def compute_some(writer: MaskWriter, stands: Stands) -> int:
-        deepest = int(rng.integers(3))
-        writer._mask([stand for stand in stands if stand[2].depth <= deepest])
-        return deepest
+    def write_in_time(writer: MaskWriter, *given: Any) -> None:
+        writer.bounded = True
+        write(writer, *given)
+        cut[0] += bool((writer._rows[: len(given[0])] % writer._forced.shape[1]).any())
 
-    monkeypatch.setattr(MaskWriter, "_compute", compute_some)
+    monkeypatch.setattr(masks, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
+    monkeypatch.setattr(MaskWriter, "write", write_in_time)
     outputs = run(build(**NOISY_TREE).engine, MIXED)
     assert tokens(outputs) == plain()
     assert sum(output.stats.accepted for output in outputs) > 1.2 * sum(output.stats.rounds for output in outputs)
+    assert cut[0] > 10
 
 
 def test_preemption_and_aborts_change_no_token() -> None:

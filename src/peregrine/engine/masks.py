@@ -1,18 +1,19 @@
 """Masks of the windows to be judged: computed on the host, uploaded to where rounds read them.
 
-Every row's matcher is walked through the legal nodes of its window and copied at each; then the library's threads
-compute masks, without Python's lock: rows at the same time, the nodes of one row in turn, since they share a lexer.
-Drafts that the grammar forces are walked by those threads: their masks take little time, the copies would take more.
+The matchers of all rows go through the legal nodes of their windows together, depth by depth. At each one the library's
+threads compute masks, without Python's lock: rows at the same time, each by the matcher that stands there, since a copy
+of a matcher takes as long as most masks. Where a token is forced there is nothing to compute.
 
 On a GPU the target verifies meanwhile, and the time of masks matters only if it is longer than that. Most masks take
 20 to 100 us, but one near the end of a string with `maxLength` has to try every token of the vocabulary, which takes
-milliseconds. So masks are computed by depth, the roots' first, and where one depth takes long, the drafts of deeper
-nodes are not offered: a token never depends on drafts. On a CPU nothing runs beside them, and all are computed at once.
+milliseconds. So where one depth takes long, the drafts of deeper nodes are not offered: a token never depends on
+drafts. On a CPU nothing runs beside them, and all depths are computed.
 """
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Generator, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,15 @@ LONGEST_ROUND_S = 0.1
 # Of a round's time: what verifying hides of the masks' time, and for how long the device may wait for one more depth.
 HIDDEN, WORTH_WAITING = 1 / 2, 1 / 8
 
-Stands = list[tuple[int, Matcher, Stand]]  # the legal nodes of rows
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """The way of one row's matcher through its window."""
+
+    row: int
+    matcher: Matcher
+    nodes: Generator[Stand]
+    at: Stand  # where it stands
 
 
 class MaskWriter:
@@ -48,7 +57,7 @@ class MaskWriter:
         assert seats.masks is not None
         assert seats.forced is not None
         self._ranks, self._device = seats.ranks, (seats.masks, seats.forced)
-        self._is_cuda = self.by_depth = seats.device.type == "cuda"
+        self._is_cuda = self.bounded = seats.device.type == "cuda"
         self._host = self._device
         if self._is_cuda:
             rows, words, forced = (pinned(x) for x in (seats.masks.rows, seats.masks.words, seats.forced))
@@ -65,56 +74,55 @@ class MaskWriter:
         self._rows[:count] = [0 if matcher is None else nodes for matcher in matchers]
         self._forced[:count] = -1
         most = drafts if drafts > 1 else 0
-        stands = [
-            (row, matcher, at)
-            for row, (matcher, window) in enumerate(zip(matchers, windows, strict=True))
-            if matcher is not None
-            for at in matcher.walk(window, self._words[row], most)
-        ]
-        deepest = self._compute(stands)
-        for row, matcher, at in stands:
-            if at.depth > deepest:
-                self._rows[row] = deepest + 1
-                continue
-            matcher.finish(at, self._words[row])
-            for behind in range(len(at.drafts) + 1 if at.forced else 0):
-                forced = at.forced[behind : behind + most]
-                self._forced[row, at.node + behind, : len(forced)] = forced
+        self._go(
+            stepped(
+                (row, matcher, matcher.walk(window, self._words[row], most))
+                for row, (matcher, window) in enumerate(zip(matchers, windows, strict=True))
+                if matcher is not None
+            )
+        )
         self._ranks.note(
             "seats", "set_masks", *(x[:count] for x in (self._rows, self._words.view(np.int32), self._forced))
         )
         if self._is_cuda:
             self._upload(count)
 
-    def _compute(self, stands: Stands) -> int:
-        """Compute the masks at these nodes, as deep as time allows; returns how deep."""
+    def _go(self, walks: list[Walk]) -> None:
+        """Compute the masks along these walks, as deep as time allows."""
         began = before = time.perf_counter()
         if began - self._written < LONGEST_ROUND_S:
             self._rounds.append(began - self._written)
-        self._written, round_s = began, min(self._rounds, default=LONGEST_ROUND_S)
-        deepest = max((at.depth for _, _, at in stands), default=0)
-        if not self.by_depth:
-            self._mask(stands)
-            return deepest
-        for depth in range(deepest):
-            self._mask([stand for stand in stands if stand[2].depth == depth])
+        self._written, round_s, depth = began, min(self._rounds, default=LONGEST_ROUND_S), 0
+        while walks:
+            here = [walk for walk in walks if walk.at.depth == depth]
+            if here:
+                self._mask(here)
+                for walk in here:
+                    self._forced[walk.row, walk.at.node, : len(walk.at.forced)] = walk.at.forced
+                further = stepped((walk.row, walk.matcher, walk.nodes) for walk in here)
+                walks = [walk for walk in walks if walk.at.depth > depth] + further
+                continue
             now = time.perf_counter()
             took, before = now - before, now
-            if took > WORTH_WAITING * round_s and now - began + took > HIDDEN * round_s:
-                return depth
-        self._mask([stand for stand in stands if stand[2].depth == deepest])
-        return deepest
+            if self.bounded and took > WORTH_WAITING * round_s and now - began + took > HIDDEN * round_s:
+                for walk in walks:
+                    self._rows[walk.row] = depth + 1
+                    walk.nodes.close()
+                return
+            depth += 1
 
-    def _mask(self, stands: Stands) -> None:
-        """Compute the masks at these nodes, all at once."""
+    def _mask(self, walks: list[Walk]) -> None:
+        """Compute the masks where these walks stand, all at once."""
         seats, nodes, num_words = self._words.shape
-        where = self._words.ctypes.data, num_words * WORD_BYTES, seats * nodes
-        single = [(at.state, row * nodes + at.node) for row, _, at in stands if not at.drafts]
-        chains = [(at.state, row * nodes, at.drafts) for row, _, at in stands if at.drafts]
-        if single:
-            self._executor.unsafe_compute_mask_ptr(single, *where)
-        if chains:
-            self._executor.unsafe_compute_mask_ptr_with_draft_token(chains, *where)
+        size, first = num_words * WORD_BYTES, self._words.ctypes.data
+        asked = [(walk.matcher.state, walk.row * nodes + walk.at.node) for walk in walks]
+        if len(asked) == 1:  # no other thread need be woken
+            state, place = asked[0]
+            state.unsafe_compute_mask_ptr(first + place * size, size)
+        else:
+            self._executor.unsafe_compute_mask_ptr(asked, first, size, seats * nodes)
+        for walk in walks:
+            walk.matcher.finish(walk.at.node, self._words[walk.row])
 
     def _upload(self, count: int) -> None:
         (masks, forced), (on_device, forced_on_device) = self._host, self._device
@@ -126,6 +134,11 @@ class MaskWriter:
             ):
                 target[:count].copy_(source[:count], non_blocking=True)
         torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
+
+def stepped(rows: Iterable[tuple[int, Matcher, Generator[Stand]]]) -> list[Walk]:
+    """The walks that go on, each one node further."""
+    return [Walk(row, matcher, nodes, at) for row, matcher, nodes in rows if (at := next(nodes, None)) is not None]
 
 
 def pinned(like: torch.Tensor) -> torch.Tensor:

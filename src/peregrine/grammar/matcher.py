@@ -10,7 +10,7 @@ where the text may end. Three rules are added here:
 A mask is a function of the grammar and of the tokens before it alone. So a token does not depend on how windows fell.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,11 +39,6 @@ class Window:
     parents: Sequence[int]  # [T]
     offered: Sequence[int]  # [T]: 1 if the node may be accepted
 
-    @property
-    def is_whole_chain(self) -> bool:
-        """Whether each node is behind the one before it, and all may be accepted."""
-        return all(self.offered[1:]) and all(parent == node for node, parent in enumerate(self.parents[1:]))
-
     def children(self) -> list[list[int]]:
         """The offered children of each node."""
         of: list[list[int]] = [[] for _ in self.tokens]
@@ -55,14 +50,11 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Stand:
-    """A legal node of a window, with the nodes behind it if they are what the grammar forces."""
+    """A legal node of a window, where its matcher stands now."""
 
     node: int
-    depth: int  # of the node, and of the window's root 0
-    state: Any  # the library's matcher there
+    depth: int  # of the node; the window's root has 0
     forced: list[int]  # the tokens that come next, as far as there is no choice
-    num_tokens: int  # before it
-    drafts: list[int]  # of the nodes behind it, one behind the other
 
 
 class Matcher:
@@ -74,22 +66,22 @@ class Matcher:
         self._limits, self._more_ends = limits, limits.end_ids - eos_ids
         self._everything = all_ones(vocab_size)
         self._tokens: list[int] = []  # taken so far, those before the grammar's beginning included
-        self._begun = limits.begins_after is None
+        self._begin = 0 if limits.begins_after is None else None  # how many are before it; None: it has not begun
         self._run: tuple[int, list[int]] = 0, []  # a forced run and where it begins: a long one is computed once
 
     @property
     def state(self) -> Any:
-        """The library's matcher at the node where a walk stands."""
+        """The library's matcher, at the node where a walk stands."""
         return self._state
 
     def advance(self, tokens: Sequence[int]) -> int:
         """Take the tokens of a round; returns how many of them are legal. If not all are, `error` says why."""
         legal = 0
-        if self._begun and self._limits.end_ids.isdisjoint(tokens):
+        if self._begin is not None and self._limits.end_ids.isdisjoint(tokens):
             legal = self._state.try_consume_tokens(list(tokens))
             self._tokens += tokens[:legal]
         for token in tokens[legal:]:
-            if token in self._limits.end_ids and self._begun and self._state.is_accepting():
+            if token in self._limits.end_ids and self._begin is not None and self._state.is_accepting():
                 return legal + 1  # it ends the request: whatever follows is dropped
             if not self._take(token):
                 self.error = self.error or "no token can continue the text within the limits of its grammar"
@@ -97,51 +89,53 @@ class Matcher:
             legal += 1
         return legal
 
-    def walk(self, window: Window, words: Words, most: int) -> Iterator[Stand]:
-        """The legal nodes of a window, each with the library's state there, for its mask to be computed into `words`.
+    def walk(self, window: Window, words: Words, most: int) -> Generator[Stand]:
+        """Stand at the legal nodes of a window, one after the other by depth, and at its root again in the end.
 
         Nodes that no legal text reaches are passed over: the target never chooses their tokens, whatever their masks.
-        `most` is how many forced tokens are wanted. The library itself walks along drafts that are all forced.
+        `most` is how many forced tokens are wanted. The caller computes each node's mask with `state`, then calls
+        `finish`; but where the grammar has not begun, the mask is written here, and the node is not told of.
         """
-        drafts = list(window.tokens[1:])
-        run = self.forced(most + len(drafts)) if drafts and window.is_whole_chain else []
-        if len(run) > len(drafts) and run[: len(drafts)] == drafts:
-            yield Stand(0, 0, self._state, run, len(self._tokens), drafts)
-        else:
-            yield from self._visit(0, 0, window, window.children(), words, most)
+        root, children = len(self._tokens), window.children()
+        level: list[tuple[int, list[int]]] = [(0, [])]  # nodes of one depth, with the drafts that lead there
+        try:
+            while level:
+                reached = []
+                for node, drafts in level:
+                    if not self._go(root, drafts):
+                        continue
+                    reached.append((node, drafts))
+                    if self._begin is None:
+                        words[node] = self._everything
+                        set_bits(words[node], self._limits.stop_ids, False)
+                        continue
+                    yield Stand(node, len(drafts), self.forced(most))
+                level = [
+                    (child, [*drafts, window.tokens[child]]) for node, drafts in reached for child in children[node]
+                ]
+        finally:
+            self._go(root, [])
 
-    def _visit(
-        self, node: int, depth: int, window: Window, children: list[list[int]], words: Words, most: int
-    ) -> Iterator[Stand]:
-        if self._begun:
-            # The root's mask is computed on the matcher's own state, where the library keeps what it works out.
-            state = self._state.deep_copy() if node else self._state
-            yield Stand(node, depth, state, self.forced(most), len(self._tokens), [])
-        else:
-            words[node] = self._everything
-            set_bits(words[node], self._limits.stop_ids, False)
-        for child in children[node]:
-            begun, token = self._begun, window.tokens[child]
-            if token in self._limits.end_ids or not self._take(token):
-                continue
-            yield from self._visit(child, depth + 1, window, children, words, most)
-            self._tokens.pop()
-            if begun:
-                self._state.rollback(1)
-            self._begun = begun
+    def _go(self, root: int, drafts: list[int]) -> bool:
+        """Take back what is behind the root, as far as it is not the first of these drafts, and take them; if not all
+        of them are legal, fewer."""
+        here, same = self._tokens[root:], 0
+        while same < min(len(here), len(drafts)) and here[same] == drafts[same]:
+            same += 1
+        self._take_back(root + same)
+        return all(token not in self._limits.end_ids and self._take(token) for token in drafts[same:])
 
-    def finish(self, at: Stand, words: Words) -> None:
-        """Add the request's own rules to a mask that the library has computed."""
-        masks = words[at.node : at.node + 1 + len(at.drafts)]
-        if at.state.is_error():
-            masks[:] = 0
-            self.error = at.state.get_error()
-            if at.node == 0:
-                self._restore()
+    def finish(self, node: int, words: Words) -> None:
+        """Add the request's own rules to the mask that the library has computed at this node, where the matcher is."""
+        mask = words[node]
+        if self._state.is_error():
+            mask[:] = 0
+            self.error = self._state.get_error()
+            self._restore()
             return
-        if self._more_ends and at.state.is_accepting():  # then nothing is forced
-            set_bits(masks[0], self._more_ends, True)
-        for mask in masks[: max(0, self._limits.min_tokens - at.num_tokens)]:
+        if self._more_ends and self._state.is_accepting():
+            set_bits(mask, self._more_ends, True)
+        if len(self._tokens) < self._limits.min_tokens:
             kept = mask.copy()
             set_bits(mask, self._limits.stop_ids, False)
             if not mask.any():
@@ -149,7 +143,7 @@ class Matcher:
 
     def forced(self, most: int) -> list[int]:
         """The next tokens, as far as the grammar leaves no choice and no further than `most`."""
-        if not self._begun or not most:
+        if self._begin is None or not most:
             return []
         begin, run = self._run
         if not (run and begin <= (here := len(self._tokens)) < begin + len(run)) or (
@@ -160,20 +154,26 @@ class Matcher:
 
     def _take(self, token: int) -> bool:
         """Add a token if it is legal."""
-        if not self._begun:
-            self._begun = token == self._limits.begins_after
+        if self._begin is None:
+            self._begin = len(self._tokens) + 1 if token == self._limits.begins_after else None
         elif self._state.try_consume_tokens([token]) != 1:
             return False
         self._tokens.append(token)
         return True
 
+    def _take_back(self, length: int) -> None:
+        """Take back all tokens but this many."""
+        if self._begin is not None and length < len(self._tokens):
+            self._state.rollback(len(self._tokens) - max(length, self._begin))
+            self._begin = self._begin if length >= self._begin else None
+        if length < self._run[0]:  # it followed from a draft
+            self._run = 0, []
+        del self._tokens[length:]
+
     def _restore(self) -> None:
         """A matcher that ran into a limit is of no more use: begin again and take the same tokens."""
-        tokens, after = self._tokens, self._limits.begins_after
-        if after is not None:
-            tokens = tokens[tokens.index(after) + 1 :]
         self._state = self._template.deep_copy()
-        self._state.consume_tokens(tokens)
+        self._state.consume_tokens(self._tokens[self._begin :])
 
 
 def all_ones(vocab_size: int) -> Words:
