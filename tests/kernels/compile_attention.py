@@ -47,7 +47,7 @@ def compile_kernel(kernel: Any, known: dict[str, Any], kv_type: str, **options: 
         "kernel": kernel.fn.__name__,
         "kv": kv_type,
         "shared": code.metadata.shared,
-        "fused": len(re.findall(r"\bfma\.", ptx)),
+        "fusible": len(re.findall(r"\b(?:mul|add|sub)\.f32", ptx)),  # those that stay apart are .rn.f32
         "matrix": len(re.findall(r"\bmma\.sync|wgmma\.mma_async", ptx)),
         "ahead": len(re.findall(r"cp\.async\.c[ag]", ptx)),
         "unfenced": len(UNFENCED.findall(ptx)),

@@ -59,7 +59,7 @@ def compile_kernel(kernel: Any, tiled: dict[str, str], known: dict[str, Any], **
         "kind": kind,
         "rows": known.get("ROWS"),
         "shared": code.metadata.shared,
-        "fused": len(re.findall(r"\bfma\.", ptx)),
+        "fusible": len(re.findall(r"\b(?:mul|add|sub)\.f32", ptx)),  # those that stay apart are .rn.f32
         "matrix": len(re.findall(r"wgmma\.mma_async", ptx)),
         "copies": len(re.findall(r"cp\.async\.bulk\.tensor", ptx)),
         "waits": len(re.findall(r"griddepcontrol\.wait", ptx)),

@@ -3,13 +3,15 @@
 The conformance kit compares outputs with float64; here are internals that it does not see.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from peregrine.attention import LayerAttention
 from peregrine.attention.conformance.paging import Forward, Layout, lay_out
-from peregrine.attention.conformance.problem import Row, chain, tree
+from peregrine.attention.conformance.problem import Row, answer, chain, tree
 from peregrine.attention.torch_backend import TorchBackend
 from peregrine.cache.store import KVShape, KVStore
 from peregrine.hardware import triton_interprets
@@ -93,6 +95,20 @@ def test_splits_of_every_width_are_merged_in_order() -> None:
     assert torch.equal(out, context([row], 16))
     forward = lay_out([row], Layout())
     assert torch.allclose(out, forward.run(TorchBackend(), LAYER)[0], atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_large_scores_move_the_top_and_small_ones_leave_it(dtype: torch.dtype) -> None:
+    """Scores that grow from block to block by less and by more than what leaves a top where it is."""
+    row = chain(700, 3, HEADS)
+    grown = row.k * torch.arange(len(row.k)).view(-1, 1, 1) / 300
+    row = replace(row, k=grown).to("cpu", dtype)
+    for scale in (0.2, 1.0, 5.0):
+        layer = LayerAttention(scale, None, None)
+        out = context([row], 16, layer)
+        assert torch.equal(decode([row], 3, layer), out)
+        right = answer(row, layer, dtype)
+        assert bool(((out.double() - right.out).abs() <= right.bound).all())
 
 
 @pytest.mark.parametrize("past", [0, 62, 63, 64, 127, 128, 191, 319])

@@ -5,8 +5,10 @@ splits, splits into blocks, both at borders that are a function of the index alo
 order to a state (m, l, acc) that starts empty; the states of splits are merged in order. A block or split in which a
 query sees nothing leaves its state as it was. Rows of a tile never mix, so the tile of a query changes no bit.
 
-m is the largest score so far, l the sum of weights, acc the weighted sum of values; scores are powers of 2. Kernels
-must be launched with SAME_BITS: a fused multiply-add where another kernel has none would round differently.
+m is the top of the scores so far, l the sum of weights, acc the weighted sum of values; scores are powers of 2. A top
+moves only to a score that exceeds it by more than SLACK: weights reach 2**SLACK, and a state is seldom rescaled (by
+exactly 1 where no top moved, so a kernel may leave that out). Where products are fused with additions is written out;
+kernels must be launched with SAME_BITS: one where another kernel has none would round differently.
 """
 
 import triton
@@ -20,6 +22,7 @@ SAME_BITS = {"enable_fp_fusion": False, "num_warps": 4}
 
 NODES = tl.constexpr(MAX_NODES)
 LOWEST = tl.constexpr(-1e30)  # below any score, yet finite: the difference of two of them is 0 and not NaN
+SLACK = tl.constexpr(8.0)  # a weight of 2**8 is far from the largest float16, 2**16
 LOG2_E = tl.constexpr(1.4426950408889634)
 WGMMA_ROWS = tl.constexpr(64)  # of a tile whose products Hopper computes from shared memory
 L_COLUMNS = tl.constexpr(16)  # columns of l: the narrowest product there is
@@ -70,6 +73,12 @@ def power_of_two_fn(exponent):  # type: ignore[no-untyped-def]
     return (biased.to(tl.int32, bitcast=True) << 23).to(tl.float32, bitcast=True)
 
 
+def next_top_fn(top, largest):  # type: ignore[no-untyped-def]
+    """The top after scores of which this is the largest."""
+    return tl.where(largest > top + SLACK, largest, top)
+
+
+next_top = triton.jit(next_top_fn)
 row_queries = triton.jit(row_queries_fn)  # the plain functions are also compiled into the Gluon kernels
 find_tile = triton.jit(find_tile_fn)
 power_of_two = triton.jit(power_of_two_fn)
@@ -165,10 +174,10 @@ def initial_state(sinks, heads, live, D_PAD: tl.constexpr, SINKS: tl.constexpr):
 @triton.jit
 def merge(m_i, l_i, acc, next_m, next_l, next_acc):  # type: ignore[no-untyped-def]
     """The state of two runs of keys, the second read after the first."""
-    new_m = tl.maximum(m_i, next_m)
+    new_m = next_top(m_i, next_m)
     kept, added = tl.exp2(m_i - new_m), tl.exp2(next_m - new_m)
-    l_i = l_i * kept + next_l * added
-    acc = acc * kept[:, None] + next_acc * added[:, None]
+    l_i = tl.fma(next_l, added, l_i * kept)
+    acc = tl.fma(next_acc, added[:, None], acc * kept[:, None])
     return new_m, l_i, acc
 
 
@@ -210,13 +219,13 @@ def add_block(  # type: ignore[no-untyped-def]
     v = tl.load(v_places, mask=seen[:, None] & inside[None, :], other=0.0).to(q.dtype)  # [BLOCK, D_PAD]
     if q.shape[0] >= WGMMA_ROWS:
         fence_copies(start)
-    scores = tl.dot(q, k, input_precision="ieee") * scale  # [ROWS, BLOCK]
+    scores = tl.dot(q, k, input_precision="ieee")  # [ROWS, BLOCK], not yet times scale
     visible = (index[None, :] >= low[:, None]) & (index[None, :] < limit[:, None])
     scores = tl.where(visible, scores, float("-inf"))
     begins = start == split_start(split_of(start))
     m_i = tl.where(begins, LOWEST, m_i)
-    new_m = tl.maximum(m_i, tl.max(scores, axis=1))
-    weights = tl.exp2(scores - new_m[:, None]).to(q.dtype)
+    new_m = next_top(m_i, tl.max(scores, axis=1) * scale)
+    weights = tl.exp2(tl.fma(scores, scale, -new_m[:, None])).to(q.dtype)
     kept = tl.where(begins, 0.0, tl.exp2(m_i - new_m))[:, None]
     # l_i is a product, too: the order of a reduction would change with the height of the tile.
     ones = tl.full([BLOCK, L_COLUMNS], 1.0, q.dtype)

@@ -23,7 +23,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from peregrine.kernels.attention import plan
-from peregrine.kernels.attention.blocks import LOG2_E, LOWEST, row_queries_fn
+from peregrine.kernels.attention.blocks import LOG2_E, LOWEST, next_top_fn, row_queries_fn
 from peregrine.kernels.runtime.layouts import product_layout
 
 WIDTH = gl.constexpr(plan.HOPPER_COLUMN)
@@ -32,6 +32,7 @@ BLOCK = gl.constexpr(plan.BLOCK)
 split_of = gluon.jit(plan.split_of_index)
 split_start = gluon.jit(plan.start_of_split)
 row_queries = gluon.jit(row_queries_fn)
+next_top = gluon.jit(next_top_fn)
 
 
 def paged(store: Tensor, page_size: int) -> TensorDescriptor:
@@ -93,9 +94,9 @@ def slots_of(table, start, max_limit, PAGE: gl.constexpr, PIECE: gl.constexpr): 
 @gluon.jit
 def merge(m_i, l_i, acc, next_m, next_l, next_acc):  # type: ignore[no-untyped-def]
     """`blocks.merge`, transposed: the state of two runs of keys, the second read after the first."""
-    new_m = gl.maximum(m_i, next_m)
+    new_m = next_top(m_i, next_m)
     kept, added = gl.exp2(m_i - new_m), gl.exp2(next_m - new_m)
-    return new_m, l_i * kept + next_l * added, acc * kept[None, :] + next_acc * added[None, :]
+    return new_m, gl.fma(next_l, added, l_i * kept), gl.fma(next_acc, added[None, :], acc * kept[None, :])
 
 
 @gluon.jit
@@ -167,14 +168,14 @@ def attend_blocks(  # type: ignore[no-untyped-def]
         if COLUMNS == 2:
             k_tile = k_tiles.index(place * COLUMNS + 1)
             scores = warpgroup_mma(k_tile, q_tiles.index(1).permute((1, 0)), scores, is_async=True)
-        scores = warpgroup_mma_wait(0, deps=(scores,)) * factor  # [BLOCK, ROWS]
+        scores = warpgroup_mma_wait(0, deps=(scores,))  # [BLOCK, ROWS], not yet times factor
         index = start + gl.arange(0, BLOCK, in_keys)
         scores = gl.where(index[:, None] < limit[None, :], scores, float("-inf"))
         split = split_of(start)
         begins = start == split_start(split)
         m_i = gl.where(begins, LOWEST, m_i)
-        new_m = gl.maximum(m_i, gl.max(scores, axis=0))
-        weights = gl.exp2(scores - new_m[None, :]).to(NUMBER)
+        new_m = next_top(m_i, gl.max(scores, axis=0) * factor)
+        weights = gl.exp2(gl.fma(scores, factor, -new_m[None, :])).to(NUMBER)
         kept = gl.where(begins, 0.0, gl.exp2(m_i - new_m))[None, :]
         m_i = new_m
         p_tile.store(weights)

@@ -20,7 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from peregrine.kernels.attention import plan
 from peregrine.kernels.attention.blocks import LOG2_E, LOWEST, find_tile_fn
-from peregrine.kernels.attention.hopper import copy_blocks, split_start
+from peregrine.kernels.attention.hopper import copy_blocks, next_top, split_start
 from peregrine.kernels.runtime.layouts import product_layout
 
 WIDTH = gl.constexpr(plan.HOPPER_COLUMN)
@@ -136,36 +136,58 @@ def larger_halves(scores):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def weigh(scores, m_i, start, limit, min_limit, begins, factor, NUMBER: gl.constexpr):  # type: ignore[no-untyped-def]
-    """(weights, largest score so far, what the state so far is multiplied with) of one more block of a split."""
+    """(weights, top, what the state so far is multiplied with) of one more block of a split."""
     layout: gl.constexpr = scores.type.layout
     if start + BLOCK > min_limit:  # some rows do not see some keys
         index = start + gl.arange(0, BLOCK, gl.SliceLayout(0, layout))
         scores = gl.where(index[None, :] < limit[:, None], scores, float("-inf"))
     largest = gl.max(larger_halves(larger_halves(scores)), axis=1)
     largest = gl.convert_layout(largest, gl.SliceLayout(1, layout), assert_trivial=True)
-    # The factor is positive and rounding keeps the order: this is the largest product. Others are made meanwhile.
-    largest, scores = largest * factor, scores * factor
     m_i = gl.where(begins, LOWEST, m_i)
-    new_m = gl.maximum(m_i, largest)
-    return rounded_here(gl.exp2(scores - new_m[:, None]), NUMBER), new_m, gl.exp2(m_i - new_m)
+    new_m = next_top(m_i, largest * factor)
+    weights = gl.exp2(gl.fma(scores, factor, -new_m[:, None]))
+    return rounded_here(weights, NUMBER), new_m, gl.exp2(m_i - new_m)
 
 
 @gluon.jit
 def add_split(total_m, total_l, total, m_i, l_i, acc):  # type: ignore[no-untyped-def]
     """The total after one more split, whose state is (m_i, l_i, acc)."""
-    new_m = gl.maximum(total_m, m_i)
+    new_m = next_top(total_m, m_i)
     kept, added = gl.exp2(total_m - new_m), gl.exp2(m_i - new_m)
-    l_rows: gl.constexpr = gl.SliceLayout(1, l_i.type.layout)
-    l_kept = gl.convert_layout(kept, l_rows, assert_trivial=True)
-    l_added = gl.convert_layout(added, l_rows, assert_trivial=True)
-    total_l = total_l * l_kept + gl.max(l_i, axis=1) * l_added
-    return new_m, total_l, rescaled(total, kept) + rescaled(acc, added)
+    total_l = gl.fma(l_i, in_rows_of(l_i, added), rescaled(total_l, kept))
+    return new_m, total_l, gl.fma(acc, in_rows_of(acc, added), rescaled(total, kept))
+
+
+@gluon.jit
+def in_rows_of(values, factors):  # type: ignore[no-untyped-def]
+    """Factors of the rows of a matrix, for every column."""
+    column = gl.convert_layout(factors, gl.SliceLayout(1, values.type.layout), assert_trivial=True)[:, None]
+    return gl.broadcast(values, column)[1]
 
 
 @gluon.jit
 def rescaled(values, factors):  # type: ignore[no-untyped-def]
-    """Each row times its factor."""
-    return values * gl.convert_layout(factors, gl.SliceLayout(1, values.type.layout), assert_trivial=True)[:, None]
+    """Each row times its factor. A warp whose factors are all 1 leaves it out: tops seldom move, and bits stay."""
+    COUNT: gl.constexpr = values.shape[0] * values.shape[1] // 128  # values of a thread
+    code: gl.constexpr = rescaling_code(COUNT)
+    operands: gl.constexpr = rescaling_operands(COUNT)
+    return gl.inline_asm_elementwise(code, operands, [values, in_rows_of(values, factors)], gl.float32, True, COUNT)
+
+
+@gluon.constexpr_function
+def rescaling_code(count: int) -> str:
+    """PTX: `count` values times as many factors, unless those of all threads are 1. A thread has two rows."""
+    first, second = f"${2 * count}", f"${2 * count + 2}"  # two neighbours of a row, then two of the other
+    moved = f"setp.neu.f32 p, {first}, 0f3F800000; setp.neu.or.f32 p, {second}, 0f3F800000, p;"
+    skip = "vote.sync.any.pred p, p, 0xffffffff; @!p bra done;"
+    products = " ".join(f"mul.rn.f32 ${i}, ${i}, ${2 * count + i};" for i in range(count))
+    return f"{{ .reg .pred p; {moved} {skip} {products} done: }}"
+
+
+@gluon.constexpr_function
+def rescaling_operands(count: int) -> str:
+    """Results, the values (in the registers of the results), and the factors."""
+    return ",".join(["=r"] * count + [str(i) for i in range(count)] + ["r"] * count)
 
 
 @gluon.jit
@@ -223,7 +245,6 @@ def attend_tiles(  # type: ignore[no-untyped-def]
     l_layout: gl.constexpr = product_layout(8)
     in_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     acc_rows: gl.constexpr = gl.SliceLayout(1, acc_layout)
-    l_rows: gl.constexpr = gl.SliceLayout(1, l_layout)
     flat: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     flat_rows: gl.constexpr = gl.SliceLayout(1, flat)
     gdc_wait()
@@ -250,7 +271,7 @@ def attend_tiles(  # type: ignore[no-untyped-def]
         l_i = gl.zeros([HALF, 8], gl.float32, l_layout)
         acc = gl.zeros([HALF, D], gl.float32, acc_layout)
         total_m = gl.full([HALF], LOWEST, gl.float32, in_rows)
-        total_l = gl.zeros([HALF], gl.float32, l_rows)
+        total_l = gl.zeros([HALF, 8], gl.float32, l_layout)
         total = gl.zeros([HALF, D], gl.float32, acc_layout)
         zero = gl.zeros([HALF, BLOCK], gl.float32, s_layout)
         split, split_end, begins, split_m = 0, split_start(1), True, m_i
@@ -293,7 +314,7 @@ def attend_tiles(  # type: ignore[no-untyped-def]
         done += count
         total_m, total_l, total = add_split(total_m, total_l, total, split_m, l_i, acc)
         # Outputs leave through the memory of the queries, as whole vectors.
-        divisor = gl.convert_layout(total_l, acc_rows, assert_trivial=True)
+        divisor = gl.convert_layout(gl.max(total_l, axis=1), acc_rows, assert_trivial=True)
         is_live = gl.convert_layout(limit, acc_rows, assert_trivial=True) > 0
         q_tile.store((total / gl.where(is_live, divisor, 1.0)[:, None]).to(NUMBER))
         tokens, heads, live = rows_of_group(q_start, q_len, tile, FIRST, GROUP, flat_rows)
