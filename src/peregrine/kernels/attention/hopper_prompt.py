@@ -283,13 +283,13 @@ def attend_tiles(  # type: ignore[no-untyped-def]
             start = i * BLOCK
             mbarrier.wait(ready.index(after % STAGES), (after // STAGES) & 1)
             scores = scores_of(q_tile, k_tiles, after % STAGES, zero, COLUMNS)
-            # Warps wait for each other while the product runs, not before it is started.
-            gl.thread_barrier()
-            mbarrier.arrive(free.index((done + i + STAGES - 1) % STAGES), count=1, pred=i > 0)
             if begins:  # the split before is complete; before the first one it is empty
                 total_m, total_l, total = add_split(total_m, total_l, total, split_m, l_i, acc)
             else:
                 acc, l_i = rescaled(acc, kept), rescaled(l_i, kept)
+            # Warps wait for each other while the product runs, not before it is started.
+            gl.thread_barrier()
+            mbarrier.arrive(free.index((done + i + STAGES - 1) % STAGES), count=1, pred=i > 0)
             l_i, acc = add_values(p, v_tiles, place, ones, l_i, acc, begins, COLUMNS)
             split_m, begins = m_i, start + BLOCK == split_end
             scores = warpgroup_mma_wait(2, deps=(scores,))
