@@ -1,6 +1,9 @@
 """The linear layers of Llama-3.1-8B for many rows beside the library's matrix product, on a GPU: prints JSON.
 
-    PYTHONPATH=src python tests/gpu/bench_linear.py [--rows 512 1024 2048 4096 8192]
+    PYTHONPATH=src python tests/gpu/bench_linear.py [--rows 512 1024 2048 4096 8192] [--weights qkv o gate_up down]
+
+Other weights are the output head, and those that an EAGLE-3 head has besides a layer's: fc, its qkv (which reads two
+vectors side by side) and the head of its draft vocabulary.
 
 The library multiplies only; ours also divides by the norm, gates, or adds to the residual stream. Both are recorded in
 graphs over copies of the weight that are together larger than the device's cache, and replayed in turn, so that both
@@ -8,6 +11,7 @@ see the same clocks. "ratio" is the library's time over ours.
 """
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -27,22 +31,30 @@ from peregrine.hardware import read_hardware
 from peregrine.kernels.linear.triton import Addition, TritonWeight, run
 
 REPEATS, GRAPH_S, PEAK = 15, 3e-3, 700e12
+DRAFTER = {"eagle_fc": (4096, 12288, "plain"), "eagle_qkv": (6144, 8192, "plain"), "eagle_head": (32000, 4096, "plain")}
+ALL = WEIGHTS | DRAFTER
+SHOWN = ("us", "library_us", "ratio")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192])
+    parser.add_argument("--weights", choices=list(ALL), nargs="+", default=["qkv", "o", "gate_up", "down"])
     asked = parser.parse_args()
-    names = [name for name in WEIGHTS if name != "head"]
+    lines = []
     with torch.inference_mode():
-        lines = [measure(name, rows) for name in names for rows in asked.rows]
-    command = "python tests/gpu/bench_linear.py --rows " + " ".join(map(str, asked.rows))
+        for name, rows in itertools.product(asked.weights, asked.rows):
+            lines.append(measure(name, rows))
+            print(f"{name:10} {rows:5} rows", *(lines[-1][key] for key in SHOWN), file=sys.stderr, flush=True)
+    command = (
+        f"python tests/gpu/bench_linear.py --rows {' '.join(map(str, asked.rows))} --weights {' '.join(asked.weights)}"
+    )
     print(json.dumps({"command": command, "machine": asdict(read_hardware()), "lines": lines}, indent=2))
 
 
 def measure(name: str, rows: int) -> dict[str, object]:
     """One weight and number of rows: microseconds, operations per second and the ratio of both."""
-    outputs, inputs, part = WEIGHTS[name]
+    outputs, inputs, part = ALL[name]
     problem = make_problem(outputs, inputs, part, False, rows, torch.bfloat16)
     height = problem.weight.shape[0]
     copies = [problem.weight, *(torch.randn_like(problem.weight) for _ in range(COLD_BYTES // problem.weight.nbytes))]
@@ -84,7 +96,7 @@ def linear_of(problem: Problem) -> Callable[[Tensor], None]:
     out, scaled = torch.empty_like(problem.residual), torch.empty_like(problem.residual)
     squares, stale = torch.zeros_like(problem.squares), torch.zeros_like(problem.squares)
     add = Addition(problem.residual, problem.norm, scaled, squares, stale) if problem.part == "add" else None
-    scale, gate = None if add else (problem.squares, 1e-5), problem.part == "gate"
+    scale, gate = (problem.squares, 1e-5) if problem.part in ("scale", "gate") else None, problem.part == "gate"
     return lambda weight: run(problem.x, TritonWeight(weight, None), out, scale=scale, gate=gate, add=add)
 
 
