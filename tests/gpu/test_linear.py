@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from peregrine.kernels.linear import DenseWeight
 from peregrine.kernels.linear.tiles import Tile, pick_tile
 
-ROWS = (1, 2, 4, 7, 16, 17, 64, 128, 200, 300)
-MANY_ROWS = (129, 160, 192, 256, 257, 511, 512, 513, 1000, 1024, 1536, 2048, 3001, 4096, 8192)
+ROWS = (1, 2, 4, 7, 16, 17, 33, 48, 64, 65, 96, 127, 128, 192, 200, 300)
+MANY_ROWS = (129, 160, 192, 255, 256, 257, 384, 511, 512, 513, 1000, 1024, 1536, 2048, 3001, 4096, 8192)
 EPS = 1e-5
 UNIT = 2.0**24  # squares are whole numbers of 1 / UNIT
 # Outputs, inputs, and what is fused with the product.
@@ -177,7 +177,7 @@ def test_many_rows_have_the_bits_of_few(problem: Problem) -> None:
 )
 def test_many_rows_of_other_weights(outputs: int, inputs: int, part: str, bias: bool, dtype: torch.dtype) -> None:
     problem = make_problem(outputs, inputs, part, bias, 1500, dtype)
-    for rows in (130, 257, 512, 1500):
+    for rows in (40, 100, 130, 190, 257, 384, 512, 1500):
         for many, few in zip(problem.run(slice(0, rows)), problem.run(slice(0, rows), problem.tile), strict=True):
             assert torch.equal(many, few), rows
 
@@ -190,19 +190,19 @@ def test_squares_that_cannot_be_counted_and_small_rows_of_many(inputs: int) -> N
     problem.residual[3::11, 70] = 3e5
     problem.residual[4::13, 5] = torch.nan
     problem.residual[5::17, 300] = torch.inf
-    for rows in (300, 600):
+    for rows in (96, 190, 300, 600):
         for many, few in zip(problem.run(slice(0, rows)), problem.run(slice(0, rows), problem.tile), strict=True):
             assert torch.equal(many.nan_to_num(), few.nan_to_num()), rows
 
 
 def test_a_row_of_two_tiles_may_have_a_square_that_cannot_be_counted() -> None:
-    """The last tile of 200 rows begins at row 72: both tiles must mark the value of row 100, whoever stores it last."""
-    problem = make_problem(4096, 4096, "add", False, 200, torch.bfloat16)
-    problem.residual[100, 70] = 3e5
-    assert all(bool(problem.run(slice(0, 200))[1][100, 70].isnan()) for _ in range(20))
+    """The last 64 of 300 rows begin at row 236: both groups must mark the value of row 240, whoever stores it last."""
+    problem = make_problem(4096, 4096, "add", False, 300, torch.bfloat16)
+    problem.residual[240, 70] = 3e5
+    assert all(bool(problem.run(slice(0, 300))[1][240, 70].isnan()) for _ in range(20))
 
 
-@pytest.mark.parametrize("rows", [512, 2048])
+@pytest.mark.parametrize("rows", [384, 512, 2048])
 def test_a_sum_is_what_the_library_computes_without_splitting(rows: int) -> None:
     """An independent oracle: cuBLASLt, asked for one chain over all inputs."""
     problem = make_problem(6144, 4096, "plain", False, rows, torch.bfloat16)
@@ -216,12 +216,13 @@ def test_a_sum_is_what_the_library_computes_without_splitting(rows: int) -> None
         torch.backends.cuda.preferred_blas_library(library)
 
 
+@pytest.mark.parametrize("rows", [96, 192, 512])
 @pytest.mark.parametrize("problem", ["o"], indirect=True)
-def test_programs_that_wait_for_each_other_give_the_same_bits_again(problem: Problem) -> None:
-    """512 rows of a split weight are computed by pairs of programs, which exchange sums."""
-    first = problem.run(slice(0, 512))
+def test_programs_that_wait_for_each_other_give_the_same_bits_again(problem: Problem, rows: int) -> None:
+    """These rows of a split weight are computed by pairs of programs, which exchange sums."""
+    first = problem.run(slice(0, rows))
     same = torch.ones((), dtype=torch.bool, device="cuda")
     for _ in range(200):
-        for part, other in zip(problem.run(slice(0, 512)), first, strict=True):
+        for part, other in zip(problem.run(slice(0, rows)), first, strict=True):
             same &= (part == other).all()
     assert bool(same)

@@ -85,14 +85,15 @@ def compile_linear(kind: str, rows: int, outputs: int, inputs: int, split: int, 
     cols, depth, warps, stages = TALL_TILES[kind][rows, tail] if tail else HOPPER_TABLES[kind][rows]
     known = {"N": outputs, "K": inputs, "SPLIT": split, "ROWS": rows, "COLS": cols, "DEPTH": depth, "STAGES": stages}
     known |= {"SCALE": kind != "split", "BIAS": False, "GATE": kind == "gated", "ADD": kind == "split", "TAIL": tail}
+    known["EXCHANGE"] = tail > 0 and split == 2
     tiled = {"x_desc": tiles(rows, depth), "tail_desc": tiles(tail or rows, depth), "w_desc": tiles(cols, depth)}
     compile_kernel(hopper_kernel, tiled, known | {"num_warps": warps}, kind=kind)
 
 
-def compile_large(outputs: int, inputs: int, split: int, gate: bool) -> None:
+def compile_large(outputs: int, inputs: int, split: int, gate: bool, groups: int) -> None:
     """The kernel for many rows: of a gate, or of an addition in parts."""
     known = {"N": outputs, "K": inputs, "SPLIT": split, "PAIRS": False, "BIAS": False, "num_warps": 4}
-    known |= {"SCALE": gate, "GATE": gate, "ADD": not gate}
+    known |= {"SCALE": gate, "GATE": gate, "ADD": not gate, "GROUPS": groups}
     compile_kernel(large_kernel, large_tiles(gate), known)
 
 
@@ -100,13 +101,14 @@ def large_tiles(gate: bool) -> dict[str, str]:
     """The types of the matrices of kernels for many rows."""
     weight = [8, 2, 8, 64] if gate else [128, 64]
     layout = gl.NVMMASharedLayout.get_default_for(weight, gl.bfloat16)
-    tiled = {"x_desc": tiles(128, 64), "w_desc": f"tensordesc<bf16{weight},{layout!r}>"}
+    tiled = {"x_desc": tiles(64, 64), "w_desc": f"tensordesc<bf16{weight},{layout!r}>"}
     return tiled | dict.fromkeys(("out_desc", "scaled_desc", "residual_desc"), tiles(64, 64))
 
 
 if __name__ == "__main__":
-    compile_large(14336, 4096, 1, gate=True)
-    compile_large(4096, 4096, 2, gate=False)
+    compile_large(14336, 4096, 1, gate=True, groups=2)
+    compile_large(14336, 4096, 1, gate=True, groups=3)
+    compile_large(4096, 4096, 2, gate=False, groups=2)
     known = {"N": 1408, "K": 2048, "SCALE": True, "GATE": True, "num_warps": 4}
     compile_kernel(experts_kernel, large_tiles(gate=True), known)
     # Every kind of weight with one end of its table.

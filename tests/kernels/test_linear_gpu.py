@@ -19,7 +19,7 @@ from peregrine.kernels.linear import DenseWeight, workspace_bytes
 from peregrine.kernels.linear.tiles import (
     HEIGHTS,
     LARGE_COLS,
-    LARGE_ROWS,
+    LARGE_HEIGHT,
     MAX_ROWS,
     MIN_DEPTH,
     MULTIPROCESSORS,
@@ -332,10 +332,20 @@ def test_partial_sums_find_room(outputs: int, rows: int, blocks: int) -> None:
     ("rows", "outputs", "inputs", "gate", "add", "plan"),
     [
         (128, 6144, 4096, False, False, None),  # tiles of the table have as many rows
+        (64, 14336, 4096, True, False, None),
+        (65, 14336, 4096, True, False, LargePlan(132, 1, False)),  # 112 tiles, which are busy enough
+        (128, 32000, 4096, False, False, LargePlan(132, 1, False)),
+        (128, 32000, 4096, False, True, None),
+        (384, 6144, 4096, False, False, LargePlan(96, 1, False, groups=3)),  # halves, where 72 tiles cost more
+        (4096, 6144, 4096, False, False, LargePlan(132, 1, False, groups=3)),
         (512, 6144, 4096, False, False, LargePlan(132, 1, False)),
         (130, 1024, 4096, False, False, None),  # tiles of all rows fill the device
         (129, 8192, 4096, False, True, None),
-        (192, 14336, 4096, True, False, LargePlan(132, 1, False)),  # there is no such tile of a gate
+        (192, 14336, 4096, True, False, LargePlan(132, 1, False, groups=3)),  # all rows in one wave of tiles
+        (192, 128256, 4096, False, False, LargePlan(132, 1, False, groups=3)),  # four waves, where others need eight
+        (193, 14336, 4096, True, False, LargePlan(132, 1, False)),
+        (192, 8192, 4096, True, False, LargePlan(128, 1, False, groups=3)),  # halves of tiles
+        (192, 16384, 4096, False, True, LargePlan(128, 1, False)),  # an addition has two groups
         (250, 4096, 14336, False, True, None),
         (257, 1024, 4096, False, False, LargePlan(12, 8, False)),
         (512, 4096, 14336, False, True, LargePlan(128, 2, True)),  # a pair of programs for each of 64 tiles
@@ -359,7 +369,7 @@ def test_many_rows_have_a_plan_of_their_own(
         (129, 4096, 14336, False, Tile(128, 64, 64, 4, 6, 2, tail=64)),
         (193, 4096, 14336, False, Tile(256, 64, 64, 8, 5, 2)),
         (192, 6144, 4096, False, Tile(128, 64, 64, 4, 6, 1, tail=64)),
-        (192, 128256, 4096, False, Tile(128, 128, 64, 8, 5, 1, tail=64)),
+        (192, 128256, 4096, False, None),
         (192, 16384, 4096, False, None),  # more than the device computes at once
         (192, 14336, 4096, True, None),
         (128, 4096, 14336, False, None),
@@ -378,7 +388,7 @@ def test_up_to_256_rows_may_share_a_tile(rows: int, outputs: int, inputs: int, g
 
 def test_pairs_and_parked_sums_have_their_places_in_the_workspace() -> None:
     partial, arrived = workspace_sizes()
-    half, chunk, sums = LARGE_ROWS // 2, 64, LARGE_ROWS * LARGE_COLS
+    chunk, sums = 64, 2 * LARGE_HEIGHT * LARGE_COLS
     assert MULTIPROCESSORS // 2 * sums <= partial  # pairs: half of the sums of each part
     assert arrived >= MULTIPROCESSORS // 2 * 2 * 2
-    assert MULTIPROCESSORS * 2 * half * chunk <= partial
+    assert MULTIPROCESSORS * 2 * LARGE_HEIGHT * chunk <= partial

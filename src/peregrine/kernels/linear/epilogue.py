@@ -35,10 +35,22 @@ def gated(total, up):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def addends(rows, cols, pointers, M, N: tl.constexpr, ROW_AXIS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(residual, weights of the next norm) that `finish_outputs` needs: loaded before programs wait for each other."""
+    COL_AXIS: tl.constexpr = 1 - ROW_AXIS
+    inside = tl.expand_dims(rows < M, COL_AXIS) & tl.expand_dims(cols < N, ROW_AXIS)
+    places = tl.expand_dims(rows.to(tl.int64), COL_AXIS) * N + tl.expand_dims(cols, ROW_AXIS)
+    return tl.load(pointers[3] + places, mask=inside, other=0.0), tl.load(pointers[4] + cols % N)
+
+
+@triton.jit
 def finish_outputs(  # type: ignore[no-untyped-def]
     total,
     up,
+    residual,
+    weights,
     rows,
+    own,
     cols,
     pointers,
     M,
@@ -51,8 +63,11 @@ def finish_outputs(  # type: ignore[no-untyped-def]
     ADD: tl.constexpr,
     ROW_AXIS: tl.constexpr,
 ):
-    """Scale, bias, gate, residual, and the first half of the next norm; arguments are those of `linear_kernel`."""
-    bias, out, squares, residual, norm, scaled, next_squares, _ = pointers
+    """Scale, bias, gate, residual, and the first half of the next norm; pointers are those of `linear_kernel`.
+
+    residual, weights: `addends`. Rows before `own` are another tile's, too, which adds up their squares.
+    """
+    bias, out, squares, _, _, scaled, next_squares, _ = pointers
     COL_AXIS: tl.constexpr = 1 - ROW_AXIS
     if SCALE:
         coarse = tl.load(squares + 2 * rows, mask=rows < M, other=0)
@@ -71,17 +86,17 @@ def finish_outputs(  # type: ignore[no-untyped-def]
     inside = tl.expand_dims(rows < M, COL_AXIS) & tl.expand_dims(cols < N, ROW_AXIS)
     places = tl.expand_dims(rows.to(tl.int64), COL_AXIS) * N + tl.expand_dims(cols, ROW_AXIS)
     if ADD:
-        total += tl.load(residual + places, mask=inside, other=0.0).to(tl.float32)
+        total += residual.to(tl.float32)
     result = total.to(out.dtype.element_ty)
     tl.store(out + places, result, mask=inside)
     if ADD:
         value = tl.where(inside, result.to(tl.float32), 0.0)
-        weights = tl.expand_dims(tl.load(norm + cols % N).to(tl.float32), ROW_AXIS)
-        prepared = weighted(value, weights)
+        prepared = weighted(value, tl.expand_dims(weights.to(tl.float32), ROW_AXIS))
         tl.store(scaled + places, prepared.to(out.dtype.element_ty), mask=inside)
         coarse = tl.sum(counted_square(value), axis=COL_AXIS)
-        tl.atomic_add(next_squares + 2 * rows, coarse, mask=rows < M, sem="relaxed")
-        is_fine = (rows < M) & is_small(coarse, N)
+        counts = (rows >= own) & (rows < M)
+        tl.atomic_add(next_squares + 2 * rows, coarse, mask=counts, sem="relaxed")
+        is_fine = counts & is_small(coarse, N)
         if tl.max(is_fine.to(tl.int32), axis=0) > 0:  # seldom: most tiles of most layers have no such row
             fine = tl.sum(fine_square(value), axis=COL_AXIS)
             tl.atomic_add(next_squares + 2 * rows + 1, fine, mask=is_fine, sem="relaxed")

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from peregrine.kernels.linear.epilogue import finish_outputs, merge_split, reset_squares
+from peregrine.kernels.linear.epilogue import addends, finish_outputs, merge_split, reset_squares
 
 NUMBERS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
@@ -77,11 +77,14 @@ def hopper_kernel(  # type: ignore[no-untyped-def]
     COLS: gl.constexpr,
     DEPTH: gl.constexpr,
     STAGES: gl.constexpr,
+    EXCHANGE: gl.constexpr,
     num_warps: gl.constexpr,
 ):
     """Arguments are those of `linear_kernel`, with x and weight as TMA descriptors.
 
     A program has ROWS rows, and without GATE it may have TAIL more: tiles have powers of two, and 192 is 128 and 64.
+    Where the last rows are fewer they begin earlier: copies of rows past the last one would take far longer.
+    With EXCHANGE all programs are resident: of two that share a tile one finishes the first rows, the other the tail.
     """
     STEPS: gl.constexpr = K // SPLIT // DEPTH
     BYTES: gl.constexpr = (COLS * (2 if GATE else 1) + ROWS + TAIL) * DEPTH * 2
@@ -94,7 +97,8 @@ def hopper_kernel(  # type: ignore[no-untyped-def]
         mbarrier.init(ready.index(place), count=1)
     fence_async_shared()
     part = gl.program_id(2)
-    col, row = gl.program_id(0) * COLS, gl.program_id(1) * (ROWS + TAIL)
+    col, own = gl.program_id(0) * COLS, gl.program_id(1) * (ROWS + TAIL)
+    row, tail_row = gl.minimum(own, gl.maximum(M - ROWS, 0)), gl.minimum(own + ROWS, gl.maximum(M - TAIL, 0))
     begin = part * (K // SPLIT)
     for place in gl.static_range(STAGES):
         live = place < STEPS
@@ -108,7 +112,7 @@ def hopper_kernel(  # type: ignore[no-untyped-def]
         tma.async_copy_global_to_shared(x_desc, [row, depth], ready.index(place), x_tiles.index(place), live)
         if TAIL:
             beside = tail_tiles.index(place)
-            tma.async_copy_global_to_shared(tail_desc, [row + ROWS, depth], ready.index(place), beside, live)
+            tma.async_copy_global_to_shared(tail_desc, [tail_row, depth], ready.index(place), beside, live)
     product: gl.constexpr = product_layout(ROWS, COLS, num_warps)
     if TAIL:
         end = gl.zeros((COLS, TAIL), gl.float32, product_layout(TAIL, COLS, num_warps))
@@ -137,17 +141,66 @@ def hopper_kernel(  # type: ignore[no-untyped-def]
         tma.async_copy_global_to_shared(x_desc, [row, depth], ready.index(there), x_tiles.index(there), more)
         if TAIL:
             beside = tail_tiles.index(there)
-            tma.async_copy_global_to_shared(tail_desc, [row + ROWS, depth], ready.index(there), beside, more)
+            tma.async_copy_global_to_shared(tail_desc, [tail_row, depth], ready.index(there), beside, more)
     total, up = warpgroup_mma_wait(0, deps=(total, up))
     tile = gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)
     pointers = bias, out, squares, residual, norm, scaled, next_squares, stale_squares, partial, arrived
-    finish_tile(total, up, row, col, tile, part, pointers, M, eps, N, K, SCALE, BIAS, GATE, ADD, SPLIT, num_warps)
-    if TAIL:
+    if EXCHANGE:
         end = warpgroup_mma_wait(0, deps=(end,))
-        # Partial sums of tails come after those of all tiles.
-        tile += gl.num_programs(1) * gl.num_programs(0) * (ROWS // TAIL)
-        row += ROWS
-        finish_tile(end, end, row, col, tile, part, pointers, M, eps, N, K, SCALE, BIAS, GATE, ADD, SPLIT, num_warps)
+        if part == 0:
+            finish_tile(
+                *(total, total, end, row, own, col, tile, part, pointers, M, eps),
+                *(N, K, SCALE, BIAS, GATE, ADD, SPLIT, True, num_warps),
+            )
+        else:
+            finish_tile(
+                *(end, end, total, tail_row, own + ROWS, col, tile, part, pointers, M, eps),
+                *(N, K, SCALE, BIAS, GATE, ADD, SPLIT, True, num_warps),
+            )
+    else:
+        finish_tile(
+            *(total, up, total, row, own, col, tile, part, pointers, M, eps),
+            *(N, K, SCALE, BIAS, GATE, ADD, SPLIT, False, num_warps),
+        )
+        if TAIL:
+            end = warpgroup_mma_wait(0, deps=(end,))
+            # Partial sums of tails come after those of all tiles.
+            tile += gl.num_programs(1) * gl.num_programs(0) * (ROWS // TAIL)
+            finish_tile(
+                *(end, end, end, tail_row, own + ROWS, col, tile, part, pointers, M, eps),
+                *(N, K, SCALE, BIAS, GATE, ADD, SPLIT, False, num_warps),
+            )
+
+
+@gluon.jit
+def send(sums, place, flag, layout: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Leave sums [COLS, rows] for another program, which is resident, too."""
+    gl.store(place + inner_places(sums, layout), gl.convert_layout(sums, layout))
+    gl.thread_barrier()
+    gl.atomic_add(flag, 1, sem="release")
+
+
+@gluon.jit
+def received(sums, place, flag, layout: gl.constexpr):  # type: ignore[no-untyped-def]
+    """What another program has left for these sums; resets its flag."""
+    while gl.atomic_cas(flag, 1, 0, sem="acquire") == 0:
+        pass
+    gl.thread_barrier()
+    return gl.load(place + inner_places(sums, layout), cache_modifier=".cg")
+
+
+@gluon.jit
+def inner_places(sums, layout: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Where the sums [COLS, rows] of a tile lie in its part of the workspace."""
+    COLS: gl.constexpr = sums.shape[0]
+    cols = gl.arange(0, COLS, gl.SliceLayout(1, layout))
+    return gl.arange(0, sums.shape[1], gl.SliceLayout(0, layout))[None, :] * COLS + cols[:, None]
+
+
+@gluon.constexpr_function
+def near_layout(cols, num_warps):  # type: ignore[no-untyped-def]
+    """Outputs are adjacent in memory, so a thread holds adjacent ones."""
+    return gl.BlockedLayout([4, 1], [min(cols // 4, 32), max(128 // cols, 1)], [1, num_warps], [0, 1])
 
 
 @gluon.constexpr_function
@@ -162,7 +215,9 @@ def product_layout(rows, cols, num_warps):  # type: ignore[no-untyped-def]
 def finish_tile(  # type: ignore[no-untyped-def]
     total,
     up,
+    sent,
     row,
+    own,
     col,
     tile,
     part,
@@ -176,26 +231,37 @@ def finish_tile(  # type: ignore[no-untyped-def]
     GATE: gl.constexpr,
     ADD: gl.constexpr,
     SPLIT: gl.constexpr,
+    EXCHANGE: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """What follows the products of a tile [COLS, ROWS]; of programs that share it, the last one does it."""
+    """What follows the products of a tile [COLS, ROWS]; of programs that share it, the last one does it.
+
+    With EXCHANGE two programs share it: this one finishes these sums, the other those that it is sent.
+    """
     COLS: gl.constexpr = total.shape[0]
     ROWS: gl.constexpr = total.shape[1]
     bias, out, squares, residual, norm, scaled, next_squares, stale_squares, partial, arrived = pointers
-    # Outputs are adjacent in memory, so a thread holds adjacent ones.
-    near: gl.constexpr = gl.BlockedLayout(
-        [4, 1], [COLS // 4 if COLS < 128 else 32, 128 // COLS if COLS < 128 else 1], [1, num_warps], [0, 1]
-    )
-    total = gl.convert_layout(total, near)
-    up = gl.convert_layout(up, near)
+    results = bias, out, squares, residual, norm, scaled, next_squares, stale_squares
+    near: gl.constexpr = near_layout(COLS, num_warps)
     cols = col + gl.arange(0, COLS, gl.SliceLayout(1, near))
     rows = row + gl.arange(0, ROWS, gl.SliceLayout(0, near))
+    if EXCHANGE:
+        KEPT: gl.constexpr = ROWS * COLS
+        SENT: gl.constexpr = sent.shape[0] * sent.shape[1]
+        place, flag = partial + tile * (KEPT + SENT), arrived + 2 * tile
+        send(sent, place + (1 - part) * KEPT, flag + part, near)
+    before, weights = rows, cols
+    if ADD:
+        before, weights = addends(rows, cols, results, M, N, ROW_AXIS=1)
+    total = gl.convert_layout(total, near)
+    up = gl.convert_layout(up, near)
     last = True
-    if SPLIT > 1:
-        inner = (rows - row)[None, :] * COLS + (cols - col)[:, None]
-        total, last = merge_split(total, partial, arrived, tile, inner, part, SPLIT, ROWS * COLS)
+    if EXCHANGE:
+        total += received(total, place + part * SENT, flag + 1 - part, near)
+    elif SPLIT > 1:
+        total, last = merge_split(total, partial, arrived, tile, inner_places(total, near), part, SPLIT, ROWS * COLS)
     if last:
-        results = bias, out, squares, residual, norm, scaled, next_squares, stale_squares
-        finish_outputs(total, up, rows, cols, results, M, eps, N, K, SCALE, BIAS, GATE, ADD, ROW_AXIS=1)
+        sums = total, up, before, weights
+        finish_outputs(*sums, rows, own, cols, results, M, eps, N, K, SCALE, BIAS, GATE, ADD, ROW_AXIS=1)
         if ADD and col == 0:
             reset_squares(stale_squares, rows, M)

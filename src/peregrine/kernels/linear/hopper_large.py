@@ -1,8 +1,9 @@
 """The linear kernel for Hopper and many rows, in Gluon: the arithmetic of `hopper.py`, bit for bit.
 
-There are as many programs as multiprocessors, and each takes tile after tile: ROWS tokens by COLS rows of the weight.
-One warp of a program copies steps of DEPTH inputs by TMA into a ring of STAGES places. Two groups of four warps
-multiply them, each for HALF of the tokens, and finish their outputs while the copies for the next tile are under way.
+There are as many programs as multiprocessors, and each takes tile after tile: some tokens by COLS rows of the weight.
+One warp of a program copies steps of DEPTH inputs by TMA into a ring of places. Two or three groups of four warps
+multiply them, each for HEIGHT tokens, and finish their outputs while the copies for the next tile are under way. Three
+groups read a weight once for 192 tokens; they have registers for no residual, and places for three steps only.
 
 Same bits: a matrix instruction adds the products of 16 inputs to a sum, in ascending order and whatever the tile, so an
 output is the same chain as in the other kernels. A weight whose inputs are split (`pick_split`) has a chain for each
@@ -33,53 +34,58 @@ from peregrine.kernels.residual.reference import MAX_SQUARE, SQUARE_UNIT
 from peregrine.kernels.residual.triton import counted_square, fine_square, is_small, root_mean_square, weighted
 from peregrine.kernels.runtime.layouts import product_layout
 
-ROWS = gl.constexpr(tiles.LARGE_ROWS)
-HALF = gl.constexpr(tiles.LARGE_ROWS // 2)
+HEIGHT = gl.constexpr(tiles.LARGE_HEIGHT)
 COLS = gl.constexpr(tiles.LARGE_COLS)
 DEPTH = gl.constexpr(tiles.LARGE_DEPTH)
-STAGES = gl.constexpr(tiles.LARGE_STAGES)
-GROUP = gl.constexpr(8)  # tiles of rows that share a tile of the weight while it is in L2
+MANY_COL_TILES = gl.constexpr(64)  # of a weight that is far larger than L2: it is read half as often
 CHUNK = gl.constexpr(64)  # outputs that are finished at a time
 SQUARE_ROOT_OF_UNIT = gl.constexpr(SQUARE_UNIT**0.5)
 MAX_UNITS = gl.constexpr(MAX_SQUARE * SQUARE_UNIT)
-LAG = gl.constexpr(2)  # steps by which the second group is behind the first, so that one multiplies while one finishes
 
 
 @gluon.jit
-def place_of(tile, M, COL_TILES: gl.constexpr):  # type: ignore[no-untyped-def]
-    """(first row, first of these that no other tile has, column tile) of a tile.
+def place_of(tile, M, COL_TILES: gl.constexpr, GROUPS: gl.constexpr):  # type: ignore[no-untyped-def]
+    """(first row, column tile) of a tile. Some tiles of rows share a tile of the weight while it is in L2."""
+    ROWS: gl.constexpr = GROUPS * HEIGHT
+    TOGETHER: gl.constexpr = 16 if COL_TILES > MANY_COL_TILES else 8
+    block, inside = tile // (TOGETHER * COL_TILES), tile % (TOGETHER * COL_TILES)
+    height = gl.minimum((M + ROWS - 1) // ROWS - block * TOGETHER, TOGETHER)
+    return (block * TOGETHER + inside % height) * ROWS, inside // height
 
-    GROUP tiles of rows share a tile of the weight before the next one is read. The last tile of rows begins so early
-    that it is whole: copies of rows past the last one would take far longer.
+
+@gluon.jit
+def rows_of(row, WHICH: gl.constexpr, M):  # type: ignore[no-untyped-def]
+    """(first row that group WHICH of warps multiplies, first of these that no other group has) in the tile at `row`.
+
+    The last rows begin so early that they are whole: copies of rows past the last one would take far longer.
     """
-    group, inside = tile // (GROUP * COL_TILES), tile % (GROUP * COL_TILES)
-    height = gl.minimum((M + ROWS - 1) // ROWS - group * GROUP, GROUP)
-    own = (group * GROUP + inside % height) * ROWS
-    return gl.minimum(own, M - ROWS), own, inside // height
+    own = row + WHICH * HEIGHT
+    return gl.minimum(own, M - HEIGHT), own
 
 
 @gluon.jit
 def work_of(  # type: ignore[no-untyped-def]
-    local, M, COL_TILES: gl.constexpr, SPLIT: gl.constexpr, PAIRS: gl.constexpr
+    local, M, COL_TILES: gl.constexpr, SPLIT: gl.constexpr, PAIRS: gl.constexpr, GROUPS: gl.constexpr
 ):
-    """(tile, first row, first row of its own, column tile, part) of a program's n-th piece of work."""
+    """(tile, first row, column tile, part) of a program's n-th piece of work."""
     if PAIRS:
         item = gl.program_id(0) + local * gl.num_programs(0)
         tile, part = item // SPLIT, item % SPLIT
     else:
         tile, part = gl.program_id(0) + local // SPLIT * gl.num_programs(0), local % SPLIT
-    row, own, col = place_of(tile, M, COL_TILES)
-    return tile, row, own, col, part
+    row, col = place_of(tile, M, COL_TILES, GROUPS)
+    return tile, row, col, part
 
 
 @gluon.jit
-def new_ring(x_desc, w_desc):  # type: ignore[no-untyped-def]
-    """(inputs, weights in tiles, weights in halves of tiles, ready, free, lead): STAGES places and their barriers.
+def new_ring(x_desc, w_desc, GROUPS: gl.constexpr):  # type: ignore[no-untyped-def]
+    """(inputs of each group, weights in tiles, weights in halves of tiles, ready, free, lead): places and barriers.
 
-    Both groups of multiplying warps free a place; the first lets the second start through `lead`.
+    All groups of multiplying warps free a place; the first lets the others start through `lead`.
     """
+    STAGES: gl.constexpr = 4 if GROUPS == 2 else 3  # as many as fit
     w_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COLS // 2, DEPTH], w_desc.dtype)
-    x_tiles = gl.allocate_shared_memory(x_desc.dtype, [STAGES, ROWS, DEPTH], x_desc.layout)
+    x_tiles = gl.allocate_shared_memory(x_desc.dtype, [GROUPS * STAGES, HEIGHT, DEPTH], x_desc.layout)
     w_halves = gl.allocate_shared_memory(w_desc.dtype, [2 * STAGES, COLS // 2, DEPTH], w_layout)
     w_tiles = w_halves._reinterpret(w_desc.dtype, [STAGES, COLS, DEPTH], w_layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -87,10 +93,20 @@ def new_ring(x_desc, w_desc):  # type: ignore[no-untyped-def]
     lead = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for place in gl.static_range(STAGES):
         mbarrier.init(ready.index(place), count=1)
-        mbarrier.init(free.index(place), count=2)
+        mbarrier.init(free.index(place), count=GROUPS)
     mbarrier.init(lead, count=1)
     fence_async_shared()
     return x_tiles, w_tiles, w_halves, ready, free, lead
+
+
+@gluon.jit
+def request_inputs(x_desc, x_tiles, ready, place, row, depth, M):  # type: ignore[no-untyped-def]
+    """Start the copies of one step's inputs, those of each group."""
+    GROUPS: gl.constexpr = x_tiles.shape[0] // ready.shape[0]
+    for which in gl.static_range(GROUPS):
+        first, _ = rows_of(row, which, M)
+        x_tile = x_tiles.index(GROUPS * place + which)
+        tma.async_copy_global_to_shared(x_desc, [first, depth], ready.index(place), x_tile)
 
 
 @gluon.jit
@@ -120,12 +136,14 @@ def copy_tiles(  # type: ignore[no-untyped-def]
     PAIRS: gl.constexpr,
     GATE: gl.constexpr,
     ADD: gl.constexpr,
+    GROUPS: gl.constexpr,
 ):
     """The copying warp. The first weights are requested while the previous kernel is still running."""
     count, half_tile, M = work
     x_tiles, w_tiles, w_halves, ready, free, _ = ring
-    BYTES: gl.constexpr = (ROWS + COLS) * DEPTH * 2
-    _, _, _, first_col, first_part = work_of(0, M, COL_TILES, SPLIT, PAIRS)
+    STAGES: gl.constexpr = ready.shape[0]
+    BYTES: gl.constexpr = (GROUPS * HEIGHT + COLS) * DEPTH * 2
+    _, _, first_col, first_part = work_of(0, M, COL_TILES, SPLIT, PAIRS, GROUPS)
     has_tiles = count > 0
     for early in gl.static_range(STAGES):
         mbarrier.expect(ready.index(early), BYTES, has_tiles)
@@ -135,37 +153,37 @@ def copy_tiles(  # type: ignore[no-untyped-def]
     gdc_wait()
     i = 0
     for local in range(count):
-        _, row, _, col, part = work_of(local, M, COL_TILES, SPLIT, PAIRS)
+        _, row, col, part = work_of(local, M, COL_TILES, SPLIT, PAIRS, GROUPS)
         for step in range(STEPS):
             place = i % STAGES
             mbarrier.wait(free.index(place), ((i // STAGES) & 1) ^ 1)
             more = i >= STAGES
             mbarrier.expect(ready.index(place), BYTES, more)
             depth = (part * STEPS + step) * DEPTH
-            tma.async_copy_global_to_shared(x_desc, [row, depth], ready.index(place), x_tiles.index(place))
+            request_inputs(x_desc, x_tiles, ready, place, row, depth, M)
             request_weights(w_desc, w_halves, ready, 2 * place, 0, 2 * col, depth, more, GATE)
             request_weights(w_desc, w_halves, ready, 2 * place + 1, 0, 2 * col + 1, depth, more, GATE)
             i += 1
         if ADD and (PAIRS or part == SPLIT - 1):
-            # The residual takes two places of the ring, one for each half of the tokens.
+            # The residual takes two places of the ring, one for each group.
             CHUNKS: gl.constexpr = COLS // CHUNK // 2 if PAIRS else COLS // CHUNK
-            for half in gl.static_range(2):
+            for which in gl.static_range(GROUPS):
                 there = i % STAGES
                 mbarrier.wait(free.index(there), ((i // STAGES) & 1) ^ 1)
-                mbarrier.expect(ready.index(there), CHUNKS * HALF * CHUNK * 2)
+                mbarrier.expect(ready.index(there), CHUNKS * HEIGHT * CHUNK * 2)
                 chunks = residual_chunks(w_tiles, there, residual_desc)
+                first, _ = rows_of(row, which, M)
                 for c in gl.static_range(CHUNKS):
-                    corner = [row + half * HALF, col * COLS + ((part if PAIRS else 0) * CHUNKS + c) * CHUNK]
+                    corner = [first, col * COLS + ((part if PAIRS else 0) * CHUNKS + c) * CHUNK]
                     tma.async_copy_global_to_shared(residual_desc, corner, ready.index(there), chunks.index(c))
                 i += 1
     if SPLIT == 1 and not ADD and half_tile >= 0:
-        last_row, _, last_col = place_of(half_tile // 2, M, COL_TILES)
+        last_row, last_col = place_of(half_tile // 2, M, COL_TILES, GROUPS)
         for step in range(STEPS):
             here = i % STAGES
             mbarrier.wait(free.index(here), ((i // STAGES) & 1) ^ 1)
             mbarrier.expect(ready.index(here), BYTES - COLS // 2 * DEPTH * 2)
-            at = [last_row, step * DEPTH]
-            tma.async_copy_global_to_shared(x_desc, at, ready.index(here), x_tiles.index(here))
+            request_inputs(x_desc, x_tiles, ready, here, last_row, step * DEPTH, M)
             half = 2 * last_col + half_tile % 2
             request_weights(w_desc, w_halves, ready, 2 * here, 0, half, step * DEPTH, True, GATE)
             i += 1
@@ -174,32 +192,43 @@ def copy_tiles(  # type: ignore[no-untyped-def]
 @gluon.jit
 def residual_chunks(w_tiles, place, residual_desc):  # type: ignore[no-untyped-def]
     """A place of the ring as chunks of the residual."""
-    shape: gl.constexpr = [COLS // CHUNK, HALF, CHUNK]
+    shape: gl.constexpr = [COLS // CHUNK, HEIGHT, CHUNK]
     return w_tiles.index(place)._reinterpret(residual_desc.dtype, shape, residual_desc.layout)
 
 
 @gluon.jit
-def multiply(x_tiles, w_tiles, ready, free, lead, i, WHICH: gl.constexpr, STEPS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """(sums of one part of a tile [HALF, columns], steps done so far)."""
+def multiply(x_tiles, w_tiles, ready, free, lead, i, WHICH: gl.constexpr, STEPS: gl.constexpr, TWO: gl.constexpr):  # type: ignore[no-untyped-def]
+    """(sums of one part of a tile [HEIGHT, columns], with TWO those of the columns beside them, steps done so far).
+
+    Three groups have too few registers for one product of all columns.
+    """
+    STAGES: gl.constexpr = ready.shape[0]
+    GROUPS: gl.constexpr = x_tiles.shape[0] // STAGES
     WIDTH: gl.constexpr = w_tiles.shape[1]
     EACH: gl.constexpr = w_tiles.shape[0] // STAGES  # places of the weights for each of the ring
-    product: gl.constexpr = product_layout(WIDTH)
-    total = gl.zeros((HALF, WIDTH), gl.float32, product)
+    # Steps by which the other groups are behind the first at least, so that some multiply while one finishes.
+    LAG: gl.constexpr = STAGES - 2
+    total = gl.zeros((HEIGHT, WIDTH), gl.float32, product_layout(WIDTH))
+    beside = total
     for step in range(STEPS):
         place = i % STAGES
         mbarrier.wait(ready.index(place), (i // STAGES) & 1)
-        x_tile = x_tiles.index(place).slice(WHICH * HALF, HALF)
+        x_tile = x_tiles.index(GROUPS * place + WHICH)
         total = warpgroup_mma(x_tile, w_tiles.index(EACH * place).permute((1, 0)), total, is_async=True)
-        total = warpgroup_mma_wait(1, deps=(total,))
+        if TWO:
+            beside = warpgroup_mma(x_tile, w_tiles.index(EACH * place + 1).permute((1, 0)), beside, is_async=True)
+            total, beside = warpgroup_mma_wait(2, deps=(total, beside))
+        else:
+            total = warpgroup_mma_wait(1, deps=(total,))
         gl.thread_barrier()
         mbarrier.arrive(free.index((i + STAGES - 1) % STAGES), count=1, pred=step > 0)  # the step before is done
         if WHICH == 0:
             mbarrier.arrive(lead, count=1, pred=i == LAG)
         i += 1
-    total = warpgroup_mma_wait(0, deps=(total,))
+    total, beside = warpgroup_mma_wait(0, deps=(total, beside))
     gl.thread_barrier()
     mbarrier.arrive(free.index((i + STAGES - 1) % STAGES), count=1)
-    return total, i
+    return total, beside, i
 
 
 @gluon.jit
@@ -207,7 +236,7 @@ def halves(total):  # type: ignore[no-untyped-def]
     """Left and right half of the columns."""
     WIDTH: gl.constexpr = total.shape[1] // 2
     product: gl.constexpr = product_layout(WIDTH)
-    left, right = gl.split(gl.permute(gl.reshape(total, [HALF, 2, WIDTH]), [0, 2, 1]))
+    left, right = gl.split(gl.permute(gl.reshape(total, [HEIGHT, 2, WIDTH]), [0, 2, 1]))
     return gl.convert_layout(left, product, assert_trivial=True), gl.convert_layout(right, product, assert_trivial=True)
 
 
@@ -231,9 +260,9 @@ def in_chunks(total, GATE: gl.constexpr):  # type: ignore[no-untyped-def]
     if GATE:
         WIDTH: gl.constexpr = total.shape[1] // 2
         product: gl.constexpr = product_layout(WIDTH)
-        gate, up = gl.split(gl.permute(gl.reshape(total, [HALF, WIDTH // 8, 2, 8]), [0, 1, 3, 2]))
-        gate = gl.convert_layout(gl.reshape(gate, [HALF, WIDTH]), product, assert_trivial=True)
-        up = gl.convert_layout(gl.reshape(up, [HALF, WIDTH]), product, assert_trivial=True)
+        gate, up = gl.split(gl.permute(gl.reshape(total, [HEIGHT, WIDTH // 8, 2, 8]), [0, 1, 3, 2]))
+        gate = gl.convert_layout(gl.reshape(gate, [HEIGHT, WIDTH]), product, assert_trivial=True)
+        up = gl.convert_layout(gl.reshape(up, [HEIGHT, WIDTH]), product, assert_trivial=True)
         chunks, ups = cut(gate), cut(up)
     else:
         chunks = cut(total)
@@ -257,7 +286,7 @@ def pick(chunks, c):  # type: ignore[no-untyped-def]
 def places(base, chunk):  # type: ignore[no-untyped-def]
     """Pointers to the elements of a chunk that lies at `base` in blocks of 8 by 8, each of them what a warp holds."""
     layout: gl.constexpr = chunk.type.layout
-    rows, cols = gl.arange(0, HALF, gl.SliceLayout(1, layout)), gl.arange(0, CHUNK, gl.SliceLayout(0, layout))
+    rows, cols = gl.arange(0, HEIGHT, gl.SliceLayout(1, layout)), gl.arange(0, CHUNK, gl.SliceLayout(0, layout))
     return base + ((rows // 8 * (8 * CHUNK) + rows % 8 * 8)[:, None] + (cols // 8 * 64 + cols % 8)[None, :])
 
 
@@ -281,8 +310,8 @@ def column_values(vector, col, chunk, N: gl.constexpr):  # type: ignore[no-untyp
 
 @gluon.jit
 def row_factors(squares, row, eps, K: gl.constexpr, SCALE: gl.constexpr):  # type: ignore[no-untyped-def]
-    """What HALF rows are multiplied with: the second half of their norm."""
-    rows = row + gl.arange(0, HALF, gl.SliceLayout(1, product_layout(CHUNK)))
+    """What HEIGHT rows are multiplied with: the second half of their norm."""
+    rows = row + gl.arange(0, HEIGHT, gl.SliceLayout(1, product_layout(CHUNK)))
     if SCALE:
         coarse = gl.load(squares + 2 * rows)
         fine = gl.load(squares + 2 * rows + 1)
@@ -294,7 +323,7 @@ def row_factors(squares, row, eps, K: gl.constexpr, SCALE: gl.constexpr):  # typ
 
 @gluon.jit
 def store_chunk(values, row, col, out_desc, buffer):  # type: ignore[no-untyped-def]
-    """One chunk [HALF, CHUNK] leaves through one of two buffers in shared memory, which take turns."""
+    """One chunk [HEIGHT, CHUNK] leaves through one of two buffers in shared memory, which take turns."""
     tma.store_wait(1)
     gl.thread_barrier()
     buffer.store(values.to(out_desc.dtype))
@@ -318,7 +347,7 @@ def finish_chunk(  # type: ignore[no-untyped-def]
     BIAS: gl.constexpr,
     GATE: gl.constexpr,
 ):
-    """`finish_outputs` without a residual for one chunk [HALF, CHUNK], which leaves through shared memory."""
+    """`finish_outputs` without a residual for one chunk [HEIGHT, CHUNK], which leaves through shared memory."""
     if SCALE:
         total = total * factor[:, None]
     if BIAS:
@@ -334,15 +363,15 @@ def finish_chunk(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def column_sums(values):  # type: ignore[no-untyped-def]
-    """[HALF, CHUNK] -> [HALF, 8], the sums of columns that are 8 apart: each thread has all of them."""
-    return gl.sum(gl.reshape(values, [HALF, CHUNK // 8, 8]), axis=1)
+    """[HEIGHT, CHUNK] -> [HEIGHT, 8], the sums of columns that are 8 apart: each thread has all of them."""
+    return gl.sum(gl.reshape(values, [HEIGHT, CHUNK // 8, 8]), axis=1)
 
 
 @gluon.jit
 def add_chunk(  # type: ignore[no-untyped-def]
     total, residual, weights, bias, row, col, out_desc, scaled_desc, buffer, N: gl.constexpr, BIAS: gl.constexpr
 ):
-    """`finish_outputs` with a residual for one chunk [HALF, CHUNK]: the sum leaves in place of the residual, the sum
+    """`finish_outputs` with a residual for one chunk [HEIGHT, CHUNK]: the sum leaves in place of the residual, the sum
     scaled through a buffer.
 
     Returns `column_sums` of the squares in units, as whole numbers and as they are. Threads wait for each other here as
@@ -408,7 +437,7 @@ def finish_squares(  # type: ignore[no-untyped-def]
     from shared memory: the path is seldom taken and must not hold registers that the other one needs.
     """
     coarse = gl.sum(whole, axis=1)
-    rows = row + gl.arange(0, HALF, coarse.type.layout)
+    rows = row + gl.arange(0, HEIGHT, coarse.type.layout)
     is_odd = (rows >= own) & is_small(coarse, N) | ~(gl.sum(units, axis=1) <= MAX_UNITS)
     if gl.max(is_odd.to(gl.int32), axis=0) > 0:
         layout: gl.constexpr = product_layout(CHUNK)
@@ -436,12 +465,8 @@ def finish_squares(  # type: ignore[no-untyped-def]
 @gluon.jit
 def finish_tiles(  # type: ignore[no-untyped-def]
     WHICH: gl.constexpr,
-    work,
-    ring,
-    pointers,
-    outputs,
-    scratch,
-    eps,
+    buffers,
+    known,
     STEPS: gl.constexpr,
     SPLIT: gl.constexpr,
     COL_TILES: gl.constexpr,
@@ -452,27 +477,37 @@ def finish_tiles(  # type: ignore[no-untyped-def]
     BIAS: gl.constexpr,
     GATE: gl.constexpr,
     ADD: gl.constexpr,
+    GROUPS: gl.constexpr,
 ):
-    """Four warps that multiply and finish one half of every tile's tokens."""
+    """Four warps that multiply and finish some of every tile's tokens."""
+    work, ring, pointers, outputs, scratch, eps = known
     count, half_tile, M = work
     x_tiles, w_tiles, w_halves, ready, free, lead = ring
     bias, norm, next_squares, stale_squares = pointers
-    out_desc, scaled_desc, residual_desc, buffers = outputs
+    out_desc, scaled_desc, residual_desc = outputs
     partial, arrived, squares = scratch
+    STAGES: gl.constexpr = ready.shape[0]
     OUT_COLS: gl.constexpr = COLS // 2 if GATE else COLS
     gdc_launch_dependents()
     gdc_wait()
-    if WHICH == 1:
+    if WHICH > 0:
         mbarrier.wait(lead, 0, pred=(count > 0) | (half_tile >= 0))
     i = 0
-    parked = buffers._reinterpret(gl.float32, [HALF, CHUNK], gl.NVMMASharedLayout(128, 32))
-    nothing = gl.zeros((HALF, CHUNK), gl.float32, product_layout(CHUNK))
+    parked = buffers._reinterpret(gl.float32, [HEIGHT, CHUNK], gl.NVMMASharedLayout(128, 32))
+    nothing = gl.zeros((HEIGHT, CHUNK), gl.float32, product_layout(CHUNK))
     kept, kept_too = nothing, nothing
     for local in range(count):
-        tile, row, own, col, part = work_of(local, M, COL_TILES, SPLIT, PAIRS)
-        row, col = row + WHICH * HALF, col * OUT_COLS
-        total, i = multiply(x_tiles, w_tiles, ready, free, lead, i, WHICH, STEPS)
-        chunks, ups = in_chunks(total, GATE)
+        tile, row, col, part = work_of(local, M, COL_TILES, SPLIT, PAIRS, GROUPS)
+        row, own = rows_of(row, WHICH, M)
+        col = col * OUT_COLS
+        if GROUPS == 2:
+            total, _, i = multiply(x_tiles, w_tiles, ready, free, lead, i, WHICH, STEPS, False)
+            chunks, ups = in_chunks(total, GATE)
+        else:
+            left, right, i = multiply(x_tiles, w_halves, ready, free, lead, i, WHICH, STEPS, True)
+            left_chunks, left_ups = in_chunks(left, GATE)
+            right_chunks, right_ups = in_chunks(right, GATE)
+            chunks, ups = left_chunks + right_chunks, left_ups + right_ups
         factor = row_factors(squares, row, eps, K, SCALE)
         is_last = True
         if PAIRS:
@@ -482,19 +517,19 @@ def finish_tiles(  # type: ignore[no-untyped-def]
             slot = (tile * 2 + WHICH) * 2
             col += part * (COLS // 2)
             for c in gl.static_range(2):
-                gl.store(places(partial + ((slot + part) * 2 + c) * (HALF * CHUNK), sent[c]), sent[c])
+                gl.store(places(partial + ((slot + part) * 2 + c) * (HEIGHT * CHUNK), sent[c]), sent[c])
             gl.thread_barrier()
             gl.atomic_add(arrived + slot + part, 1, sem="release")
             while gl.atomic_cas(arrived + slot + 1 - part, 1, 0, sem="acquire") == 0:
                 pass
             gl.thread_barrier()
-            others = partial + (slot + 1 - part) * (2 * HALF * CHUNK)
+            others = partial + (slot + 1 - part) * (2 * HEIGHT * CHUNK)
             first = gl.load(places(others, chunks[0]), cache_modifier=".cg")
-            second = gl.load(places(others + HALF * CHUNK, chunks[1]), cache_modifier=".cg")
+            second = gl.load(places(others + HEIGHT * CHUNK, chunks[1]), cache_modifier=".cg")
             chunks = (first + chunks[0], second + chunks[1])
         elif SPLIT > 1:
             # Of a part's sums two chunks wait for the next part in registers, one in shared memory, one in L2.
-            in_l2 = places(partial + (gl.program_id(0) * 2 + WHICH) * (HALF * CHUNK), nothing)
+            in_l2 = places(partial + (gl.program_id(0) * 2 + WHICH) * (HEIGHT * CHUNK), nothing)
             is_last = part == SPLIT - 1
             is_later = part > 0
             if is_later:
@@ -548,13 +583,14 @@ def finish_tiles(  # type: ignore[no-untyped-def]
             if SPLIT > 1:
                 kept, kept_too = nothing, nothing
     if SPLIT == 1 and not ADD and half_tile >= 0:
-        last_row, _, last_col = place_of(half_tile // 2, M, COL_TILES)
-        top, left = last_row + WHICH * HALF, (2 * last_col + half_tile % 2) * (OUT_COLS // 2)
-        half_total, i = multiply(x_tiles, w_halves, ready, free, lead, i, WHICH, STEPS)
+        last_row, last_col = place_of(half_tile // 2, M, COL_TILES, GROUPS)
+        top, _ = rows_of(last_row, WHICH, M)
+        first_col = (2 * last_col + half_tile % 2) * (OUT_COLS // 2)
+        half_total, _, i = multiply(x_tiles, w_halves, ready, free, lead, i, WHICH, STEPS, False)
         few, few_ups = in_chunks(half_total, GATE)
         last_factor = row_factors(squares, top, eps, K, SCALE)
         for n in range(len(few)):
-            at = left + n * CHUNK
+            at = first_col + n * CHUNK
             finish_chunk(
                 *(pick(few, n), pick(few_ups, n), last_factor, top, at, bias, out_desc, buffers.index(n % 2)),
                 *(N, SCALE, BIAS, GATE),
@@ -564,9 +600,9 @@ def finish_tiles(  # type: ignore[no-untyped-def]
 
 @gluon.jit(do_not_specialize=["M"])
 def large_kernel(  # type: ignore[no-untyped-def]
-    x_desc,  # [M, K] in tiles of ROWS x DEPTH
+    x_desc,  # [M, K] in tiles of HEIGHT x DEPTH
     w_desc,  # [N, K] in tiles of COLS x DEPTH, or with GATE [2 N, K] in tiles of gates and ups
-    out_desc,  # [M, N] in tiles of HALF x CHUNK
+    out_desc,  # [M, N] in tiles of HEIGHT x CHUNK
     scaled_desc,  # likewise, with ADD
     residual_desc,  # likewise
     bias,
@@ -586,15 +622,20 @@ def large_kernel(  # type: ignore[no-untyped-def]
     ADD: gl.constexpr,
     SPLIT: gl.constexpr,
     PAIRS: gl.constexpr,
+    GROUPS: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """Further arguments are those of `linear_kernel`. With PAIRS two programs have one part of a tile each."""
+    """Further arguments are those of `linear_kernel`. With PAIRS two programs have one part of a tile each.
+
+    GROUPS: of four warps, each with HEIGHT rows of a tile; three for linears without split inputs or a residual.
+    """
     STEPS: gl.constexpr = K // SPLIT // DEPTH
     OUT_COLS: gl.constexpr = COLS // 2 if GATE else COLS
     COL_TILES: gl.constexpr = (N + OUT_COLS - 1) // OUT_COLS
-    ring = new_ring(x_desc, w_desc)
-    first_buffers = gl.allocate_shared_memory(out_desc.dtype, [2, HALF, CHUNK], out_desc.layout)
-    second_buffers = gl.allocate_shared_memory(out_desc.dtype, [2, HALF, CHUNK], out_desc.layout)
+    ROWS: gl.constexpr = GROUPS * HEIGHT
+    ring = new_ring(x_desc, w_desc, GROUPS)
+    first = gl.allocate_shared_memory(out_desc.dtype, [2, HEIGHT, CHUNK], out_desc.layout)
+    second = gl.allocate_shared_memory(out_desc.dtype, [2, HEIGHT, CHUNK], out_desc.layout)
     program, programs = gl.program_id(0), gl.num_programs(0)
     items = (M + ROWS - 1) // ROWS * COL_TILES * (SPLIT if PAIRS else 1)
     count = (items - program + programs - 1) // programs * (1 if PAIRS else SPLIT)
@@ -607,60 +648,30 @@ def large_kernel(  # type: ignore[no-untyped-def]
         half_tile = gl.where(halved & (program < 2 * left), 2 * (items - left) + program, -1)
     work = (count, half_tile, M)
     pointers = (bias, norm, next_squares, stale_squares)
-    first = (out_desc, scaled_desc, residual_desc, first_buffers)
-    second = (out_desc, scaled_desc, residual_desc, second_buffers)
-    scratch = (partial, arrived, squares)
-    gl.warp_specialize(
-        [
-            (
-                finish_tiles,
-                (
-                    0,
-                    work,
-                    ring,
-                    pointers,
-                    first,
-                    scratch,
-                    eps,
-                    STEPS,
-                    SPLIT,
-                    COL_TILES,
-                    PAIRS,
-                    N,
-                    K,
-                    SCALE,
-                    BIAS,
-                    GATE,
-                    ADD,
-                ),
-            ),
-            (
-                finish_tiles,
-                (
-                    1,
-                    work,
-                    ring,
-                    pointers,
-                    second,
-                    scratch,
-                    eps,
-                    STEPS,
-                    SPLIT,
-                    COL_TILES,
-                    PAIRS,
-                    N,
-                    K,
-                    SCALE,
-                    BIAS,
-                    GATE,
-                    ADD,
-                ),
-            ),
-            (copy_tiles, (x_desc, w_desc, residual_desc, work, ring, STEPS, SPLIT, COL_TILES, PAIRS, GATE, ADD)),
-        ],
-        [4, 1],
-        [240, 24],  # registers per thread of the last two kinds; the first has the rest, 240 too
-    )
+    known = (work, ring, pointers, (out_desc, scaled_desc, residual_desc), (partial, arrived, squares), eps)
+    # Lists of registers per thread are those of all groups but the first, which has the rest: as many, or eight more.
+    if GROUPS == 2:
+        gl.warp_specialize(
+            [
+                (finish_tiles, (0, first, known, STEPS, SPLIT, COL_TILES, PAIRS, N, K, SCALE, BIAS, GATE, ADD, 2)),
+                (finish_tiles, (1, second, known, STEPS, SPLIT, COL_TILES, PAIRS, N, K, SCALE, BIAS, GATE, ADD, 2)),
+                (copy_tiles, (x_desc, w_desc, residual_desc, work, ring, STEPS, SPLIT, COL_TILES, PAIRS, GATE, ADD, 2)),
+            ],
+            [4, 1],
+            [240, 24],
+        )
+    else:
+        third = gl.allocate_shared_memory(out_desc.dtype, [2, HEIGHT, CHUNK], out_desc.layout)
+        gl.warp_specialize(
+            [
+                (finish_tiles, (0, first, known, STEPS, SPLIT, COL_TILES, PAIRS, N, K, SCALE, BIAS, GATE, ADD, 3)),
+                (finish_tiles, (1, second, known, STEPS, SPLIT, COL_TILES, PAIRS, N, K, SCALE, BIAS, GATE, ADD, 3)),
+                (finish_tiles, (2, third, known, STEPS, SPLIT, COL_TILES, PAIRS, N, K, SCALE, BIAS, GATE, ADD, 3)),
+                (copy_tiles, (x_desc, w_desc, residual_desc, work, ring, STEPS, SPLIT, COL_TILES, PAIRS, GATE, ADD, 3)),
+            ],
+            [4, 4, 1],
+            [160, 160, 24],
+        )
 
 
 def weight_tiles(matrix: Tensor, gate: bool, experts: int = 1) -> TensorDescriptor:

@@ -17,9 +17,10 @@ MAX_ROWS = 4096  # of one launch; longer inputs are cut, which bounds the worksp
 SPLIT_PROGRAMS, SPLIT_INPUTS, SPLIT_DEPTH = 160, 512, 64
 SPLIT_COLS = 64  # outputs of a tile that is shared
 MULTIPROCESSORS = 132  # of an H200
+BUSY = 0.8  # share of multiprocessors with a tile from which on tiles of many rows are the fastest for up to 128, too
 WIDE_OUTPUTS = 32768
-# Of Hopper's kernel for many rows: its tile, and what its descriptors of outputs need.
-LARGE_ROWS, LARGE_COLS, LARGE_DEPTH, LARGE_STAGES, LARGE_ALIGNMENT = 128, 256, 64, 4, 8
+# Of Hopper's kernel for many rows: rows of a group of warps, the rest of its tile, what descriptors of outputs need.
+LARGE_HEIGHT, LARGE_COLS, LARGE_DEPTH, LARGE_STAGES, LARGE_ALIGNMENT = 64, 256, 64, 4, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,22 +69,20 @@ HOPPER_TABLES = {
     "wide": {16: (128, 128, 8, 4), 32: (128, 128, 8, 4), 64: (128, 128, 8, 4), 128: (256, 64, 8, 4)},
 }
 # For up to 256 rows all of them may share a tile on Hopper: its (rows, tail), then the entries of a table. Such a
-# tile is taken where the device computes all tiles of a weight at once; of a head, always.
+# tile is taken where the device computes all tiles of a weight at once.
 TALL_TILES: dict[str, dict[tuple[int, int], tuple[int, int, int, int]]] = {
     "plain": {(128, 64): (64, 64, 4, 6), (256, 0): (64, 64, 8, 5)},
     "split": {(128, 64): (64, 64, 4, 6), (256, 0): (64, 64, 8, 5)},
-    "gated": {},
-    "wide": {(128, 64): (128, 64, 8, 5)},
 }
 
 
 def tall_tile(num_rows: int, num_outputs: int, num_inputs: int, gate: bool, split: int) -> Tile | None:
     """Hopper's tile that holds all rows, if it is the fastest for so many."""
     kind = kind_of(num_outputs, gate, split)
-    for (rows, tail), (cols, depth, warps, stages) in TALL_TILES[kind].items():
+    for (rows, tail), (cols, depth, warps, stages) in TALL_TILES.get(kind, {}).items():
         if HEIGHTS[-1] < num_rows <= rows + tail and num_inputs % (split * depth) == 0:
             at_once = split * -(-num_outputs // cols) <= MULTIPROCESSORS
-            return Tile(rows, cols, depth, warps, stages, split, tail) if at_once or kind == "wide" else None
+            return Tile(rows, cols, depth, warps, stages, split, tail) if at_once else None
     return None
 
 
@@ -123,12 +122,17 @@ def pick_tile(
     cols, depth, warps, stages = table[kind_of(num_outputs, gate, split)][rows]
     if on_hopper and (tall := tall_tile(num_rows, num_outputs, num_inputs, gate, split)) is not None:
         return tall
+    tail = 0
+    if on_hopper and not gate and HEIGHTS[0] < num_rows < rows:
+        # In two parts that begin where all their rows are there: see `hopper_kernel`.
+        tail = rows // 4 if 2 * HEIGHTS[0] < num_rows <= 3 * rows // 4 else rows // 2
+        rows //= 2
     while (num_inputs // split) % depth:
         depth //= 2
     if split > 1 and split * -(-num_outputs // cols) > MULTIPROCESSORS:
         room = room.half()  # programs are short: all must run at once, or the last ones would start too late
-    stages = room.stages(stages, (rows + cols * (2 if gate else 1)) * depth)
-    return Tile(rows, cols, depth, warps, stages, split)
+    stages = room.stages(stages, (rows + tail + cols * (2 if gate else 1)) * depth)
+    return Tile(rows, cols, depth, warps, stages, split, tail)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +142,7 @@ class LargePlan:
     programs: int
     split: int
     in_pairs: bool  # two programs have one part of the inputs each
+    groups: int = 2  # of warps, each with LARGE_HEIGHT rows of a tile
 
 
 def large_plan(
@@ -155,17 +160,30 @@ def large_plan(
     """
     split = split or pick_split(num_outputs, num_inputs, gate)
     aligned = num_outputs % LARGE_ALIGNMENT == 0 and num_inputs % (split * LARGE_DEPTH) == 0
-    if num_rows <= HEIGHTS[-1] or not aligned or num_inputs // split < LARGE_DEPTH * LARGE_STAGES:
+    if num_rows <= LARGE_HEIGHT or not aligned or num_inputs // split < LARGE_DEPTH * LARGE_STAGES:
         return None
     if tall_tile(num_rows, num_outputs, num_inputs, gate, split) is not None:
         return None
-    tiles = -(-num_rows // LARGE_ROWS) * -(-num_outputs // (LARGE_COLS // 2 if gate else LARGE_COLS))
+    plain = split == 1 and not add
+    tiles, three = (
+        -(-num_rows // (groups * LARGE_HEIGHT)) * -(-num_outputs // (LARGE_COLS // 2 if gate else LARGE_COLS))
+        for groups in (2, 3)
+    )
+    if num_rows <= HEIGHTS[-1] and not (plain and tiles >= BUSY * -(-tiles // num_sms) * num_sms):
+        return None
+
+    def cost(groups: int, tiles: int) -> float:
+        whole, left = divmod(tiles, num_sms)
+        # Without split inputs or a residual, tiles that would leave half of the programs idle are halved.
+        return groups * (whole + (0.5 if plain and 2 * left <= num_sms else 1.0) * (left > 0))
+
+    # Three groups copy less for each product. Of a gate they were not faster where they cost the same.
+    if plain and cost(3, three) - cost(2, tiles) < (0.0 if gate else 0.5):
+        return LargePlan(min(num_sms, 2 * three), split, in_pairs=False, groups=3)
     in_pairs = split == 2 and 2 * tiles <= num_sms
     if in_pairs and 4 * tiles <= num_sms and num_rows % HEIGHTS[-1] == 0:
         return None  # half of the device would be idle, and rows fill the table's tiles
-    # Without split inputs or a residual, tiles that would leave half of the programs idle are halved.
-    pieces = 2 if in_pairs or (split == 1 and not add) else 1
-    return LargePlan(min(num_sms, pieces * tiles), split, in_pairs)
+    return LargePlan(min(num_sms, (2 if in_pairs or plain else 1) * tiles), split, in_pairs)
 
 
 def check_inputs(what: str, *sizes: int) -> None:

@@ -11,6 +11,7 @@ fastest for it, and a row's bits do not depend on the batch.
 """
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from peregrine.kernels.linear.epilogue import finish_outputs, merge_split, reset_squares
+from peregrine.kernels.linear.epilogue import addends, finish_outputs, merge_split, reset_squares
 from peregrine.kernels.linear.reference import DenseWeight
 from peregrine.kernels.linear.tiles import (
     MAX_ROWS,
@@ -147,6 +148,8 @@ def run(
 
             parts = (x[rows], tile.rows), (x[rows], tile.tail or tile.rows), (matrix, tile.cols)
             tiles, more = [tiled(*part, tile.depth) for part in parts], {"TAIL": tile.tail, "STAGES": tile.stages}
+            all_at_once = math.prod(grid) <= multiprocessors(x.device, 0)
+            more["EXCHANGE"] = tile.tail > 0 and tile.split == 2 and all_at_once
             launch(hopper_kernel, grid, *tiles, *pointers, count, eps, **constants, **more, pdl=True)
         else:
             sizes = count, x.stride(0), eps
@@ -164,17 +167,17 @@ def _run_large(
 ) -> None:
     # Imports Gluon, which other devices do not need.
     from peregrine.kernels.linear.hopper import tiled
-    from peregrine.kernels.linear.hopper_large import CHUNK, DEPTH, HALF, ROWS, large_kernel, weight_tiles
+    from peregrine.kernels.linear.hopper_large import CHUNK, DEPTH, HEIGHT, large_kernel, weight_tiles
 
     def in_chunks(matrix: Tensor) -> Any:
-        return tiled(matrix, HALF.value, CHUNK.value)
+        return tiled(matrix, HEIGHT.value, CHUNK.value)
 
     squares, eps = scale or (None, 0.0)
     results = in_chunks(out)
     launch(
         large_kernel,
         (plan.programs,),
-        *(tiled(x, ROWS.value, DEPTH.value), weight_tiles(weight.weight, gate), results),
+        *(tiled(x, HEIGHT.value, DEPTH.value), weight_tiles(weight.weight, gate), results),
         *((in_chunks(add.scaled), in_chunks(add.residual)) if add else (results, results)),
         *(out if weight.bias is None else weight.bias, out if squares is None else squares),
         *((add.norm, add.squares, add.stale_squares) if add else (out,) * 3),
@@ -187,6 +190,7 @@ def _run_large(
         ADD=add is not None,
         SPLIT=plan.split,
         PAIRS=plan.in_pairs,
+        GROUPS=plan.groups,
         num_warps=4,
         pdl=True,
     )
@@ -268,13 +272,17 @@ def linear_kernel(  # type: ignore[no-untyped-def]
         if GATE:
             up = tl.dot(ups, values, up, input_precision="ieee")
     total, up = tl.trans(total), tl.trans(up)  # [ROWS, COLS]
+    pointers = bias, out, squares, residual, norm, scaled, next_squares, stale_squares
+    before, weights = rows, cols
+    if ADD:
+        before, weights = addends(rows, cols, pointers, M, N, ROW_AXIS=0)
     last = True
     if SPLIT > 1:
         tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
         inner = tl.arange(0, ROWS)[:, None] * COLS + tl.arange(0, COLS)[None, :]
         total, last = merge_split(total, partial, arrived, tile, inner, part, SPLIT, ROWS * COLS)
     if last:
-        pointers = bias, out, squares, residual, norm, scaled, next_squares, stale_squares
-        finish_outputs(total, up, rows, cols, pointers, M, eps, N, K, SCALE, BIAS, GATE, ADD, ROW_AXIS=0)
+        sums, own = (total, up, before, weights), tl.program_id(1) * ROWS
+        finish_outputs(*sums, rows, own, cols, pointers, M, eps, N, K, SCALE, BIAS, GATE, ADD, ROW_AXIS=0)
         if ADD and tl.program_id(0) == 0:
             reset_squares(stale_squares, rows, M)

@@ -22,13 +22,12 @@ from peregrine.kernels.linear.hopper_large import (
     CHUNK,
     COLS,
     DEPTH,
-    HALF,
-    ROWS,
-    STAGES,
+    HEIGHT,
     in_chunks,
     multiply,
     new_ring,
     pick,
+    request_inputs,
     request_weights,
     store_chunk,
     weight_tiles,
@@ -38,6 +37,7 @@ from peregrine.kernels.moe.reference import ExpertChoice
 from peregrine.kernels.runtime.gpu import launch, multiprocessors
 from peregrine.kernels.runtime.layouts import product_layout
 
+ROWS = gl.constexpr(2 * HEIGHT.value)  # of a block: two groups of warps multiply them
 NEIGHBOURS = gl.constexpr(4)  # blocks, often of one expert, whose tiles of the same columns follow each other
 
 
@@ -62,8 +62,9 @@ def num_tiles(blocks, COL_TILES: gl.constexpr):  # type: ignore[no-untyped-def]
 def copy_tiles(  # type: ignore[no-untyped-def]
     x_desc, w_desc, blocks, ring, N: gl.constexpr, STEPS: gl.constexpr, COL_TILES: gl.constexpr, GATE: gl.constexpr
 ):
-    """One warp: copy the inputs and weights of all tiles into the ring of STAGES buffers."""
+    """One warp: copy the inputs and weights of all tiles into the ring."""
     x_tiles, _, w_halves, ready, free, _ = ring
+    STAGES: gl.constexpr = ready.shape[0]
     gdc_wait()
     num_blocks, count = num_tiles(blocks, COL_TILES)
     i = 0
@@ -75,7 +76,7 @@ def copy_tiles(  # type: ignore[no-untyped-def]
             mbarrier.wait(free.index(place), ((i // STAGES) & 1) ^ 1)
             arrived = ready.index(place)
             mbarrier.expect(arrived, (ROWS + COLS) * DEPTH * 2)
-            tma.async_copy_global_to_shared(x_desc, [block * ROWS, step * DEPTH], arrived, x_tiles.index(place))
+            request_inputs(x_desc, x_tiles, ready, place, block * ROWS, step * DEPTH, num_blocks * ROWS)
             for half in gl.static_range(2):
                 slot, first = 2 * place + half, expert * (2 * N // 8 if GATE else N)
                 request_weights(w_desc, w_halves, ready, slot, first, 2 * col + half, step * DEPTH, True, GATE)
@@ -97,6 +98,7 @@ def finish_tiles(  # type: ignore[no-untyped-def]
 ):
     """Four warps: multiply half WHICH of the places of every tile, apply factors and activation, and store."""
     x_tiles, w_tiles, _, ready, free, lead = ring
+    STAGES: gl.constexpr = ready.shape[0]
     OUT_COLS: gl.constexpr = COLS // 2 if GATE else COLS
     product: gl.constexpr = product_layout(CHUNK)
     gdc_wait()
@@ -107,12 +109,12 @@ def finish_tiles(  # type: ignore[no-untyped-def]
     i = 0
     for n in range(count):
         block, col = tile_of(n, num_blocks, COL_TILES)
-        row = block * ROWS + WHICH * HALF
-        if (WHICH == 0) | (gl.load(blocks + 2 + 2 * block) > WHICH * HALF):
-            total, i = multiply(x_tiles, w_tiles, ready, free, lead, i, WHICH, STEPS)
+        row = block * ROWS + WHICH * HEIGHT
+        if (WHICH == 0) | (gl.load(blocks + 2 + 2 * block) > WHICH * HEIGHT):
+            total, _same, i = multiply(x_tiles, w_tiles, ready, free, lead, i, WHICH, STEPS, False)
             chunks, ups = in_chunks(total, GATE)
             if SCALE:
-                factor = gl.load(factors + row + gl.arange(0, HALF, gl.SliceLayout(1, product)))[:, None]
+                factor = gl.load(factors + row + gl.arange(0, HEIGHT, gl.SliceLayout(1, product)))[:, None]
             for c in range(len(chunks)):
                 chunk, up = pick(chunks, c), pick(ups, c)
                 if SCALE:
@@ -131,9 +133,9 @@ def finish_tiles(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def experts_kernel(  # type: ignore[no-untyped-def]
-    x_desc,  # [places, K] in tiles of ROWS x DEPTH
+    x_desc,  # [places, K] in tiles of HEIGHT x DEPTH
     w_desc,  # [E * N, K] in tiles of COLS / 2 x DEPTH, or with GATE [E * 2 N, K] in tiles of gates and ups
-    out_desc,  # [places, N] in tiles of HALF x CHUNK
+    out_desc,  # [places, N] in tiles of HEIGHT x CHUNK
     blocks,  # [1 + 2 * most] i32
     factors,  # [places] f32, with SCALE
     N: gl.constexpr,
@@ -146,9 +148,9 @@ def experts_kernel(  # type: ignore[no-untyped-def]
     STEPS: gl.constexpr = K // DEPTH
     OUT_COLS: gl.constexpr = COLS // 2 if GATE else COLS
     COL_TILES: gl.constexpr = (N + OUT_COLS - 1) // OUT_COLS
-    ring = new_ring(x_desc, w_desc)
-    first_buffers = gl.allocate_shared_memory(out_desc.dtype, [2, HALF, CHUNK], out_desc.layout)
-    second_buffers = gl.allocate_shared_memory(out_desc.dtype, [2, HALF, CHUNK], out_desc.layout)
+    ring = new_ring(x_desc, w_desc, 2)
+    first_buffers = gl.allocate_shared_memory(out_desc.dtype, [2, HEIGHT, CHUNK], out_desc.layout)
+    second_buffers = gl.allocate_shared_memory(out_desc.dtype, [2, HEIGHT, CHUNK], out_desc.layout)
     gl.warp_specialize(
         [
             (finish_tiles, (0, blocks, factors, out_desc, first_buffers, ring, STEPS, COL_TILES, SCALE, GATE)),
@@ -182,7 +184,7 @@ def placed_outputs(
         launch(
             experts_kernel,
             (programs,),
-            *(tiled(source, ROWS.value, DEPTH.value), weight, tiled(out, HALF.value, CHUNK.value)),
+            *(tiled(source, HEIGHT.value, DEPTH.value), weight, tiled(out, HEIGHT.value, CHUNK.value)),
             *(blocks, factors if factor is None else factor),
             N=out.shape[1],
             K=source.shape[1],
