@@ -386,6 +386,14 @@ def test_up_to_256_rows_may_share_a_tile(rows: int, outputs: int, inputs: int, g
         assert ring + 1024 <= ON_H200.shared_bytes
 
 
+@pytest.mark.parametrize("outputs", [4096, 6144, 128256])
+def test_tiles_have_parts_that_are_whole(outputs: int) -> None:
+    """On Hopper copies of rows past the last one are slow. A tail that has more rows than are left begins earlier."""
+    for rows in range(HEIGHTS[0], HEIGHTS[-1] + 1):
+        tile = pick_tile(rows, outputs, 4096, gate=False, on_hopper=True)
+        assert tile.tail <= tile.rows <= rows <= tile.rows + tile.tail, rows
+
+
 def test_pairs_and_parked_sums_have_their_places_in_the_workspace() -> None:
     partial, arrived = workspace_sizes()
     chunk, sums = 64, 2 * LARGE_HEIGHT * LARGE_COLS
