@@ -35,6 +35,16 @@ class Tile:
     split: int = 1
     tail: int = 0  # rows more, on Hopper: parts of a tile have powers of two, and 192 rows are 128 and 64
 
+    @property
+    def in_halves(self) -> bool:
+        """Whether two programs that share the tile can finish a part of its rows each."""
+        return self.tail > 0 and self.split == 2
+
+    def constants(self) -> dict[str, int]:
+        """Those of the kernels that it sets."""
+        sizes = {"SPLIT": self.split, "ROWS": self.rows, "COLS": self.cols, "DEPTH": self.depth}
+        return sizes | {"num_warps": self.warps}
+
 
 @dataclass(frozen=True, slots=True)
 class Room:

@@ -125,11 +125,7 @@ def run(
         "BIAS": bias is not None,
         "GATE": gate,
         "ADD": add is not None,
-        "SPLIT": tile.split,
-        "ROWS": tile.rows,
-        "COLS": tile.cols,
-        "DEPTH": tile.depth,
-        "num_warps": tile.warps,
+        **tile.constants(),
     }
     for first in range(0, num_rows, MAX_ROWS):
         rows = slice(first, min(first + MAX_ROWS, num_rows))
@@ -148,8 +144,8 @@ def run(
 
             parts = (x[rows], tile.rows), (x[rows], tile.tail or tile.rows), (matrix, tile.cols)
             tiles, more = [tiled(*part, tile.depth) for part in parts], {"TAIL": tile.tail, "STAGES": tile.stages}
-            all_at_once = math.prod(grid) <= multiprocessors(x.device, 0)
-            more["EXCHANGE"] = tile.tail > 0 and tile.split == 2 and all_at_once
+            # Programs that wait for each other must all run at once.
+            more["EXCHANGE"] = tile.in_halves and math.prod(grid) <= multiprocessors(x.device, 0)
             launch(hopper_kernel, grid, *tiles, *pointers, count, eps, **constants, **more, pdl=True)
         else:
             sizes = count, x.stride(0), eps
