@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from peregrine.kernels.linear import DenseWeight
 from peregrine.kernels.linear.tiles import Tile, pick_tile
 
-ROWS = (1, 2, 4, 7, 16, 17, 33, 48, 64, 65, 96, 127, 128, 192, 200, 300)
+ROWS = (1, 2, 4, 7, 16, 17, 48, 64, 96, 127, 128, 192, 200, 300)
 MANY_ROWS = (129, 160, 192, 255, 256, 257, 384, 511, 512, 513, 1000, 1024, 1536, 2048, 3001, 4096, 8192)
 EPS = 1e-5
 UNIT = 2.0**24  # squares are whole numbers of 1 / UNIT
@@ -177,7 +177,7 @@ def test_many_rows_have_the_bits_of_few(problem: Problem) -> None:
 )
 def test_many_rows_of_other_weights(outputs: int, inputs: int, part: str, bias: bool, dtype: torch.dtype) -> None:
     problem = make_problem(outputs, inputs, part, bias, 1500, dtype)
-    for rows in (40, 100, 130, 190, 257, 384, 512, 1500):
+    for rows in (40, 100, 190, 257, 512, 1500):
         for many, few in zip(problem.run(slice(0, rows)), problem.run(slice(0, rows), problem.tile), strict=True):
             assert torch.equal(many, few), rows
 
