@@ -8,7 +8,7 @@ from peregrine.kernels.activation.reference import silu_mul
 from peregrine.kernels.linear import pack_weight
 from peregrine.kernels.norm.reference import add_rms_norm
 from peregrine.kernels.runtime.cpu import NUMBA_PRESENT
-from peregrine.kernels.runtime.cpu_graph import CpuGraph, CpuGraphs
+from peregrine.kernels.runtime.cpu_graph import RECORDED_USE, CpuGraph, CpuGraphs, record_at_once
 
 pytestmark = pytest.mark.skipif(not NUMBA_PRESENT, reason="needs numba")
 
@@ -62,7 +62,7 @@ def test_work_done_by_torch_is_noticed(mlp) -> None:
 def test_graphs_run_what_cannot_be_recorded(mlp) -> None:
     step, clean = mlp
     graphs = CpuGraphs(max_rows=8, kept_rows=5)
-    for seed in range(3):
+    for seed in range(2 + RECORDED_USE):
         for rows in (1, 2, 3, 20):
             for index, function in enumerate((step, clean)):
                 inputs = draw(rows, seed)
@@ -85,7 +85,7 @@ def test_graphs_inside_a_recording_are_part_of_it(mlp) -> None:
     """A replay makes its calls without Python: an outer recording would not see them."""
     _, clean = mlp
     inner, outer = CpuGraphs(max_rows=8), CpuGraphs(max_rows=8)
-    for seed in range(3):
+    for seed in range(1 + RECORDED_USE):
         inner.run("once", clean, *draw(2, seed))  # recorded on its own before and after
         inputs = draw(2, seed + 10)
         made = outer.run("outer", lambda x, y: inner.run("once", clean, x, y), *inputs)
@@ -97,6 +97,21 @@ def test_a_graph_with_copies_of_its_inputs_leaves_them_alone(mlp) -> None:
     _, clean = mlp
     first, x = draw(2, 0), draw(2, 0)
     graphs = CpuGraphs(max_rows=8, copies_inputs=True)
-    graphs.run("mlp", clean, *x)
+    for _ in range(RECORDED_USE):
+        graphs.run("mlp", clean, *x)
     graphs.run("mlp", clean, *draw(2, 1))
     assert all(torch.equal(a, b) for a, b in zip(x, first, strict=True))
+
+
+def test_what_is_seldom_run_is_not_recorded(mlp) -> None:
+    """To record takes longer than a few replays save: windows have many numbers of tokens, some of them seldom seen."""
+    _, clean = mlp
+    graphs = CpuGraphs(max_rows=8)
+    for use in range(1, 2 + RECORDED_USE):
+        graphs.run("mlp", clean, *draw(2, use))
+        assert list(graphs._graphs) == ([2] if use >= RECORDED_USE else [])
+    graphs.run("mlp", clean, *draw(3, 0))
+    with record_at_once():
+        graphs.run("mlp", clean, *draw(4, 0))
+    graphs.run("mlp", clean, *draw(5, 0))
+    assert list(graphs._graphs) == [2, 4]

@@ -8,7 +8,7 @@ import pytest
 
 from peregrine.engine.folders import ASSETS
 from peregrine.engine.request import Output
-from peregrine.kernels.runtime.cpu_graph import CpuGraph
+from peregrine.kernels.runtime.cpu_graph import CpuGraph, record_at_once
 from peregrine.sampling import SamplingParams
 from peregrine.text.chat import encode_chat
 from spec.harness import Case, accept_length, build, run, tokens
@@ -73,7 +73,8 @@ def test_every_step_of_model_and_head_is_replayed(monkeypatch: pytest.MonkeyPatc
         made.append(graph)
 
     monkeypatch.setattr(CpuGraph, "__init__", note)
-    run(build(MERLIN, drafter="eagle3", num_drafts=2).engine, requests(4)[:1])
+    with record_at_once():
+        run(build(MERLIN, drafter="eagle3", num_drafts=2).engine, requests(4)[:1])
     assert len(made) > 10 + 3, "more than a decoder's layers and a head's three steps"
     assert all(graph.complete for graph in made)
     called = [{unpack_from("q", words)[0] for _, words, _ in graph._replay._calls} for graph in made]

@@ -6,7 +6,10 @@ is run once while its calls are recorded, and from then on only the calls are ma
 second version of any code: what is replayed is what ran.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+import threading
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,8 +20,28 @@ from peregrine.kernels.runtime.cpu import Replay, is_recording, record_calls
 
 aten = torch.ops.aten
 ALLOCATIONS = {aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default}  # allocate, write nothing
+RECORDED_USE = 7  # to record takes as long as seven replays save: not worth it for a number of rows that is seldom seen
 
 Step = Callable[..., tuple[Tensor, ...]]
+
+
+class _Hurry(threading.local):
+    """Whether this thread records what it runs for the first time."""
+
+    at_once = False
+
+
+_hurry = _Hurry()
+
+
+@contextmanager
+def record_at_once() -> Iterator[None]:
+    """Inside, everything is recorded the first time it is run: for what is timed, or sure to be run again."""
+    _hurry.at_once = True
+    try:
+        yield
+    finally:
+        _hurry.at_once = False
 
 
 class CpuGraph:
@@ -84,10 +107,11 @@ class CpuGraphs:
     def __init__(self, max_rows: int, kept_rows: int | None = None, copies_inputs: bool = False) -> None:
         self.max_rows, self.kept_rows = max_rows, 8 * max_rows if kept_rows is None else kept_rows
         self.copies_inputs = copies_inputs
+        self._uses: Counter[tuple[int, Hashable]] = Counter()
         self._graphs: dict[int, dict[Hashable, CpuGraph]] = {}  # number of rows -> name of the function -> graph
 
     def run(self, name: Hashable, step: Step, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """`step(*inputs)`: replayed if it was recorded for this number of rows, recorded if not.
+        """`step(*inputs)`: replayed if it was recorded for this number of rows, recorded if it was often run before.
 
         Outputs are overwritten by the next replay of the same function and number of rows. Inside another recording
         the function just runs.
@@ -95,9 +119,14 @@ class CpuGraphs:
         num_rows = inputs[0].shape[0]
         if num_rows > self.max_rows or is_recording():
             return step(*inputs)
-        graphs = self._graphs.pop(num_rows, {})
-        self._graphs[num_rows] = graphs  # now the most recently used
+        graphs = self._graphs.get(num_rows, {})
         graph = graphs.get(name)
+        if graph is None:
+            self._uses[num_rows, name] += 1
+            if self._uses[num_rows, name] < RECORDED_USE and not _hurry.at_once:
+                return step(*inputs)
+        self._graphs.pop(num_rows, None)
+        self._graphs[num_rows] = graphs  # now the most recently used
         if graph is not None:
             return graph(*inputs) if graph.complete else step(*inputs)
         while sum(self._graphs) > self.kept_rows:
