@@ -21,7 +21,7 @@ from peregrine.engine import parallel
 from peregrine.engine.build import build_engine
 from peregrine.engine.parallel import Started, possible_sizes, started_ranks
 from peregrine.engine.request import Output
-from peregrine.engine.round_costs import RoundCosts, RoundTimes
+from peregrine.engine.round_costs import RoundCosts
 from peregrine.engine.sources import open_source
 from peregrine.llm import engine_config
 from peregrine.models.parallel import Ranks
@@ -54,7 +54,7 @@ class SteadyCosts(RoundCosts):
     def __init__(self) -> None:
         super().__init__({1: 1.0, 64: 1.5}, {1: 0.0, 64: 0.1}, {1: 0.2, 8: 0.3}, 8)
 
-    def learn(self, tokens: int, steps: Sequence[int], rests: bool, times: RoundTimes) -> None:
+    def learn(self, *_: object, **__: object) -> None:
         """They stay as they are."""
 
 

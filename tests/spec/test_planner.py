@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peregrine.engine.round_costs import measure_costs
+from peregrine.engine.round_costs import Gain, RoundTimes, measure_costs
 from peregrine.spec.planner import Costs, depth_plan, ms_at, paying_depths, plan_depths, trim_windows
 
 chances = st.floats(0.01, 0.99)
@@ -148,8 +148,8 @@ def test_windows_of_one_length_are_taken_where_others_cost_more() -> None:
 
 
 def test_the_cost_of_windows_that_differ_is_timed() -> None:
-    def timed(lens: Sequence[int], drafted: int, drafts: int) -> tuple[float, float]:
-        return 1.0, 0.5 + 0.25 * (len(set(lens)) > 1)
+    def timed(lens: Sequence[int], drafts: int) -> RoundTimes:
+        return RoundTimes(1.0, 0.5 + 0.25 * (len(set(lens)) > 1), [])
 
     assert measure_costs(timed, max_rows=4, depth=4, steps=4).costs().ragged == pytest.approx(0.25)
     assert measure_costs(timed, max_rows=1, depth=4, steps=4).costs().ragged == 0.0
@@ -159,19 +159,66 @@ def test_a_busy_machine_leaves_no_size_untimed(monkeypatch: pytest.MonkeyPatch) 
     """The limit is one of processor time: other processes take the clock's, and a short table is a wrong one."""
     clock = count()
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
-    costs = measure_costs(lambda lens, drafted, drafts: (float(sum(lens)), 0.0), max_rows=2, depth=4, steps=4).costs()
+    costs = measure_costs(lambda lens, drafts: RoundTimes(float(sum(lens)), 0.0, []), 2, depth=4, steps=4).costs()
     assert costs.verify == ((1, 1.0), (2, 2.0), (4, 4.0), (8, 8.0))
 
 
+def steady(lens: Sequence[int], drafts: int) -> RoundTimes:
+    """A first draft follows from what was absorbed; every further one takes a step of the network."""
+    rows, tokens = len(lens), sum(lens)
+    return RoundTimes(2.0 + 0.1 * tokens, 0.5 + 0.02 * tokens + 0.3 * rows, [0.9 * rows] * (drafts - 1))
+
+
 def test_the_first_draft_has_a_cost_of_its_own() -> None:
-    """It follows from what was absorbed; every further one takes a step of the network before it."""
-
-    def timed(lens: Sequence[int], drafted: int, drafts: int) -> tuple[float, float]:
-        return 2.0 + 0.1 * sum(lens), 0.5 + drafted * (0.3 * (drafts > 0) + 0.9 * max(0, drafts - 1))
-
-    costs = measure_costs(timed, max_rows=2, depth=4, steps=4).costs()
-    assert [costs.step_ms(2, level) for level in range(5)] == pytest.approx([0.6, 1.8, 1.8, 1.8, 0.0])
-    assert costs.round_ms(3, [1, 1]) == pytest.approx(2.3 + 0.5 + 0.3 + 0.9)
+    costs = measure_costs(steady, max_rows=2, depth=4, steps=4).costs()
+    assert [costs.step_ms(2, level) for level in range(1, 5)] == pytest.approx([1.8, 1.8, 1.8, 0.0])
+    assert costs.round_ms(8, [2, 2]) == pytest.approx(2.8 + (0.5 + 0.16 + 0.6) + 1.8)
     assert plan_depths(costs, [[0.6, 0.5]]).depths == (1,), "a second one would pay at the mean of the two costs"
-    block = measure_costs(timed, max_rows=2, depth=4, steps=1).costs()
-    assert [block.step_ms(1, level) for level in range(2)] == pytest.approx([0.3, 0.0])
+    block = measure_costs(steady, max_rows=2, depth=4, steps=1).costs()
+    assert block.step_ms(1, 1) == 0.0
+    assert block.round_ms(2, [2, 2]) == pytest.approx(2.2 + 0.5 + 0.04 + 0.6), "one step drafts all levels"
+
+
+def test_a_disturbed_round_does_not_make_drafts_look_free() -> None:
+    """Each part is timed by itself: the difference of two rounds, one of them disturbed, could be anything."""
+    disturbed = count()
+
+    def timed(lens: Sequence[int], drafts: int) -> RoundTimes:
+        more = 3.0 if next(disturbed) % 3 else 0.0
+        times = steady(lens, drafts)
+        return RoundTimes(times.verify_ms + more, times.first_ms + more / (1 + drafts), times.steps_ms)
+
+    costs = measure_costs(timed, max_rows=4, depth=4, steps=4).costs()
+    assert costs.step_ms(4, 1) == pytest.approx(3.6)
+    assert costs.round_ms(4, [4, 4]) == pytest.approx(2.4 + (0.5 + 0.08 + 1.2) + 3.6)
+
+
+def test_rounds_tell_how_the_drafter_compares_with_the_verification() -> None:
+    """A drafter twice as slow as in the table costs twice as much; a machine half as fast costs nothing more."""
+    measured = measure_costs(steady, max_rows=4, depth=4, steps=4)
+    before = measured.costs()
+    for number in range(12):
+        times = steady([2, 2], 3)
+        off = 9.0 if number % 4 == 1 else 1.0  # interrupted, or it recorded a new size
+        slow = RoundTimes(off * 2 * times.verify_ms, 4 * times.first_ms, [4 * ms for ms in times.steps_ms])
+        measured.learn(4, [2, 2, 2], slow)
+        measured.learn(5, [2, 2, 2], RoundTimes(2 * 2.5, 9.0, []), even=False)  # speed alone
+    after = measured.costs()
+    assert after.verify == before.verify
+    assert after.step_ms(4, 0) == pytest.approx(2 * before.step_ms(4, 0))
+    assert after.step_ms(4, 1) == pytest.approx(2 * before.step_ms(4, 1))
+
+
+def test_rounds_that_give_less_than_foreseen_end_drafting_for_a_while() -> None:
+    """Drafts whose rounds give two thirds of what was promised are not made; later they are tried again."""
+    gain, promised, plain = Gain(), 1.2, 1.0
+    assert gain.value == 1.0
+    for _ in range(30):
+        gain.note(tokens=8, foreseen=12.0)
+    assert promised * gain.value < plain
+    for _ in range(20):
+        gain.fade()
+    assert promised * gain.value > plain
+    for _ in range(60):
+        gain.note(tokens=12, foreseen=8.0)
+    assert gain.value > 1.3, "a draft must be worth more where rounds give more"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from peregrine.engine.planning import RoundPlan
+from peregrine.engine.round_plan import RoundPlan
 from peregrine.spec.links import Branched
 from peregrine.spec.odds import Odds, RequestOdds
 from peregrine.spec.planner import Costs
@@ -29,7 +29,7 @@ class FollowedRow:
 class FollowedPlanner:
     """What a plan asks of its planner."""
 
-    costs: Costs
+    costs: Costs  # of the rows that are drafted for
     rate: float
     tables: dict[bool, Odds]  # by whether a request is sampled
 
@@ -38,6 +38,9 @@ class FollowedPlanner:
 
     def cap_of(self, row: FollowedRow) -> int:
         return row.cap
+
+    def costs_of(self, rows: int) -> Costs:
+        return self.costs
 
 
 class FollowedPlan(RoundPlan):
@@ -69,5 +72,5 @@ def followed(plan: RoundPlan) -> tuple[type[FollowedPlan], Values]:
     ]
     odds = {kind: planner.odds(request) for kind, request in zip(sampled, plan.requests, strict=True)}
     tables = odds if plan.drafted else {}
-    values = FollowedPlanner(planner.costs, planner.rate, tables)
+    values = FollowedPlanner(planner.costs_of(len(plan.drafted)), planner.rate, tables)
     return FollowedPlan, (values, rows, (plan.chains, plan.drafted, plan.branched, plan.ranks), plan.probe)

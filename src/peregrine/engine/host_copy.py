@@ -72,3 +72,12 @@ class HostCopy:
         if self.ready is not None:
             self.ready.synchronize()
         return self.values
+
+
+def event_after(value: Tensor) -> torch.cuda.Event | None:
+    """Passed once the work queued so far on the value's device is done; None on the host, which has done it."""
+    if not value.is_cuda:
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return event

@@ -32,9 +32,9 @@ from peregrine.config import EngineConfig
 from peregrine.engine.followed_plan import followed
 from peregrine.engine.graphs import Graphs
 from peregrine.engine.memory import explain_memory, make_stores
-from peregrine.engine.planning import RoundPlan
 from peregrine.engine.prompt_graphs import PromptGraphs
 from peregrine.engine.rank_group import file_store, join
+from peregrine.engine.round_plan import RoundPlan
 from peregrine.engine.rounds import RoundOptions, Rounds
 from peregrine.engine.sources import open_source
 from peregrine.errors import ConfigError, EngineFault, PeregrineError

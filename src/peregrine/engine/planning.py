@@ -15,104 +15,19 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
-from torch import Tensor
-
 from peregrine.engine.branching import Branching, Choice
-from peregrine.engine.request import Held, Request
+from peregrine.engine.request import Request
 from peregrine.engine.round_costs import RoundCosts, RoundTimes
+from peregrine.engine.round_plan import RoundPlan
 from peregrine.kernels.round import FINISH_NONE, HEADER
-from peregrine.spec.links import Branched
-from peregrine.spec.odds import MOST, Guess, Odds, survivals_of
-from peregrine.spec.planner import Costs, plan_depths, trim_windows, worth_taking
-from peregrine.spec.windows import Windows, paths_of
+from peregrine.spec.odds import MOST, Odds, survivals_of
+from peregrine.spec.planner import Costs, plan_depths, trim_windows
 
 MAX_HELD = 1024  # rounds whose taps are held
-KEPT, MOST_KEPT = 8, 64  # rounds for which rows are chosen to be drafted for; twice as many each time that none is
-PROBE_EVERY = 256  # rounds; sooner while there were few
-PROBE_DEPTHS = (3, 1, 2)  # drafts of a row in a probe
+KEPT, MOST_KEPT = 8, 64  # rounds for which it is decided whether to draft; twice as many each time that it stays so
+PROBE_EVERY = 512  # rounds; sooner while there were few
+PROBE_DEPTH = 2  # drafts of a row in a probe; always as many, so that its sizes are recorded soon
 LOOK_AHEAD = 4  # drafts that are planned before the first is made; further ones are decided step by step
-
-
-class RoundPlan:
-    """The plan of one round; see `spec.windows.Plan`."""
-
-    def __init__(
-        self,
-        planner: "WindowPlanner",
-        requests: Sequence[Request],
-        lens: list[int],
-        drafted: list[int],
-        branched: Branched | None = None,
-        ranks: int = 1,
-    ) -> None:
-        self.planner, self.requests, self.branched, self.ranks = planner, requests, branched, ranks
-        self.chains = lens  # nodes of each row's chain, the newest token included
-        self.windows = Windows.of(tuple(lens) if branched is None else branched.lens)
-        self.paths = paths_of(self.windows, branched)
-        self.rests = not drafted and sum(self.windows.lens) == len(lens)
-        self.rows = None if len(drafted) == len(lens) else torch.tensor(drafted, dtype=torch.int64)
-        self.guesses: list[list[Guess]] = [[] for _ in requests]  # of the new drafts
-        self.ranked: list[list[tuple[list[int], list[float]]]] = [[] for _ in requests]  # the tokens they were among
-        self.steps: list[int] = []  # rows of each step of the drafter
-        self.expected = 0.0  # tokens of this round
-        self.probe = 0  # drafts that each of these rows gets, to learn what they cost and whether they are right
-        self.drafted, self._wanted = drafted, set(drafted)  # rows that are drafted for, and whose drafts seem to pay
-        self._tokens = len(lens)  # of the next round, as far as it is planned
-        self._held: list[Tensor | None] | None = None
-
-    @property
-    def offered(self) -> list[int]:
-        """How deep the drafts of each row may be accepted."""
-        return [length - 1 for length in self.chains] if self.branched is None else list(self.branched.deepest)
-
-    def add(self, chances: Tensor, ranked: tuple[Tensor, Tensor] | None = None) -> None:
-        self.steps.append(len(self.drafted))
-        if ranked is not None:
-            for row, tokens, said in zip(self.drafted, *(x.tolist() for x in ranked), strict=True):
-                self.ranked[row].append((tokens, said))
-        for row, chance in zip(self.drafted, chances.tolist(), strict=True):
-            request, line = self.requests[row], self.guesses[row]
-            line.append(self.planner.odds(request).guess(len(line), chance, request.odds, row in self._wanted))
-        self._tokens += len(self._wanted)
-
-    def go_on(self) -> bool:
-        planner, drafted = self.planner, self.drafted
-        depth = len(self.guesses[drafted[0]])
-        if depth < self.probe:
-            return True
-        survivals = []
-        for row in drafted:
-            request = self.requests[row]
-            if depth < planner.cap_of(request):
-                survival = planner.odds(request).expect(depth, request.odds)
-                for guess in self.guesses[row]:
-                    survival *= guess.chance
-                survivals.append((survival, row))
-        survivals.sort(reverse=True)
-        chances = [survival for survival, _ in survivals]
-        count, _ = worth_taking(planner.costs.of_all(len(drafted)), chances, self._tokens, planner.rate, depth)
-        self._wanted = {row for _, row in survivals[:count]}
-        return count > 0
-
-    def depths(self) -> Tensor | int:
-        depths = [len(line) for line in self.guesses]
-        return depths[0] if depths.count(depths[0]) == len(depths) else torch.tensor(depths)
-
-    def hold(self, taps: Tensor | None) -> None:
-        if self._held is None:  # else the plan is repeated: the same rows rest again
-            holding = [row for row, request in enumerate(self.requests) if self.rests or request.held]
-            if not holding:
-                return
-            self._held, lens = [], self.paths.lens
-            for row in holding:
-                request = self.requests[row]
-                request.held.append(Held(request.num_tokens - 1, sum(lens[:row]), self._held))
-        self._held.append(None if taps is None else taps.flatten(0, -2))
-
-    def force(self, forced: Tensor) -> None:
-        for line, known in zip(self.guesses, (forced >= 0).long().cumprod(dim=1).sum(dim=1).tolist(), strict=True):
-            line[:known] = [Guess(depth, None, 1.0, 1.0) for depth in range(known)]
 
 
 @dataclass(slots=True)
@@ -134,7 +49,8 @@ class WindowPlanner:
         self.depth, self.measured, self.looks_up = depth, measured, looks_up
         self.branching = Branching(room) if room else None  # None: chains never branch
         self.costs: Costs = measured.costs()
-        self.rate = 0.0  # tokens per millisecond of the last plan
+        self._costs_of: dict[int, Costs] = {}
+        self.rate = self.foreseen = 0.0  # tokens per millisecond: with the gain of real rounds, and as it was planned
         self.record = PlanRecord()
         self._rounds = self._probes = self._next = 0  # rounds, probes so far, and the round of the next
         self._probing = 0  # drafts of each row that the last round made for a probe
@@ -148,6 +64,12 @@ class WindowPlanner:
 
     def odds(self, request: Request) -> Odds:
         return self._odds[request.params.temperature > 0]
+
+    def costs_of(self, rows: int) -> Costs:
+        """Where every step is made for so many rows."""
+        if rows not in self._costs_of:
+            self._costs_of[rows] = self.costs.of_all(rows)
+        return self._costs_of[rows]
 
     def cap_of(self, request: Request) -> int:
         """The most drafts a request may have after the round to come."""
@@ -176,19 +98,24 @@ class WindowPlanner:
     def plan(self, requests: Sequence[Request], offered: Sequence[int]) -> RoundPlan:
         """The plan of the next round of the requests in these rows, whose windows hold this many drafts."""
         if self.measured.changed:
-            self.costs = self.measured.costs()
+            self.costs, self._costs_of = self.measured.costs(), {}
         if self._resting is not None and self._repeated:
             for request in self._resting.requests:
                 request.odds.fade(self._repeated)
         self._repeated, ids = 0, [request.id for request in requests]
-        if ids != self._planned or self._rounds >= self._due:
+        if ids != self._planned or self._rounds + 1 >= self._due:
             means = {sampled: odds.means_by_depth(LOOK_AHEAD) for sampled, odds in self._odds.items()}
             survivals = [self._expected(request, means[request.params.temperature > 0]) for request in requests]
-            following = plan_depths(self.costs.of_all(len(requests)), survivals)
-            self._drafted = list(range(len(requests))) if any(following.depths) else []
-            resting = ids == self._planned and not self._drafted
-            self._kept = min(MOST_KEPT, 2 * self._kept) if resting else KEPT
-            self.rate, self._planned, self._due = following.rate, ids, self._rounds + self._kept
+            following, plain = plan_depths(self.costs_of(len(requests)), survivals), self.costs.plain_rate(len(ids))
+            rate = following.rate * self.measured.gain.value
+            drafts = any(following.depths) and rate > plain
+            same = ids == self._planned and drafts == bool(self._drafted)
+            self._drafted = list(range(len(requests))) if drafts else []
+            self._kept = min(MOST_KEPT, 2 * self._kept) if same else KEPT
+            self.foreseen, self._planned, self._due = following.rate, ids, self._rounds + self._kept
+            self.rate = max(plain, rate)
+            if not drafts:
+                self.measured.gain.fade()
         drafted, branching = self._drafted, self.branching
         probe = self._next_probe(requests)
         wanted = branching.wants(requests) if branching is not None else 0
@@ -218,7 +145,7 @@ class WindowPlanner:
         self._rounds += 1
         if self._rounds < self._next:
             return 0
-        depth = min([PROBE_DEPTHS[self._probes % len(PROBE_DEPTHS)], *map(self.cap_of, requests)])
+        depth = min([PROBE_DEPTH, *map(self.cap_of, requests)])
         if depth:
             self._probes += 1
             self._next = self._rounds + min(PROBE_EVERY, 4 << self._probes)
@@ -288,7 +215,9 @@ class WindowPlanner:
         plain, same = tokens == len(lens), min(lens) > 1
         record.rounds["tree" if plan.branched else "plain" if plain else "drafts" if same else "mixed"] += 1
         record.expected_tokens += plan.expected
-        record.expected_ms += self.measured.expect(tokens, plan.steps, plan.rests, plan.branched is not None)
-        record.ms += times.verify_ms + times.draft_ms
-        if plan.branched is None:
-            self.measured.learn(tokens, plan.steps, plan.rests, times)
+        branches, usual = plan.branched is not None, plan.rows is None and not plan.probe
+        record.expected_ms += self.measured.expect(tokens, plan.steps, plan.rests, branches)
+        record.ms += times.ms
+        won = sum(line[1] + 1 for line in lines) if usual else 0
+        even = usual and plan.windows.is_uniform
+        self.measured.learn(tokens, plan.steps, times, even=even, branches=branches, foreseen=self.foreseen, won=won)

@@ -1,65 +1,89 @@
-"""What rounds cost on this machine: timed when the engine starts.
+"""What rounds cost on this machine: timed when the engine starts, and compared with the rounds that pass.
 
-Milliseconds are processor time of the engine's thread: what other processes take from it is no cost of a round.
-The table says how the parts of a round compare, and a plan depends on that alone. Real rounds add what the host does
-between them, and `speed`: how fast the machine is at the moment. They do not correct the table: a size that is seen
-often would drift away from those that are not, and the choice between them with it.
+At the start a part takes what the clock says, or the processor time of all threads where that is less: it is more on a
+machine that does nothing else, and the clock's is more on one that is busy.
+
+The table says how sizes compare. Real rounds tell how its parts compare: the drafter's work, with the planning that
+only rounds with drafts need, against the verification in the same round, which is as fast as the machine is at the
+moment. Sizes are not corrected: one that is seen often would drift away from those that are not, and the choice between
+them with it. All of it by medians: a round that was interrupted, or recorded a new size, says little.
 """
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from peregrine.spec.branches import RANKS
 from peregrine.spec.links import Branched
-from peregrine.spec.planner import Costs
+from peregrine.spec.planner import Costs, Points
 from peregrine.spec.windows import Windows, paths_of
 
-SPEED_SHARE = 0.2  # how far one round moves the machine's speed, and the host's share
-MOST_OFF = 3.0  # a round that takes this many times what it should was interrupted
-REFRESH = 16  # rounds after which plans see the host's share anew
+RECENT, FIRST = 15, 5  # rounds whose median counts, and for how many of them the table does at first
+MOST_OFF = 2.0  # a round that takes this many times what it should was interrupted, or recorded a new size
+HOST_SHARE = 0.2  # how far one round moves the host's share
+REFRESH = 16  # rounds after which plans see them anew
 TIME_LIMIT_S = 0.6  # of processor time, for all measurements
-PASSES = 4  # over all sizes, at most
-
-# (tokens in each window, rows that are drafted for, drafts of each) -> milliseconds of (verify, absorb and draft)
-TimeRound = Callable[[Sequence[int], int, int], tuple[float, float]]
+PASSES = 8  # over all sizes, at most
+TIMED_DRAFTS = 3  # of each row, where a further draft is a step
 
 
 @dataclass(frozen=True, slots=True)
 class RoundTimes:
-    """Milliseconds of one real round."""
+    """Milliseconds of one round, up to its last draft."""
 
     verify_ms: float  # everything but the drafter
-    draft_ms: float
-    host_ms: float | None  # between the round before and this one; None: something else was done there
+    first_ms: float  # the drafter reads what was verified and makes the first drafts; the round is planned
+    steps_ms: Sequence[float]  # further drafts
+    host_ms: float | None = None  # between the round before and this one; None: something else was done there
+
+    @property
+    def ms(self) -> float:
+        return self.verify_ms + self.first_ms + sum(self.steps_ms)
+
+    def first(self, steps: int) -> float:
+        """What `Costs.steps` levels pay for first; a block is paid for as a whole."""
+        return self.first_ms + sum(self.steps_ms) if steps == 1 else self.first_ms
+
+
+TimeRound = Callable[[Sequence[int], int], RoundTimes]  # (tokens in each window, drafts that each row gets) -> times
+
+
+def now() -> tuple[float, float]:
+    """Seconds by the clock, and of processor time of all threads."""
+    return time.perf_counter(), time.process_time()
 
 
 class FixedPlan:
-    """A plan of given windows and depths, whatever the drafter says; see `spec.windows.Plan`."""
+    """A plan of given windows and as many drafts for every row, whatever the drafter says; see `spec.windows.Plan`.
+
+    With branches, windows are read as trees are, and the drafter ranks tokens.
+    """
 
     rests = False
 
-    def __init__(self, lens: Sequence[int], depths: Sequence[int], ranks: int = 1, branches: bool = False) -> None:
-        self.windows, self.ranks = Windows.of(tuple(lens)), ranks
+    def __init__(self, lens: Sequence[int], drafts: int, branches: bool = False) -> None:
+        self.windows, self.ranks = Windows.of(tuple(lens)), RANKS if branches else 1
         self.branched = Branched.of([[0] * length for length in lens], [()] * len(lens)) if branches else None
         self.paths = paths_of(self.windows, self.branched)
-        drafted = [row for row, depth in enumerate(depths) if depth]  # all of them as deep
-        self._depths, self._left = torch.tensor(depths), max(depths)
-        self.rows = None if len(drafted) == len(depths) else torch.tensor(drafted, dtype=torch.int64)
+        self.rows = None if drafts else torch.empty(0, dtype=torch.int64)
+        self._drafts, self.stamps = drafts, list[tuple[float, float]]()
 
     def add(self, chances: Tensor, ranked: tuple[Tensor, Tensor] | None = None) -> None:
         for said in (chances, *(ranked or ())):
             said.tolist()  # as a real plan does
-        self._left -= 1
+        self.stamps.append(now())
 
     def go_on(self) -> bool:
-        return self._left > 0
+        return len(self.stamps) < self._drafts
 
-    def depths(self) -> Tensor:
-        return self._depths
+    def depths(self) -> int:
+        return self._drafts
 
     def hold(self, taps: Tensor | None) -> None:
         """It never rests."""
@@ -68,8 +92,51 @@ class FixedPlan:
         """Depths are as they were given."""
 
 
+def times_of(
+    began: float, proposing: float, stamps: Sequence[float], planning: float = 0.0, host: float | None = None
+) -> RoundTimes:
+    """Of a round by the seconds at which it began, began to draft, and had made each draft; planning took so long."""
+    laps = [1e3 * (after - before) for before, after in pairwise(stamps)]
+    drafted = stamps[0] if stamps else proposing
+    host_ms = None if host is None else 1e3 * host
+    return RoundTimes(1e3 * (proposing - began), 1e3 * (drafted - proposing + planning), laps, host_ms)
+
+
+def least(one: RoundTimes, other: RoundTimes) -> RoundTimes:
+    """Of each part, the shorter time."""
+    steps = [min(pair) for pair in zip(one.steps_ms, other.steps_ms, strict=True)]
+    return RoundTimes(min(one.verify_ms, other.verify_ms), min(one.first_ms, other.first_ms), steps)
+
+
+class Gain:
+    """What rounds with drafts gave, over what was foreseen: of the drafts, those are taken that the drafter is sure of.
+
+    A draft is worth its time at the rate that rounds really have; and rounds with drafts are worth having if that is
+    more than plain decoding's.
+    """
+
+    PRIOR = 32.0  # tokens for which it counts that rounds give what was foreseen
+    MEMORY, RESTED = 0.97, 0.9  # what is kept of the record by a round with drafts, and by a plan without
+
+    def __init__(self) -> None:
+        self._won = self._worth = 0.0  # tokens, and what they should have been
+
+    @property
+    def value(self) -> float:
+        return (self._won + self.PRIOR) / (self._worth + self.PRIOR)
+
+    def fade(self, kept: float = RESTED) -> None:
+        """Old rounds count less, so that drafts are tried again."""
+        self._won, self._worth = kept * self._won, kept * self._worth
+
+    def note(self, tokens: int, foreseen: float) -> None:
+        """Take in one round."""
+        self.fade(self.MEMORY)
+        self._won, self._worth = self._won + tokens, self._worth + foreseen
+
+
 class RoundCosts:
-    """The table of costs, and the speed of the rounds that pass."""
+    """The table of costs, and how the rounds that pass compare with it."""
 
     def __init__(
         self,
@@ -80,47 +147,82 @@ class RoundCosts:
         first: dict[int, float] | None = None,
         ragged: float = 0.0,
     ) -> None:
-        self._verify, self._absorb, self._step, self._steps = verify, absorb, step, steps
-        self._first, self._ragged = first or {}, ragged
+        parts = rising(absorb), rising(step), steps, rising(first or {})
+        self._table = Costs(rising(verify), *parts, ragged)
         self.branched = 0.0  # milliseconds more, if chains branch
+        self.gain = Gain()
         self._host = 0.0  # milliseconds between rounds
-        self._speed = 1.0
+        # What rounds took, over the table: the verification; then, over that, the first drafts and further ones.
+        self._speed, self._first, self._step = (deque([1.0] * FIRST, RECENT) for _ in range(3))
+        self._now = 1.0  # the speed at the moment
         self._rounds = 0
-        self._known = self.costs()
+        self._known = self._table
 
     @property
     def changed(self) -> bool:
         return self._rounds % REFRESH == 0
 
     def costs(self) -> Costs:
-        """The table as a value; a larger size never costs less than a smaller one."""
-        verify = tuple((size, ms + self._host) for size, ms in rising(self._verify))
-        parts = rising(self._absorb), rising(self._step), self._steps, rising(self._first)
-        self._known = Costs(verify, *parts, self._ragged, self.branched)
+        """The table as a value, with what real rounds have said."""
+        table, first, step = self._table, middle(self._first), middle(self._step)
+        verify = scaled(table.verify, 1.0, self._host)
+        parts = scaled(table.absorb, first), scaled(table.step, step), table.steps, scaled(table.first, first)
+        self._known = Costs(verify, *parts, table.ragged, self.branched)
         return self._known
 
     def expect(self, tokens: int, steps: Sequence[int], rests: bool, branches: bool = False) -> float:
-        """Milliseconds of a round at the machine's present speed."""
+        """Milliseconds of a round at the machine's present speed, without what the host does after it."""
         known = self._known
-        absorbed = 0.0 if rests else known.absorb_ms(tokens)
-        more = known.branched if branches else 0.0
-        return self._speed * (known.verify_ms(tokens) + absorbed + known.steps_ms(steps) + more)
+        more = (known.branched if branches else 0.0) + (0.0 if rests else known.absorb_ms(tokens))
+        return self._now * (self._table.verify_ms(tokens) + known.steps_ms(steps) + more)
 
-    def learn(self, tokens: int, steps: Sequence[int], rests: bool, times: RoundTimes) -> None:
-        """Take in one real round."""
+    def learn(
+        self,
+        tokens: int,
+        steps: Sequence[int],
+        times: RoundTimes,
+        *,
+        even: bool = True,
+        branches: bool = False,
+        foreseen: float = 0.0,
+        won: int = 0,
+    ) -> None:
+        """Take in one real round; `even`: all rows are drafted for, and their windows have one length.
+
+        If it is one of many with drafts, `won` are its tokens, where `foreseen` tokens per millisecond were.
+        """
         self._rounds += 1
+        table, expected = self._table, self.expect(tokens, steps, rests=False, branches=branches)
+        if not branches:
+            self._speed.append(ratio(times.verify_ms, table.verify_ms(tokens)))
+        speed = self._now = middle(self._speed)
         if times.host_ms is not None:
-            self._host += SPEED_SHARE * (times.host_ms / self._speed - self._host)
-        expected = self.expect(tokens, steps, rests) - self._speed * self._host
-        off = (times.verify_ms + times.draft_ms) / expected if expected else 1.0
-        self._speed *= 1 + max(SPEED_SHARE, 1 / self._rounds) * (clipped(off) - 1)
+            self._host += HOST_SHARE * (times.host_ms / speed - self._host)
+        if even and steps and not branches:
+            due = speed * (table.absorb_ms(tokens) + table.step_ms(steps[0], 0))
+            self._first.append(ratio(times.first(table.steps), due))
+            if times.steps_ms and table.steps > 1:
+                due = speed * table.step_ms(steps[0], 1)
+                self._step.append(ratio(sum(times.steps_ms) / len(times.steps_ms), due))
+        if won and times.ms < MOST_OFF * expected:
+            self.gain.note(won, foreseen * (times.ms / speed + self._host))
 
 
-def clipped(off: float) -> float:
-    return min(max(off, 1 / MOST_OFF), MOST_OFF)
+def middle(values: Iterable[float]) -> float:
+    """The median, or the larger of the two in the middle."""
+    ordered = sorted(values)
+    return ordered[len(ordered) // 2]
 
 
-def rising(part: dict[int, float]) -> tuple[tuple[int, float], ...]:
+def ratio(took: float, expected: float) -> float:
+    return took / expected if took > 0 and expected > 0 else 1.0
+
+
+def scaled(points: Points, factor: float, more: float = 0.0) -> Points:
+    return tuple((size, ms * factor + more) for size, ms in points)
+
+
+def rising(part: dict[int, float]) -> Points:
     """The table in order of size; no size costs more than a larger one, since a disturbance only adds time."""
     least, points = math.inf, []
     for size in sorted(part, reverse=True):
@@ -137,42 +239,43 @@ def sizes_up_to(most: int) -> list[int]:
 def measure_costs(time_round: TimeRound, max_rows: int, depth: int, steps: int) -> RoundCosts:
     """Time rounds of several sizes in passes over all of them, as long as the time limit allows; the fastest count.
 
-    A size whose turn never came is interpolated.
+    All rows are drafted for, as they are in real rounds. A size whose turn never came is interpolated.
     """
     began = time.thread_time()
     verify: dict[int, float] = {}
-    absorb: dict[int, float] = {}
-    drafted: dict[int, dict[int, float]] = {1: {}, 2: {}}  # by drafts of a row
-    made = 2 if min(depth, steps) > 1 else 1 if steps else 0
+    first: dict[int, float] = {}  # with what is absorbed
+    step: dict[int, float] = {}
+    made = min(depth, steps, TIMED_DRAFTS)
     for attempt in range(1 + PASSES):
-        for tokens in sizes_up_to(max_rows * min(depth + 1, 4)):
+        for tokens in sizes_up_to(max_rows * min(depth + 1, 2 if max_rows > 4 else 4)):
             late = time.thread_time() - began > TIME_LIMIT_S
             if late and (attempt > 1 or len(verify) > 1):
                 break
             rows = min(tokens, max_rows)
-            lens = [tokens // rows + (row < tokens % rows) for row in range(rows)]
+            lens = [tokens // rows] * rows
             if tokens not in verify:  # the first rounds of a size allocate and record
-                time_round(lens, rows if tokens <= max_rows and steps else 0, made)
-                time_round(lens, 0, 0)
-            times = time_round(lens, 0, 0)
-            verify[tokens] = min(verify.get(tokens, times[0]), times[0])
-            absorb[tokens] = min(absorb.get(tokens, times[1]), times[1])
-            for drafts in range(1, made + 1) if tokens <= max_rows else ():
-                ms, found = time_round(lens, rows, drafts)[1], drafted[drafts]
-                found[tokens] = min(found.get(tokens, ms), ms)
-    first = {rows: max(0.0, ms - absorb[rows]) for rows, ms in drafted[1].items()}
-    step = {rows: max(0.0, ms - drafted[1][rows]) for rows, ms in drafted[2].items()}
+                time_round(lens, made)
+            times = time_round(lens, made)
+            found = (verify, tokens, times.verify_ms), (first, tokens, times.first(steps))
+            for part, size, ms in (*found, *((step, rows, ms) for ms in times.steps_ms)):
+                part[size] = min(part.get(size, ms), ms)
+    if not steps:
+        return RoundCosts(verify, first, {1: 0.0}, steps)
+    # Of the first drafts' time, what each further token of a window adds is absorbing it.
+    low, high = min(max_rows, max(first)), max(first)
+    slope = max(0.0, first[high] - first[low]) / (high - low) if high > low else 0.0
+    firsts = {rows: max(0.0, ms - slope * rows) for rows, ms in first.items() if rows <= low}
     ragged = 0.0
-    if made and max_rows > 1:  # the first rounds allocate and record
-        uneven, even = (min([time_round(lens, 2, 1)[1] for _ in range(4)][2:]) for lens in ((2, 1), (2, 2)))
+    if max_rows > 1:  # the first rounds allocate and record
+        uneven, even = (min([time_round(lens, 1).first(steps) for _ in range(6)][2:]) for lens in ((2, 1), (2, 2)))
         ragged = max(0.0, uneven - even)
-    return RoundCosts(verify, absorb, step or first or {1: 0.0}, steps, first, ragged)
+    return RoundCosts(verify, {1: slope, 2: 2 * slope}, step or firsts, steps, firsts, ragged)
 
 
-def branched_ms(time_round: Callable[[], tuple[float, float]], tokens: int, costs: Costs) -> float:
+def branched_ms(time_round: Callable[[], RoundTimes], tokens: int, costs: Costs) -> float:
     """Milliseconds that a round of one row takes more because its window, of so many tokens, is a tree's.
 
     `time_round` times one that drafts once.
     """
     time_round()  # the first one allocates and records
-    return max(0.0, min(sum(time_round()) for _ in range(2)) - costs.round_ms(tokens, [1]))
+    return max(0.0, min(time_round().ms for _ in range(4)) - costs.round_ms(tokens, [1]))

@@ -15,12 +15,13 @@ from peregrine.engine.ahead_planner import AheadPlan, AheadPlanner
 from peregrine.engine.ahead_rounds import AheadRounds
 from peregrine.engine.first_round import FirstRound
 from peregrine.engine.graphs import Graphs
-from peregrine.engine.host_copy import Ring
+from peregrine.engine.host_copy import Ring, event_after
 from peregrine.engine.masks import MaskWriter
-from peregrine.engine.planning import RoundPlan, WindowPlanner
+from peregrine.engine.planning import WindowPlanner
 from peregrine.engine.prefill import absorb_held
 from peregrine.engine.request import Request
-from peregrine.engine.round_costs import RoundTimes
+from peregrine.engine.round_costs import RoundTimes, times_of
+from peregrine.engine.round_plan import RoundPlan
 from peregrine.engine.round_result import RoundResult, extras_of
 from peregrine.engine.rounds import Rounds
 from peregrine.grammar import Matcher, Window
@@ -65,6 +66,7 @@ class Runner:
         self.ahead: tuple[AheadPlanner, AheadRounds] | None = None  # is planned before they are known
         self.first: FirstRound | None = None  # of a request that runs alone
         self._proposing = self._launched = 0.0  # when the last round began to draft, and when it was done
+        self._learnt = 0.0  # seconds in which the planner took in its verdicts
         self._masks: MaskWriter | None = None  # made for the first batch with a grammar
         self.device = rounds.device
         self.eager = False  # True: recorded graphs are not used; for benchmarks whose host must see a round's values
@@ -125,13 +127,14 @@ class Runner:
         """
         self.mark("launch")
         self.seats.settle()
-        began = time.thread_time()
+        began = planned_at = time.perf_counter()
         plan = repeated = None
         if self.planner is not None:
             repeated = None if features.masked else self.planner.rest_again(requests)
             plan = repeated or self._plan(self.planner, requests, rows)
             if repeated is None:
                 self.absorb_held(self.planner.must_absorb(plan))
+                planned_at = time.perf_counter()
         windows = None
         ahead = self.ahead
         foreseen = None if ahead is None or features.masked else ahead[0].plan(requests, rows.count)
@@ -164,7 +167,7 @@ class Runner:
         if self.planner is not None and repeated is not None:
             self.planner.note_rest(repeated)
         elif plan is not None:
-            planned = plan, self._times(began)
+            planned = plan, self._times(plan, began, planned_at)
         self.in_flight.append(RoundInFlight(list(requests), packed, values, windows, ready, planned))
         self.launched += 1
         self.mark("launched")
@@ -193,17 +196,18 @@ class Runner:
             request.held = []
         self.absorb_held([request])
 
-    def _times(self, began: float) -> RoundTimes:
-        """Milliseconds of the round that began then and has just been done."""
-        now, between = time.thread_time(), began - self._launched
-        self._launched, verify = now, self._proposing - began
-        # A longer pause was not the host's work of one round, but prompts or nothing to do; below 0: of another thread.
-        host_ms = 1e3 * between if 0 <= between < verify / 2 else None
-        return RoundTimes(1e3 * verify, 1e3 * (now - self._proposing), host_ms)
+    def _times(self, plan: RoundPlan, began: float, planned: float) -> RoundTimes:
+        """Times of the round of this plan that began then, was planned then, and has just been done."""
+        now, learnt = time.perf_counter(), self._learnt
+        between, verify = began - self._launched - learnt, self._proposing - planned
+        self._launched, self._learnt = now, 0.0
+        # A longer pause was not the host's work of one round, but prompts or nothing to do.
+        host = between if between < verify / 2 else None
+        return times_of(planned, self._proposing, plan.stamps or [now], planned - began + learnt, host)
 
     def _mark(self, stage: str) -> None:
         if stage == "propose":
-            self._proposing = time.thread_time()
+            self._proposing = time.perf_counter()
         self.mark(stage)
 
     def _round(self, rows: Rows, features: Features, plan: Plan | None = None) -> tuple[Verdict, Logprobs | None]:
@@ -276,8 +280,9 @@ class Runner:
         if isinstance(flight.planned, AheadPlan) and self.ahead is not None:
             self.ahead[0].learn(flight.planned, verdict)
         elif isinstance(flight.planned, tuple) and self.planner is not None:
-            plan, times = flight.planned
+            (plan, times), began = flight.planned, time.perf_counter()
             self.planner.learn(plan, lines, times)
+            self._learnt = time.perf_counter() - began
         if flight.windows is None and flight.logprobs is None:
             return RoundResult(requests, lines, accept)
         return RoundResult(requests, lines, accept, extras_of(requests, lines, flight.windows, flight.logprobs))
@@ -288,12 +293,3 @@ class Runner:
         nodes = planned_state(self.seats, rows, plan if branches else None).nodes()
         offered = (nodes.depths > 0) & (nodes.depths <= nodes.offered[:, None])  # [R, T]
         return torch.stack([nodes.tokens, nodes.parents.expand_as(nodes.tokens), offered.long()], dim=1)
-
-
-def event_after(value: Tensor) -> torch.cuda.Event | None:
-    """Passed once the work queued so far on the value's device is done; None on the host, which has done it."""
-    if not value.is_cuda:
-        return None
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record()
-    return event

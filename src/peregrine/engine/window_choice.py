@@ -13,12 +13,12 @@ from peregrine.engine.ahead_planner import AheadCosts, AheadPlanner
 from peregrine.engine.ahead_rounds import AheadRounds
 from peregrine.engine.choices import pick_graphs
 from peregrine.engine.planning import WindowPlanner
-from peregrine.engine.round_costs import FixedPlan, branched_ms, measure_costs
+from peregrine.engine.round_costs import FixedPlan, RoundTimes, branched_ms, least, measure_costs, now, times_of
 from peregrine.engine.runner import VARIANTS, Runner
+from peregrine.kernels.runtime.cpu_graph import record_at_once
 from peregrine.kernels.sampling import Features
 from peregrine.models.config import ModelConfig
 from peregrine.models.draft_heads import BlockHead
-from peregrine.spec.branches import RANKS
 from peregrine.spec.registry import DRAFTERS, DraftSource
 from peregrine.spec.types import Drafter, PartedDrafter
 
@@ -110,14 +110,14 @@ def add_planner(asked: EngineConfig, runner: Runner, draft: DraftSource) -> list
     depth, max_rows = runner.drafter.shape.depth, asked.max_rows
     steps = 0 if draft.network is None else 1 if isinstance(draft.network, BlockHead) else depth
     began = time.perf_counter()
-    with torch.inference_mode():
+    with torch.inference_mode(), record_at_once():
         measured = measure_costs(partial(time_round, runner), max_rows, depth, steps)
     seconds = time.perf_counter() - began
     room = 0
     if pick_tree(asked, runner.target.decoder.config, draft, asked.windows, runner.device)[0] == AUTO:
         room = runner.drafter.shape.span - 1  # as many nodes as a round may write in any case
-        with torch.inference_mode():
-            tree = partial(time_round, runner, [min(4, depth + 1)], 1, 1, branches=True)
+        with torch.inference_mode(), record_at_once():
+            tree = partial(time_round, runner, [min(4, depth + 1)], 1, branches=True)
             measured.branched = branched_ms(tree, min(4, depth + 1), measured.costs())
     runner.planner = WindowPlanner(depth, measured, draft.network is None, room)
     costs = runner.planner.costs
@@ -167,23 +167,20 @@ def written(points: Iterable[tuple[int, float]]) -> str:
     return ", ".join(f"{size}: {ms:.2f}" for size, ms in points)
 
 
-def time_round(
-    runner: Runner, lens: Sequence[int], drafted: int, drafts: int, branches: bool = False
-) -> tuple[float, float]:
-    """Milliseconds of a round (until its drafter begins, in its drafter); the first `drafted` rows get `drafts` each.
+def time_round(runner: Runner, lens: Sequence[int], drafts: int, branches: bool = False) -> RoundTimes:
+    """Times of a round with these windows that makes as many drafts for every row.
 
-    With branches, windows are read as trees are, and the drafter ranks tokens. All seats must be free, since the round
-    really runs.
+    All seats must be free, since the round really runs.
     """
-    began = time.thread_time()
-    proposing = began
+    began = proposing = now()
 
     def mark(stage: str) -> None:
         nonlocal proposing
         if stage == "propose":
-            proposing = time.thread_time()
+            proposing = now()
 
-    depths = [drafts * (row < drafted) for row in range(len(lens))]
-    rows, plan = runner.seats.rows(len(lens), 1), FixedPlan(lens, depths, RANKS if branches else 1, branches)
+    rows, plan = runner.seats.rows(len(lens), 1), FixedPlan(lens, drafts, branches)
     runner.rounds.run(rows, Features(), plan, mark=mark)
-    return 1e3 * (proposing - began), 1e3 * (time.thread_time() - proposing)
+    stamps = plan.stamps or [now()]
+    by_clock, busy = (times_of(began[i], proposing[i], [stamp[i] for stamp in stamps]) for i in (0, 1))
+    return least(by_clock, busy)

@@ -106,7 +106,10 @@ class Odds:
         level = min(depth, DEPTHS - 1)
         chance = self._count(level, said).chance
         if counts:
-            self.means.setdefault(level, Count(FIRST_GUESS * PRIOR, PRIOR)).add(chance)
+            mean = self.means.get(level)
+            if mean is None:
+                mean = self.means[level] = Count(FIRST_GUESS * PRIOR, PRIOR)
+            mean.add(chance)
         return Guess(depth, said, min(MOST, chance * own.factor), chance)
 
     def judge(self, guess: Guess, right: bool, own: RequestOdds) -> None:

@@ -9,7 +9,7 @@ elsewhere: rate x (what it adds to the drafter's steps and to the verification).
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 Points = tuple[tuple[int, float], ...]  # (size, milliseconds), sizes ascending
 
@@ -28,12 +28,24 @@ class Costs:
     first: Points = ()  # the first step, if it costs something else: it follows from what was absorbed
     ragged: float = 0.0  # more, if windows differ in length: the drafter's work is not one replay then
     branched: float = 0.0  # more, if chains branch
+    _verified: dict[int, float] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _read: dict[int, float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def verify_ms(self, tokens: int) -> float:
-        return ms_at(self.verify, tokens)
+        ms = self._verified.get(tokens)
+        if ms is None:
+            ms = self._verified[tokens] = ms_at(self.verify, tokens)
+        return ms
 
     def absorb_ms(self, tokens: int) -> float:
         return ms_at(self.absorb, tokens)
+
+    def read_ms(self, tokens: int) -> float:
+        """Verified by the target, and absorbed by the drafter."""
+        ms = self._read.get(tokens)
+        if ms is None:
+            ms = self._read[tokens] = self.verify_ms(tokens) + self.absorb_ms(tokens)
+        return ms
 
     def step_ms(self, rows: int, level: int) -> float:
         """The step that drafts this level, the first being 0, for this many rows."""
@@ -53,6 +65,10 @@ class Costs:
         """A round whose windows have this many tokens, and whose drafter makes a step for each number of rows."""
         absorbed = self.absorb_ms(tokens) if steps else 0.0
         return self.verify_ms(tokens) + absorbed + self.steps_ms(steps)
+
+    def plain_rate(self, rows: int) -> float:
+        """Tokens per millisecond of rounds without drafts."""
+        return rows / self.verify_ms(rows)
 
     def to_json(self) -> dict[str, list[list[float]]]:
         """Sizes and milliseconds of each part."""
@@ -159,11 +175,10 @@ def paying_blocks(costs: Costs, survivals: Sequence[Sequence[float]], rate: floa
 def worth_taking(costs: Costs, survivals: Sequence[float], tokens: int, rate: float, level: int) -> tuple[int, float]:
     """How many of the survivals (falling) to give one draft more, and the tokens that this wins net."""
     best, taken, won = 0.0, 0, 0.0
-    before = costs.verify_ms(tokens) + costs.absorb_ms(tokens)
+    before = costs.read_ms(tokens)
     for count, survival in enumerate(survivals, 1):
         won += survival
-        after = costs.verify_ms(tokens + count) + costs.absorb_ms(tokens + count)
-        net = won - rate * (after - before + costs.step_ms(count, level))
+        net = won - rate * (costs.read_ms(tokens + count) - before + costs.step_ms(count, level))
         if net > best:
             best, taken = net, count
     return taken, best
@@ -178,7 +193,7 @@ def trim_windows(costs: Costs, survivals: Sequence[Sequence[float]], rate: float
     rows = len(survivals)
     ranked = sorted(((-a, depth, row) for row, line in enumerate(survivals) for depth, a in enumerate(line)))
     verified = costs.verify_ms(rows)
-    rate = max(rate, rows / verified)
+    rate = max(rate, costs.plain_rate(rows))
     best, taken, won = 0.0, 0, 0.0
     for count, (negative, _, _) in enumerate(ranked, 1):
         won -= negative

@@ -1,0 +1,112 @@
+"""The plan of one round: its windows, and how far the drafter goes on, decided step by step from what it says."""
+
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from peregrine.engine.request import Held, Request
+from peregrine.spec.links import Branched
+from peregrine.spec.odds import Guess, Odds
+from peregrine.spec.planner import Costs, worth_taking
+from peregrine.spec.windows import Windows, paths_of
+
+
+class Planner(Protocol):
+    """What a plan asks while the drafter works."""
+
+    rate: float  # tokens per millisecond that time is worth
+    costs: Costs
+
+    def odds(self, request: Request) -> Odds:
+        """Of the class of requests that this one is in."""
+
+    def cap_of(self, request: Request) -> int:
+        """The most drafts a request may have after the round to come."""
+
+    def costs_of(self, rows: int) -> Costs:
+        """Where every step is made for so many rows."""
+
+
+class RoundPlan:
+    """The plan of one round; see `spec.windows.Plan`."""
+
+    def __init__(
+        self,
+        planner: Planner,
+        requests: Sequence[Request],
+        lens: list[int],
+        drafted: list[int],
+        branched: Branched | None = None,
+        ranks: int = 1,
+    ) -> None:
+        self.planner, self.requests, self.branched, self.ranks = planner, requests, branched, ranks
+        self.chains = lens  # nodes of each row's chain, the newest token included
+        self.windows = Windows.of(tuple(lens) if branched is None else branched.lens)
+        self.paths = paths_of(self.windows, branched)
+        self.rests = not drafted and sum(self.windows.lens) == len(lens)
+        self.rows = None if len(drafted) == len(lens) else torch.tensor(drafted, dtype=torch.int64)
+        self.guesses: list[list[Guess]] = [[] for _ in requests]  # of the new drafts
+        self.ranked: list[list[tuple[list[int], list[float]]]] = [[] for _ in requests]  # the tokens they were among
+        self.steps: list[int] = []  # rows of each step of the drafter
+        self.stamps: list[float] = []  # seconds when each was done
+        self.expected = 0.0  # tokens of this round
+        self.probe = 0  # drafts that each of these rows gets, to learn what they cost and whether they are right
+        self.drafted, self._wanted = drafted, set(drafted)  # rows that are drafted for, and whose drafts seem to pay
+        self._survivals = [1.0] * len(drafted)  # of the drafts so far, in each row that is drafted for
+        self._tokens = len(lens)  # of the next round, as far as it is planned
+        self._held: list[Tensor | None] | None = None
+
+    @property
+    def offered(self) -> list[int]:
+        """How deep the drafts of each row may be accepted."""
+        return [length - 1 for length in self.chains] if self.branched is None else list(self.branched.deepest)
+
+    def add(self, chances: Tensor, ranked: tuple[Tensor, Tensor] | None = None) -> None:
+        self.stamps.append(time.perf_counter())
+        self.steps.append(len(self.drafted))
+        if ranked is not None:
+            for row, tokens, said in zip(self.drafted, *(x.tolist() for x in ranked), strict=True):
+                self.ranked[row].append((tokens, said))
+        for place, (row, chance) in enumerate(zip(self.drafted, chances.tolist(), strict=True)):
+            request, line = self.requests[row], self.guesses[row]
+            guess = self.planner.odds(request).guess(len(line), chance, request.odds, row in self._wanted)
+            line.append(guess)
+            self._survivals[place] *= guess.chance
+        self._tokens += len(self._wanted)
+
+    def go_on(self) -> bool:
+        planner, depth = self.planner, len(self.steps)
+        if depth < self.probe:
+            return True
+        survivals = []
+        for row, survival in zip(self.drafted, self._survivals, strict=True):
+            request = self.requests[row]
+            if depth < planner.cap_of(request):
+                survivals.append((survival * planner.odds(request).expect(depth, request.odds), row))
+        survivals.sort(reverse=True)
+        chances = [survival for survival, _ in survivals]
+        count, _ = worth_taking(planner.costs_of(len(self.drafted)), chances, self._tokens, planner.rate, depth)
+        self._wanted = {row for _, row in survivals[:count]}
+        return count > 0
+
+    def depths(self) -> Tensor | int:
+        depths = [len(line) for line in self.guesses]
+        return depths[0] if depths.count(depths[0]) == len(depths) else torch.tensor(depths)
+
+    def hold(self, taps: Tensor | None) -> None:
+        if self._held is None:  # else the plan is repeated: the same rows rest again
+            holding = [row for row, request in enumerate(self.requests) if self.rests or request.held]
+            if not holding:
+                return
+            self._held, lens = [], self.paths.lens
+            for row in holding:
+                request = self.requests[row]
+                request.held.append(Held(request.num_tokens - 1, sum(lens[:row]), self._held))
+        self._held.append(None if taps is None else taps.flatten(0, -2))
+
+    def force(self, forced: Tensor) -> None:
+        for line, known in zip(self.guesses, (forced >= 0).long().cumprod(dim=1).sum(dim=1).tolist(), strict=True):
+            line[:known] = [Guess(depth, None, 1.0, 1.0) for depth in range(known)]
