@@ -1,7 +1,8 @@
 """What planning costs the host: microseconds of processor time for a round's plan and for taking in its verdicts.
 
 Rows stay the same, half of them with good drafts and half with bad ones; a plan is kept for some rounds, so the figure
-is the mean over rounds. Nothing is run on a device.
+is the mean over rounds. Nothing is run on a device. Of recorded rounds (a GPU), and of those of a CPU, where a round is
+planned from its drafts: all that is done for a round with drafts, and for one that rests.
 
     python benchmarks/planner_host.py
 """
@@ -9,13 +10,14 @@ is the mean over rounds. Nothing is run on a device.
 import argparse
 import json
 import time
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
+import torch
 
 from peregrine.engine.ahead_planner import AheadCosts, AheadPlanner
+from peregrine.engine.planning import WindowPlanner
 from peregrine.engine.request import Request
+from peregrine.engine.round_costs import RoundCosts, RoundTimes
 from peregrine.sampling import SamplingParams
 from peregrine.spec.ahead import RowCosts, token_sizes
 
@@ -24,8 +26,8 @@ DEPTH, HEADER = 8, 4
 
 def requests_of(rows: int) -> list[Request]:
     """Running requests, as far as a planner looks at them."""
-    made: Any = [SimpleNamespace(id=i, params=SamplingParams(), num_tokens=2048) for i in range(rows)]
-    return list(made)
+    made = [Request(i, [1] * 64, SamplingParams(), 0, 1 << 20) for i in range(rows)]
+    return made
 
 
 def recorded_us(rows: int, rounds: int) -> float:
@@ -55,14 +57,42 @@ def recorded_us(rows: int, rounds: int) -> float:
     return 1e6 * spent / rounds
 
 
+def unrecorded_us(rows: int, rounds: int, chance: float) -> float:
+    """Of the planner of a CPU's rounds; the first half of them only teaches it. `chance` is what the drafter says."""
+    verify = {size: 3.0 + 0.4 * size for size in (1, 4, 16, 64)}
+    costs = RoundCosts(verify, {1: 0.02, 2: 0.04}, {1: 0.3, 16: 2.3}, DEPTH, {1: 0.7, 16: 2.4})
+    planner, requests = WindowPlanner(DEPTH, costs, looks_up=False), requests_of(rows)
+    dice, said, spent, offered = np.random.default_rng(0), torch.full((rows,), chance), 0.0, [0] * rows
+    for done in range(2 * rounds):
+        began = time.thread_time()
+        plan = planner.rest_again(requests) or planner.plan(requests, offered)
+        made = len(plan.drafted) > 0
+        while made and (plan.add(said[plan.rows] if plan.rows is not None else said), plan.go_on())[1]:
+            pass
+        offered = [len(line) for line in plan.guesses]
+        planned = time.thread_time()
+        drafts = np.array(plan.windows.lens) - 1
+        right = np.minimum((dice.random((rows, DEPTH)) < chance).cumprod(axis=1).sum(axis=1), drafts).tolist()
+        lines = [[1 + count, count, int(made), 0] for count, made in zip(right, drafts, strict=True)]
+        judged = time.thread_time()
+        planner.learn(plan, lines, RoundTimes(6.0, 1.0, [0.5] * (len(plan.steps) - 1), 0.2))
+        if done >= rounds:
+            spent += planned - began + time.thread_time() - judged
+    return 1e6 * spent / rounds
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64, 256])
+    parser.add_argument("--cpu-rows", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--rounds", type=int, default=1000)
     args = parser.parse_args()
     for rows in args.rows:
         found = recorded_us(rows, args.rounds)
         print(json.dumps({"rows": rows, "us_per_round": round(found, 1), "limit_us": 20 + 0.2 * rows}))
+    for rows in args.cpu_rows:
+        drafts, rests = (round(unrecorded_us(rows, args.rounds, chance), 1) for chance in (0.95, 0.1))
+        print(json.dumps({"cpu_rows": rows, "us_with_drafts": drafts, "us_at_rest": rests}))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
 """Planned windows against every fixed number of drafts: tokens/s of each as a ratio of the best, and of plain decoding.
 
-Every cell is a kind of text and a number of requests that run together. All engines take turns in one process, so a
-machine that is busy for a while slows all of them; a ratio is the median over turns of ratios within one turn.
+Every cell is a kind of text and a number of requests that run together. All engines take turns in one process, each
+turn in another order, so a machine that is busy for a while slows all of them; a ratio is the median over turns of
+ratios within one turn, and `spread` says between which values half of the turns lie: a difference within it is noise.
 
     python benchmarks/windows.py                                      # all cells; about ten minutes on two cores
+    python benchmarks/windows.py --tokens 64 --turns 7                # about five
     python benchmarks/windows.py --rows 1 8 --texts story --turns 3
     python benchmarks/windows.py --clock cpu                          # processor time, for a machine that is not quiet
 """
@@ -45,12 +47,14 @@ def measure(engines: dict[str, LLM], text: str, rows: int, args: argparse.Namesp
     params = SamplingParams(temperature=temperature, seed=1, max_tokens=args.tokens, ignore_eos=True)
     speeds: dict[str, list[float]] = {name: [] for name in engines}
     texts, rounds = {}, {}
-    for turn in range(1 + args.turns):
-        for name, llm in engines.items():
+    for turn in range(args.warm + args.turns):
+        names = list(engines)
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            llm = engines[name]
             prompts = prompts_of(llm, text, rows)
             begun = clock()
             outputs = llm.generate(prompts, params, progress=False)
-            if turn:  # the first one warms up
+            if turn >= args.warm:
                 speeds[name].append(sum(len(output.token_ids) for output in outputs) / (clock() - begun))
             texts[name] = [output.token_ids for output in outputs]
             rounds[name] = sum(o.stats.accepted for o in outputs) / sum(o.stats.rounds for o in outputs)
@@ -58,16 +62,24 @@ def measure(engines: dict[str, LLM], text: str, rows: int, args: argparse.Namesp
     turns = [{name: speeds[name][turn] for name in engines} for turn in range(args.turns)]
     medians = {name: statistics.median(values) for name, values in speeds.items()}
     best = max(fixed, key=lambda name: medians[name])
+    ratios = {name: [turn["auto"] / turn[name] for turn in turns] for name in (best, "0")}
     return {
         "text": text,
         "rows": rows,
         "tokens_per_s": {name: round(value, 1) for name, value in medians.items()},
         "tokens_per_round": {name: round(value, 2) for name, value in rounds.items()},
         "best_fixed": best,
-        "auto_of_best_fixed": round(statistics.median(turn["auto"] / turn[best] for turn in turns), 3),
-        "auto_of_plain": round(statistics.median(turn["auto"] / turn["0"] for turn in turns), 3),
+        "auto_of_best_fixed": round(statistics.median(ratios[best]), 3),
+        "auto_of_plain": round(statistics.median(ratios["0"]), 3),
+        "spread": spread(ratios[best]),
         "identical": all(made == texts["0"] for made in texts.values()),
     }
+
+
+def spread(values: list[float]) -> list[float]:
+    """The quartiles."""
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+    return [round(low, 3), round(high, 3)]
 
 
 def main() -> None:
@@ -78,11 +90,12 @@ def main() -> None:
     parser.add_argument("--fixed", type=int, nargs="+", default=[0, 1, 2, 3, 5], help="fixed numbers of drafts")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--warm", type=int, default=2, help="turns before those that are timed: sizes are recorded")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--clock", choices=sorted(CLOCKS), default="wall")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    for name in ("rows", "tokens", "turns"):
+    for name in ("rows", "tokens", "turns", "warm"):
         given = getattr(args, name)
         if min(given if isinstance(given, list) else [given]) < 1:
             parser.error(f"--{name}: {given} is not above 0")
