@@ -100,6 +100,15 @@ class SeatBuffers:
                 self._words[kind].scatter_(0, where, new)
                 first += 2 * count
 
+    def write_words(self, name: str, words: Words) -> None:
+        """Write single words of a field of whole numbers, (seat, column, value) each, by one copy to the device."""
+        self.settle()
+        seats, columns, values = words.T
+        at = self._places[name]
+        places = at.start + seats * at.seat_step + columns * at.step
+        where, new = upload(np.concatenate([places, values]), self.device).view(2, -1)
+        self._words[at.kind].scatter_(0, where, new)
+
     def clear(self, seat: int) -> None:
         """Make the seat a pad."""
         self._moved[seat] = self.seats

@@ -235,7 +235,9 @@ class SeatState:
     @repeated
     def set_pages(self, entries: Sequence[tuple[int, int, Sequence[int]]]) -> None:
         """Write seats' page-table entries, (seat, first column, pages) each, by one copy for all."""
-        self.buffers.write([(seat, "page_table", column, np.array(pages)) for seat, column, pages in entries])
+        words = [(seat, column, page) for seat, first, pages in entries for column, page in enumerate(pages, first)]
+        if words:
+            self.buffers.write_words("page_table", np.array(words))
 
     @repeated
     def pretend(self, rows: int, context: int, num_pages: int) -> None:
