@@ -107,6 +107,38 @@ def test_a_chunk_is_never_smaller_than_the_least() -> None:
     assert ChunkSize(8, 0.1, CPU).tokens(running=True) == 8
 
 
+class SlowEvent:
+    """An event of a device that works until the host waits for it."""
+
+    waits = 0
+
+    def record(self) -> None:
+        self.passed = False
+
+    def query(self) -> bool:
+        return self.passed
+
+    def synchronize(self) -> None:
+        self.passed, SlowEvent.waits = True, SlowEvent.waits + 1
+
+    def elapsed_time(self, other: "SlowEvent") -> float:
+        return 200.0
+
+
+def test_the_host_waits_for_chunks_only_before_it_looks_for_new_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two chunks may be queued. Asking for the next one's size waits for none, `wait` for the oldest."""
+    monkeypatch.setattr(chunk_size, "new_event", SlowEvent)
+    monkeypatch.setattr(SlowEvent, "waits", 0)
+    size = ChunkSize(4096, 0.1, CUDA)
+    for before in (0, 0, 1, 2, 3):
+        assert size.tokens(running=False) == 4096
+        assert SlowEvent.waits == before
+        with size.timed(4096):
+            pass
+        size.wait()
+    assert size.tokens(running=True) == 2048, "chunks that ended took twice the time that is allowed"
+
+
 def test_a_size_that_was_asked_for_is_kept() -> None:
     engine = build(prefill_chunk=77).engine
     engine.chunk_size.learn(77, 60.0)

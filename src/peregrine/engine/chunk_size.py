@@ -44,12 +44,20 @@ class ChunkSize:
 
     def tokens(self, running: bool) -> int:
         """The most tokens of the next chunk; `running`: there are requests that it would hold up."""
-        while self._queued and (len(self._queued) >= MOST_QUEUED or self._queued[0].ended.query()):  # type: ignore[no-untyped-call]
-            chunk = self._queued.popleft()
-            chunk.ended.synchronize()
-            self.learn(chunk.tokens, chunk.began.elapsed_time(chunk.ended) / 1e3)
-            self._spare.append((chunk.began, chunk.ended))
+        while self._queued and self._queued[0].ended.query():  # type: ignore[no-untyped-call]
+            self._take_oldest()
         return self._next if running else self.most
+
+    def wait(self) -> None:
+        """Wait until another chunk may be queued. Requests that come meanwhile are read with it, not after it."""
+        while len(self._queued) >= MOST_QUEUED:
+            self._take_oldest()
+
+    def _take_oldest(self) -> None:
+        chunk = self._queued.popleft()
+        chunk.ended.synchronize()
+        self.learn(chunk.tokens, chunk.began.elapsed_time(chunk.ended) / 1e3)
+        self._spare.append((chunk.began, chunk.ended))
 
     def learn(self, tokens: int, seconds: float) -> None:
         """Take in what a chunk cost; a small one that was quick says nothing about larger ones."""

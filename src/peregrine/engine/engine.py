@@ -103,7 +103,8 @@ class Engine:
         with current_device(self.runner.device):
             deltas, self._ended = self._ended, []
             self._admit_waiting()
-            prompts_first = self._prefill()
+            if prompts_first := self._prefill():
+                self.chunk_size.wait()
             deltas += [] if prompts_first else self._make_room()
             launched = not prompts_first and self._launch()
             deltas += self._take_results()
@@ -135,7 +136,7 @@ class Engine:
         watched = bool(unread) and any(request.streams for request in self.running)
         if unread:
             chunks = next_chunks(unread, self.chunk_size.tokens(watched))
-            with self.chunk_size.timed(sum(chunk.end - chunk.start for chunk in chunks)):
+            with self.chunk_size.timed(sum(chunk.num_tokens for chunk in chunks)):
                 alone = not self.running
                 read_chunks(self.runner.rounds, chunks, self.ledger.page_size, self.replay_chunks, alone)
         self._seat_read(share=True)
