@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -58,17 +57,22 @@ class Branched:
         deepest = [
             max([len(chain) - 1, *(at + 1 for at, _ in more)]) for chain, more in zip(chains, branches, strict=True)
         ]
-        shape, order = (len(lens), max(lens)), np.arange(max(lens))
-        tokens, parents = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
-        depths = np.full(shape, max(deepest) + 1)
-        words = np.broadcast_to(1 | 1 << order, shape).copy()
-        for row, (chain, more) in enumerate(zip(chains, branches, strict=True)):
-            count, length = len(chain), lens[row]
-            tokens[row, :length] = [*chain, *(token for _, token in more)]
-            parents[row, 1:length] = [*range(count - 1), *(at for at, _ in more)]
-            depths[row, :length] = [*range(count), *(at + 1 for at, _ in more)]
-            words[row, :count] = (2 << order[:count]) - 1
-            for node, (at, _) in enumerate(more, count):
-                words[row, node] = (2 << at) - 1 | 1 << node
-        links = Links(*(torch.from_numpy(x) for x in (parents, depths, words)))
-        return Branched(torch.from_numpy(tokens), links, max(deepest), tuple(deepest), tuple(lens))
+        most, void = max(lens), max(deepest) + 1
+        nodes: list[list[list[int]]] = [[], [], [], []]  # lists are faster than arrays here: windows are small
+        for chain, more, length in zip(chains, branches, lens, strict=True):
+            count, empty = len(chain), most - length
+            words = [(2 << place) - 1 for place in range(count)]
+            words += [(2 << at) - 1 | 1 << node for node, (at, _) in enumerate(more, count)]
+            for lines, line in zip(
+                nodes,
+                (
+                    [*chain, *(token for _, token in more), *[0] * empty],
+                    [0, *range(count - 1), *(at for at, _ in more), *[0] * empty],
+                    [*range(count), *(at + 1 for at, _ in more), *[void] * empty],
+                    [*words, *(1 | 1 << node for node in range(length, most))],
+                ),
+                strict=True,
+            ):
+                lines.append(line)
+        tokens, *links = torch.tensor(nodes).unbind()
+        return Branched(tokens, Links(*links), max(deepest), tuple(deepest), tuple(lens))

@@ -51,6 +51,7 @@ class Verified:
     taps: Tensor | None  # [R * T, taps * H]; [N, taps * H] of packed windows
     layout: Layout | None
     windows: Windows | None  # None: every row has its whole window
+    branched: RowState | None = None  # the rows with windows that branch
 
 
 def run_round(
@@ -80,6 +81,7 @@ def verify(
 ) -> Verified:
     """Score every node of the windows."""
     state = planned_state(seats, rows, layout)
+    branched = None if layout is None or layout.branched is None else state
     windows = None if layout is None or layout.windows.is_uniform else layout.windows
     num_rows, num_nodes = state.window_tokens.shape
     places = state.pages.window(state.past_lens, state.links.depths)
@@ -90,11 +92,11 @@ def verify(
         ancestors = None if ancestors is None else windows.pack(ancestors)
         metadata = windows.metadata(state.pages, positions, places.past_lens, slots, ancestors)
         hidden, taps = target.read(tokens, metadata, drafter.taps)  # [N, H]
-        return Verified(places, target.decoder.logits(hidden), taps, layout, windows)
+        return Verified(places, target.decoder.logits(hidden), taps, layout, windows, branched)
     metadata = state.pages.uniform(places.positions, places.past_lens, places.slots, ancestors)
     hidden, taps = target.read(state.window_tokens.flatten(), metadata, drafter.taps)  # [R * T, H]
     logits = target.decoder.logits(hidden).view(num_rows, num_nodes, -1)
-    return Verified(places, logits, taps, layout, None)
+    return Verified(places, logits, taps, layout, None, branched)
 
 
 def decide(
@@ -108,7 +110,8 @@ def decide(
 ) -> tuple[Verdict, Logprobs | None]:
     """Judge and commit."""
     places, logits, windows = verified.places, verified.logits, verified.windows
-    state, layout = planned_state(seats, rows, verified.layout), verified.layout
+    layout = verified.layout
+    state = verified.branched or seats.view(planned_rows(rows, layout))
     if features.masked:
         state.clip_to_masks()
 
@@ -136,7 +139,7 @@ def propose(
     plan: Plan | None = None,
 ) -> None:
     """Draft for the next round."""
-    whole, state = seats.view(rows), planned_state(seats, rows, verified.layout)
+    whole, state = seats.view(rows), verified.branched or seats.view(planned_rows(rows, verified.layout))
     taps, windows = verified.taps, verified.windows
     if taps is not None and windows is None:
         taps = on_path(taps.view(*state.window_tokens.shape, -1), verdict, state.shape)

@@ -59,6 +59,8 @@ def move_path_torch(
     """The torch twin of `move_path`."""
     order = torch.arange(verdict.width, device=table.device)
     kept = torch.where(order < verdict.accept_lens[:, None], verdict.path, order)  # [R, W]
+    if table.is_cpu and torch.equal(kept, order.expand_as(kept)):  # every path is at the front, as chains are
+        return
     sources = slots_of(past_lens[:, None] + kept, table, page_size).view(-1)
     targets = slots_of(past_lens[:, None] + order, table, page_size).view(-1)
     for store in stores:
