@@ -59,6 +59,12 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
+@cache
+def nodes_of(tree: ast.AST) -> list[ast.AST]:
+    """All of them, found once for all checks."""
+    return list(ast.walk(tree))
+
+
 def unit_of(path: Path) -> str:
     """The unit a file belongs to: its top folder, or its own name."""
     return path.relative_to(SRC).parts[0].removesuffix(".py")
@@ -66,7 +72,7 @@ def unit_of(path: Path) -> str:
 
 def imports_of(tree: ast.AST) -> Iterator[str]:
     """Each `peregrine...` name a file imports: at the top, in functions, under TYPE_CHECKING, by string."""
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         names = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -110,7 +116,7 @@ def inner_imports(tree: ast.Module, unit: str) -> Complaints:
 
 def oversize(tree: ast.Module, unit: str) -> Complaints:
     """Functions with too many lines or arguments; compiled kernels excepted."""
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         if any(COMPILED.search(ast.unparse(mark)) for mark in node.decorator_list):
@@ -127,7 +133,7 @@ def oversize(tree: ast.Module, unit: str) -> Complaints:
 
 def misplaced_calls(tree: ast.Module, unit: str) -> Complaints:
     """Waits for the device, peeks at attributes and reads of the environment outside their homes; globals."""
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         match node:
             case ast.Global():
                 yield f"line {node.lineno}: global: no module state"

@@ -1,9 +1,9 @@
-"""Run a batch and kill it at random moments, twenty times; prints how many lines the output had after each run.
+"""Run a batch and kill it at random moments, ten times; prints how many lines the output had after each run.
 
     python tests/serve/kill_batch.py MODEL IN OUT
 
 Each run is a fork of this process, which has imported everything, has generated once to load all kernels, and has
-started no thread: doing that in twenty new processes would take minutes.
+started no thread: doing that in new processes would take a minute.
 """
 
 import json
@@ -26,7 +26,7 @@ from peregrine.serve.batch import Batch, check_source
 from peregrine.serve.batch_engines import LocalEngine
 from peregrine.serve.batch_output import BatchOutput
 
-KILLS = 20
+KILLS = 10
 OPTIONS: dict[str, object] = {"drafter": "none", "num_pages": 400}
 
 

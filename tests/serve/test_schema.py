@@ -26,7 +26,7 @@ CHECKS = (
     response_schema_conformance,
     negative_data_rejection,
 )
-EXAMPLES = 25  # per operation and mode
+EXAMPLES = 15  # per operation and mode
 DESCRIPTION = make_app(Service("merlin", ServeConfig())).openapi()
 OPERATIONS = [found.ok() for found in schemathesis.openapi.from_dict(DESCRIPTION).get_all_operations()]
 

@@ -295,7 +295,7 @@ KINDS: dict[str, dict[str, object]] = {
 }
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(SCHEDULES)
 def test_any_schedule_changes_no_token(plan: dict[str, object]) -> None:
     first = int(plan["first"])  # type: ignore[call-overload]

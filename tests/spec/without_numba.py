@@ -23,8 +23,9 @@ def plain(model: str) -> list[list[int]]:
     return [tokens(run(engine, [case]))[0] for case in SOME]
 
 
-@pytest.mark.parametrize("guess", GUESSES)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("model", "guess"), [("dense", "chain"), ("dense", "tree"), ("mla", "tree"), ("experts", "chain")]
+)
 def test_speculation_and_batches_change_no_token(model: str, guess: str) -> None:
     assert not NUMBA_PRESENT
     any_plan = guess == "chain" and model == "mla"  # chains of any length that branch anywhere
