@@ -101,6 +101,10 @@ REFUSED: dict[str, dict[str, object]] = {
     "tools[0].function.strict": {"tools": [{"type": "function", "function": {"name": "a", "strict": "yes"}}]},
     "tools[1].function.parameters": {"tools": [LAND, tool_named("a", "{}")]},
     "tools[2].function.parameters": {"tools": [FLY, LAND, tool_named("a", {"type": "string"})]},
+    "tools[1].function.parameters ": {
+        "tools": [LAND, tool_named("a", {"properties": {"b": {"not": {}}}})],
+        "tool_choice": "required",
+    },
     "guided_json": {"guided_json": [1]},
     "guided_regex": {"guided_regex": "a+"},
     "tools[0].function.parameters": {"tools": [tool_named("deep", DEEP)]},
@@ -140,7 +144,7 @@ def test_only_allowed_tools_are_called(server: Served) -> None:
 @pytest.mark.parametrize("field", REFUSED)
 def test_refusals_name_the_field(http: httpx.Client, field: str) -> None:
     response = http.post("/v1/chat/completions", json={**ASKED, **REFUSED[field]})
-    assert (response.status_code, response.json()["error"]["param"]) == (400, field), response.text
+    assert (response.status_code, response.json()["error"]["param"]) == (400, field.strip()), response.text
 
 
 THINKING = """{% for m in messages %}<|user|>{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls }}{% endfor %}

@@ -118,8 +118,7 @@ class Gateway:
         """Compile the job's grammar, if it has one, in a thread: neither the event loop nor the engine waits for it."""
         if job.params[0].constraint is not None:
             with named_as_in(job.body):
-                compile, params = self.llm.engine.compile, job.params[0]
-                await self._compilers.run(lambda: [compile(params) for _ in range(job.size)])
+                await self._compilers.run(job.compile, self.llm)
 
     @contextlib.contextmanager
     def room(self, size: int, asked: int | None) -> Iterator[None]:

@@ -60,6 +60,21 @@ class Job:
         """Prompt and parameters of one generation."""
         return self.prompts[index // len(self.params)], self.params[index % len(self.params)]
 
+    def compile(self, llm: LLM) -> None:
+        """Compile the grammars of all generations, if they have one; RequestError names the tool that is to blame."""
+        try:
+            list(map(llm.engine.compile, [self.params[0]] * self.size))  # they are used at the same time, too
+        except RequestError:
+            for place, tool in enumerate(self.tools.described if self.tools is not None else ()):
+                function: Any = tool["function"]
+                if self.tools is not None and function["name"] in self.tools.held:
+                    try:
+                        llm.engine.compile(SamplingParams(json_schema=self.tools.schemas[function["name"]]))
+                    except RequestError as error:
+                        field = f"tools[{place}].function.parameters"
+                        raise RequestError(field, function.get("parameters"), error.problem, error.remedy) from None
+            raise
+
 
 @contextmanager
 def named_as_in(body: CompletionBody | ChatBody) -> Iterator[None]:

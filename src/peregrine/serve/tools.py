@@ -3,7 +3,7 @@
 import json
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -83,6 +83,11 @@ class ToolPlan:
         if self.named is not None:
             return self.schemas[self.named]
         return call_schema(self.schemas, self.most) if self.required else None
+
+    @property
+    def held(self) -> Collection[str]:
+        """The tools whose calls, if they are made, follow their schemas."""
+        return [self.named] if self.named is not None else self.schemas if self.required else self.strict
 
     @property
     def most(self) -> int | None:
