@@ -98,6 +98,12 @@ class EngineConfig:
         "D,W,N|auto",
     )
     windows: str = option("auto", "auto: each round has the windows that pay; fixed: always num_drafts", "auto|fixed")
+    confidence_threshold: float = option(
+        0.0,
+        "with a confidence head and fixed windows: verify drafts while the product of their confidences, between 0 "
+        "and 1, is at least this; 0: all, or where windows are auto those that pay",
+        "CHANCE",
+    )
     device: str = option("auto", "auto, cpu, cuda or cuda:INDEX", "DEVICE")
     dtype: str = option(
         "auto",
@@ -160,6 +166,12 @@ class EngineConfig:
         object.__setattr__(self, "host_cache", check_number("host_cache", self.host_cache, "GiB, such as 0, 0.5 or 64"))
         stall = check_number("max_stall_ms", self.max_stall_ms, "milliseconds, such as 20 or 100")
         object.__setattr__(self, "max_stall_ms", stall)
+        threshold = check_number("confidence_threshold", self.confidence_threshold, "0 to 1, such as 0.5")
+        object.__setattr__(self, "confidence_threshold", threshold)
+        if threshold > 1:
+            raise ConfigError(f"confidence_threshold={threshold:g}: is a product of chances; pass 0 to 1, such as 0.5")
+        if threshold and self.tree is not None:
+            raise ConfigError(f"confidence_threshold={threshold:g}: it shortens chains; leave tree out")
         if self.host_cache and not self.prefix_cache:
             raise ConfigError(f"host_cache={self.host_cache}: it extends the prefix cache; leave prefix_cache on")
         if self.windows not in ("auto", "fixed"):
@@ -170,6 +182,11 @@ class EngineConfig:
             raise ConfigError(f"page_size={self.page_size}: must be a power of two, such as 16, 32 or 64")
         if self.row_sizes is not None and (not self.row_sizes or max(self.row_sizes) < self.max_rows):
             raise ConfigError(f"row_sizes={self.row_sizes}: the largest must be at least max_rows={self.max_rows}")
+
+    @property
+    def ragged(self) -> bool:
+        """Whether the windows of a round may differ in length."""
+        return self.windows == "auto" or self.confidence_threshold > 0
 
     @property
     def depth(self) -> int:

@@ -1,6 +1,8 @@
 """DFlash and DSpark heads on a GPU, in bfloat16: tokens do not change, and a head that knows the model is accepted."""
 
 import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -12,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from gpu.random_models import HIDDEN, llama
 from gpu.test_identity import ALONE, build, cases, count_equal
+from peregrine.engine.ahead_planner import AheadCosts
 from peregrine.models.draft_heads import load_head, save_head
 from peregrine.models.loading import load_decoder
 from peregrine.train.block import fresh_block_head
@@ -61,6 +64,18 @@ def head_for(model: Path, kind: str) -> Path:
     return folder
 
 
+@pytest.fixture
+def no_waits() -> Iterator[Callable[[], None]]:
+    """Call it, and the host may not wait for the device, except for an event; torch raises where it would."""
+
+    def forbid() -> None:
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+
+    yield forbid
+    torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
 def test_blocks_change_none_of_50_000_tokens(kind: str) -> None:
     """Two kinds, 100,000 tokens."""
@@ -96,6 +111,28 @@ def test_any_plan_of_windows_changes_no_token() -> None:
     outputs = run(engine, some)
     count_equal("any plan", tokens(outputs), expected)
     assert accept_length(outputs) > 1.2  # 1.45 in float32 on a CPU
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.3, 1.0])
+def test_windows_by_confidence_change_no_token(threshold: float, no_waits: Callable[[], None]) -> None:
+    """Which drafts are verified is decided on the device by what the head says; the host waits for nothing."""
+    model, some = calm_llama(), cases(512)
+    expected = tokens(run(build(str(model)).engine, some))
+    head = {"drafter": str(head_for(model, "dspark")), "num_drafts": DRAFTS, "windows": "auto"}
+    engine = build(str(model), confidence_threshold=threshold, **head).engine  # type: ignore[arg-type]
+    assert engine.runner.ahead is not None
+    planner = engine.runner.ahead[0]
+    for rows, costs in planner.costs.by_rows.items():  # beside a model as small as this, drafts would never pay
+        cheap = replace(costs, verify=tuple(1 + 0.05 * size for size in costs.sizes), draft=(0.0, 0.2))
+        planner.costs = AheadCosts({**planner.costs.by_rows, rows: cheap})
+    run(engine, some[:24])  # kernels are compiled, and buffers made, at their first use
+    no_waits()
+    outputs = run(engine, some)
+    count_equal(f"threshold {threshold:g}", tokens(outputs), expected)
+    drafted = sum(output.stats.drafted for output in outputs)
+    print(f"threshold {threshold:g}: {accept_length(outputs):.2f} tokens a round, {drafted} drafts verified")
+    print(f"  windows {sorted(planner.record.windows.items())}, rounds {dict(planner.record.rounds)}")
+    assert (drafted > 0) == (threshold < 1.0)
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "dflash", "dspark"])

@@ -17,6 +17,7 @@ from kernels.compile_experts import RMSNorm, compile_experts
 from kernels.exact_sampling import Params, sampling_of
 from peregrine.kernels.linear.tiles import WIDE_OUTPUTS
 from peregrine.kernels.runtime import gpu
+from peregrine.spec.windows import WindowBuffer
 
 H200 = GPUTarget("cuda", 90, 32)
 POINTERS = {
@@ -57,7 +58,14 @@ def compile_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **option
 
 def compile_rounds() -> None:
     """Every kernel of a round outside the models, for a batch of one row and for one of several."""
-    from peregrine.kernels.round import drafts_triton, ngram_triton, places_triton, tree_triton, verdict_triton
+    from peregrine.kernels.round import (
+        allot_triton,
+        drafts_triton,
+        ngram_triton,
+        places_triton,
+        tree_triton,
+        verdict_triton,
+    )
     from peregrine.kernels.round.tree import Frontier, Growth
     from peregrine.kernels.round.verdict import Ends, Nodes, Verdict
     from peregrine.kernels.sampling import filters_triton as filters_gpu
@@ -101,6 +109,9 @@ def compile_rounds() -> None:
         places_triton.path_places(whole(rows), whole(rows), history, table, page_size, depth + 1, 1, places)
         places_triton.ahead_places(whole(rows), table, page_size, 0, depth, width, places)
         ngram_triton.find_repeats(history, whole(rows), depth, 4, 2)
+        buffer = WindowBuffer(rows, rows * nodes, nodes, torch.device("cpu"))
+        said, odds = torch.zeros(rows, depth), torch.zeros(rows, depth, 11)
+        allot_triton.allot_windows(said, odds, torch.zeros(10), *buffer.tensors)
         store = torch.zeros(2, 64, 8, 128, dtype=torch.bfloat16)
         drafts_triton.move_path([store, store], whole(rows), verdict, table, page_size)
         drafts_triton.keep_drafts(out, whole(rows), whole(rows), out[:, 1:], depth, [])

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from struct import unpack_from
 from typing import Any
 
 import pytest
@@ -9,9 +10,12 @@ import torch
 
 from peregrine.engine.sources import FolderSource
 from peregrine.errors import ConfigError, PeregrineError
+from peregrine.kernels.runtime.cpu_graph import CpuGraph, record_at_once
 from peregrine.sampling import SamplingParams
+from peregrine.spec.block import BlockDrafter
 from spec.block_heads import BLOCK, BlockReference, block_head, calm_model
 from spec.harness import VOCAB, Case, accept_length, build, cases, prompts, run, tiny_model, tokens
+from spec.test_embedded import body
 
 HEADS: dict[str, dict[str, Any]] = {
     "dflash": {},
@@ -78,6 +82,27 @@ def test_no_token_changes(name: str) -> None:
     assert tokens(run(build(max_rows=4, **options).engine, some)) == plain
 
 
+@pytest.mark.parametrize("fields", [{}, {"markov": "vanilla", "confidence": True}], ids=["dflash", "dspark"])
+def test_all_drafts_of_a_block_are_one_replay(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, of several rows, from the block's forward to the last pick; and so is reading the path before it."""
+    pytest.importorskip("numba")
+    made: list[CpuGraph] = []
+    record = CpuGraph.__init__
+
+    def note(graph: CpuGraph, *arguments: object) -> None:
+        record(graph, *arguments)  # type: ignore[arg-type]
+        made.append(graph)
+
+    monkeypatch.setattr(CpuGraph, "__init__", note)
+    head = block_head("speculators", draft_vocab=256, **fields)  # whole panels, as those of real models
+    with record_at_once():
+        run(build(drafter=str(head), num_drafts=6, max_rows=3).engine, greedy(3, max_tokens=4))
+    picks = [[unpack_from("q", words)[0] for _, words, _ in graph._replay._calls] for graph in made]
+    counts = [calls.count(body("sampling", "_choose_nodes")) for calls in picks]
+    assert set(counts) == {0, 6}
+    assert all(graph.complete for graph in made)
+
+
 def test_accepted_blocks_change_no_token() -> None:
     some = cases(10, max_tokens=48, seed=78)
     plain = tokens(run(build(calm_model()).engine, some))
@@ -130,7 +155,19 @@ def test_trees_hold_the_chain_and_change_no_token(name: str) -> None:
     """At temperature 0 a tree's likeliest path is the chain, so its drafts are among the tree's."""
     head, given = HEADS[name], str(block_head(**HEADS[name]))
     some = cases(6, max_tokens=20, seed=79)
-    assert tokens(run(build(drafter=given, tree=(4, 3, 20)).engine, some)) == tokens(run(build().engine, some))
+    engine, blocks = build(drafter=given, tree=(6, 8, 64)).engine, 0
+    drafter = engine.runner.drafter
+    assert isinstance(drafter, BlockDrafter)
+    forward = drafter.head.forward
+
+    def counted(*given: Any) -> torch.Tensor:
+        nonlocal blocks
+        blocks += 1
+        return forward(*given)
+
+    drafter.head.forward = counted  # type: ignore[method-assign]
+    assert tokens(run(engine, some)) == tokens(run(build().engine, some))
+    assert 0 < blocks <= engine.runner.launched, "64 nodes, and one forward a round"
     reference = BlockReference.of(Path(given), tiny_model(), head.get("markov"))
     for text, drafts in offered({"drafter": given, "tree": (3, 4, 28)}, greedy(2, 6), tiny_model()):
         assert reference.drafts(text, 3)[0] in drafts[:4]  # children of the newest token come first

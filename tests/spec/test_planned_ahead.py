@@ -69,7 +69,8 @@ def test_rows_with_grammars_come_and_go() -> None:
 
 def test_block_heads() -> None:
     expected = tokens(run(build(calm_model()).engine, SOME[:4]))
-    engine, _ = ahead(3, model=calm_model(), drafter=str(block_head("deepspec", "vanilla")), num_drafts=4)
+    options = {"drafter": str(block_head("deepspec", "vanilla", True)), "confidence_threshold": 1e-9}
+    engine, _ = ahead(3, model=calm_model(), num_drafts=4, **options)
     assert tokens(run(engine, SOME[:4])) == expected
 
 
@@ -95,9 +96,12 @@ def test_a_perfect_drafter_stays_perfect() -> None:
 @needs_interpreter
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_on_the_kernels_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    some = harness_cases(2, max_tokens=3, seed=7)
-    expected = tokens(run(build().engine, some))
-    engine, _ = ahead(5, attention="triton", **DRAFTERS["eagle3"])
+    """A head with confidences: the device chooses the windows itself."""
+    some = harness_cases(2, max_tokens=2, seed=7)
+    expected = tokens(run(build(calm_model()).engine, some))
+    drafter = str(block_head("deepspec", "vanilla", confidence=True))
+    options = {"drafter": drafter, "num_drafts": 2, "confidence_threshold": 1e-9}
+    engine, _ = ahead(5, model=calm_model(), attention="triton", **options)
     send_to_triton(monkeypatch)
     with torch.inference_mode():
         assert tokens(run(engine, some)) == expected

@@ -3,8 +3,12 @@
 When round n + 1 is queued, the host knows the verdicts up to round n - 1 and the depth to which round n drafts, not its
 drafts. So the chance of a draft follows from its depth and from how often drafts of that request were right. A plan
 is kept for some rounds while the rows stay the same. Plans change speed, never a token.
+
+Of a drafter with a confidence head, the host chooses how many tokens a round verifies, by what was said of the last
+drafts it knows, and the device which ones, by what is said of those to be verified.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
@@ -14,8 +18,9 @@ import numpy as np
 from peregrine.engine.planning import PlanRecord
 from peregrine.engine.request import Request
 from peregrine.kernels.round import HEADER
-from peregrine.spec.ahead import Choice, RowCosts, allot, choose_size, size_of_drafts, window_width
+from peregrine.spec.ahead import Choice, RowCosts, allot, choose_size, size_of_drafts, token_sizes, window_width
 from peregrine.spec.odds import DepthOdds, Floats, Ints
+from peregrine.spec.said_odds import SaidOdds
 
 KEPT, MOST_KEPT = 8, 32  # rounds until a plan is made anew; doubled each time it comes out the same
 PROBE_EVERY = 256  # rounds between probes; the first ones follow each other sooner
@@ -33,6 +38,8 @@ class AheadPlan:
     lines: Ints  # each request's line in the tables of odds
     sampled: Ints  # 1 for requests with a temperature
     expected: float  # tokens that the round should give
+    odds: Floats | None = None  # [R, K, ranges]; given, the device chooses the windows by them and by what was said
+    drafted: int = 0  # drafts of each row that exist
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +65,10 @@ class AheadCosts:
 class AheadPlanner:
     """Plans rounds, and learns the odds from their verdicts."""
 
-    def __init__(self, depth: int, costs: AheadCosts, looks_up: bool = False) -> None:
+    def __init__(self, depth: int, costs: AheadCosts, looks_up: bool = False, says: bool = False) -> None:
         self.depth, self.costs = depth, costs
         self.looks_up = looks_up  # drafts come from a look-up; only the device knows whether it found any
-        self.odds = DepthOdds(depth)
+        self.odds = SaidOdds(depth) if says else DepthOdds(depth)
         self.record = PlanRecord()
         self.drafted = 0  # how deep the round that was queued last drafts
         self._requests: list[Request] = []
@@ -73,7 +80,7 @@ class AheadPlanner:
         self._kept = KEPT
         self._num_rows = 0  # R of the choice
         self._probing = False  # the last round drafted deeper, for a probe
-        self._read: list[tuple[AheadPlan, Ints]] = []  # verdicts that the odds have not learnt from yet
+        self._read: list[tuple[AheadPlan, Ints, Floats | None]] = []  # verdicts that the odds have not learnt from yet
 
     @property
     def calibration_error(self) -> float:
@@ -101,7 +108,7 @@ class AheadPlanner:
             same = before is not None and (before.tokens, before.depth) == (self._choice.tokens, self._choice.depth)
             self._kept = min(MOST_KEPT, 2 * self._kept) if same else KEPT
             self._due = self._rounds + self._kept
-        plan = self._fit(costs, survivals, self._choice, probe)
+        plan = self._fit(costs, survivals.mean(axis=0), self._choice, probe)
         self._plan = plan if plan.depth == self.drafted == self._choice.depth else None
         self.drafted = plan.depth
         return plan
@@ -115,17 +122,32 @@ class AheadPlanner:
         self._caps = np.array([self.depth if cap is None else cap for cap in asked])
 
     def _survivals(self, rows: int) -> Floats:
-        """[R, K]: the chance that a draft and all before it are right; 0 in padding and past a request's num_drafts."""
-        found = np.zeros((rows, self.depth))
-        chances = self.odds.chances(self._lines, self._sampled, hope=True)
-        chances[np.arange(self.depth) >= self._caps[:, None]] = 0.0
-        np.cumprod(chances, axis=1, out=found[: len(chances)])
+        """The chance that a draft and all before it are right; 0 in padding and past a request's num_drafts.
+
+        [S, R, K]: of several rounds such as the last ones, where the drafter says how sure it is; else S is 1.
+        """
+        if isinstance(self.odds, SaidOdds):
+            chances = self.odds.recent(self._lines, self._sampled)
+        else:
+            chances = self.odds.chances(self._lines, self._sampled, hope=True)[None]
+        chances[:, np.arange(self.depth) >= self._caps[:, None]] = 0.0
+        found = np.zeros((len(chances), rows, self.depth))
+        np.cumprod(chances, axis=2, out=found[:, : len(self._lines)])
         return found
+
+    def _table(self, rows: int, probed: range = range(0)) -> Floats | None:
+        """What the device chooses windows by; None: the plan's own are taken. Drafts of the probed rows come first."""
+        if not isinstance(self.odds, SaidOdds):
+            return None
+        table = self.odds.table(self._lines, self._sampled)
+        table[probed] = 1.0
+        table[np.arange(self.depth) >= self._caps[:, None]] = 0.0
+        return np.concatenate((table, np.zeros((rows - len(table), *table.shape[1:]))))
 
     def _fit(self, costs: RowCosts, survivals: Floats, choice: Choice, probe: bool) -> AheadPlan:
         """The plan of this round: which of the last round's drafts it verifies, and how deep it drafts itself."""
         tokens, rows, drafted = choice.tokens, len(survivals), self.drafted
-        wanted = survivals
+        wanted, some = survivals, range(0)
         if self._probing:  # drafts of a probe are verified, whether they seem to pay or not
             wanted, every = survivals.copy(), min(PROBED, len(self._requests))
             some = range(self._probes % every, len(self._requests), every)
@@ -146,34 +168,82 @@ class AheadPlanner:
                 depth, self._probing = deeper[0] if depth else deeper[min(len(deeper), 2) - 1], True
         read = np.arange(self.depth) < np.array(lens)[:, None] - 1
         expected = len(self._requests) + float(survivals[read].sum())
-        return AheadPlan(rows, tokens, lens, depth, self._lines, self._sampled, expected)
+        return AheadPlan(
+            rows, tokens, lens, depth, self._lines, self._sampled, expected, self._table(rows, some), drafted
+        )
 
-    def learn(self, plan: AheadPlan, table: Ints) -> None:
-        """Keep a round's verdicts for `_learn`: [R, columns], the first four accept, correct, drafted and finish."""
-        self._read.append((plan, table[: len(plan.lines), :HEADER].copy()))
+    def learn(self, plan: AheadPlan, table: Ints, said: Floats | None = None) -> None:
+        """Keep a round's verdicts for `_learn`: [R, columns], the first four accept, correct, drafted and finish.
+
+        What the drafter said of the drafts [R, K] is kept with them.
+        """
+        count = len(plan.lines)
+        self._read.append((plan, table[:count, :HEADER].copy(), None if said is None else said[:count].copy()))
 
     def _learn(self) -> None:
         """Let the odds learn from all kept verdicts; rounds of the same rows are one call."""
         for _, group in groupby(self._read, key=lambda one: id(one[0].lines)):
             rounds = list(group)
-            first, tables = rounds[0][0], np.stack([table for _, table in rounds])
+            first, tables = rounds[0][0], np.stack([table for _, table, _ in rounds])
             accept, correct, drafted, finish = tables.transpose(2, 0, 1)
             verified, ended = np.minimum(drafted, self.depth), (finish != 0).astype(np.int64)
             if self.looks_up:  # a draft that was not found counts as a wrong one
-                verified = np.array([plan.lens[: len(plan.lines)] for plan, _ in rounds]) - 1
-            self.odds.learn(first.lines, first.sampled, verified, correct, ended)
+                verified = np.array([plan.lens[: len(plan.lines)] for plan, _, _ in rounds]) - 1
+            said = [line for _, _, line in rounds if line is not None]
+            if isinstance(self.odds, SaidOdds) and said:
+                made = [plan.drafted > 0 for plan, _, _ in rounds]
+                self.odds.hear(first.lines, first.sampled, (verified, correct, ended), np.stack(said), made)
+            else:
+                self.odds.learn(first.lines, first.sampled, verified, correct, ended)
             self.record.tokens += int(accept.sum())
         for _, group in groupby(self._read, key=lambda one: id(one[0])):
             same = list(group)
-            self._count(same[0][0], len(same))
+            self._count_rounds(same[0][0], [table for _, table, _ in same])
         self._read.clear()
 
-    def _count(self, plan: AheadPlan, rounds: int) -> None:
+    def _count_rounds(self, plan: AheadPlan, tables: list[Ints]) -> None:
         """Count rounds of this plan for metrics."""
-        record = self.record
-        for length, rows in enumerate(np.bincount(plan.lens[: len(plan.lines)])):
-            if rows:
-                record.windows[length] += rounds * int(rows)
-        kind = "plain" if plan.tokens == plan.rows else "drafts" if min(plan.lens) > 1 else "mixed"
+        record, lens, rounds = self.record, np.array([plan.lens[: len(plan.lines)]]), len(tables)
+        if plan.odds is not None:  # the device chose them
+            lens = 1 + np.stack([table[:, 2] for table in tables])
+        for length, count in enumerate(np.bincount(lens.ravel())):
+            if count:
+                record.windows[length] += rounds // len(lens) * int(count)
+        kind = "plain" if plan.tokens == plan.rows else "drafts" if lens.min() > 1 else "mixed"
         record.rounds[kind] += rounds
         record.expected_tokens += rounds * plan.expected
+
+
+class ThresholdPlanner(AheadPlanner):
+    """No plan by costs: all rows draft, and windows have the drafts whose confidence is above a threshold.
+
+    The drafter offers no others. How many there are is known two rounds late, so a round verifies as many tokens as any
+    of the last rounds would have taken, rounded up to a recorded size; what is left out is least likely to be right.
+    """
+
+    def __init__(self, depth: int, threshold: float) -> None:
+        super().__init__(depth, AheadCosts({}), says=True)
+        self.threshold = threshold
+        self._usual = depth  # drafts above it of a request of which nothing is known yet
+
+    def plan(self, requests: list[Request], rows: int) -> AheadPlan:
+        self._rounds += 1
+        if requests != self._requests:
+            self._seat(requests)
+        kept = self._plan
+        if kept is not None and kept.rows == rows and self._rounds < self._due:
+            return kept
+        self._learn()
+        assert isinstance(self.odds, SaidOdds)
+        counts = np.minimum(self.odds.count_above(self._lines, self.threshold, self._usual), self._caps)
+        self._usual = math.ceil(counts.mean())
+        wanted, survivals = rows + int(counts.sum(axis=1).max()), self._survivals(rows).mean(axis=0)
+        sizes = token_sizes(rows, self.depth)
+        tokens = next((size for size in sizes if size >= wanted), sizes[-1])
+        lens = allot(survivals, self.depth, tokens, window_width(rows, tokens, self.depth))
+        offered = np.arange(self.depth) < counts.mean(axis=0)[:, None]
+        expected = len(requests) + float(survivals[: len(requests)][offered].sum())
+        table, self.drafted, self._due = self._table(rows), self.depth, self._rounds + KEPT
+        found = rows, tokens, lens, self.depth, self._lines, self._sampled, expected, table, self.depth
+        self._plan = AheadPlan(*found)
+        return self._plan

@@ -15,17 +15,19 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from peregrine.engine.ahead_planner import AheadCosts, AheadPlan
 from peregrine.engine.graphs import Graphs
-from peregrine.kernels.round import Verdict
+from peregrine.kernels.round import Verdict, allot_windows
 from peregrine.kernels.sampling import Features
 from peregrine.spec.ahead import RowCosts, token_sizes, window_width
 from peregrine.spec.bound import BoundModel
 from peregrine.spec.judge import Judge
 from peregrine.spec.links import Branched
+from peregrine.spec.odds import EDGES, Floats
 from peregrine.spec.round import Logprobs, Verified, decide, seen_by, verify
 from peregrine.spec.state import Rows, SeatState
 from peregrine.spec.types import PartedDrafter
@@ -58,11 +60,15 @@ class AheadRounds:
         self._nobody = torch.zeros(0, dtype=torch.int64, device=seats.device)
         self._buffers: dict[tuple[int, int], WindowBuffer] = {}
         self._hidden: Tensor | None = None  # [R, H] of each row's last token: `read` writes it, `draft` begins with it
+        # Where the drafter says how likely its drafts are, the device chooses the windows, by odds from the host.
+        self._edges = torch.tensor(EDGES, dtype=torch.float32, device=seats.device)
+        self._odds = torch.zeros(seats.count, seats.shape.depth, len(EDGES) + 1, device=seats.device)
+        self._written: object = None  # the odds, or windows, that were written last
 
     def run(self, plan: AheadPlan, features: Features, graphs: Graphs[Any] | None) -> tuple[Verdict, Logprobs | None]:
         """Queue a round; `graphs` is None where nothing is recorded."""
         rows, tokens = plan.rows, plan.tokens
-        self.buffer(rows, tokens).write(plan.lens)
+        self._write(rows, tokens, plan.lens, plan.odds)
         if graphs is None:
             verified = self.verify(rows, tokens)
             result = self.decide(verified, rows, features)
@@ -80,13 +86,30 @@ class AheadRounds:
 
     def clip(self, plan: AheadPlan) -> None:
         """Withdraw drafts that the plan does not verify. The round does this too; call it if they are needed sooner."""
-        buffer = self.buffer(plan.rows, plan.tokens)
-        buffer.write(plan.lens)
-        self._clip(buffer)
+        self._write(plan.rows, plan.tokens, plan.lens, plan.odds)
+        self._clip(self.buffer(plan.rows, plan.tokens))
+
+    def _write(self, rows: int, tokens: int, lens: Sequence[int], odds: Floats | None = None) -> None:
+        """Set the windows of the rounds queued from now on: their lengths, or the odds by which the device chooses."""
+        if not self.seats.shape.says:
+            self.buffer(rows, tokens).write(lens)
+            return
+        given = lens if odds is None else odds
+        if self._written is given:
+            return
+        if odds is None:  # the device takes these windows, if all their drafts are certain and no others are possible
+            taken = np.arange(self._odds.shape[1]) < np.array(lens)[:, None] - 1
+            odds = np.repeat(taken[:, :, None], self._odds.shape[2], axis=2)
+        values = torch.from_numpy(odds.astype(np.float32))
+        self._odds[:rows].copy_(values.pin_memory() if self._odds.is_cuda else values, non_blocking=True)
+        self._written = given
 
     def _clip(self, buffer: WindowBuffer) -> None:
-        offered = self.seats.view(self._rows(buffer.rows, buffer.width)).offered
-        torch.minimum(offered, buffer.windows.deepest, out=offered)
+        """Choose the windows, where the device does; offer no draft that is in none."""
+        state = self.seats.view(self._rows(buffer.rows, buffer.width))
+        if state.said is not None:
+            allot_windows(state.said, self._odds[: buffer.rows], self._edges, *buffer.tensors)
+        torch.minimum(state.offered, buffer.windows.deepest, out=state.offered)
 
     def buffer(self, rows: int, tokens: int) -> WindowBuffer:
         """The buffer of windows of this size."""
@@ -149,7 +172,7 @@ class AheadRounds:
         def verify() -> None:
             passed[:] = [self.verify(rows, tokens)]
 
-        self.buffer(rows, tokens).write(even(rows, tokens))
+        self._write(rows, tokens, even(rows, tokens))
         yield graphs.record(("verify", rows, tokens), verify)
         graphs.replay(("verify", rows, tokens))  # what follows reads its results
         for variant in self.variants:
@@ -170,7 +193,7 @@ class AheadRounds:
 
         def verify_ms(tokens: int) -> tuple[float, float, float]:
             """Milliseconds of one size: (verify and decide, read without drafting, read before drafting)."""
-            self.buffer(rows, tokens).write(even(rows, tokens))
+            self._write(rows, tokens, even(rows, tokens))
             if graphs is not None:
                 keys = ("verify", rows, tokens), ("decide", rows, tokens, plain)
                 judged = clock(lambda: [graphs.replay(key) for key in keys])

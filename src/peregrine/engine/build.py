@@ -121,7 +121,7 @@ def _build(asked: EngineConfig, device: torch.device, start_ranks: Callable[[], 
     name = decisions.take("drafter", pick_drafter(asked, source))
     dtype = decisions.take("dtype", pick_dtype(asked, device, source, round_rows(asked, name)))
     # What cannot be served is refused before anything large is loaded.
-    load_drafter = source.drafter(name, (asked.num_drafts, asked.tree))
+    load_drafter = source.drafter(name, (asked.num_drafts, asked.tree, asked.confidence_threshold))
     max_len = decisions.take("max_len", pick_max_len(asked, source.config))
     defaults = pick_sampling_defaults(asked, source, decisions)
     tokenizer = source.tokenizer()
@@ -162,7 +162,7 @@ def _build(asked: EngineConfig, device: torch.device, start_ranks: Callable[[], 
         backend, timed = choose_kernels(bound, window_shapes(asked, draft, policy.row_sizes or (1, policy.max_rows)))
         decisions.made.append(timed)
     num_seats = max(policy.row_sizes or (policy.max_rows,))
-    options = RoundOptions(asked.depth, asked.tree, num_seats, max_len, asked.simulate_accept)
+    options = RoundOptions.of(asked, num_seats, max_len)
     rounds = make_rounds(target, draft, stores, backend, options)
     ledger = make_ledger(asked, stores, ranks, int(rounds.drafter.reads_next_token), decisions)
     engine = assemble(asked, rounds, tokenizer, policy, ledger, tree)

@@ -161,7 +161,7 @@ def pick_max_rows(
         return min(CPU_ROWS, most), "rows share the cores"
     tokens = int(free * GPU_SHARE / token_bytes) if asked.num_pages is None else asked.num_pages * asked.page_size
     nodes: float = asked.depth + 1 if asked.tree is None else asked.tree.nodes
-    if asked.windows == "auto" and asked.tree is None:
+    if asked.ragged and asked.tree is None:
         nodes = min(nodes, MAX_SHARE)
     round_bytes = nodes * config.vocab_size * 4 * ROUND_LOGITS
     room = min(tokens // min(max_len, ROW_TOKENS), int(free * (1 - GPU_SHARE) / round_bytes))

@@ -63,7 +63,7 @@ def window_shapes(asked: EngineConfig, draft: DraftSource, row_sizes: Sequence[i
     """
     depth = asked.depth
     q_lens = {1: False}
-    if asked.windows == "auto":  # windows differ in length: only one token alone is always the same
+    if asked.ragged:  # windows differ in length: only one token alone is always the same
         return {(rows, 1): False for rows in sorted(row_sizes)}
     if draft.network is not None:
         q_lens[depth + 2 if isinstance(draft.network, Decoder) else depth + 1] = False

@@ -17,7 +17,7 @@ from peregrine.attention.backend import AttentionBackend
 from peregrine.attention.metadata import AttentionMetadata
 from peregrine.attention.window import Window
 from peregrine.cache.store import KVStore
-from peregrine.config import TreeShape
+from peregrine.config import EngineConfig, TreeShape
 from peregrine.hardware import upload
 from peregrine.kernels.round import Verdict
 from peregrine.kernels.sampling import Features
@@ -30,7 +30,7 @@ from peregrine.spec.round import Logprobs, Mark, Verified, decide, no_mark, prop
 from peregrine.spec.state import Rows, SeatState
 from peregrine.spec.suffix import SuffixDrafter
 from peregrine.spec.types import Chunk, Drafter
-from peregrine.spec.windows import Plan
+from peregrine.spec.windows import Offered, Plan
 from peregrine.synthetic.judge import SimulatedJudge
 
 IntArray = npt.NDArray[np.int64]
@@ -49,6 +49,12 @@ class RoundOptions:
     num_seats: int
     max_len: int
     simulate_accept: float | None
+    threshold: float | None  # of confidence; None: what heads say of drafts is not asked for
+
+    @staticmethod
+    def of(asked: EngineConfig, num_seats: int, max_len: int) -> "RoundOptions":
+        threshold = asked.confidence_threshold if asked.ragged else None
+        return RoundOptions(asked.depth, asked.tree, num_seats, max_len, asked.simulate_accept, threshold)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +88,11 @@ class ChunkInputs:
 class Rounds:
     """The target, the drafter, the judge and the seats, and the calls that run them on every rank."""
 
-    def __init__(self, target: BoundModel, drafter: Drafter, judge: Judge, seats: SeatState) -> None:
+    def __init__(
+        self, target: BoundModel, drafter: Drafter, judge: Judge, seats: SeatState, trims: bool = False
+    ) -> None:
         self.target, self.drafter, self.judge, self.seats = target, drafter, judge, seats
+        self.trims = trims  # without a plan, windows end with the drafts that are offered, which the host can see
         self.ranks, self.device = target.ranks, seats.device
         self.begun: tuple[Verified, Plan | None] | None = None  # a round in two parts, of which the first is done
 
@@ -93,24 +102,25 @@ class Rounds:
     ) -> "Rounds":
         """The parts of this rank on its stores, the target's first."""
         target, ranks = BoundModel(model, model.layer_attention(), stores[0], backend), model.ranks
-        drafter = make_drafter(draft, options.depth, options.tree, stores[-1], backend)
+        drafter = make_drafter(draft, options.depth, options.tree, stores[-1], backend, options.threshold)
         device, page_size = stores[0].keys.device, stores[0].page_size
         seats = SeatState(options.num_seats, drafter.shape, options.max_len, page_size, device, ranks)
         accept = options.simulate_accept
         verdicts: Judge = judge if accept is None else SimulatedJudge(accept, drafter.shape.depth, device)
-        return Rounds(target, drafter, verdicts, seats)
+        return Rounds(target, drafter, verdicts, seats, trims=bool(options.threshold) and device.type == "cpu")
 
     @led
     def run(
         self, rows: Rows, features: Features, plan: Plan | None = None, *, mark: Mark = no_mark
     ) -> tuple[Verdict, Logprobs | None]:
         """One round; see `run_round`."""
-        return run_round(self.target, self.drafter, self.judge, self.seats, rows, self._own(features), mark, plan)
+        parts, read = (self.target, self.drafter, self.judge, self.seats), plan or self._offered(rows)
+        return run_round(*parts, rows, self._own(features), mark, read)
 
     @led
     def verify(self, rows: Rows, plan: Plan | None = None) -> Verified:
         """The first part of a round."""
-        verified = verify(self.target, self.drafter, self.seats, rows, plan)
+        verified = verify(self.target, self.drafter, self.seats, rows, plan or self._offered(rows))
         self.begun = verified, plan
         return verified
 
@@ -152,6 +162,12 @@ class Rounds:
         """Let the drafter, which looks answers up, know a finished one."""
         assert isinstance(self.drafter, SuffixDrafter)
         self.drafter.learn(answer)
+
+    def _offered(self, rows: Rows) -> Offered | None:
+        """Windows of the drafts that are offered, if they are read so; every rank sees the same."""
+        if not self.trims:
+            return None
+        return Offered(tuple(1 + drafts for drafts in self.seats.view(rows).offered.tolist()))
 
     def _own(self, features: Features) -> Features:
         """What this rank computes: log-probabilities are rank 0's alone."""

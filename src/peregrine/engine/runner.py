@@ -24,7 +24,7 @@ from peregrine.engine.round_costs import RoundTimes, times_of
 from peregrine.engine.round_plan import RoundPlan
 from peregrine.engine.round_result import RoundResult, extras_of
 from peregrine.engine.rounds import Rounds
-from peregrine.grammar import Matcher, Window
+from peregrine.grammar import Window
 from peregrine.kernels.round import Verdict
 from peregrine.kernels.sampling import Features
 from peregrine.sampling import MAX_LOGPROBS
@@ -53,6 +53,7 @@ class RoundInFlight:
     logprobs: tuple[Tensor, Tensor, Tensor] | None
     windows: Tensor | None  # [R, 3, T] i64 on the host: tokens, parents, offered or not; for report_drafts
     ready: torch.cuda.Event | None
+    said: Tensor | None  # [R, K] on the host: what the drafter said of the drafts, for plans made ahead
     planned: tuple[RoundPlan, RoundTimes] | AheadPlan | None
 
 
@@ -138,6 +139,8 @@ class Runner:
         windows = None
         ahead = self.ahead
         foreseen = None if ahead is None or features.masked else ahead[0].plan(requests, rows.count)
+        said = None if foreseen is None else self.seats.view(rows).said
+        said = None if said is None else self._to_host(said if said.is_cuda else said.clone())
         first = self.first if self.first and self.first.serves(requests, features) and not self.eager else None
         if features.masked or any(r.params.report_drafts for r in requests):
             if ahead is not None and foreseen is not None:
@@ -146,8 +149,7 @@ class Runner:
         if features.masked and windows is not None:
             if ahead is not None:
                 ahead[0].drafted = (self.masked_nodes or 1) - 1
-            matchers = [request.matcher for request in requests]
-            verdict, logprobs = self._masked_round(matchers, windows, rows, features, catch_up, plan)
+            verdict, logprobs = self._masked_round(requests, windows, rows, features, catch_up, plan)
         elif first is not None:
             foreseen = None if foreseen is None else replace(foreseen, tokens=1, lens=[1])
             verdict, logprobs = first.replay(features, foreseen)
@@ -168,7 +170,7 @@ class Runner:
             self.planner.note_rest(repeated)
         elif plan is not None:
             planned = plan, self._times(plan, began, planned_at)
-        self.in_flight.append(RoundInFlight(list(requests), packed, values, windows, ready, planned))
+        self.in_flight.append(RoundInFlight(list(requests), packed, values, windows, ready, said, planned))
         self.launched += 1
         self.mark("launched")
 
@@ -215,7 +217,7 @@ class Runner:
 
     def _masked_round(
         self,
-        matchers: list[Matcher | None],
+        requests: list[Request],
         windows: Tensor,
         rows: Rows,
         features: Features,
@@ -236,8 +238,8 @@ class Runner:
             copied.synchronize()
         if self._masks is None:
             self._masks = MaskWriter(self.seats, self.target.decoder.config.vocab_size)
-        of_pads = [None] * (rows.count - len(matchers))
-        self._masks.write([*matchers, *of_pads], [Window(*window) for window in windows.tolist()])
+        of_pads = [None] * (rows.count - len(requests))
+        self._masks.write([*(r.matcher for r in requests), *of_pads], [Window(*window) for window in windows.tolist()])
         self.mark("settle")
         if recorded is None:
             return self._settle(rows, features)
@@ -254,9 +256,8 @@ class Runner:
     def _replay(self, rows: Rows, features: Features) -> tuple[Verdict, Logprobs | None]:
         """Replay the cheapest recorded variant that covers the features."""
         assert self.graphs is not None
-        result: tuple[Verdict, Logprobs | None] = self.graphs.replay(
-            (rows, next(v for v in VARIANTS if v.covers(features)))
-        )
+        variant = next(v for v in VARIANTS if v.covers(features))
+        result: tuple[Verdict, Logprobs | None] = self.graphs.replay((rows, variant))
         return result
 
     def _to_host(self, value: Tensor) -> Tensor:
@@ -278,7 +279,7 @@ class Runner:
         requests, verdict = flight.requests, flight.verdict[: len(flight.requests)].numpy()  # pads come last
         lines, accept = verdict.tolist(), verdict[:, 0]
         if isinstance(flight.planned, AheadPlan) and self.ahead is not None:
-            self.ahead[0].learn(flight.planned, verdict)
+            self.ahead[0].learn(flight.planned, verdict, None if flight.said is None else flight.said.numpy())
         elif isinstance(flight.planned, tuple) and self.planner is not None:
             (plan, times), began = flight.planned, time.perf_counter()
             self.planner.learn(plan, lines, times)

@@ -80,7 +80,7 @@ class FolderSource:
             return "mtp", "the checkpoint has a prediction layer"
         return "none", "the model's folder has no head; ask for ngram or a folder to speculate"
 
-    def drafter(self, name: str, depth: AskedDepth = (None, None)) -> LoadDrafter:
+    def drafter(self, name: str, depth: AskedDepth = (None, None, 0.0)) -> LoadDrafter:
         """The drafter of this name or folder, checked against the model; its weights are loaded by a call."""
         return find_drafter(name, self.weights, self.config, depth)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from peregrine.config import FIXED_DRAFTS, Decision, EngineConfig
-from peregrine.engine.ahead_planner import AheadCosts, AheadPlanner
+from peregrine.engine.ahead_planner import AheadCosts, AheadPlanner, ThresholdPlanner
 from peregrine.engine.ahead_rounds import AheadRounds
 from peregrine.engine.choices import pick_graphs
 from peregrine.engine.planning import WindowPlanner
@@ -66,6 +66,8 @@ def pick_windows(asked: EngineConfig, draft: DraftSource, device: torch.device) 
     """Whether windows are planned in every round or have a fixed shape, and why."""
     if asked.windows == FIXED:
         return FIXED, "asked for"
+    if asked.confidence_threshold:
+        return FIXED, f"drafts above confidence_threshold={asked.confidence_threshold:g} are verified, not what pays"
     ahead = pick_graphs(asked, device)[0]
     for hinders, because in (
         (draft.name == "none", "there is no drafter"),
@@ -129,11 +131,15 @@ def add_planner(asked: EngineConfig, runner: Runner, draft: DraftSource) -> list
 
 
 def plan_ahead(asked: EngineConfig, runner: Runner, draft: DraftSource) -> None:
-    """If windows are planned, let the runner record rounds in parts; `time_ahead` times these afterwards."""
-    if asked.windows == AUTO:
-        rounds = AheadRounds(runner.target, parted(runner.drafter), runner.judge, runner.seats, VARIANTS)
-        planner = AheadPlanner(runner.drafter.shape.depth, AheadCosts({}), looks_up=draft.network is None)
-        runner.ahead = planner, rounds
+    """If windows differ in length, let the runner record rounds in parts; `time_ahead` times these afterwards."""
+    if not asked.ragged or asked.tensor_parallel > 1:
+        return
+    rounds = AheadRounds(runner.target, parted(runner.drafter), runner.judge, runner.seats, VARIANTS)
+    shape = runner.drafter.shape
+    planner = AheadPlanner(shape.depth, AheadCosts({}), draft.network is None, shape.says)
+    if asked.windows == FIXED:
+        planner = ThresholdPlanner(shape.depth, asked.confidence_threshold)
+    runner.ahead = planner, rounds
 
 
 def parted(drafter: Drafter) -> PartedDrafter:
@@ -144,7 +150,7 @@ def parted(drafter: Drafter) -> PartedDrafter:
 
 def time_ahead(runner: Runner, row_sizes: Sequence[int]) -> list[Decision]:
     """Time the parts of the runner's rounds, and say what was measured; nothing if windows are fixed."""
-    if runner.ahead is None:
+    if runner.ahead is None or isinstance(runner.ahead[0], ThresholdPlanner):
         return []
     planner, rounds = runner.ahead
     began = time.perf_counter()

@@ -67,19 +67,20 @@ class Choice:
 def gains(survivals: Floats, depths: Ints, sizes: Ints) -> Floats:
     """How many drafts are expected to be accepted, if the likeliest fill a size. [R, K] -> [depths, sizes]
 
-    survivals[r, d] is the chance that the draft of row r at depth d is accepted; it falls with d.
+    survivals[r, d] is the chance that the draft of row r at depth d is accepted; it falls with d. Of several rounds
+    [S, R, K] the mean: the likeliest of each fill it.
     """
-    rows, most = survivals.shape
-    kept = np.where(np.arange(most) < depths[:, None, None], survivals, 0.0).reshape(len(depths), rows * most)
-    kept.sort(axis=1)
-    totals = np.zeros((len(depths), rows * most + 1))
-    np.cumsum(kept[:, ::-1], axis=1, out=totals[:, 1:])
-    taken: Floats = totals[:, np.minimum(sizes - rows, rows * most)]
+    *_, rows, most = survivals.shape
+    kept = np.where(np.arange(most) < depths[:, None, None, None], survivals, 0.0).reshape(len(depths), -1, rows * most)
+    kept.sort(axis=2)
+    totals = np.zeros((len(depths), kept.shape[1], rows * most + 1))
+    np.cumsum(kept[:, :, ::-1], axis=2, out=totals[:, :, 1:])
+    taken: Floats = totals[:, :, np.minimum(sizes - rows, rows * most)].mean(axis=1)
     return taken
 
 
 def choose_size(costs: RowCosts, survivals: Floats, live: int, keys: int, before: Choice | None = None) -> Choice:
-    """The size and depth with the highest rate. survivals: [R, K]; all rows but `live` are padding.
+    """The size and depth with the highest rate. survivals: as for `gains`; all rows but `live` are padding.
 
     The choice before is kept if its rate is within MARGIN of the best and not below that of plain decoding: learnt
     odds always move a little, and each change of depth costs a round whose drafts do not fit.

@@ -1,21 +1,24 @@
 """Draft a whole block in one forward: DFlash and DSpark heads. Trees are grown from the same forward."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from peregrine.attention import AttentionBackend
-from peregrine.attention.metadata import AttentionMetadata
 from peregrine.cache.store import KVStore
 from peregrine.config import TreeShape
 from peregrine.errors import ConfigError
-from peregrine.kernels.round import Growth, WindowPlaces, grow, select
-from peregrine.kernels.sampling import pick
+from peregrine.kernels.residual import add_rows, take_rows
+from peregrine.kernels.round import Growth, grow, select
+from peregrine.kernels.runtime.cpu import numba_ready
+from peregrine.kernels.runtime.cpu_graph import CpuGraphs
+from peregrine.kernels.sampling import pick, top_chances
 from peregrine.models.draft_heads import BlockHead
 from peregrine.spec.bound import BoundBlock
+from peregrine.spec.chain import KEPT_TOKENS, MAX_GRAPH_TOKENS
 from peregrine.spec.links import Links
-from peregrine.spec.row_pages import RowPages
 from peregrine.spec.types import Chunk, Drafts, DraftShape, Seen
 
 
@@ -25,6 +28,15 @@ def check_depth(most: int | None, num_drafts: int | None, tree: TreeShape | None
     if most is not None and depth is not None and depth > most:
         asked = f"num_drafts={num_drafts}" if tree is None else f"tree=({tree.depth}, {tree.width}, {tree.nodes})"
         raise ConfigError(f"{asked}: this head drafts a block of {most} at once; ask for no more")
+
+
+def check_confidence(name: str, says: bool, threshold: float) -> None:
+    """Refuse a threshold for the confidence of a drafter that has none."""
+    if threshold and not says:
+        raise ConfigError(
+            f"confidence_threshold={threshold:g}: drafter={name!r} has no confidence head; choose a DSpark head "
+            "with one, or leave it out"
+        )
 
 
 class BlockDrafter:
@@ -37,22 +49,30 @@ class BlockDrafter:
     reads_next_token = False
 
     def __init__(
-        self, head: BlockHead, store: KVStore, backend: AttentionBackend, num_drafts: int, tree: TreeShape | None
+        self,
+        head: BlockHead,
+        store: KVStore,
+        backend: AttentionBackend,
+        num_drafts: int,
+        tree: TreeShape | None,
+        threshold: float | None = None,
     ) -> None:
         config, depth = head.config, num_drafts if tree is None else tree.depth
         check_depth(config.max_drafts, num_drafts, tree)
         self.head, self.store = head, store
+        # Drafts are offered while the product of their confidences is no lower; None: confidences are not asked for.
+        self.threshold, says = threshold, config.confidence and threshold is not None
         self.bound = BoundBlock(head, head.layer_attention(), store, backend)
         self.taps = head.taps
         self.num_inputs = depth if config.drafts_from_newest else depth + 1
-        self.shape, self.depths = DraftShape.chain(depth, self.num_inputs), (0, depth)
+        self.shape, self.depths = DraftShape.chain(depth, self.num_inputs, says), (0, depth)
         if tree is not None:
             self.shape = DraftShape(depth, tree.width, tree.nodes, self.num_inputs)
         device = head.norm.weight.device
         self._depths = torch.arange(depth + 1, device=device)[None]  # [1, W]
         self._masks = torch.full((1, self.num_inputs), config.mask_token, device=device)
-        every = (1 << self.num_inputs) - 1
-        self._both_ways = torch.full((1, self.num_inputs), every - (every >> 63 << 64), device=device)
+        self._constants: dict[tuple[int, int, bool], tuple[Tensor, Tensor]] = {}
+        self._graphs = CpuGraphs(MAX_GRAPH_TOKENS, KEPT_TOKENS, copies_inputs=True)
 
     def absorb(self, chunk: Chunk) -> None:
         assert chunk.taps is not None
@@ -63,91 +83,138 @@ class BlockDrafter:
         return self.draft(seen, None, self.shape.depth)
 
     def draft(self, seen: Seen, hidden: Tensor | None, depth: int) -> Drafts:
-        plan = seen.plan
+        plan, total = seen.plan, len(seen.past_lens)
         if plan is not None and plan.rows is not None and not len(plan.rows):
-            return Drafts(seen.past_lens.new_zeros(len(seen.past_lens), depth), 0, None)
-        newest, total = seen.history.gather(1, seen.new_past_lens[:, None]), len(seen.past_lens)  # [R, 1]
+            return Drafts(seen.past_lens.new_zeros(total, depth), 0, None)
+        newest = seen.history.gather(1, seen.new_past_lens[:, None])  # [R, 1]
         if plan is not None and plan.rows is not None:
             newest = newest.index_select(0, plan.rows)
         seen = seen.drafted()
-        num_rows, pages = len(seen.past_lens), seen.pages
-        block = pages.window(seen.new_past_lens, self._depths[:, : self.num_inputs].expand(num_rows, -1))
-        tokens = torch.cat((newest, self._masks[:, 1:].expand(num_rows, -1)), dim=1)
-        hidden = self.bound.read(tokens.flatten(), self._forms(pages, block))
-        first = self.num_inputs - self.shape.depth  # the newest token's own prediction is a draft, or is not
-        hidden = hidden.view(num_rows, self.num_inputs, -1)[:, first : first + depth]  # [R, K, H]
-        scores = self.head.logits(hidden.flatten(0, 1)).view(num_rows, depth, -1)  # [R, K, Vd]
-        places = block.past_lens[:, None] + 1 + self._depths[:, :depth]  # [R, K] of the drafts
-        draft = self._pick if self.shape.is_chain else self._grow
-        drafts = draft(_Block(hidden, scores, newest[:, 0], places), seen)
+        tokens = torch.cat((newest, self._masks[:, 1:].expand(len(newest), -1)), dim=1).flatten()
+        if not self.shape.is_chain:
+            return self._grow(self._read_block(seen, depth, tokens, seen.new_past_lens, newest[:, 0]), seen)
+        drafts, said = self._chain(seen, depth, tokens, newest[:, 0])
         if plan is None:
-            return drafts
-        tokens = drafts.tokens
+            depths = depth if said is None or not self.threshold else (said.cumprod(1) >= self.threshold).sum(1)
+            return Drafts(drafts, depths, None, said)
         if plan.rows is not None:
-            tokens = tokens.new_zeros(total, depth).index_copy_(0, plan.rows, tokens)
-        return Drafts(tokens, plan.depths(), None)
+            drafts = drafts.new_zeros(total, depth).index_copy_(0, plan.rows, drafts)
+        return Drafts(drafts, plan.depths(), None)
+
+    def _chain(self, seen: Seen, depth: int, tokens: Tensor, newest: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Drafts [R, K] and, if the head has confidences, what it says of them [R, K]; one replay on a CPU."""
+        pages, plan, inputs = seen.pages, seen.plan, (tokens, seen.new_past_lens, newest)
+        if tokens.is_cpu and pages.lasting is not None and numba_ready():
+            self._constants_of(len(seen.past_lens), depth, by_row=False)  # not to be recorded
+            name = "draft", depth, plan is None, seen.features.sampled, pages.lasting.data_ptr()
+            step = partial(self._pick, replace(seen, pages=pages.whole()), depth)
+            steps, hidden, *tops = self._graphs.run(name, step, *inputs)
+        else:
+            steps, hidden, *tops = self._pick(seen, depth, *inputs)
+        drafts, said = steps.T, None
+        if self.shape.says:
+            said = self._said(hidden, newest[:, None], drafts)
+            tops = list(said.T)
+        if plan is not None:
+            for chances in tops:
+                plan.add(chances)
+        return drafts, said
 
     def read(self, seen: Seen) -> None:
-        """Keys and values of the round's path."""
+        """Keys and values of the round's path; on a CPU one replay, if all rows have windows of one length."""
         assert seen.taps is not None
-        pages, layout, num_rows = seen.pages, seen.layout, len(seen.past_lens)
-        depths = self._depths[:, : seen.width]
-        path = pages.window(seen.past_lens, depths.expand(num_rows, -1))
+        pages, layout, taps = seen.pages, seen.layout, seen.taps.flatten(0, -2)
+        whole = layout is None or layout.paths.is_uniform
+        if not whole or pages.lasting is None or not numba_ready(taps):
+            self._remember(seen, taps, seen.past_lens)
+            return
+        name = "read", len(seen.past_lens), seen.width, pages.lasting.data_ptr()
+        self._graphs.run(name, partial(self._remember, replace(seen, pages=pages.whole())), taps, seen.past_lens)
+
+    def _remember(self, seen: Seen, taps: Tensor, past_lens: Tensor) -> tuple[()]:
+        pages, layout = seen.pages, seen.layout
+        path = pages.window(past_lens, self._depths[:, : seen.width].expand(len(past_lens), -1))
         if layout is None or layout.paths.is_uniform:
             metadata = pages.uniform(path.positions, path.past_lens, path.slots)
         else:
             packed = layout.paths.pack(path.positions), path.past_lens, layout.paths.pack(path.slots)
             metadata = layout.paths.metadata(pages, *packed)
-        self.bound.remember(self.head.fuse(seen.taps.flatten(0, -2)), metadata)
+        self.bound.remember(self.head.fuse(taps), metadata)
+        return ()
 
-    def _forms(self, pages: RowPages, block: WindowPlaces) -> dict[bool, AttentionMetadata]:
-        """How a block attends: by position in causal layers, both ways in others."""
-        words = self._both_ways.expand(len(block.past_lens), -1).contiguous()
+    def _read_block(self, seen: Seen, depth: int, tokens: Tensor, new_past_lens: Tensor, newest: Tensor) -> "_Block":
+        """One forward over the blocks: tokens [R * inputs]."""
+        pages, num_rows, by_row = seen.pages, len(new_past_lens), self._picks_at_once(tokens)
+        words, order = self._constants_of(num_rows, depth, by_row)
+        block = pages.window(new_past_lens, self._depths[:, : self.num_inputs].expand(num_rows, -1))
         places = block.positions, block.past_lens, block.slots
-        return {causal: pages.uniform(*places, None if causal else words) for causal in set(self.head.config.causal)}
+        causal = set(self.head.config.causal)
+        forms = {way: pages.uniform(*places, None if way else words) for way in causal}
+        hidden = take_rows(self.bound.read(tokens, forms), order)  # [K * R, H]
+        scores, following = self.head.logits(hidden), pages.ahead(new_past_lens, 0, depth, width=1).next_positions
+        if by_row:
+            hidden, scores = (x.view(num_rows, depth, -1).transpose(0, 1) for x in (hidden, scores))
+        else:
+            hidden, scores = (x.view(depth, num_rows, -1) for x in (hidden, scores))
+        return _Block(hidden, scores, newest, following)
 
-    def _pick(self, block: "_Block", seen: Seen) -> Drafts:
-        """One draft after the other, each corrected by the one before."""
-        head, (num_rows, depth) = self.head, block.places.shape
-        given = head.draft_to_target, seen.sampling, seen.features
-        if head.markov is None:
-            drafts = torch.empty_like(block.places)
-            pick(block.scores, block.places, *given, out=drafts)
-            for step in range(depth if seen.plan is not None else 0):
-                self._report(seen, block, step, block.scores[:, step], block.newest)
-            return Drafts(drafts, depth, None)
-        steps = block.places.new_empty(depth, num_rows, 1)  # a dense piece for each step
-        before, state = block.newest, None
-        for step in range(depth):
-            added, state = head.markov(before, block.hidden[:, step], state)
-            scores = (block.scores[:, step] + added)[:, None]  # [R, 1, Vd]
-            pick(scores, block.places[:, step, None].contiguous(), *given, out=steps[step])
-            self._report(seen, block, step, scores[:, 0], before)
-            before = steps[step, :, 0]
-        return Drafts(steps[:, :, 0].T, depth, None)
+    def _picks_at_once(self, tokens: Tensor) -> bool:
+        """Whether all drafts are picked by one call: on a GPU, where none depends on the one before."""
+        return self.head.markov is None and self.shape.is_chain and not tokens.is_cpu
 
-    def _report(self, seen: Seen, block: "_Block", step: int, scores: Tensor, before: Tensor) -> None:
-        """Tell the plan how sure the head is of a step's drafts: its confidence head's word, or the top probability."""
-        if seen.plan is not None and self.head.confidence is not None:
-            seen.plan.add(self.head.confidences(block.hidden[:, step], before))
-        elif seen.plan is not None:
-            seen.plan.add(scores.softmax(dim=1).amax(dim=1))
+    def _constants_of(self, num_rows: int, depth: int, by_row: bool) -> tuple[Tensor, Tensor]:
+        """Ancestor words [R, inputs] of tokens that see each other both ways; where drafts lie among them [K * R]."""
+        key = num_rows, depth, by_row
+        if key not in self._constants:
+            count, device = self.num_inputs, self._masks.device
+            every, first = (1 << count) - 1, count - self.shape.depth  # is the newest token's prediction a draft?
+            with torch.inference_mode(False):  # kept beyond the call
+                words = torch.full((num_rows, count), every - (every >> 63 << 64), device=device)
+                order = torch.arange(num_rows * count, device=device).view(num_rows, count)[:, first : first + depth]
+                self._constants[key] = words, (order if by_row else order.T).flatten()
+        return self._constants[key]
+
+    def _pick(
+        self, seen: Seen, depth: int, tokens: Tensor, new_past_lens: Tensor, newest: Tensor
+    ) -> tuple[Tensor, ...]:
+        """(drafts [K, R], hidden [K, R, H]) and, if a plan wants it and no head says more, each step's chances [R]."""
+        head, block = self.head, self._read_block(seen, depth, tokens, new_past_lens, newest)
+        given, num_rows = (head.draft_to_target, seen.sampling, seen.features), len(new_past_lens)
+        if self._picks_at_once(tokens):
+            drafts = new_past_lens.new_empty(num_rows, depth)
+            pick(block.scores.transpose(0, 1), block.places[:, :, 0].T.contiguous(), *given, out=drafts)
+            return drafts.T, block.hidden
+        steps, before, state, tops = new_past_lens.new_empty(depth, num_rows), block.newest, None, []
+        for step, scores in enumerate(block.scores):
+            if head.markov is not None:  # each draft is corrected by the one before
+                added, state = head.markov(before, block.hidden[step], state)
+                scores = add_rows(added, scores)
+            pick(scores[:, None], block.places[step], *given, out=steps[step][:, None])
+            if seen.plan is not None and not self.shape.says:
+                tops.append(top_chances(scores))
+            before = steps[step]
+        return steps, block.hidden, *tops
+
+    def _said(self, hidden: Tensor, newest: Tensor, drafts: Tensor) -> Tensor:
+        """The confidence head's word on each draft. [R, K]"""
+        before = torch.cat((newest, drafts[:, :-1]), dim=1)
+        return self.head.confidences(hidden.flatten(0, 1), before.T.flatten()).view(hidden.shape[:2]).T
 
     def _grow(self, block: "_Block", seen: Seen) -> Drafts:
         """A tree: the block's scores of a level are shared by its nodes, each corrected by its own token."""
-        head, shape, (num_rows, depth) = self.head, self.shape, block.places.shape
+        head, shape, (depth, num_rows) = self.head, self.shape, block.scores.shape[:2]
         growth = Growth.begin(num_rows, depth, shape.width, head.draft_to_target, seen.sampling, seen.features)
         frontier, state = None, None
         for level in range(depth):
             count = 1 if frontier is None else shape.width
-            scores = block.scores[:, level, None].expand(-1, count, -1)  # [R, 1 or w, Vd]
+            scores = block.scores[level][:, None].expand(-1, count, -1)  # [R, 1 or w, Vd]
             if head.markov is not None:
                 before = block.newest if frontier is None else frontier.tokens
                 if frontier is not None and state is not None:
                     state = state.index_select(0, frontier.origins)
-                added, state = head.markov(before, block.hidden[:, level].repeat_interleave(count, dim=0), state)
+                added, state = head.markov(before, block.hidden[level].repeat_interleave(count, dim=0), state)
                 scores = scores + added.view(num_rows, count, -1)
-            places = block.places[:, level, None].expand(-1, count)
+            places = block.places[level].expand(-1, count)
             frontier = grow(growth, scores.contiguous(), places.contiguous(), frontier, level)
         tokens, *links = select(growth, shape.nodes, depth)
         return Drafts(tokens, depth, Links(*links))
@@ -157,7 +224,7 @@ class BlockDrafter:
 class _Block:
     """What one forward says of a block."""
 
-    hidden: Tensor  # [R, K, H]
-    scores: Tensor  # [R, K, Vd] before the Markov head
+    hidden: Tensor  # [K, R, H]
+    scores: Tensor  # [K, R, Vd] before the Markov head
     newest: Tensor  # [R] i64
-    places: Tensor  # [R, K] i64 positions of the drafts
+    places: Tensor  # [K, R, 1] i64 positions of the drafts

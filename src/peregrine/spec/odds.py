@@ -160,8 +160,12 @@ class DepthOdds:
         lines = wanted % self.LINES
         new = self._owner[lines] != wanted
         self._owner[lines[new]] = wanted[new]
-        self._own[:, lines[new]] = 0.0
+        self._begin(lines[new])
         return lines
+
+    def _begin(self, lines: Ints) -> None:
+        """These lines are new requests'."""
+        self._own[:, lines] = 0.0
 
     def chances(self, lines: Ints, sampled: Ints, hope: bool) -> Floats:
         """The chance of each draft if those before it are right: [R, K]; with hope, higher while few were tried."""

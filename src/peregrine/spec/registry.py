@@ -18,7 +18,7 @@ from peregrine.models.families import read_config
 from peregrine.models.loading import load_decoder
 from peregrine.models.parallel import Ranks
 from peregrine.models.rope_table import SPARE_POSITIONS
-from peregrine.spec.block import BlockDrafter, check_depth
+from peregrine.spec.block import BlockDrafter, check_confidence, check_depth
 from peregrine.spec.bound import BoundModel
 from peregrine.spec.chain import ChainDrafter
 from peregrine.spec.ngram import NgramDrafter
@@ -36,7 +36,7 @@ DRAFTERS: dict[str, Callable[[int, torch.device], Drafter]] = {
 }
 
 
-AskedDepth = tuple[int | None, TreeShape | None]  # num_drafts and tree, as they were asked for
+AskedDepth = tuple[int | None, TreeShape | None, float]  # num_drafts, tree and confidence_threshold, as asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,9 @@ def find_drafter(name: str, model: Weights, target: ModelConfig, depth: AskedDep
 
     What does not fit the target is refused here, before weights are loaded.
     """
+    num_drafts, tree, threshold = depth
     if name in DRAFTERS:
+        check_confidence(name, False, threshold)
         return lambda decoder: DraftSource(name, None)
     model_folder = model.folder
     beside, elsewhere = model_folder / name, Path(name)
@@ -103,8 +105,10 @@ def find_drafter(name: str, model: Weights, target: ModelConfig, depth: AskedDep
         raise ConfigError(f"drafter={name!r}: no such drafter or folder; choose {', '.join(known)} or a folder")
     if name == "mtp" or is_head(weights):
         head = find_head(weights, target)
-        check_depth(head.blueprint.max_drafts, *depth)
+        check_depth(head.blueprint.max_drafts, num_drafts, tree)
+        check_confidence(name, head.blueprint.says, threshold)
         return lambda decoder: DraftSource(name, head.load(decoder, decoder.embedding.device, decoder.embedding.dtype))
+    check_confidence(name, False, threshold)
     vocab_size = read_config(weights.folder).vocab_size
     if vocab_size != target.vocab_size:
         raise ConfigError(
@@ -132,7 +136,12 @@ def check_prediction_layer(model: Weights, target: ModelConfig) -> None:
 
 
 def make_drafter(
-    source: DraftSource, num_drafts: int, tree: TreeShape | None, store: KVStore | None, backend: AttentionBackend
+    source: DraftSource,
+    num_drafts: int,
+    tree: TreeShape | None,
+    store: KVStore | None,
+    backend: AttentionBackend,
+    threshold: float | None = None,
 ) -> Drafter:
     """The drafter, ready to propose."""
     if source.network is None or store is None:
@@ -140,7 +149,7 @@ def make_drafter(
             raise ConfigError(f"drafter={source.name!r}: guesses no trees; leave tree out or choose a draft head")
         return DRAFTERS[source.name](num_drafts, torch.device("cpu") if store is None else store.keys.device)
     if isinstance(source.network, BlockHead):
-        return BlockDrafter(source.network, store, backend, num_drafts, tree)
+        return BlockDrafter(source.network, store, backend, num_drafts, tree, threshold)
     reader: DraftReader
     if isinstance(source.network, Decoder):
         reader = ModelReader(BoundModel(source.network, source.network.layer_attention(), store, backend))

@@ -24,7 +24,7 @@ from peregrine.spec.bound import BoundModel
 from peregrine.spec.judge import Judge
 from peregrine.spec.state import Rows, RowState, SeatState
 from peregrine.spec.types import Drafter, DraftShape, Seen
-from peregrine.spec.windows import Layout, Plan, Windows
+from peregrine.spec.windows import Layout, Offered, Plan, Windows
 
 Mark = Callable[[str], None]  # called with the name of each stage as it begins; benchmarks time stages with it
 
@@ -62,17 +62,18 @@ def run_round(
     rows: Rows,
     features: Features,
     mark: Mark = no_mark,
-    plan: Plan | None = None,
+    plan: Plan | Offered | None = None,
 ) -> tuple[Verdict, Logprobs | None]:
     """Advance every row by 1 to K + 1 tokens; `seats` is read and written in place.
 
     A plan is the host's choice for this round: which drafts are read, chains or branched, and which rows get new ones.
+    Without one, all rows do, and all drafts are read, or those that are offered.
     """
     mark("verify")
     verified = verify(target, drafter, seats, rows, plan)
     verdict, logprobs = decide(verified, target, judge, seats, rows, features, mark)
     mark("propose")
-    propose(verified, verdict, drafter, seats, rows, features, plan)
+    propose(verified, verdict, drafter, seats, rows, features, None if isinstance(plan, Offered) else plan)
     return verdict, logprobs
 
 

@@ -55,6 +55,7 @@ class RowState:
     window_tokens: Tensor  # [R, T] i64: the newest token, then the drafts
     offered: Tensor  # [R] i64 how deep its drafts may be accepted
     draft_caps: Tensor  # [R] i64 the most that is ever offered
+    said: Tensor | None  # [R, K] f32 how likely the drafter said each draft is; None: it says nothing
     limits: Tensor  # [R] i64
     done: Tensor  # [R] bool
     links: Links
@@ -116,6 +117,8 @@ class RowState:
             return
         links = () if drafts.links is None else zip(drafts.links.fields(), self.links.fields(), strict=True)
         keep_drafts(self.window_tokens, self.offered, self.draft_caps, drafts.tokens, drafts.depths, tuple(links))
+        if self.said is not None and drafts.said is not None:
+            self.said[:, : drafts.said.shape[1]].copy_(drafts.said)
 
 
 class SeatState:
@@ -139,7 +142,8 @@ class SeatState:
 
     def _fields(self) -> dict[str, tuple[float, tuple[int, ...]]]:
         """Every buffer but a tree's links: the value of a pad, whose type is the buffer's, and the size of a line."""
-        return {
+        said = {"said": (0.0, (self.shape.depth,))} if self.shape.says else {}
+        return said | {
             "history": (0, (self.max_places,)),
             "past_lens": (0, ()),
             "prompt_lens": (0, ()),
@@ -219,6 +223,7 @@ class SeatState:
             sampling=SamplingTensors(**{name: lines.pop(name) for name in SAMPLING_LINES}, masks=masks),
             forced=None if self.forced is None else self.forced[: rows.count, :nodes],
             pages=RowPages(table, self.page_size, self.max_len, self._starts[:, : rows.count + 1], pages),
+            said=lines.pop("said", None),
             **lines,
         )
 

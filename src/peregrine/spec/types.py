@@ -20,10 +20,11 @@ class DraftShape:
     width: int  # children a node may have; 1 is a chain
     nodes: int  # T: window width, the root included; a chain has depth + 1
     lookahead: int  # places past the newest token that proposing may write in the draft store
+    says: bool = False  # whether the drafter says how likely each draft of a chain is (a confidence head)
 
     @staticmethod
-    def chain(depth: int, lookahead: int) -> "DraftShape":
-        return DraftShape(depth, 1, depth + 1, lookahead)
+    def chain(depth: int, lookahead: int, says: bool = False) -> "DraftShape":
+        return DraftShape(depth, 1, depth + 1, lookahead, says)
 
     @property
     def is_chain(self) -> bool:
@@ -42,6 +43,7 @@ class Drafts:
     tokens: Tensor  # [R, T - 1] i64, node 1 first
     depths: Tensor | int  # [R] i64, or one for all rows: drafts deeper than this are void
     links: Links | None
+    said: Tensor | None = None  # [R, T - 1] f32 how likely each is right if those before it are
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from peregrine.attention.metadata import AttentionMetadata
 from peregrine.attention.window import Window
+from peregrine.kernels.round import WindowTensors
 from peregrine.spec.links import Branched
 from peregrine.spec.row_pages import RowPages
 
@@ -49,6 +50,11 @@ class Windows:
     @property
     def width(self) -> int:
         return self.window.max_q_len
+
+    @property
+    def tensors(self) -> WindowTensors:
+        """What the device may write, where it chooses windows itself."""
+        return WindowTensors(self.at, self.row_of, self.starts, self.moved, self.deepest, self.width)
 
     def longer(self) -> "Windows":
         """The same windows with one node more."""
@@ -110,6 +116,8 @@ class WindowBuffer:
         same = 1 if width == 1 else None  # windows of the newest token alone are uniform
         wider = windows_in(longer, Window(rows, tokens + rows, width + 1, same and 2))
         self.windows = windows_in(own, Window(rows, tokens, width, same), wider=wider)
+        # Windows may be chosen on the device instead (`allot_windows`), which writes these.
+        self.tensors = self.windows.tensors, wider.tensors
         self._lens: Sequence[int] = ()
 
     def write(self, lens: Sequence[int]) -> None:
@@ -139,6 +147,16 @@ class Layout(Protocol):
     @property
     def paths(self) -> Windows:
         """What the drafter reads: the windows, or of windows that branch one path of each row."""
+
+
+class Offered:
+    """A layout in which every row has the drafts that were offered, and all are drafted for."""
+
+    rows: Tensor | None = None
+    branched: Branched | None = None
+
+    def __init__(self, lens: tuple[int, ...]) -> None:
+        self.windows = self.paths = Windows.of(lens)
 
 
 class Plan(Layout, Protocol):

@@ -11,6 +11,7 @@ from peregrine.models.config import ModelConfig
 from peregrine.models.decoder import Decoder
 from peregrine.models.loading import num_weights
 from peregrine.models.parallel import ALONE, Ranks
+from peregrine.spec.block import check_confidence
 from peregrine.spec.registry import DRAFTERS, AskedDepth, DraftSource, LoadDrafter
 from peregrine.synthetic.heads import SHAPE_DRAFTERS
 from peregrine.synthetic.shapes import draw_decoder, shape_config
@@ -50,14 +51,16 @@ class ShapeSource:
             return "mtp", "the shape has a prediction layer"
         return "eagle3", "a head of the usual shape"
 
-    def drafter(self, name: str, depth: AskedDepth = (None, None)) -> LoadDrafter:
+    def drafter(self, name: str, depth: AskedDepth = (None, None, 0.0)) -> LoadDrafter:
         if name in DRAFTERS:
+            check_confidence(name, False, depth[2])
             return lambda target: DraftSource(name, None)
         if name not in self._drafters:
             raise ConfigError(
                 f"drafter={name!r}: this shape has no such drafter, and no folder; "
                 f"choose {', '.join([*self._drafters, *DRAFTERS])}"
             )
+        check_confidence(name, name == "dspark", depth[2])
         return lambda target: DraftSource(name, SHAPE_DRAFTERS[name](target))
 
     @property

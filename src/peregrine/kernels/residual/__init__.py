@@ -3,8 +3,10 @@
 from peregrine.kernels.residual.reference import (
     Norm,
     Residual,
+    add_rows,
     add_to_residual,
     embed_residual,
+    embed_rows,
     split_residual,
     splits_norm,
     start_residual,
@@ -14,8 +16,10 @@ from peregrine.kernels.residual.reference import (
 __all__ = [
     "Norm",
     "Residual",
+    "add_rows",
     "add_to_residual",
     "embed_residual",
+    "embed_rows",
     "split_residual",
     "splits_norm",
     "start_residual",

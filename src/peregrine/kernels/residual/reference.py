@@ -101,6 +101,17 @@ def take_rows(values: Tensor, rows: Tensor) -> Tensor:
     return values.index_select(0, rows)
 
 
+def embed_rows(tokens: Tensor, table: Tensor) -> Tensor:
+    """Rows of a table [V, H] for tokens [N]; where kernel calls are recorded, by a kernel."""
+    return take_rows(table, tokens) if is_recording() else F.embedding(tokens, table)
+
+
+def add_rows(update: Tensor, values: Tensor) -> Tensor:
+    """update + values, both [N, H]; on a CPU by a kernel, which can be part of a recorded step."""
+    total: Tensor = _cpu.add(update, values) if numba_ready(update, values) else update + values
+    return total
+
+
 def start_residual(values: Tensor, norm: Norm | None) -> Residual:
     """A residual stream of values [N, H]; without a norm the next layer reads the values themselves."""
     return Residual(values, values if norm is None else rms_norm(values, norm.weight, norm.eps))
@@ -109,7 +120,7 @@ def start_residual(values: Tensor, norm: Norm | None) -> Residual:
 def embed_residual(tokens: Tensor, embedding: Tensor, norm: Norm | None) -> Residual:
     """The residual stream of tokens [N]: rows of embedding [V, H]."""
     if not triton_ready(embedding) or not splits_norm(norm, embedding) or _needs_gradient(embedding, norm.weight):
-        return start_residual(F.embedding(tokens, embedding), norm)
+        return start_residual(embed_rows(tokens, embedding), norm)
     values, scaled, squares, spare = _triton.embed(tokens, embedding, norm.weight)
     return Residual(values, scaled, squares, spare, norm.eps)
 
@@ -129,8 +140,7 @@ def splits_norm(norm: Norm | None, values: Tensor) -> TypeGuard[Norm]:
 def add_to_residual(update: Tensor, residual: Residual, norm: Norm | None) -> Residual:
     """The residual stream plus an update [N, H], with a complete norm."""
     if norm is None:
-        ready = numba_ready(update, residual.values)
-        values: Tensor = _cpu.add(update, residual.values) if ready else update + residual.values
+        values = add_rows(update, residual.values)
         return Residual(values, values)
     normed, values = add_rms_norm(update, residual.values, norm.weight, norm.eps)
     return Residual(values, normed)

@@ -1,5 +1,6 @@
 """The bookkeeping of a speculative round: verdict, positions and slots, drafts, trees, n-gram look-up."""
 
+from peregrine.kernels.round.allot import WindowTensors, allot_windows
 from peregrine.kernels.round.answers import AnswerPool, add_answer, find_answers
 from peregrine.kernels.round.drafts import keep_drafts, move_path
 from peregrine.kernels.round.ngram import find_repeats
@@ -40,8 +41,10 @@ __all__ = [
     "PathPlaces",
     "Verdict",
     "WindowPlaces",
+    "WindowTensors",
     "add_answer",
     "ahead_places",
+    "allot_windows",
     "commit",
     "find_answers",
     "find_repeats",

@@ -120,4 +120,5 @@ def block_blueprint(source: OpenedHead, target: ModelConfig) -> Blueprint:
         is_ignorable,
         lambda decoder, device, dtype: BlockHead(config, decoder, device, dtype, draft_to_target),
         config.max_drafts,
+        config.confidence,
     )

@@ -2,8 +2,8 @@
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from peregrine.kernels.residual import embed_rows
 from peregrine.models.checkpoint.plan import Piece, Plan, linear_plan
 from peregrine.models.layers import Linear
 from peregrine.models.parallel import ALONE, Ranks
@@ -37,7 +37,7 @@ class MarkovHead(nn.Module):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """[R] -> [R, rank]."""
-        return F.embedding(tokens, self.embedding)
+        return embed_rows(tokens, self.embedding)
 
     def forward(self, tokens: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """(what is added to the scores [R, Vd], next state) after tokens [R], for the draft of hidden [R, H]."""

@@ -43,6 +43,7 @@ class Blueprint:
     ignorable: Callable[[str], bool]
     build: Callable[[Decoder, torch.device | str, torch.dtype], DraftHead]
     max_drafts: int | None = None  # of one forward; None: as many as are asked for
+    says: bool = False  # whether it has a confidence head
 
 
 def require_same(fields: Fields, name: str, head: int, target: int, what: str) -> None:
