@@ -24,7 +24,7 @@ def plain(model: str) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("model", "guess"), [("dense", "chain"), ("dense", "tree"), ("mla", "tree"), ("experts", "chain")]
+    ("model", "guess"), [("dense", "chain"), ("dense", "tree"), ("mla", "chain"), ("mla", "tree"), ("experts", "chain")]
 )
 def test_speculation_and_batches_change_no_token(model: str, guess: str) -> None:
     assert not NUMBA_PRESENT
