@@ -124,7 +124,8 @@ def test_any_plan_changes_no_token(name: str) -> None:
     assert tokens(run(engine, SOME, [0, 0, 0, 3, 5, 9, 9, 12, 30, 31])) == plain(SOME)
     planner = engine.runner.planner
     assert isinstance(planner, RandomPlanner)
-    assert planner.looks_up or (planner.branches > 10 and planner.taken)
+    assert planner.looks_up or planner.branches > 10
+    assert planner.taken or name not in ("noisy model", "itself"), "a branch that is never right tests nothing"
 
 
 @settings(max_examples=6, deadline=None)
@@ -179,8 +180,8 @@ def test_chains_branch_where_that_pays_or_where_a_request_asks_for_it() -> None:
     assert trees(0.0, "auto", "auto") > 10
     assert trees(0.0, "chain", "chain") == 0
     assert sum(lengths[0.0, "auto", "auto"]) > sum(lengths[0.0, "chain", "chain"])
-    assert trees(2.0, "auto", "auto") == 0, "a token costs half as much as a round"
-    assert trees(2.0, "chain", "tree") > 10
+    assert trees(8.0, "auto", "auto") == 0, "a token costs twice what a round does without it"
+    assert trees(8.0, "chain", "tree") > 10
 
 
 @pytest.mark.parametrize("latents", [True, False])
