@@ -298,6 +298,23 @@ def test_a_probe_drafts_for_rows_that_hold_little() -> None:
     assert probed == {5, 6, 7}
 
 
+def test_rows_that_rest_are_planned_for_ever_less_often() -> None:
+    """Also when requests come and go: a plan takes as long as a twentieth of a small model's round."""
+    planner = WindowPlanner(3, Steady({1: 1.0, 8: 50.0}, {1: 5.0}, {1: 5.0}, 3), looks_up=False)
+    planned = []
+    for batch in range(3):
+        planner._next = 1 << 30  # no probes
+        requests = [Request(4 * batch + i, list(range(6)), SamplingParams(), 0, 99) for i in range(4)]
+        fresh = 0
+        for _ in range(64):
+            if planner.rest_again(requests) is None:
+                assert planner.plan(requests, [0] * 4).rests
+                fresh += 1
+        planned.append(fresh)
+    assert planned[0] <= 4
+    assert planned[2] <= 2
+
+
 def test_packing() -> None:
     windows = Windows.of((2, 1, 3))
     lines = torch.arange(9).view(3, 3)

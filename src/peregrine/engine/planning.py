@@ -109,7 +109,7 @@ class WindowPlanner:
             following, plain = plan_depths(self.costs_of(len(requests)), survivals), self.costs.plain_rate(len(ids))
             rate = following.rate * self.measured.gain.value
             drafts = any(following.depths) and rate > plain
-            same = ids == self._planned and drafts == bool(self._drafted)
+            same = drafts == bool(self._drafted) and (ids == self._planned or not drafts)
             self._drafted = list(range(len(requests))) if drafts else []
             self._kept = min(MOST_KEPT, 2 * self._kept) if same else KEPT
             self.foreseen, self._planned, self._due = following.rate, ids, self._rounds + self._kept
