@@ -50,7 +50,7 @@ def test_the_absence_of_numba_is_said_once(monkeypatch):
     monkeypatch.setattr(logger, "warning", said.append)
     cpu.warn_without_numba.cache_clear()
     assert list(cpu.load_kernels()) == list(cpu.load_kernels()) == []
-    assert said == ["numba is not installed: generation takes about three times as long; run: pip install numba"]
+    assert said == ["numba is not installed: generation takes about ten times as long; run: pip install numba"]
 
 
 @needs_numba

@@ -49,7 +49,7 @@ def load_kernels() -> Iterator[str]:
 @functools.cache
 def warn_without_numba() -> None:
     """Say, once, what its absence costs."""
-    logger.warning("numba is not installed: generation takes about three times as long; run: pip install numba")
+    logger.warning("numba is not installed: generation takes about ten times as long; run: pip install numba")
 
 
 def pieces_for(num_items: int, work: int, serial_work: int) -> int:
