@@ -8,7 +8,7 @@ from peregrine.kernels.activation.reference import silu_mul
 from peregrine.kernels.linear import pack_weight
 from peregrine.kernels.norm.reference import add_rms_norm
 from peregrine.kernels.runtime.cpu import NUMBA_PRESENT
-from peregrine.kernels.runtime.cpu_graph import RECORDED_USE, CpuGraph, CpuGraphs, record_at_once
+from peregrine.kernels.runtime.cpu_graph import FEW, RECORDED_USE, CpuGraph, CpuGraphs, record_at_once
 
 pytestmark = pytest.mark.skipif(not NUMBA_PRESENT, reason="needs numba")
 
@@ -106,12 +106,14 @@ def test_a_graph_with_copies_of_its_inputs_leaves_them_alone(mlp) -> None:
 def test_what_is_seldom_run_is_not_recorded(mlp) -> None:
     """To record takes longer than a few replays save: windows have many numbers of tokens, some of them seldom seen."""
     _, clean = mlp
-    graphs = CpuGraphs(max_rows=8)
+    graphs, many = CpuGraphs(max_rows=32), FEW + 1
     for use in range(1, 2 + RECORDED_USE):
-        graphs.run("mlp", clean, *draw(2, use))
-        assert list(graphs._graphs) == ([2] if use >= RECORDED_USE else [])
-    graphs.run("mlp", clean, *draw(3, 0))
+        graphs.run("mlp", clean, *draw(many, use))
+        assert list(graphs._graphs) == ([many] if use >= RECORDED_USE else [])
+    graphs.run("mlp", clean, *draw(many + 1, 0))
     with record_at_once():
-        graphs.run("mlp", clean, *draw(4, 0))
-    graphs.run("mlp", clean, *draw(5, 0))
-    assert list(graphs._graphs) == [2, 4]
+        graphs.run("mlp", clean, *draw(many + 2, 0))
+    graphs.run("mlp", clean, *draw(many + 3, 0))
+    assert list(graphs._graphs) == [many, many + 2]
+    graphs.run("mlp", clean, *draw(FEW, 0))
+    assert list(graphs._graphs)[-1] == FEW, "windows of one request are recorded at once"

@@ -21,6 +21,7 @@ from peregrine.kernels.runtime.cpu import Replay, is_recording, record_calls
 aten = torch.ops.aten
 ALLOCATIONS = {aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default}  # allocate, write nothing
 RECORDED_USE = 7  # to record takes as long as seven replays save: not worth it for a number of rows that is seldom seen
+FEW = 9  # rows that are recorded at their first use: windows of one request, of every length, come again soon
 
 Step = Callable[..., tuple[Tensor, ...]]
 
@@ -111,7 +112,7 @@ class CpuGraphs:
         self._graphs: dict[int, dict[Hashable, CpuGraph]] = {}  # number of rows -> name of the function -> graph
 
     def run(self, name: Hashable, step: Step, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """`step(*inputs)`: replayed if it was recorded for this number of rows, recorded if it was often run before.
+        """`step(*inputs)`: replayed if it was recorded for this number of rows, recorded if few or often run.
 
         Outputs are overwritten by the next replay of the same function and number of rows. Inside another recording
         the function just runs.
@@ -121,7 +122,7 @@ class CpuGraphs:
             return step(*inputs)
         graphs = self._graphs.get(num_rows, {})
         graph = graphs.get(name)
-        if graph is None:
+        if graph is None and num_rows > FEW:
             self._uses[num_rows, name] += 1
             if self._uses[num_rows, name] < RECORDED_USE and not _hurry.at_once:
                 return step(*inputs)
