@@ -133,8 +133,8 @@ def pick_tile(
     if on_hopper and (tall := tall_tile(num_rows, num_outputs, num_inputs, gate, split)) is not None:
         return tall
     tail = 0
-    if on_hopper and not gate and HEIGHTS[1] < num_rows < rows + (split == 2):
-        # In two parts that begin where all their rows are there, and that two programs finish: see `hopper_kernel`.
+    if on_hopper and not gate and HEIGHTS[1] < num_rows < rows:
+        # In two parts that begin where all their rows are there: see `hopper_kernel`.
         tail = rows // 4 if num_rows <= 3 * rows // 4 else rows // 2
         rows //= 2
     while (num_inputs // split) % depth:
