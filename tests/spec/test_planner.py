@@ -163,6 +163,14 @@ def test_a_busy_machine_leaves_no_size_untimed(monkeypatch: pytest.MonkeyPatch) 
     assert costs.verify == ((1, 1.0), (2, 2.0), (4, 4.0), (8, 8.0))
 
 
+@pytest.mark.parametrize("max_rows", range(1, 18))
+def test_any_number_of_rows_has_a_table_of_what_was_timed(max_rows: int) -> None:
+    """Rows that are no power of two are timed as they are: a size in the table is the number of tokens that ran."""
+    costs = measure_costs(lambda lens, drafts: RoundTimes(float(sum(lens)), 1.0, [1.0]), max_rows, 4, 4).costs()
+    assert all(size == ms for size, ms in costs.verify)
+    assert max_rows in dict(costs.verify)
+
+
 def steady(lens: Sequence[int], drafts: int) -> RoundTimes:
     """A first draft follows from what was absorbed; every further one takes a step of the network."""
     rows, tokens = len(lens), sum(lens)

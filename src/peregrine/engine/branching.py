@@ -27,7 +27,7 @@ class Branching:
     def __init__(self, room: int) -> None:
         self.room = room  # the most drafts of a window
         self.odds = {False: RankOdds(), True: RankOdds()}  # by whether a request is sampled
-        self._rounds, self._until = 0, ASKED_FOR
+        self._rounds = self._until = 0
 
     def wants(self, requests: Sequence[Request]) -> int:
         """How many drafts are made in any case, for requests whose windows are always trees; 0: as many as pay."""
@@ -39,7 +39,7 @@ class Branching:
         asked = {request.params.tree for request in requests}
         if asked <= {"chain"} or any(request.matcher is not None for request in requests):
             return 1
-        due = "tree" in asked or self._rounds < self._until or self._rounds % ASKED_EVERY == 0
+        due = "tree" in asked or self._rounds < self._until or self._rounds % ASKED_EVERY == 1
         return RANKS if due else 1
 
     def choose(

@@ -163,6 +163,7 @@ def main() -> None:
     folder, rank, names, number = json.loads(sys.argv[2])
     devices, ended = [torch.device(name) for name in names], threading.Event()  # this process is to end with rank 0
     follow(file_store(folder, len(names)), rank, devices, Connection(number), ended)
+    os._exit(0)  # nothing is left to do; a library's thread that still ran aborted an interpreter on its way out
 
 
 def follow(store: object, rank: int, devices: Sequence[torch.device], pipe: Connection, ended: threading.Event) -> None:

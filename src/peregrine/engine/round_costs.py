@@ -231,9 +231,10 @@ def rising(part: dict[int, float]) -> Points:
     return tuple(reversed(points))
 
 
-def sizes_up_to(most: int) -> list[int]:
-    """1, 2, 4, 8, ...: between them costs are close to straight lines."""
-    return [1 << power for power in range(most.bit_length())]
+def round_sizes(max_rows: int, width: int) -> list[int]:
+    """1, 2, 4, ... rows of one token, then all rows with 1, 2, 4, ... tokens: between them costs are straight lines."""
+    fewer = [1 << power for power in range((max_rows - 1).bit_length())]
+    return fewer + [max_rows << power for power in range(width.bit_length())]
 
 
 def measure_costs(time_round: TimeRound, max_rows: int, depth: int, steps: int) -> RoundCosts:
@@ -247,7 +248,7 @@ def measure_costs(time_round: TimeRound, max_rows: int, depth: int, steps: int) 
     step: dict[int, float] = {}
     made = min(depth, steps, TIMED_DRAFTS)
     for attempt in range(1 + PASSES):
-        for tokens in sizes_up_to(max_rows * min(depth + 1, 2 if max_rows > 4 else 4)):
+        for tokens in round_sizes(max_rows, min(depth + 1, 8 if max_rows == 1 else 4 if max_rows <= 4 else 2)):
             late = time.thread_time() - began > TIME_LIMIT_S
             if late and (attempt > 1 or len(verify) > 1):
                 break
