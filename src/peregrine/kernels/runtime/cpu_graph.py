@@ -21,7 +21,7 @@ from peregrine.kernels.runtime.cpu import Replay, is_recording, record_calls
 aten = torch.ops.aten
 ALLOCATIONS = {aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default}  # allocate, write nothing
 RECORDED_USE = 7  # to record takes as long as seven replays save: not worth it for a number of rows that is seldom seen
-FEW = 9  # rows that are recorded at their first use: windows of one request, of every length, come again soon
+FEW = 20  # rows that are recorded at their first use: windows of one or two requests, of every length, come again soon
 
 Step = Callable[..., tuple[Tensor, ...]]
 
