@@ -133,9 +133,9 @@ def pick_tile(
     if on_hopper and (tall := tall_tile(num_rows, num_outputs, num_inputs, gate, split)) is not None:
         return tall
     tail = 0
-    if on_hopper and not gate and HEIGHTS[1] < num_rows < rows:
+    if on_hopper and not gate and HEIGHTS[0] < num_rows < rows:
         # In two parts that begin where all their rows are there: see `hopper_kernel`.
-        tail = rows // 4 if num_rows <= 3 * rows // 4 else rows // 2
+        tail = rows // 4 if 2 * HEIGHTS[0] < num_rows <= 3 * rows // 4 else rows // 2
         rows //= 2
     while (num_inputs // split) % depth:
         depth //= 2
