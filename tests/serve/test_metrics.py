@@ -77,7 +77,8 @@ def test_gauges_show_the_engine(server: Served, http: httpx.Client) -> None:
 def test_vllms_names_say_the_same(server: Served, http: httpx.Client) -> None:
     """Routers, autoscalers and dashboards read these."""
     http.post("/v1/completions", json={"prompt": "Once upon a time", "max_tokens": 5, "ignore_eos": True})
-    with http.stream("POST", "/v1/completions", json={"prompt": "x", "max_tokens": 2000, "stream": True}) as stream:
+    body = {"prompt": "x", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+    with http.stream("POST", "/v1/completions", json=body) as stream:
         lines = stream.iter_lines()
         next(lines)
         busy = scrape(http)
