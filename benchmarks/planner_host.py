@@ -2,7 +2,8 @@
 
 Rows stay the same, half of them with good drafts and half with bad ones; a plan is kept for some rounds, so the figure
 is the mean over rounds. Nothing is run on a device. Of recorded rounds (a GPU), and of those of a CPU, where a round is
-planned from its drafts: all that is done for a round with drafts, and for one that rests.
+planned from its drafts: all that is done for a round that is planned draft by draft, for one with one number of drafts
+for all rows, and for one that rests.
 
     python benchmarks/planner_host.py
 """
@@ -17,7 +18,9 @@ import torch
 from peregrine.engine.ahead_planner import AheadCosts, AheadPlanner
 from peregrine.engine.planning import WindowPlanner
 from peregrine.engine.request import Request
-from peregrine.engine.round_costs import RoundCosts, RoundTimes
+from peregrine.engine.round_costs import RoundCosts
+from peregrine.engine.round_times import RoundTimes
+from peregrine.engine.steady import SteadyPlan
 from peregrine.sampling import SamplingParams
 from peregrine.spec.ahead import RowCosts, token_sizes
 
@@ -57,27 +60,37 @@ def recorded_us(rows: int, rounds: int) -> float:
     return 1e6 * spent / rounds
 
 
-def unrecorded_us(rows: int, rounds: int, chance: float) -> float:
-    """Of the planner of a CPU's rounds; the first half of them only teaches it. `chance` is what the drafter says."""
+def unrecorded_us(rows: int, rounds: int, chance: float, planned: bool | None = None) -> float:
+    """Of the planner of a CPU's rounds; the first half of them only teaches it. `chance` is what the drafter says.
+
+    Rounds are planned draft by draft, or have one number of drafts for all rows, where the former are made to look fast
+    or slow.
+    """
     verify = {size: 3.0 + 0.4 * size for size in (1, 4, 16, 64)}
     costs = RoundCosts(verify, {1: 0.02, 2: 0.04}, {1: 0.3, 16: 2.3}, DEPTH, {1: 0.7, 16: 2.4})
     planner, requests = WindowPlanner(DEPTH, costs, looks_up=False), requests_of(rows)
     dice, said, spent, offered = np.random.default_rng(0), torch.full((rows,), chance), 0.0, [0] * rows
     for done in range(2 * rounds):
+        if planned is not None:
+            planner.rate_of(requests).note(1000, 100.0 if planned else 1e6)
         began = time.thread_time()
-        plan = planner.rest_again(requests) or planner.plan(requests, offered)
-        made = len(plan.drafted) > 0
-        while made and (plan.add(said[plan.rows] if plan.rows is not None else said), plan.go_on())[1]:
-            pass
-        offered = [len(line) for line in plan.guesses]
-        planned = time.thread_time()
+        plan = planner.repeat(requests) or planner.plan(requests, offered)
+        if isinstance(plan, SteadyPlan):
+            offered = [plan.drafts or 0] * rows
+        else:
+            made = len(plan.drafted) > 0
+            while made and (plan.add(said[plan.rows] if plan.rows is not None else said), plan.go_on())[1]:
+                pass
+            offered = [len(line) for line in plan.guesses]
+        ended = time.thread_time()
         drafts = np.array(plan.windows.lens) - 1
         right = np.minimum((dice.random((rows, DEPTH)) < chance).cumprod(axis=1).sum(axis=1), drafts).tolist()
         lines = [[1 + count, count, int(made), 0] for count, made in zip(right, drafts, strict=True)]
+        times = RoundTimes(6.0, 1.0, [], 0.2)
         judged = time.thread_time()
-        planner.learn(plan, lines, RoundTimes(6.0, 1.0, [0.5] * (len(plan.steps) - 1), 0.2))
+        planner.learn(plan, lines, times)
         if done >= rounds:
-            spent += planned - began + time.thread_time() - judged
+            spent += ended - began + time.thread_time() - judged
     return 1e6 * spent / rounds
 
 
@@ -91,8 +104,12 @@ def main() -> None:
         found = recorded_us(rows, args.rounds)
         print(json.dumps({"rows": rows, "us_per_round": round(found, 1), "limit_us": 20 + 0.2 * rows}))
     for rows in args.cpu_rows:
-        drafts, rests = (round(unrecorded_us(rows, args.rounds, chance), 1) for chance in (0.95, 0.1))
-        print(json.dumps({"cpu_rows": rows, "us_with_drafts": drafts, "us_at_rest": rests}))
+        found = {
+            "us_draft_by_draft": unrecorded_us(rows, args.rounds, 0.8, planned=True),
+            "us_one_number": unrecorded_us(rows, args.rounds, 0.8, planned=False),
+            "us_at_rest": unrecorded_us(rows, args.rounds, 0.1),
+        }
+        print(json.dumps({"cpu_rows": rows} | {name: round(us, 1) for name, us in found.items()}))
 
 
 if __name__ == "__main__":

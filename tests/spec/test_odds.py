@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from peregrine.spec.odds import Guess, Odds, RequestOdds
+from peregrine.spec.odds import FIRST_GUESS, PRIOR, Guess, Odds, RequestOdds
 
 
 def feed(odds: Odds, own: RequestOdds, said: float | None, truth: float, count: int, dice: random.Random) -> Guess:
@@ -53,3 +53,27 @@ def test_calibration_error_of_a_wrong_drafter() -> None:
         odds.judge(Guess(0, 0.9, 0.9, 0.9), False, own)
     assert odds.calibration_error == pytest.approx(0.9)
     assert Odds().calibration_error == 0.0
+
+
+def test_many_verdicts_at_once() -> None:
+    """Rounds with three drafts each, of which 2, 0 and 3 are right; the last one ended the text."""
+    odds, own = Odds(), RequestOdds()
+    odds.judge_all({(3, 2): 4, (1, 0): 2, (3, 3): 1}, own)
+    tried, right = [7.0, 5.0, 5.0], [5.0, 5.0, 1.0]
+    for depth in range(3):
+        expected = (right[depth] + FIRST_GUESS * PRIOR) / (tried[depth] + PRIOR)
+        assert odds.chance_at(depth) == pytest.approx(expected)
+    assert own.right == sum(right)
+    assert own.expected == pytest.approx(FIRST_GUESS * sum(tried))
+    assert sum(count for count, _, _ in odds.tenths) == sum(tried)
+
+
+def test_drafts_made_where_others_seemed_likely_are_only_a_first_guess() -> None:
+    """A second draft after a likely first one is right more often than one after any first one."""
+    odds, own = Odds(), RequestOdds()
+    for _ in range(100):
+        odds.judge(Guess(1, 0.9, 0.9, 0.9), True, own)
+    assert odds.chance_at(1) > 0.9
+    odds.judge_all({(2, 1): 40}, own)
+    assert odds.chance_at(1) < 0.2
+    assert odds.guess(1, 0.9, own).engine_chance > 0.9, "what the drafter is sure of stays likely"

@@ -4,6 +4,7 @@ The plans here are random: any part of the drafts is verified, chains branch any
 as it falls out, and rows rest and come back. Plans that the engine makes itself are a case of that.
 """
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,12 +19,15 @@ from peregrine.engine.build import Built
 from peregrine.engine.planning import WindowPlanner
 from peregrine.engine.prefill import PromptChunk, held_taps
 from peregrine.engine.request import Held, Request
-from peregrine.engine.round_costs import RoundCosts, RoundTimes
+from peregrine.engine.round_costs import RoundCosts
 from peregrine.engine.round_plan import RoundPlan
+from peregrine.engine.round_times import RoundTimes
+from peregrine.engine.steady import SteadyPlan, SteadyRounds
 from peregrine.kernels.round import HEADER
 from peregrine.sampling import SamplingParams
 from peregrine.spec.branches import RANKS
 from peregrine.spec.links import Branched
+from peregrine.spec.odds import Odds, RequestOdds
 from peregrine.spec.windows import Windows
 from spec.block_heads import block_head, calm_model
 from spec.expert_models import expert_model, mla_mtp_model
@@ -60,24 +64,45 @@ class RandomPlan(RoundPlan):
 class RandomPlanner(WindowPlanner):
     """Plans anything."""
 
+    shuns_ends = False
+
     def __init__(self, depth: int, dice: random.Random, looks_up: bool, room: int = 0) -> None:
         super().__init__(depth, RoundCosts(dict(COSTS), dict(COSTS), dict(COSTS), depth), looks_up, room)
-        self.dice, self.rested, self.room, self.branches, self.taken = dice, 0, room, 0, 0
+        self.dice, self.rested, self.room, self.branches, self.taken, self.steadies = dice, 0, room, 0, 0, 0
 
-    def plan(self, requests: Sequence[Request], offered: Sequence[int]) -> RoundPlan:
+    def plan(self, requests: Sequence[Request], offered: Sequence[int]) -> RoundPlan | SteadyPlan:
         super().choose_verified(requests, offered)
-        style = self.dice.choice(("rest", "any", "any", "all"))
+        style = self.dice.choice(("rest", "rest", "any", "any", "all", "steady"))
+        if style == "steady" and not self.looks_up and not any(r.matcher or r.params.tree == "tree" for r in requests):
+            most = min([self.depth, *(r.params.num_drafts or 0 for r in requests if r.params.num_drafts is not None)])
+            if most and not self._near_an_end(requests):
+                return self._some_steady(requests, offered, self.dice.randint(1, most))
         lens = [1 + (self.dice.randint(0, count) if style != "rest" else 0) for count in offered]
         able = [row for row, request in enumerate(requests) if self.cap_of(request)]
         drafted = [row for row in able if style == "all" or (style == "any" and self.dice.random() < 0.5)]
         branched = self._branch(requests, lens) if style != "rest" and self.room else None
         plan = RandomPlan(self, requests, lens, list(range(len(requests))) if self.looks_up else drafted, branched)
         plan.dice, plan.ranks = self.dice, RANKS if self.room else 1
+        self._again = None
         self.rested += plan.rests
         return plan
 
-    def learn(self, plan: RoundPlan, lines: Sequence[list[int]], times: RoundTimes) -> None:
-        for length, line in zip(plan.chains, lines, strict=True):
+    def repeat(self, requests: Sequence[Request]) -> RoundPlan | SteadyPlan | None:
+        if not isinstance(self._again, SteadyPlan) or self._near_an_end(requests) or self.dice.random() > 0.7:
+            return None
+        return super().repeat(requests)
+
+    def _near_an_end(self, requests: Sequence[Request]) -> bool:
+        """Drafts past an end are wrong, however good the drafter."""
+        return self.shuns_ends and any(r.limit - r.num_tokens <= 2 * self.depth + 1 for r in requests)
+
+    def _some_steady(self, requests: Sequence[Request], offered: Sequence[int], drafts: int) -> SteadyPlan:
+        self._planned, self._due, self._drafts = [request.id for request in requests], 1 << 30, drafts
+        self.steadies += 1
+        return self._plan_steady(requests, offered)
+
+    def learn(self, plan: RoundPlan | SteadyPlan, lines: Sequence[list[int]], times: RoundTimes) -> None:
+        for length, line in zip(plan.chains if isinstance(plan, RoundPlan) else (), lines, strict=False):
             path = line[(HEADER + len(line)) // 2 :]
             self.taken += any(node >= length for node in path[1 : line[1] + 1])
         super().learn(plan, lines, times)
@@ -124,7 +149,7 @@ def test_any_plan_changes_no_token(name: str) -> None:
     assert tokens(run(engine, SOME, [0, 0, 0, 3, 5, 9, 9, 12, 30, 31])) == plain(SOME)
     planner = engine.runner.planner
     assert isinstance(planner, RandomPlanner)
-    assert planner.looks_up or planner.branches > 10
+    assert planner.looks_up or (planner.branches > 10 and planner.steadies > 5)
     assert planner.taken or name not in ("noisy model", "itself"), "a branch that is never right tests nothing"
 
 
@@ -213,12 +238,12 @@ def test_a_row_that_rested_drafts_as_if_it_had_not() -> None:
 
     Rows rest together or while others draft, and their taps are in order when they come back.
     """
-    params = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
     for options in (DRAFTERS["itself"], DRAFTERS["eagle3"]):
         engine = planned(7, **options).engine
         planner = engine.runner.planner
         assert isinstance(planner, RandomPlanner)
-        planner.room = 0  # a branch off a perfect chain is wrong
+        planner.room, planner.shuns_ends = 0, True  # a branch off a perfect chain is wrong
         outputs = run(engine, [Case((5, 9, 200 + row), params) for row in range(3)])
         assert planner.rested > 5
         if options is DRAFTERS["itself"]:
@@ -307,12 +332,46 @@ def test_rows_that_rest_are_planned_for_ever_less_often() -> None:
         requests = [Request(4 * batch + i, list(range(6)), SamplingParams(), 0, 99) for i in range(4)]
         fresh = 0
         for _ in range(64):
-            if planner.rest_again(requests) is None:
+            if planner.repeat(requests) is None:
                 assert planner.plan(requests, [0] * 4).rests
                 fresh += 1
         planned.append(fresh)
     assert planned[0] <= 4
     assert planned[2] <= 2
+
+
+@pytest.mark.parametrize(("per_step", "expected"), [(0.05, 3), (0.6, 2), (3.0, 1)])
+def test_one_number_of_drafts_for_all_rows_is_the_best_of_all(per_step: float, expected: int) -> None:
+    """By chances of 0.8 and costs of a step; every number is tried here."""
+    measured = RoundCosts({1: 1.5, 64: 7.8}, {1: 0.0}, {1: per_step, 8: per_step}, 3)
+    requests = [Request(i, list(range(6)), SamplingParams(), 0, 99) for i in range(2)]
+    odds = Odds()
+    odds.judge_all({(3, 2): 80, (1, 0): 20, (3, 3): 100}, RequestOdds())
+    chances = [odds.chance_at(depth) for depth in range(3)]
+    rates = {}
+    for drafts in (1, 2, 3):
+        won = 2 * (1 + sum(math.prod(chances[: depth + 1]) for depth in range(drafts)))
+        rates[drafts] = won / (1.4 + 0.1 * 2 * (1 + drafts) + drafts * per_step)
+    best = max(rates, key=lambda drafts: rates[drafts])
+    assert best == expected
+    found, rate = SteadyRounds(measured).choose(requests, lambda _: odds, 3)
+    assert (found, rate) == (best, pytest.approx(rates[best]))
+
+
+@pytest.mark.parametrize("costly", [True, False])
+def test_rounds_are_planned_draft_by_draft_while_that_pays(costly: bool) -> None:
+    """What such rounds take is measured; where it is too much, one number of drafts is chosen, and repeated."""
+    engine = build(**(DRAFTERS["noisy model"] | {"windows": "auto", "max_rows": 2})).engine  # type: ignore[arg-type]
+    table = Steady({1: 4.0, 64: 5.0}, {1: 0.0}, {1: 0.1}, 4)
+    planner = engine.runner.planner = WindowPlanner(4, table, looks_up=False)
+    planner._rates[1, False].note(400, 400 * 40.0 if costly else 400 / 4.0)
+    greedy = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    some = [Case((5, 9, 200), greedy)]
+    assert tokens(run(engine, some)) == plain(some)
+    assert isinstance(planner._again, SteadyPlan) == costly
+    assert (planner._drafts > 0) == costly
+    assert planner.record.rounds["drafts"] > 10
+    assert planner.record.tokens == 60
 
 
 def test_packing() -> None:

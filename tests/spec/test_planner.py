@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peregrine.engine.round_costs import Gain, RoundTimes, measure_costs
+from peregrine.engine.round_costs import PlannedRate, measure_costs
+from peregrine.engine.round_times import RoundTimes
 from peregrine.spec.planner import Costs, depth_plan, ms_at, paying_depths, plan_depths, trim_windows
 
 chances = st.floats(0.01, 0.99)
@@ -217,16 +218,18 @@ def test_rounds_tell_how_the_drafter_compares_with_the_verification() -> None:
     assert after.step_ms(4, 1) == pytest.approx(2 * before.step_ms(4, 1))
 
 
-def test_rounds_that_give_less_than_foreseen_end_drafting_for_a_while() -> None:
-    """Drafts whose rounds give two thirds of what was promised are not made; later they are tried again."""
-    gain, promised, plain = Gain(), 1.2, 1.0
-    assert gain.value == 1.0
-    for _ in range(30):
-        gain.note(tokens=8, foreseen=12.0)
-    assert promised * gain.value < plain
-    for _ in range(20):
-        gain.fade()
-    assert promised * gain.value > plain
+def test_planned_rounds_that_give_less_are_left_and_tried_again_later() -> None:
+    """Rounds planned draft by draft whose rate is nine tenths of what one number of drafts gives."""
+    rate, steady = PlannedRate(), 0.5
+    assert rate.value(steady) > steady, "they are tried"
     for _ in range(60):
-        gain.note(tokens=12, foreseen=8.0)
-    assert gain.value > 1.3, "a draft must be worth more where rounds give more"
+        rate.note(tokens=2, ms=2 / (0.9 * steady))
+    assert 0.9 * steady < rate.value(steady) < steady
+    assert rate.value(0.4) > 0.4, "where one number of drafts gives less, they are worth having"
+    rate.fade(100)
+    assert rate.value(steady) < steady
+    rate.fade(2000)
+    assert rate.value(steady) > steady
+    for _ in range(100):
+        rate.note(tokens=3, ms=3 / (1.2 * steady))
+    assert rate.value(steady) > 1.1 * steady

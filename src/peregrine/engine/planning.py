@@ -11,20 +11,22 @@ most of its text: should a later prompt hit those pages, its first drafts are wo
 to absorb the text of every request that rests.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from peregrine.engine.branching import Branching, Choice
 from peregrine.engine.request import Request
-from peregrine.engine.round_costs import RoundCosts, RoundTimes
+from peregrine.engine.round_costs import PlannedRate, RoundCosts
 from peregrine.engine.round_plan import RoundPlan
+from peregrine.engine.round_times import RoundTimes
+from peregrine.engine.steady import SteadyPlan, SteadyRounds
 from peregrine.kernels.round import FINISH_NONE, HEADER
 from peregrine.spec.odds import MOST, Odds, survivals_of
 from peregrine.spec.planner import Costs, plan_depths, trim_windows
 
 MAX_HELD = 1024  # rounds whose taps are held
-KEPT, MOST_KEPT = 8, 64  # rounds for which it is decided whether to draft; twice as many each time that it stays so
+KEPT, MOST_KEPT = 16, 64  # rounds for which it is decided whether to draft; twice as many each time that it stays so
 PROBE_EVERY = 512  # rounds; sooner while there were few
 PROBE_DEPTH = 2  # drafts of a row in a probe; always as many, so that its sizes are recorded soon
 LOOK_AHEAD = 4  # drafts that are planned before the first is made; further ones are decided step by step
@@ -50,7 +52,10 @@ class WindowPlanner:
         self.branching = Branching(room) if room else None  # None: chains never branch
         self.costs: Costs = measured.costs()
         self._costs_of: dict[int, Costs] = {}
-        self.rate = self.foreseen = 0.0  # tokens per millisecond: with the gain of real rounds, and as it was planned
+        self.rate = 0.0  # tokens per millisecond that time is worth
+        self._rates: dict[tuple[int, bool], PlannedRate] = defaultdict(
+            PlannedRate
+        )  # by size of number of rows, sampled
         self.record = PlanRecord()
         self._rounds = self._probes = self._next = 0  # rounds, probes so far, and the round of the next
         self._probing = 0  # drafts of each row that the last round made for a probe
@@ -59,8 +64,14 @@ class WindowPlanner:
         self._drafted: list[int] = []  # rows that are drafted for
         self._due = 0  # the round after which they are chosen anew
         self._kept = KEPT
-        self._resting: RoundPlan | None = None  # the last plan, if it lets all rows rest
-        self._repeated = 0  # how often it was repeated
+        self.steady = SteadyRounds(measured)
+        self._drafts = 0  # of every row, if it is one number for all
+        self._expected_tokens = 0.0  # of rounds that have as many
+        self._decided = 0  # the round before which it was decided
+        self._again: RoundPlan | SteadyPlan | None = (
+            None  # what the next round may repeat: all rows rest, or have as many
+        )
+        self._repeated = 0  # how often rows have rested by it
 
     def odds(self, request: Request) -> Odds:
         return self._odds[request.params.temperature > 0]
@@ -85,37 +96,29 @@ class WindowPlanner:
         errors = [odds.calibration_error for odds in self._odds.values()]
         return sum(e * n for e, n in zip(errors, counts, strict=True)) / total if total else 0.0
 
-    def rest_again(self, requests: Sequence[Request]) -> RoundPlan | None:
-        """The last plan once more, if the same rows rest and nothing else is due: planning would cost what it saves."""
-        if self._resting is None or self._rounds + 1 >= min(self._due, self._next):
+    def repeat(self, requests: Sequence[Request]) -> RoundPlan | SteadyPlan | None:
+        """The last plan once more, if it serves and nothing else is due: planning would cost what it saves."""
+        plan = self._again
+        if plan is None or self._rounds + 1 >= (min(self._due, self._next) if plan.rests else self._due):
             return None
         if self._planned != [request.id for request in requests]:
             return None
         self._rounds += 1
-        self._repeated += 1
-        return self._resting
+        self._repeated += plan.rests
+        return plan
 
-    def plan(self, requests: Sequence[Request], offered: Sequence[int]) -> RoundPlan:
+    def plan(self, requests: Sequence[Request], offered: Sequence[int]) -> RoundPlan | SteadyPlan:
         """The plan of the next round of the requests in these rows, whose windows hold this many drafts."""
         if self.measured.changed:
             self.costs, self._costs_of = self.measured.costs(), {}
-        if self._resting is not None and self._repeated:
-            for request in self._resting.requests:
+        if self._again is not None and self._repeated:
+            for request in self._again.requests:
                 request.odds.fade(self._repeated)
         self._repeated, ids = 0, [request.id for request in requests]
         if ids != self._planned or self._rounds + 1 >= self._due:
-            means = {sampled: odds.means_by_depth(LOOK_AHEAD) for sampled, odds in self._odds.items()}
-            survivals = [self._expected(request, means[request.params.temperature > 0]) for request in requests]
-            following, plain = plan_depths(self.costs_of(len(requests)), survivals), self.costs.plain_rate(len(ids))
-            rate = following.rate * self.measured.gain.value
-            drafts = any(following.depths) and rate > plain
-            same = drafts == bool(self._drafted) and (ids == self._planned or not drafts)
-            self._drafted = list(range(len(requests))) if drafts else []
-            self._kept = min(MOST_KEPT, 2 * self._kept) if same else KEPT
-            self.foreseen, self._planned, self._due = following.rate, ids, self._rounds + self._kept
-            self.rate = max(plain, rate)
-            if not drafts:
-                self.measured.gain.fade()
+            self._decide(requests, ids)
+        if self._drafts:
+            return self._plan_steady(requests, offered)
         drafted, branching = self._drafted, self.branching
         probe = self._next_probe(requests)
         wanted = branching.wants(requests) if branching is not None else 0
@@ -134,7 +137,56 @@ class WindowPlanner:
         self._probing, plan.probe, plan.expected = probe, max(probe, wanted), choice.gain
         for request, depth in zip(requests, choice.depths, strict=True):
             plan.expected += 1 + sum(survivals_of(request.guesses[:depth]))
-        self._resting = plan if plan.rests else None
+        self._again = plan if plan.rests else None
+        return plan
+
+    def _decide(self, requests: Sequence[Request], ids: list[int]) -> None:
+        """Decide for some rounds whether rows get drafts: each as it deserves them, or one number for all."""
+        expected, took = self.steady.learn(self.odds)
+        self.record.expected_ms, self.record.ms = self.record.expected_ms + expected, self.record.ms + took
+        rows, before = len(requests), (bool(self._drafted), self._drafts)
+        plain, measured = self.costs.plain_rate(rows), self.rate_of(requests)
+        by_draft = self.looks_up or any(r.matcher is not None or r.params.tree == "tree" for r in requests)
+        if by_draft:
+            means = {sampled: odds.means_by_depth(LOOK_AHEAD) for sampled, odds in self._odds.items()}
+            survivals = [self._expected(request, means[request.params.temperature > 0]) for request in requests]
+            following = plan_depths(self.costs_of(rows), survivals)
+            drafts, foreseen = max(following.depths), following.rate
+        else:
+            most = min(self.depth if r.params.num_drafts is None else r.params.num_drafts for r in requests)
+            drafts, foreseen = self.steady.choose(requests, self.odds, most)
+        rate = measured.value(foreseen) if drafts else 0.0
+        planned = drafts > 0 and rate > (plain if by_draft else max(plain, foreseen))
+        self._drafted = list(range(rows)) if planned else []
+        self._drafts = 0 if planned or by_draft or foreseen <= plain else drafts
+        self._expected_tokens = foreseen * self.measured.steady_ms(rows, drafts)
+        same = before == (planned, self._drafts) and (ids == self._planned or not planned)
+        self._kept = min(MOST_KEPT, 2 * self._kept) if same else KEPT
+        self._planned, self._due = ids, self._rounds + self._kept
+        self.rate = max(plain, rate)  # only planned rounds ask for it
+        passed, self._decided = self._rounds - self._decided, self._rounds
+        if not planned:
+            measured.fade(passed)
+
+    def rate_of(self, requests: Sequence[Request]) -> PlannedRate:
+        """What planned rounds of about as many such requests give."""
+        return self._rates[len(requests).bit_length(), any(request.params.temperature > 0 for request in requests)]
+
+    def _plan_steady(self, requests: Sequence[Request], offered: Sequence[int]) -> SteadyPlan:
+        """The drafts that there are, up to the number for all; the rounds after it have just that many."""
+        self._rounds += 1
+        self._probing = 0
+        for request in requests:
+            request.guesses, request.ranked = [], []
+        drafts = self._drafts
+        plan = SteadyPlan(requests, [1 + min(drafts, count) for count in offered], drafts)
+        plan.expected = float(len(requests)) if plan.windows.lens[0] == 1 else self._expected_tokens
+        whole = plan.windows.lens == (1 + drafts,) * len(requests)
+        if whole:
+            self._again = plan
+        else:
+            self._again = SteadyPlan(requests, [1 + drafts] * len(requests), drafts)
+            self._again.expected = self._expected_tokens
         return plan
 
     def _next_probe(self, requests: Sequence[Request]) -> int:
@@ -157,7 +209,7 @@ class WindowPlanner:
         order = sorted(range(count), key=lambda row: (requests[row].num_held, (row - self._probes) % count))
         return order[: -(-count // 4)]
 
-    def must_absorb(self, plan: RoundPlan) -> list[Request]:
+    def must_absorb(self, plan: RoundPlan | SteadyPlan) -> list[Request]:
         """Whose held taps the drafter has to absorb before this round."""
         if any(request.num_held >= MAX_HELD for request in plan.requests):
             return list(plan.requests)
@@ -192,8 +244,20 @@ class WindowPlanner:
         self.record.tokens += count
         self.record.expected_tokens += count
 
-    def learn(self, plan: RoundPlan, lines: Sequence[list[int]], times: RoundTimes) -> None:
+    def _note_steady(self, plan: SteadyPlan, lines: Sequence[list[int]], times: RoundTimes) -> None:
+        """Count a round with as many drafts for every row; the lines of its verdict are taken in later."""
+        record, lens = self.record, plan.windows.lens
+        record.windows[lens[0]] += len(lens)
+        record.rounds["drafts"] += 1
+        record.tokens += sum([line[0] for line in lines])
+        record.expected_tokens += plan.expected
+        self.steady.note(plan, lines, times)
+
+    def learn(self, plan: RoundPlan | SteadyPlan, lines: Sequence[list[int]], times: RoundTimes) -> None:
         """Take in the lines of a round's verdict, and its times; drafts after the first wrong one have no verdict."""
+        if isinstance(plan, SteadyPlan):
+            self._note_steady(plan, lines, times)
+            return
         record, lens = self.record, plan.windows.lens
         for row, (request, line) in enumerate(zip(plan.requests, lines, strict=True)):
             odds, own, verified = self.odds(request), request.odds, plan.chains[row] - 1
@@ -218,6 +282,6 @@ class WindowPlanner:
         branches, usual = plan.branched is not None, plan.rows is None and not plan.probe
         record.expected_ms += self.measured.expect(tokens, plan.steps, plan.rests, branches)
         record.ms += times.ms
-        won = sum(line[1] + 1 for line in lines) if usual else 0
+        won, rate = sum(line[1] + 1 for line in lines), self.rate_of(plan.requests) if usual and plan.steps else None
         even = usual and plan.windows.is_uniform
-        self.measured.learn(tokens, plan.steps, times, even=even, branches=branches, foreseen=self.foreseen, won=won)
+        self.measured.learn(tokens, plan.steps, times, even=even, branches=branches, rate=rate, won=won)

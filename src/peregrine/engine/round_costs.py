@@ -13,126 +13,49 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
 
-import torch
-from torch import Tensor
-
-from peregrine.spec.branches import RANKS
-from peregrine.spec.links import Branched
+from peregrine.engine.round_times import RoundTimes
 from peregrine.spec.planner import Costs, Points
-from peregrine.spec.windows import Windows, paths_of
 
 RECENT, FIRST = 15, 5  # rounds whose median counts, and for how many of them the table does at first
 MOST_OFF = 2.0  # a round that takes this many times what it should was interrupted, or recorded a new size
-HOST_SHARE = 0.2  # how far one round moves the host's share
 REFRESH = 16  # rounds after which plans see them anew
 TIME_LIMIT_S = 0.6  # of processor time, for all measurements
 PASSES = 8  # over all sizes, at most
 TIMED_DRAFTS = 3  # of each row, where a further draft is a step
 
 
-@dataclass(frozen=True, slots=True)
-class RoundTimes:
-    """Milliseconds of one round, up to its last draft."""
-
-    verify_ms: float  # everything but the drafter
-    first_ms: float  # the drafter reads what was verified and makes the first drafts; the round is planned
-    steps_ms: Sequence[float]  # further drafts
-    host_ms: float | None = None  # between the round before and this one; None: something else was done there
-
-    @property
-    def ms(self) -> float:
-        return self.verify_ms + self.first_ms + sum(self.steps_ms)
-
-    def first(self, steps: int) -> float:
-        """What `Costs.steps` levels pay for first; a block is paid for as a whole."""
-        return self.first_ms + sum(self.steps_ms) if steps == 1 else self.first_ms
-
-
 TimeRound = Callable[[Sequence[int], int], RoundTimes]  # (tokens in each window, drafts that each row gets) -> times
 
 
-def now() -> tuple[float, float]:
-    """Seconds by the clock, and of processor time of all threads."""
-    return time.perf_counter(), time.process_time()
+class PlannedRate:
+    """Tokens per millisecond of rounds that are planned draft by draft.
 
-
-class FixedPlan:
-    """A plan of given windows and as many drafts for every row, whatever the drafter says; see `spec.windows.Plan`.
-
-    With branches, windows are read as trees are, and the drafter ranks tokens.
+    Of the drafts, those are taken that the drafter is sure of, which takes the host time. What that gives is measured:
+    such rounds are worth having if it is more than others give. A draft is worth its time at the same rate.
     """
 
-    rests = False
-
-    def __init__(self, lens: Sequence[int], drafts: int, branches: bool = False) -> None:
-        self.windows, self.ranks = Windows.of(tuple(lens)), RANKS if branches else 1
-        self.branched = Branched.of([[0] * length for length in lens], [()] * len(lens)) if branches else None
-        self.paths = paths_of(self.windows, self.branched)
-        self.rows = None if drafts else torch.empty(0, dtype=torch.int64)
-        self._drafts, self.stamps = drafts, list[tuple[float, float]]()
-
-    def add(self, chances: Tensor, ranked: tuple[Tensor, Tensor] | None = None) -> None:
-        for said in (chances, *(ranked or ())):
-            said.tolist()  # as a real plan does
-        self.stamps.append(now())
-
-    def go_on(self) -> bool:
-        return len(self.stamps) < self._drafts
-
-    def depths(self) -> int:
-        return self._drafts
-
-    def hold(self, taps: Tensor | None) -> None:
-        """It never rests."""
-
-    def force(self, forced: Tensor) -> None:
-        """Depths are as they were given."""
-
-
-def times_of(
-    began: float, proposing: float, stamps: Sequence[float], planning: float = 0.0, host: float | None = None
-) -> RoundTimes:
-    """Of a round by the seconds at which it began, began to draft, and had made each draft; planning took so long."""
-    laps = [1e3 * (after - before) for before, after in pairwise(stamps)]
-    drafted = stamps[0] if stamps else proposing
-    host_ms = None if host is None else 1e3 * host
-    return RoundTimes(1e3 * (proposing - began), 1e3 * (drafted - proposing + planning), laps, host_ms)
-
-
-def least(one: RoundTimes, other: RoundTimes) -> RoundTimes:
-    """Of each part, the shorter time."""
-    steps = [min(pair) for pair in zip(one.steps_ms, other.steps_ms, strict=True)]
-    return RoundTimes(min(one.verify_ms, other.verify_ms), min(one.first_ms, other.first_ms), steps)
-
-
-class Gain:
-    """What rounds with drafts gave, over what was foreseen: of the drafts, those are taken that the drafter is sure of.
-
-    A draft is worth its time at the rate that rounds really have; and rounds with drafts are worth having if that is
-    more than plain decoding's.
-    """
-
-    PRIOR = 32.0  # tokens for which it counts that rounds give what was foreseen
-    MEMORY, RESTED = 0.97, 0.9  # what is kept of the record by a round with drafts, and by a plan without
+    PRIOR, HOPE = 100.0, 1.03  # tokens that count as so much faster than was foreseen: who is not tried learns nothing
+    MEMORY, RESTED = 0.985, 0.999  # what is kept of the record by a round of its own, and by another
 
     def __init__(self) -> None:
-        self._won = self._worth = 0.0  # tokens, and what they should have been
+        self._won = self._ms = 0.0
 
-    @property
-    def value(self) -> float:
-        return (self._won + self.PRIOR) / (self._worth + self.PRIOR)
+    def value(self, foreseen: float) -> float:
+        """Where the same number of drafts for all rows is foreseen to give so much."""
+        return (self._won + self.HOPE * self.PRIOR) / (self._ms + self.PRIOR / foreseen)
 
-    def fade(self, kept: float = RESTED) -> None:
-        """Old rounds count less, so that drafts are tried again."""
-        self._won, self._worth = kept * self._won, kept * self._worth
+    def fade(self, rounds: int) -> None:
+        """Other rounds have passed: old ones count less, so that such rounds are tried again."""
+        self._keep(self.RESTED**rounds)
 
-    def note(self, tokens: int, foreseen: float) -> None:
+    def note(self, tokens: int, ms: float) -> None:
         """Take in one round."""
-        self.fade(self.MEMORY)
-        self._won, self._worth = self._won + tokens, self._worth + foreseen
+        self._keep(self.MEMORY)
+        self._won, self._ms = self._won + tokens, self._ms + ms
+
+    def _keep(self, share: float) -> None:
+        self._won, self._ms = share * self._won, share * self._ms
 
 
 class RoundCosts:
@@ -150,8 +73,7 @@ class RoundCosts:
         parts = rising(absorb), rising(step), steps, rising(first or {})
         self._table = Costs(rising(verify), *parts, ragged)
         self.branched = 0.0  # milliseconds more, if chains branch
-        self.gain = Gain()
-        self._host = 0.0  # milliseconds between rounds
+        self._between: deque[float] = deque(maxlen=RECENT)  # milliseconds between rounds, at the table's speed
         # What rounds took, over the table: the verification; then, over that, the first drafts and further ones.
         self._speed, self._first, self._step = (deque([1.0] * FIRST, RECENT) for _ in range(3))
         self._now = 1.0  # the speed at the moment
@@ -170,6 +92,31 @@ class RoundCosts:
         self._known = Costs(verify, *parts, table.ragged, self.branched)
         return self._known
 
+    def steady_ms(self, rows: int, drafts: int) -> float:
+        """Milliseconds of a round in which every row has so many drafts, with the host's work after it."""
+        return self._host + self._steady_ms(rows * (1 + drafts), rows, drafts)
+
+    def _steady_ms(self, tokens: int, rows: int, drafts: int) -> float:
+        table, made = self._table, min(drafts, self._table.steps)
+        steps = table.step_ms(rows, 0) + (made - 1) * table.step_ms(rows, 1) if made else 0.0
+        return table.verify_ms(tokens) + table.absorb_ms(tokens) + steps
+
+    def learn_steady(self, tokens: int, rows: int, drafts: int, times: RoundTimes) -> float:
+        """Take in a round after which every row has so many drafts; returns the milliseconds that it should take."""
+        self._speed.append(ratio(times.verify_ms, self._table.verify_ms(tokens)))
+        self._now = middle(self._speed)
+        self._note_host(times.host_ms)
+        return self._now * self._steady_ms(tokens, rows, drafts)
+
+    def _note_host(self, ms: float | None) -> None:
+        if ms is not None:
+            self._between.append(ms / self._now)
+
+    @property
+    def _host(self) -> float:
+        """Milliseconds between rounds."""
+        return middle(self._between) if self._between else 0.0
+
     def expect(self, tokens: int, steps: Sequence[int], rests: bool, branches: bool = False) -> float:
         """Milliseconds of a round at the machine's present speed, without what the host does after it."""
         known = self._known
@@ -184,28 +131,27 @@ class RoundCosts:
         *,
         even: bool = True,
         branches: bool = False,
-        foreseen: float = 0.0,
+        rate: PlannedRate | None = None,
         won: int = 0,
     ) -> None:
         """Take in one real round; `even`: all rows are drafted for, and their windows have one length.
 
-        If it is one of many with drafts, `won` are its tokens, where `foreseen` tokens per millisecond were.
+        If it is one of many with drafts, `won` are its tokens, which count for their `rate`.
         """
         self._rounds += 1
         table, expected = self._table, self.expect(tokens, steps, rests=False, branches=branches)
         if not branches:
             self._speed.append(ratio(times.verify_ms, table.verify_ms(tokens)))
         speed = self._now = middle(self._speed)
-        if times.host_ms is not None:
-            self._host += HOST_SHARE * (times.host_ms / speed - self._host)
+        self._note_host(times.host_ms)
         if even and steps and not branches:
             due = speed * (table.absorb_ms(tokens) + table.step_ms(steps[0], 0))
             self._first.append(ratio(times.first(table.steps), due))
             if times.steps_ms and table.steps > 1:
                 due = speed * table.step_ms(steps[0], 1)
                 self._step.append(ratio(sum(times.steps_ms) / len(times.steps_ms), due))
-        if won and times.ms < MOST_OFF * expected:
-            self.gain.note(won, foreseen * (times.ms / speed + self._host))
+        if rate is not None and times.usual and times.ms < MOST_OFF * expected:
+            rate.note(won, times.ms / speed + self._host)
 
 
 def middle(values: Iterable[float]) -> float:

@@ -33,6 +33,8 @@ class Planner(Protocol):
 class RoundPlan:
     """The plan of one round; see `spec.windows.Plan`."""
 
+    drafts: int | None = None
+
     def __init__(
         self,
         planner: Planner,

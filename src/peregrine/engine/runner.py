@@ -20,12 +20,14 @@ from peregrine.engine.masks import MaskWriter
 from peregrine.engine.planning import WindowPlanner
 from peregrine.engine.prefill import absorb_held
 from peregrine.engine.request import Request
-from peregrine.engine.round_costs import RoundTimes, times_of
 from peregrine.engine.round_plan import RoundPlan
 from peregrine.engine.round_result import RoundResult, extras_of
+from peregrine.engine.round_times import RoundTimes, times_of
 from peregrine.engine.rounds import Rounds
+from peregrine.engine.steady import SteadyPlan
 from peregrine.grammar import Window
 from peregrine.kernels.round import Verdict
+from peregrine.kernels.runtime.cpu_graph import count_recorded
 from peregrine.kernels.sampling import Features
 from peregrine.sampling import MAX_LOGPROBS
 from peregrine.spec.round import Logprobs, Mark, Verified, no_mark, planned_state
@@ -54,7 +56,7 @@ class RoundInFlight:
     windows: Tensor | None  # [R, 3, T] i64 on the host: tokens, parents, offered or not; for report_drafts
     ready: torch.cuda.Event | None
     said: Tensor | None  # [R, K] on the host: what the drafter said of the drafts, for plans made ahead
-    planned: tuple[RoundPlan, RoundTimes] | AheadPlan | None
+    planned: tuple[RoundPlan | SteadyPlan, RoundTimes] | AheadPlan | None
 
 
 class Runner:
@@ -128,10 +130,11 @@ class Runner:
         """
         self.mark("launch")
         self.seats.settle()
-        began = planned_at = time.perf_counter()
+        began, recorded = time.perf_counter(), count_recorded()
+        planned_at = began
         plan = repeated = None
         if self.planner is not None:
-            repeated = None if features.masked else self.planner.rest_again(requests)
+            repeated = None if features.masked else self.planner.repeat(requests)
             plan = repeated or self._plan(self.planner, requests, rows)
             if repeated is None:
                 self.absorb_held(self.planner.must_absorb(plan))
@@ -165,11 +168,11 @@ class Runner:
         if logprobs is not None and features.logprobs is not None:  # a recorded round may do more than was asked
             values = self._to_host(logprobs.chosen), self._to_host(logprobs.top_ids), self._to_host(logprobs.top)
         ready = event_after(verdict.table)
-        planned: tuple[RoundPlan, RoundTimes] | AheadPlan | None = foreseen
-        if self.planner is not None and repeated is not None:
-            self.planner.note_rest(repeated)
+        planned: tuple[RoundPlan | SteadyPlan, RoundTimes] | AheadPlan | None = foreseen
+        if self.planner is not None and isinstance(plan, RoundPlan) and repeated is not None:
+            self.planner.note_rest(plan)
         elif plan is not None:
-            planned = plan, self._times(plan, began, planned_at)
+            planned = plan, self._times(plan, began, planned_at, usual=count_recorded() == recorded)
         self.in_flight.append(RoundInFlight(list(requests), packed, values, windows, ready, said, planned))
         self.launched += 1
         self.mark("launched")
@@ -178,7 +181,7 @@ class Runner:
         """Rounds in flight that the running request is part of: it takes part in all that are launched."""
         return min(len(self.in_flight), self.launched - request.round_before)
 
-    def _plan(self, planner: WindowPlanner, requests: list[Request], rows: Rows) -> RoundPlan:
+    def _plan(self, planner: WindowPlanner, requests: list[Request], rows: Rows) -> RoundPlan | SteadyPlan:
         """The windows of the next round."""
         offered = self.seats.view(rows).offered
         held = offered.tolist()
@@ -198,14 +201,15 @@ class Runner:
             request.held = []
         self.absorb_held([request])
 
-    def _times(self, plan: RoundPlan, began: float, planned: float) -> RoundTimes:
+    def _times(self, plan: RoundPlan | SteadyPlan, began: float, planned: float, usual: bool) -> RoundTimes:
         """Times of the round of this plan that began then, was planned then, and has just been done."""
         now, learnt = time.perf_counter(), self._learnt
+        stamps = plan.stamps if isinstance(plan, RoundPlan) else []
         between, verify = began - self._launched - learnt, self._proposing - planned
         self._launched, self._learnt = now, 0.0
         # A longer pause was not the host's work of one round, but prompts or nothing to do.
         host = between if between < verify / 2 else None
-        return times_of(planned, self._proposing, plan.stamps or [now], planned - began + learnt, host)
+        return times_of(planned, self._proposing, stamps or [now], planned - began + learnt, host, usual)
 
     def _mark(self, stage: str) -> None:
         if stage == "propose":
@@ -281,8 +285,8 @@ class Runner:
         if isinstance(flight.planned, AheadPlan) and self.ahead is not None:
             self.ahead[0].learn(flight.planned, verdict, None if flight.said is None else flight.said.numpy())
         elif isinstance(flight.planned, tuple) and self.planner is not None:
-            (plan, times), began = flight.planned, time.perf_counter()
-            self.planner.learn(plan, lines, times)
+            began = time.perf_counter()
+            self.planner.learn(flight.planned[0], lines, flight.planned[1])
             self._learnt = time.perf_counter() - began
         if flight.windows is None and flight.logprobs is None:
             return RoundResult(requests, lines, accept)

@@ -13,7 +13,8 @@ from peregrine.engine.ahead_planner import AheadCosts, AheadPlanner, ThresholdPl
 from peregrine.engine.ahead_rounds import AheadRounds
 from peregrine.engine.choices import pick_graphs
 from peregrine.engine.planning import WindowPlanner
-from peregrine.engine.round_costs import FixedPlan, RoundTimes, branched_ms, least, measure_costs, now, times_of
+from peregrine.engine.round_costs import branched_ms, measure_costs
+from peregrine.engine.round_times import FixedPlan, RoundTimes, least, now, times_of
 from peregrine.engine.runner import VARIANTS, Runner
 from peregrine.kernels.runtime.cpu_graph import record_at_once
 from peregrine.kernels.sampling import Features

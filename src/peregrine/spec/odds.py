@@ -6,7 +6,7 @@ has one factor: how many of its drafts were right over how many the engine's cou
 """
 
 from bisect import bisect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ DEPTHS = 4  # deeper drafts count as the deepest of these
 PRIOR = 4.0  # drafts that the first guess counts for
 FIRST_GUESS = 0.6  # of drafters that say nothing themselves
 MEMORY = 500.0  # drafts after which older ones begin to count less
+SHORT_MEMORY = 150.0  # the same, of drafts by depth alone: texts differ
 OWN_PRIOR, OWN_MEMORY = 6.0, 0.97  # of a request's factor: drafts, and what is kept of them each round
 MOST = 0.995
 HOPE = 0.3  # added to a mean chance, over the square root of the drafts it is made of
@@ -38,10 +39,10 @@ class Count:
     def chance(self) -> float:
         return self.right / self.tried
 
-    def add(self, right: float, weight: float = 1.0) -> None:
-        self.right += right * weight
-        self.tried += weight
-        if self.tried > MEMORY:
+    def add(self, right: float, memory: float = MEMORY, tried: float = 1.0) -> None:
+        self.right += right
+        self.tried += tried
+        if self.tried > memory:
             self.right, self.tried = self.right / 2, self.tried / 2
 
 
@@ -54,7 +55,11 @@ class RequestOdds:
 
     @property
     def factor(self) -> float:
-        return (self.right + OWN_PRIOR) / (self.expected + OWN_PRIOR)
+        return self.factor_with(OWN_PRIOR)
+
+    def factor_with(self, prior: float) -> float:
+        """Where it counts for so many drafts that this request is like others."""
+        return (self.right + prior) / (self.expected + prior)
 
     def fade(self, rounds: int = 1) -> None:
         """Rounds have passed: old verdicts count less, so that a request that rests is tried again."""
@@ -86,6 +91,7 @@ class Odds:
 
     counts: dict[tuple[int, int], Count] = field(default_factory=dict)  # (depth, range): drafts that were verified
     means: dict[int, Count] = field(default_factory=dict)  # depth: chances of all drafts that were made
+    likely: dict[int, Count] = field(default_factory=dict)  # depth: drafts made where those before seemed likely
     tenths: list[list[float]] = field(default_factory=lambda: [[0.0, 0.0, 0.0] for _ in range(TENTHS)])
 
     def expect(self, depth: int, own: RequestOdds) -> float:
@@ -112,13 +118,50 @@ class Odds:
             mean.add(chance)
         return Guess(depth, said, min(MOST, chance * own.factor), chance)
 
+    def chance_at(self, depth: int) -> float:
+        """The chance of a draft at this depth, whatever the drafter says of it.
+
+        While few such drafts had a verdict, those count that were made where the drafts before them seemed likely.
+        """
+        level = min(depth, DEPTHS - 1)
+        every, likely = self._count(level, None), self.likely.get(level)
+        if likely is None:
+            return every.chance
+        return (every.right + PRIOR * (likely.chance - FIRST_GUESS)) / every.tried
+
     def judge(self, guess: Guess, right: bool, own: RequestOdds) -> None:
         """Count a verdict on a draft all of whose predecessors were right."""
-        self._count(min(guess.depth, DEPTHS - 1), guess.said).add(right)
+        level = min(guess.depth, DEPTHS - 1)
+        if guess.said is not None:
+            self._count(level, guess.said).add(right)
+        if guess.said is None or not level:
+            self._count(level, None).add(right, SHORT_MEMORY)
+        else:
+            self.likely.setdefault(level, Count(FIRST_GUESS * PRIOR, PRIOR)).add(right, SHORT_MEMORY)
         own.expected += guess.engine_chance
         own.right += right
-        tenth = self.tenths[min(TENTHS - 1, int(guess.chance * TENTHS))]
-        for place, value in enumerate((1.0, guess.chance, float(right))):
+        self._note(guess.chance, 1.0, float(right))
+
+    def judge_all(self, counts: Mapping[tuple[int, int], int], own: RequestOdds) -> None:
+        """Count the verdicts of many rounds of a request: (drafts with a verdict, how many of them were right): rounds.
+
+        The drafter said nothing of these drafts.
+        """
+        own.fade(sum(counts.values()))
+        factor = own.factor
+        for depth in range(max(known for known, _ in counts)):
+            tried = float(sum(rounds for (known, _), rounds in counts.items() if known > depth))
+            right = float(sum(rounds for (_, correct), rounds in counts.items() if correct > depth))
+            chance = self.chance_at(depth)
+            self._count(min(depth, DEPTHS - 1), None).add(right, SHORT_MEMORY, tried)
+            own.expected += chance * tried
+            own.right += right
+            self._note(min(MOST, chance * factor), tried, right)
+
+    def _note(self, chance: float, tried: float, right: float) -> None:
+        """Compare a chance with what came of it."""
+        tenth = self.tenths[min(TENTHS - 1, int(chance * TENTHS))]
+        for place, value in enumerate((tried, chance * tried, right)):
             tenth[place] += value
 
     def _count(self, level: int, said: float | None) -> Count:

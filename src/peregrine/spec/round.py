@@ -23,7 +23,7 @@ from peregrine.kernels.sampling import Features, logprobs
 from peregrine.spec.bound import BoundModel
 from peregrine.spec.judge import Judge
 from peregrine.spec.state import Rows, RowState, SeatState
-from peregrine.spec.types import Drafter, DraftShape, Seen
+from peregrine.spec.types import Drafter, Drafts, DraftShape, Seen
 from peregrine.spec.windows import Layout, Offered, Plan, Windows
 
 Mark = Callable[[str], None]  # called with the name of each stage as it begins; benchmarks time stages with it
@@ -152,9 +152,16 @@ def propose(
     if plan is not None and plan.rests:
         whole.offered.zero_()
     else:
-        lens, depth = verified.places.past_lens, whole.shape.depth
-        seen = seen_by(state, lens, taps, features, depth, forced, verified.layout, plan)
-        whole.keep(drafter.propose(seen))
+        lens, depth, asked = verified.places.past_lens, whole.shape.depth, plan
+        if plan is not None and plan.drafts is not None:
+            depth, asked = plan.drafts, None
+        seen = seen_by(state, lens, taps, features, depth, forced, verified.layout, asked)
+        drafts = drafter.propose(seen)
+        if asked is plan:
+            whole.keep(drafts)
+        else:
+            some = seats.view(Rows(rows.count, rows.places, 1 + depth))
+            some.keep(Drafts(drafts.tokens[:, :depth], depth, None))
     if plan is not None:
         plan.hold(taps)
     if forced is not None:

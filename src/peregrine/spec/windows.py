@@ -164,6 +164,7 @@ class Plan(Layout, Protocol):
 
     rests: bool  # no row is, and all windows are the newest token alone
     ranks: int  # how many of the likeliest tokens of each step it wants to know; 1: the draft's chance alone
+    drafts: int | None  # all rows get so many, and nothing is asked of it; None: it is asked before every further step
 
     def add(self, chances: Tensor, ranked: tuple[Tensor, Tensor] | None = None) -> None:
         """One more draft for every row that is drafted for; chances [n] are the drafter's own.

@@ -45,11 +45,23 @@ def record_at_once() -> Iterator[None]:
         _hurry.at_once = False
 
 
+class _Recorded:
+    """How many graphs there were until now."""
+
+    count = 0
+
+
+def count_recorded() -> int:
+    """How many graphs were recorded in this process: a round that records a new one is not as fast as the next."""
+    return _Recorded.count
+
+
 class CpuGraph:
     """One recorded run of a function, to be replayed: for inputs of the same shapes, into the same output tensors."""
 
     def __init__(self, step: Step, inputs: Sequence[Tensor]) -> None:
         self.inputs = tuple(inputs)
+        _Recorded.count += 1
         keeper = _Keeper()
         with record_calls() as calls, keeper:
             self.outputs = step(*inputs)

@@ -1,0 +1,92 @@
+"""The times of one round, and a plan of given windows to take them with."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from peregrine.spec.branches import RANKS
+from peregrine.spec.links import Branched
+from peregrine.spec.windows import Windows, paths_of
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTimes:
+    """Milliseconds of one round, up to its last draft."""
+
+    verify_ms: float  # everything but the drafter
+    first_ms: float  # the drafter reads what was verified and makes the first drafts; the round is planned
+    steps_ms: Sequence[float]  # further drafts
+    host_ms: float | None = None  # between the round before and this one; None: something else was done there
+    usual: bool = True  # False: a new size was recorded meanwhile
+
+    @property
+    def ms(self) -> float:
+        return self.verify_ms + self.first_ms + sum(self.steps_ms)
+
+    def first(self, steps: int) -> float:
+        """What `Costs.steps` levels pay for first; a block is paid for as a whole."""
+        return self.first_ms + sum(self.steps_ms) if steps == 1 else self.first_ms
+
+
+def now() -> tuple[float, float]:
+    """Seconds by the clock, and of processor time of all threads."""
+    return time.perf_counter(), time.process_time()
+
+
+class FixedPlan:
+    """A plan of given windows and as many drafts for every row, whatever the drafter says; see `spec.windows.Plan`.
+
+    With branches, windows are read as trees are, and the drafter ranks tokens.
+    """
+
+    rests = False
+    drafts: int | None = None
+
+    def __init__(self, lens: Sequence[int], drafts: int, branches: bool = False) -> None:
+        self.windows, self.ranks = Windows.of(tuple(lens)), RANKS if branches else 1
+        self.branched = Branched.of([[0] * length for length in lens], [()] * len(lens)) if branches else None
+        self.paths = paths_of(self.windows, self.branched)
+        self.rows = None if drafts else torch.empty(0, dtype=torch.int64)
+        self._drafts, self.stamps = drafts, list[tuple[float, float]]()
+
+    def add(self, chances: Tensor, ranked: tuple[Tensor, Tensor] | None = None) -> None:
+        for said in (chances, *(ranked or ())):
+            said.tolist()  # as a real plan does
+        self.stamps.append(now())
+
+    def go_on(self) -> bool:
+        return len(self.stamps) < self._drafts
+
+    def depths(self) -> int:
+        return self._drafts
+
+    def hold(self, taps: Tensor | None) -> None:
+        """It never rests."""
+
+    def force(self, forced: Tensor) -> None:
+        """Depths are as they were given."""
+
+
+def times_of(
+    began: float,
+    proposing: float,
+    stamps: Sequence[float],
+    planning: float = 0.0,
+    host: float | None = None,
+    usual: bool = True,
+) -> RoundTimes:
+    """Of a round by the seconds at which it began, began to draft, and had made each draft; planning took so long."""
+    laps = [1e3 * (after - before) for before, after in pairwise(stamps)]
+    drafted = stamps[0] if stamps else proposing
+    host_ms = None if host is None else 1e3 * host
+    return RoundTimes(1e3 * (proposing - began), 1e3 * (drafted - proposing + planning), laps, host_ms, usual)
+
+
+def least(one: RoundTimes, other: RoundTimes) -> RoundTimes:
+    """Of each part, the shorter time."""
+    steps = [min(pair) for pair in zip(one.steps_ms, other.steps_ms, strict=True)]
+    return RoundTimes(min(one.verify_ms, other.verify_ms), min(one.first_ms, other.first_ms), steps)
