@@ -1,7 +1,8 @@
 """Chooses the windows of every round on a CPU: what is verified now, and which rows are drafted for next.
 
 The choice is by measured costs (`engine/round_costs.py`) and learnt odds (`spec/odds.py`), through the pure functions
-of `spec/planner.py`. It changes speed, never a token.
+of `spec/planner.py`. It changes speed, never a token. Every so many rounds it is decided whether they are planned draft
+by draft, have one number of drafts for all rows (`engine/steady.py`), or none.
 
 All rows are drafted for or none, but for a probe, which drafts for a few. A row that is not drafted for still has to be
 known to the drafter when it comes back. In a round that drafts, the drafter absorbs every row's tokens, which costs
@@ -53,9 +54,8 @@ class WindowPlanner:
         self.costs: Costs = measured.costs()
         self._costs_of: dict[int, Costs] = {}
         self.rate = 0.0  # tokens per millisecond that time is worth
-        self._rates: dict[tuple[int, bool], PlannedRate] = defaultdict(
-            PlannedRate
-        )  # by size of number of rows, sampled
+        # Of rounds planned draft by draft, by the number of rows, in powers of two, and whether one is sampled.
+        self._rates: dict[tuple[int, bool], PlannedRate] = defaultdict(PlannedRate)
         self.record = PlanRecord()
         self._rounds = self._probes = self._next = 0  # rounds, probes so far, and the round of the next
         self._probing = 0  # drafts of each row that the last round made for a probe
@@ -68,9 +68,7 @@ class WindowPlanner:
         self._drafts = 0  # of every row, if it is one number for all
         self._expected_tokens = 0.0  # of rounds that have as many
         self._decided = 0  # the round before which it was decided
-        self._again: RoundPlan | SteadyPlan | None = (
-            None  # what the next round may repeat: all rows rest, or have as many
-        )
+        self._again: RoundPlan | SteadyPlan | None = None  # what may be repeated: all rows rest, or have as many
         self._repeated = 0  # how often rows have rested by it
 
     def odds(self, request: Request) -> Odds:
