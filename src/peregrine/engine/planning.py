@@ -30,6 +30,7 @@ MAX_HELD = 1024  # rounds whose taps are held
 KEPT, MOST_KEPT = 16, 64  # rounds for which it is decided whether to draft; twice as many each time that it stays so
 PROBE_EVERY = 512  # rounds; sooner while there were few
 PROBE_DEPTH = 2  # drafts of a row in a probe; always as many, so that its sizes are recorded soon
+JUDGED = 200  # drafts with a verdict before rounds count for the rate of planned ones: the odds have to be learnt first
 LOOK_AHEAD = 4  # drafts that are planned before the first is made; further ones are decided step by step
 
 
@@ -153,8 +154,8 @@ class WindowPlanner:
         else:
             most = min(self.depth if r.params.num_drafts is None else r.params.num_drafts for r in requests)
             drafts, foreseen = self.steady.choose(requests, self.odds, most)
-        rate = measured.value(foreseen) if drafts else 0.0
-        planned = drafts > 0 and rate > (plain if by_draft else max(plain, foreseen))
+        rate = measured.value(foreseen, hope=1.0) if drafts else 0.0
+        planned = drafts > 0 and rate > plain and (by_draft or measured.value(foreseen) > foreseen)
         self._drafted = list(range(rows)) if planned else []
         self._drafts = 0 if planned or by_draft or foreseen <= plain else drafts
         self._expected_tokens = foreseen * self.measured.steady_ms(rows, drafts)
@@ -280,6 +281,8 @@ class WindowPlanner:
         branches, usual = plan.branched is not None, plan.rows is None and not plan.probe
         record.expected_ms += self.measured.expect(tokens, plan.steps, plan.rests, branches)
         record.ms += times.ms
-        won, rate = sum(line[1] + 1 for line in lines), self.rate_of(plan.requests) if usual and plan.steps else None
+        won, rate = sum(line[1] + 1 for line in lines), None
+        if usual and plan.steps and self.odds(plan.requests[0]).num_judged >= JUDGED:
+            rate = self.rate_of(plan.requests)
         even = usual and plan.windows.is_uniform
         self.measured.learn(tokens, plan.steps, times, even=even, branches=branches, rate=rate, won=won)

@@ -41,9 +41,9 @@ class PlannedRate:
     def __init__(self) -> None:
         self._won = self._ms = 0.0
 
-    def value(self, foreseen: float) -> float:
+    def value(self, foreseen: float, hope: float = HOPE) -> float:
         """Where the same number of drafts for all rows is foreseen to give so much."""
-        return (self._won + self.HOPE * self.PRIOR) / (self._ms + self.PRIOR / foreseen)
+        return (self._won + hope * self.PRIOR) / (self._ms + self.PRIOR / foreseen)
 
     def fade(self, rounds: int) -> None:
         """Other rounds have passed: old ones count less, so that such rounds are tried again."""

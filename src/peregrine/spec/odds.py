@@ -21,6 +21,7 @@ DEPTHS = 4  # deeper drafts count as the deepest of these
 PRIOR = 4.0  # drafts that the first guess counts for
 FIRST_GUESS = 0.6  # of drafters that say nothing themselves
 MEMORY = 500.0  # drafts after which older ones begin to count less
+LIKELIER = 0.9  # the chance of any draft, over that of one which was made since those before it seemed likely
 SHORT_MEMORY = 150.0  # the same, of drafts by depth alone: texts differ
 OWN_PRIOR, OWN_MEMORY = 6.0, 0.97  # of a request's factor: drafts, and what is kept of them each round
 MOST = 0.995
@@ -127,7 +128,12 @@ class Odds:
         every, likely = self._count(level, None), self.likely.get(level)
         if likely is None:
             return every.chance
-        return (every.right + PRIOR * (likely.chance - FIRST_GUESS)) / every.tried
+        return (every.right + PRIOR * (LIKELIER * likely.chance - FIRST_GUESS)) / every.tried
+
+    @property
+    def num_judged(self) -> float:
+        """Drafts that had a verdict."""
+        return sum(tenth[0] for tenth in self.tenths)
 
     def judge(self, guess: Guess, right: bool, own: RequestOdds) -> None:
         """Count a verdict on a draft all of whose predecessors were right."""
