@@ -73,7 +73,7 @@ def test_drafts_made_where_others_seemed_likely_are_only_a_first_guess() -> None
     odds, own = Odds(), RequestOdds()
     for _ in range(100):
         odds.judge(Guess(1, 0.9, 0.9, 0.9), True, own)
-    assert odds.chance_at(1) > 0.85
+    assert odds.chance_at(1) > 0.8
     odds.judge_all({(2, 1): 40}, own)
     assert odds.chance_at(1) < 0.2
     assert odds.guess(1, 0.9, own).engine_chance > 0.9, "what the drafter is sure of stays likely"

@@ -185,6 +185,9 @@ class Steady(RoundCosts):
     def learn(self, *_: object, **__: object) -> None:
         """The machine's speed plays no part."""
 
+    def learn_steady(self, *_: object) -> float:
+        return 1.0
+
 
 def test_chains_branch_where_that_pays_or_where_a_request_asks_for_it() -> None:
     """By the table of costs; requests that want chains have them beside others that branch."""

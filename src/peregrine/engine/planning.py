@@ -30,7 +30,7 @@ MAX_HELD = 1024  # rounds whose taps are held
 KEPT, MOST_KEPT = 16, 64  # rounds for which it is decided whether to draft; twice as many each time that it stays so
 PROBE_EVERY = 512  # rounds; sooner while there were few
 PROBE_DEPTH = 2  # drafts of a row in a probe; always as many, so that its sizes are recorded soon
-JUDGED = 200  # drafts with a verdict before rounds count for the rate of planned ones: the odds have to be learnt first
+JUDGED = 150  # drafts with a verdict before rounds count for the rate of planned ones: the odds have to be learnt first
 LOOK_AHEAD = 4  # drafts that are planned before the first is made; further ones are decided step by step
 
 
@@ -164,7 +164,9 @@ class WindowPlanner:
         self._planned, self._due = ids, self._rounds + self._kept
         self.rate = max(plain, rate)  # only planned rounds ask for it
         passed, self._decided = self._rounds - self._decided, self._rounds
-        if not planned:
+        if planned:
+            self.odds(requests[0]).forget()
+        else:
             measured.fade(passed)
 
     def rate_of(self, requests: Sequence[Request]) -> PlannedRate:

@@ -35,8 +35,8 @@ class PlannedRate:
     such rounds are worth having if it is more than others give. A draft is worth its time at the same rate.
     """
 
-    PRIOR, HOPE = 100.0, 1.03  # tokens that count as so much faster than was foreseen: who is not tried learns nothing
-    MEMORY, RESTED = 0.985, 0.999  # what is kept of the record by a round of its own, and by another
+    PRIOR, HOPE = 100.0, 1.08  # tokens that count as so much faster than was foreseen: who is not tried learns nothing
+    MEMORY, RESTED = 0.99, 0.999  # what is kept of the record by a round of its own, and by another
 
     def __init__(self) -> None:
         self._won = self._ms = 0.0
@@ -76,6 +76,9 @@ class RoundCosts:
         self._between: deque[float] = deque(maxlen=RECENT)  # milliseconds between rounds, at the table's speed
         # What rounds took, over the table: the verification; then, over that, the first drafts and further ones.
         self._speed, self._first, self._step = (deque([1.0] * FIRST, RECENT) for _ in range(3))
+        self._steady = deque(
+            [1.0] * FIRST, RECENT
+        )  # of rounds with one number of drafts for all, over the table and speed
         self._now = 1.0  # the speed at the moment
         self._rounds = 0
         self._known = self._table
@@ -94,7 +97,7 @@ class RoundCosts:
 
     def steady_ms(self, rows: int, drafts: int) -> float:
         """Milliseconds of a round in which every row has so many drafts, with the host's work after it."""
-        return self._host + self._steady_ms(rows * (1 + drafts), rows, drafts)
+        return self._host + middle(self._steady) * self._steady_ms(rows * (1 + drafts), rows, drafts)
 
     def _steady_ms(self, tokens: int, rows: int, drafts: int) -> float:
         table, made = self._table, min(drafts, self._table.steps)
@@ -106,7 +109,9 @@ class RoundCosts:
         self._speed.append(ratio(times.verify_ms, self._table.verify_ms(tokens)))
         self._now = middle(self._speed)
         self._note_host(times.host_ms)
-        return self._now * self._steady_ms(tokens, rows, drafts)
+        expected = self._now * self._steady_ms(tokens, rows, drafts)
+        self._steady.append(ratio(times.ms, expected))
+        return expected
 
     def _note_host(self, ms: float | None) -> None:
         if ms is not None:

@@ -204,12 +204,12 @@ class Runner:
     def _times(self, plan: RoundPlan | SteadyPlan, began: float, planned: float, usual: bool) -> RoundTimes:
         """Times of the round of this plan that began then, was planned then, and has just been done."""
         now, learnt = time.perf_counter(), self._learnt
-        stamps = plan.stamps if isinstance(plan, RoundPlan) else []
+        stamps = (plan.stamps if isinstance(plan, RoundPlan) else []) or [now]
         between, verify = began - self._launched - learnt, self._proposing - planned
         self._launched, self._learnt = now, 0.0
         # A longer pause was not the host's work of one round, but prompts or nothing to do.
         host = between if between < verify / 2 else None
-        return times_of(planned, self._proposing, stamps or [now], planned - began + learnt, host, usual)
+        return times_of(planned, self._proposing, stamps, planned - began + learnt + now - stamps[-1], host, usual)
 
     def _mark(self, stage: str) -> None:
         if stage == "propose":

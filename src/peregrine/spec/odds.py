@@ -21,7 +21,8 @@ DEPTHS = 4  # deeper drafts count as the deepest of these
 PRIOR = 4.0  # drafts that the first guess counts for
 FIRST_GUESS = 0.6  # of drafters that say nothing themselves
 MEMORY = 500.0  # drafts after which older ones begin to count less
-LIKELIER = 0.9  # the chance of any draft, over that of one which was made since those before it seemed likely
+LIKELIER = 0.85  # the chance of any draft, over that of one which was made since those before it seemed likely
+FORGOTTEN = 0.9  # what is kept of the counts by depth alone, each time that rounds are planned draft by draft
 SHORT_MEMORY = 150.0  # the same, of drafts by depth alone: texts differ
 OWN_PRIOR, OWN_MEMORY = 6.0, 0.97  # of a request's factor: drafts, and what is kept of them each round
 MOST = 0.995
@@ -129,6 +130,13 @@ class Odds:
         if likely is None:
             return every.chance
         return (every.right + PRIOR * (LIKELIER * likely.chance - FIRST_GUESS)) / every.tried
+
+    def forget(self) -> None:
+        """Rounds have passed in which only likely drafts were followed: what was known of others counts less."""
+        for level in range(1, DEPTHS):
+            count = self._count(level, None)
+            count.right = FIRST_GUESS * PRIOR + FORGOTTEN * (count.right - FIRST_GUESS * PRIOR)
+            count.tried = PRIOR + FORGOTTEN * (count.tried - PRIOR)
 
     @property
     def num_judged(self) -> float:
