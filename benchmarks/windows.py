@@ -1,11 +1,11 @@
 """Planned windows against every fixed number of drafts: tokens/s of each as a ratio of the best, and of plain decoding.
 
 Every cell is a kind of text and a number of requests that run together. All engines take turns in one process, each
-turn in another order, so a machine that is busy for a while slows all of them; a ratio is the median over turns of
-ratios within one turn, and `spread` says between which values half of the turns lie: a difference within it is noise.
+turn in another order, so a machine that is busy for a while slows all of them. Every turn has prompts of its own: of a
+single text, one or another number of drafts is the best by chance. A ratio is that of the time of all turns, and
+`spread` says between which values half of the turns lie.
 
     python benchmarks/windows.py                                      # all cells; about ten minutes on two cores
-    python benchmarks/windows.py --tokens 64 --turns 7                # about five
     python benchmarks/windows.py --rows 1 8 --texts story --turns 3
     python benchmarks/windows.py --clock cpu                          # processor time, for a machine that is not quiet
 """
@@ -19,59 +19,75 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from peregrine import LLM, SamplingParams
-from peregrine.bench.generation import first_prompts
 
-QUESTIONS = (
-    "Tell me a story about a brave cat.",
-    "What did the girl find in the garden?",
-    "Who lives in the old house?",
+STORIES = (
+    "Once upon a time, there was a little {animal} who",
+    "One day, {name} and {other} went to the {place}. They saw",
+    "The old man sat by the {place} and thought about",
+    "{name} had a big red {thing}. Every morning",
+    "Deep in the {place}, a {animal} found a {thing} and",
 )
+QUESTIONS = (
+    "Tell me a story about a brave {animal}.",
+    "What did {name} find in the {place}?",
+    "Who lives in the old house near the {place}?",
+    "Why was the {animal} sad, and who helped it?",
+    "Write a short poem about a {thing}.",
+)
+WORDS = {
+    "animal": ("bird", "cat", "fox", "bear", "frog", "horse", "rabbit", "dragon"),
+    "name": ("Tom", "Lily", "Ben", "Mia", "Max", "Sara", "Sam", "Anna"),
+    "other": ("his sister", "a friend", "the dog", "Grandma", "her brother"),
+    "place": ("park", "river", "garden", "forest", "lake", "beach", "farm", "mountain"),
+    "thing": ("ball", "box", "kite", "boat", "hat", "bell", "lamp", "key"),
+}
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
-def prompts_of(llm: LLM, text: str, count: int) -> list[list[int]]:
-    """Token ids of `count` prompts of one kind of text."""
+def prompts_of(llm: LLM, text: str, count: int, turn: int) -> list[list[int]]:
+    """Token ids of `count` prompts of one kind of text, other ones in every turn."""
+    dice = random.Random(turn)
+    if text == "random":
+        return [[dice.randrange(300, 8000) for _ in range(24)] for _ in range(count)]
+    lines = [dice.choice(STORIES if text == "story" else QUESTIONS) for _ in range(count)]
+    filled = [line.format(**{name: dice.choice(words) for name, words in WORDS.items()}) for line in lines]
     if text == "story":
-        return [llm.encode(prompt) for prompt in first_prompts(count)]
-    if text == "chat":
-        asked = [QUESTIONS[i % len(QUESTIONS)] for i in range(count)]
-        return [llm.encode_chat([{"role": "user", "content": question}]) for question in asked]
-    dice = random.Random(7)
-    return [[dice.randrange(300, 8000) for _ in range(24)] for _ in range(count)]
+        return [llm.encode(prompt) for prompt in filled]
+    return [llm.encode_chat([{"role": "user", "content": question}]) for question in filled]
 
 
 def measure(engines: dict[str, LLM], text: str, rows: int, args: argparse.Namespace) -> dict[str, object]:
     """One cell: tokens per second of every engine in every turn."""
     clock = CLOCKS[args.clock]
     temperature = 1.0 if text == "random" else args.temperature  # greedy text of random words soon repeats itself
-    params = SamplingParams(temperature=temperature, seed=1, max_tokens=args.tokens, ignore_eos=True)
-    speeds: dict[str, list[float]] = {name: [] for name in engines}
-    texts, rounds = {}, {}
+    seconds: dict[str, list[float]] = {name: [] for name in engines}
+    texts: dict[str, list[list[int]]] = {name: [] for name in engines}
+    rounds: dict[str, list[tuple[int, int]]] = {name: [] for name in engines}
     for turn in range(args.warm + args.turns):
+        params = SamplingParams(temperature=temperature, seed=turn, max_tokens=args.tokens, ignore_eos=True)
         names = list(engines)
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             llm = engines[name]
-            prompts = prompts_of(llm, text, rows)
+            prompts = prompts_of(llm, text, rows, turn)
             begun = clock()
             outputs = llm.generate(prompts, params, progress=False)
+            took = clock() - begun
+            texts[name] += [output.token_ids for output in outputs]
             if turn >= args.warm:
-                speeds[name].append(sum(len(output.token_ids) for output in outputs) / (clock() - begun))
-            texts[name] = [output.token_ids for output in outputs]
-            rounds[name] = sum(o.stats.accepted for o in outputs) / sum(o.stats.rounds for o in outputs)
-    fixed = [name for name in engines if name != "auto"]
-    turns = [{name: speeds[name][turn] for name in engines} for turn in range(args.turns)]
-    medians = {name: statistics.median(values) for name, values in speeds.items()}
-    best = max(fixed, key=lambda name: medians[name])
-    ratios = {name: [turn["auto"] / turn[name] for turn in turns] for name in (best, "0")}
+                seconds[name].append(took)
+                rounds[name].append((sum(o.stats.accepted for o in outputs), sum(o.stats.rounds for o in outputs)))
+    tokens, totals = rows * args.tokens * args.turns, {name: sum(each) for name, each in seconds.items()}
+    best = min((name for name in engines if name != "auto"), key=lambda name: totals[name])
+    accepted = {name: [sum(part) for part in zip(*each, strict=True)] for name, each in rounds.items()}
     return {
         "text": text,
         "rows": rows,
-        "tokens_per_s": {name: round(value, 1) for name, value in medians.items()},
-        "tokens_per_round": {name: round(value, 2) for name, value in rounds.items()},
+        "tokens_per_s": {name: round(tokens / total, 1) for name, total in totals.items()},
+        "tokens_per_round": {name: round(won / made, 2) for name, (won, made) in accepted.items()},
         "best_fixed": best,
-        "auto_of_best_fixed": round(statistics.median(ratios[best]), 3),
-        "auto_of_plain": round(statistics.median(ratios["0"]), 3),
-        "spread": spread(ratios[best]),
+        "auto_of_best_fixed": round(totals[best] / totals["auto"], 3),
+        "auto_of_plain": round(totals["0"] / totals["auto"], 3),
+        "spread": spread([fixed / own for fixed, own in zip(seconds[best], seconds["auto"], strict=True)]),
         "identical": all(made == texts["0"] for made in texts.values()),
     }
 

@@ -6,6 +6,7 @@ as it falls out, and rows rest and come back. Plans that the engine makes itself
 
 import math
 import random
+from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -15,11 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from peregrine.engine.alone import Gates, LonePlan, LoneRounds
 from peregrine.engine.build import Built
-from peregrine.engine.planning import WindowPlanner
+from peregrine.engine.planning import AnyPlan, WindowPlanner
 from peregrine.engine.prefill import PromptChunk, held_taps
 from peregrine.engine.request import Held, Request
-from peregrine.engine.round_costs import RoundCosts
+from peregrine.engine.round_costs import PlannedRate, RoundCosts
 from peregrine.engine.round_plan import RoundPlan
 from peregrine.engine.round_times import RoundTimes
 from peregrine.engine.steady import SteadyPlan, SteadyRounds
@@ -27,7 +29,8 @@ from peregrine.kernels.round import HEADER
 from peregrine.sampling import SamplingParams
 from peregrine.spec.branches import RANKS
 from peregrine.spec.links import Branched
-from peregrine.spec.odds import Odds, RequestOdds
+from peregrine.spec.odds import DEPTHS, EDGES, MIDDLES, PRIOR, Odds, RequestOdds
+from peregrine.spec.planner import Costs, trim_windows, worth_taking
 from peregrine.spec.windows import Windows
 from spec.block_heads import block_head, calm_model
 from spec.expert_models import expert_model, mla_mtp_model
@@ -68,14 +71,18 @@ class RandomPlanner(WindowPlanner):
 
     def __init__(self, depth: int, dice: random.Random, looks_up: bool, room: int = 0) -> None:
         super().__init__(depth, RoundCosts(dict(COSTS), dict(COSTS), dict(COSTS), depth), looks_up, room)
-        self.dice, self.rested, self.room, self.branches, self.taken, self.steadies = dice, 0, room, 0, 0, 0
+        self.dice, self.room = dice, room
+        self.rested = self.branches = self.taken = self.steadies = self.lone = 0  # rounds
 
-    def plan(self, requests: Sequence[Request], offered: Sequence[int]) -> RoundPlan | SteadyPlan:
+    def plan(self, requests: Sequence[Request], offered: Sequence[int]) -> AnyPlan:
+        self.alone.settle(self.odds)
         super().choose_verified(requests, offered)
         style = self.dice.choice(("rest", "rest", "any", "any", "all", "steady"))
         if style == "steady" and not self.looks_up and not any(r.matcher or r.params.tree == "tree" for r in requests):
             most = min([self.depth, *(r.params.num_drafts or 0 for r in requests if r.params.num_drafts is not None)])
             if most and not self._near_an_end(requests):
+                if len(requests) == 1 and self.dice.random() < 0.6:
+                    return self._any_gates(requests, offered[0], most)
                 return self._some_steady(requests, offered, self.dice.randint(1, most))
         lens = [1 + (self.dice.randint(0, count) if style != "rest" else 0) for count in offered]
         able = [row for row, request in enumerate(requests) if self.cap_of(request)]
@@ -87,7 +94,7 @@ class RandomPlanner(WindowPlanner):
         self.rested += plan.rests
         return plan
 
-    def repeat(self, requests: Sequence[Request]) -> RoundPlan | SteadyPlan | None:
+    def repeat(self, requests: Sequence[Request]) -> AnyPlan | None:
         if not isinstance(self._again, SteadyPlan) or self._near_an_end(requests) or self.dice.random() > 0.7:
             return None
         return super().repeat(requests)
@@ -101,7 +108,17 @@ class RandomPlanner(WindowPlanner):
         self.steadies += 1
         return self._plan_steady(requests, offered)
 
-    def learn(self, plan: RoundPlan | SteadyPlan, lines: Sequence[list[int]], times: RoundTimes) -> None:
+    def _any_gates(self, requests: Sequence[Request], offered: int, most: int) -> LonePlan:
+        """A round of a request alone that makes and verifies as many drafts as it likes."""
+        dice, ranges = self.dice, range(1 + len(EDGES))
+        least = (*(dice.random() for _ in range(most - 1)), math.inf)
+        spent = tuple(sorted(dice.random() * most for _ in range(1 + self.depth)))
+        self.alone.gates = Gates(tuple(tuple(dice.random() for _ in ranges) for _ in range(DEPTHS)), least, spent)
+        self._again = None
+        self.lone += 1
+        return self.alone.plan(requests, offered)
+
+    def learn(self, plan: AnyPlan, lines: Sequence[list[int]], times: RoundTimes) -> None:
         for length, line in zip(plan.chains if isinstance(plan, RoundPlan) else (), lines, strict=False):
             path = line[(HEADER + len(line)) // 2 :]
             self.taken += any(node >= length for node in path[1 : line[1] + 1])
@@ -319,7 +336,7 @@ def test_a_probe_drafts_for_rows_that_hold_little() -> None:
     planner = WindowPlanner(3, RoundCosts({1: 1.0, 8: 50.0}, {1: 5.0}, {1: 5.0}, 3), looks_up=False)
     probed = set()
     for _ in range(8):
-        planner._next = 0
+        planner.probes.due = 0
         plan = planner.plan(requests, [0] * 8)
         assert len(plan.drafted) == 2
         probed |= set(plan.drafted)
@@ -331,7 +348,7 @@ def test_rows_that_rest_are_planned_for_ever_less_often() -> None:
     planner = WindowPlanner(3, Steady({1: 1.0, 8: 50.0}, {1: 5.0}, {1: 5.0}, 3), looks_up=False)
     planned = []
     for batch in range(3):
-        planner._next = 1 << 30  # no probes
+        planner.probes.due = 1 << 30  # no probes
         requests = [Request(4 * batch + i, list(range(6)), SamplingParams(), 0, 99) for i in range(4)]
         fresh = 0
         for _ in range(64):
@@ -386,3 +403,71 @@ def test_packing() -> None:
     assert not windows.is_uniform
     assert Windows.of((3, 3)).is_uniform
     assert windows.longer().lens == (3, 2, 4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.floats(0.02, 0.98), min_size=1, max_size=6), st.floats(0.05, 2.0), st.data())
+def test_one_row_follows_the_rule_of_all(said: list[float], rate: float, data: st.DataObject) -> None:
+    """Gates stop and verify where the general rule does: by the same costs, odds and rate."""
+    parts = [sorted(data.draw(st.lists(st.floats(0.01, 4.0), min_size=n, max_size=n))) for n in (3, 2, 1)]
+    verify, absorb, step = (tuple(zip((1, 4, 9), part, strict=False)) for part in parts)
+    costs, depth, own = Costs(verify, absorb, step, 6), 6, RequestOdds(3.0, 2.0)
+    odds = Odds()
+    odds.judge_line([0.9, 0.4, 0.7], 2, own)
+    gates = Gates.of(costs, odds, own, rate, depth)
+    plan, survival = LonePlan(gates, 1), 1.0
+    for made, value in enumerate(said, 1):
+        plan.add(torch.tensor([value]))
+        middle = MIDDLES[bisect(EDGES, value)]
+        survival *= odds.guess(made - 1, middle, own, counts=False).chance
+        assert plan.survivals[-1] == pytest.approx(survival)
+        wanted = [survival * odds.expect(made, own)] if made < depth else []
+        count, gain = worth_taking(costs, wanted, 1 + made, rate, made)
+        assert plan.go_on() == (count > 0) or abs(gain) < 1e-9
+    won = [sum(plan.survivals[:count]) - gates.spent[count] for count in range(1 + len(said))]
+    (general,) = trim_windows(costs, [plan.survivals], rate)
+    assert won[gates.verified(plan.survivals)] == pytest.approx(won[general]) == pytest.approx(max(won))
+
+
+def test_a_request_alone_is_planned_by_gates_and_beside_others_otherwise() -> None:
+    """And what was said of its last drafts goes over from one kind of plan to the other."""
+    planner = WindowPlanner(3, Steady({1: 4.0, 64: 5.0}, {1: 0.0}, {1: 0.1}, 3), looks_up=False)
+    first, second = (Request(i, list(range(6)), SamplingParams(temperature=0.0), 0, 99) for i in range(2))
+    plan = planner.plan([first], [0])
+    assert isinstance(plan, LonePlan)
+    for chance in (0.95, 0.9):
+        plan.add(torch.tensor([chance]))
+    planner.learn(plan, [[1, 0, 0, 0]], RoundTimes(4.0, 0.2, []))
+    again = planner.plan([first], [2])
+    assert again.windows.lens == (3,)
+    assert isinstance(again, LonePlan)
+    assert again.read == pytest.approx([0.95, 0.9])
+    again.add(torch.tensor([0.6]))
+    beside = planner.plan([first, second], [1, 0])
+    assert not isinstance(beside, LonePlan)
+    said = [guess.said for guess in first.guesses]
+    assert said == (pytest.approx([0.6]) if isinstance(beside, RoundPlan) else [])  # others ask for no chances
+
+
+def test_verdicts_of_a_request_alone_are_counted_when_rounds_are_decided() -> None:
+    """One right draft, one wrong, and one without a verdict."""
+    measured = Steady({1: 4.0, 64: 5.0}, {1: 0.0}, {1: 0.1}, 3)
+    alone, odds, rate = LoneRounds(measured), Odds(), PlannedRate()
+    alone.gates = Gates.of(measured.costs(), odds, RequestOdds(), 0.3, 3)
+    request = Request(0, list(range(6)), SamplingParams(temperature=0.0), 0, 99)
+    plan = alone.plan([request], 0)
+    for chance in (0.95, 0.85, 0.75):
+        plan.add(torch.tensor([chance]))
+    alone.plan([request], 3)
+    verified = alone.plan([request], 3)
+    verified.read = [0.95, 0.85, 0.75]
+    alone.note(verified, [2, 1, 0, 0], RoundTimes(4.0, 0.2, []))
+    assert not odds.tenths[9][0]
+    alone.learn(lambda _: odds, lambda _: rate)
+    assert {
+        place: (count.right - PRIOR * MIDDLES[place[1]], count.tried - PRIOR)
+        for place, count in odds.counts.items()
+        if count.tried != PRIOR
+    } == {(0, 9): (pytest.approx(1.0), 1.0), (1, 8): (pytest.approx(0.0), 1.0)}
+    assert rate.value(0.1) != rate.value(0.2)
+    assert (request.odds.right, odds.num_judged) == (1.0, 2.0)

@@ -15,7 +15,7 @@ from itertools import groupby
 
 import numpy as np
 
-from peregrine.engine.planning import PlanRecord
+from peregrine.engine.plan_record import PlanRecord
 from peregrine.engine.request import Request
 from peregrine.kernels.round import HEADER
 from peregrine.spec.ahead import Choice, RowCosts, allot, choose_size, size_of_drafts, token_sizes, window_width

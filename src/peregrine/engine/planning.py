@@ -2,7 +2,8 @@
 
 The choice is by measured costs (`engine/round_costs.py`) and learnt odds (`spec/odds.py`), through the pure functions
 of `spec/planner.py`. It changes speed, never a token. Every so many rounds it is decided whether they are planned draft
-by draft, have one number of drafts for all rows (`engine/steady.py`), or none.
+by draft, have one number of drafts for all rows (`engine/steady.py`), or none. Those of one row have a form of their
+own (`engine/alone.py`).
 
 All rows are drafted for or none, but for a probe, which drafts for a few. A row that is not drafted for still has to be
 known to the drafter when it comes back. In a round that drafts, the drafter absorbs every row's tokens, which costs
@@ -12,38 +13,29 @@ most of its text: should a later prompt hit those pages, its first drafts are wo
 to absorb the text of every request that rests.
 """
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 
+from peregrine.engine.alone import Gates, LonePlan, LoneRounds
 from peregrine.engine.branching import Branching, Choice
+from peregrine.engine.plan_record import PlanRecord
+from peregrine.engine.probes import Probes
 from peregrine.engine.request import Request
 from peregrine.engine.round_costs import PlannedRate, RoundCosts
 from peregrine.engine.round_plan import RoundPlan
 from peregrine.engine.round_times import RoundTimes
-from peregrine.engine.steady import SteadyPlan, SteadyRounds
+from peregrine.engine.steady import CHANGED, SteadyPlan, SteadyRounds
 from peregrine.kernels.round import FINISH_NONE, HEADER
 from peregrine.spec.odds import MOST, Odds, survivals_of
 from peregrine.spec.planner import Costs, plan_depths, trim_windows
 
 MAX_HELD = 1024  # rounds whose taps are held
 KEPT, MOST_KEPT = 16, 64  # rounds for which it is decided whether to draft; twice as many each time that it stays so
-PROBE_EVERY = 512  # rounds; sooner while there were few
-PROBE_DEPTH = 2  # drafts of a row in a probe; always as many, so that its sizes are recorded soon
 JUDGED = 150  # drafts with a verdict before rounds count for the rate of planned ones: the odds have to be learnt first
 LOOK_AHEAD = 4  # drafts that are planned before the first is made; further ones are decided step by step
 
-
-@dataclass(slots=True)
-class PlanRecord:
-    """What was planned and what came of it, for metrics."""
-
-    windows: Counter[int] = field(default_factory=Counter)  # rows by window length
-    rounds: Counter[str] = field(default_factory=Counter)  # rounds by plan: plain, drafts, mixed, tree
-    expected_tokens: float = 0.0
-    tokens: int = 0
-    expected_ms: float = 0.0
-    ms: float = 0.0
+AnyPlan = RoundPlan | SteadyPlan | LonePlan
 
 
 class WindowPlanner:
@@ -58,14 +50,14 @@ class WindowPlanner:
         # Of rounds planned draft by draft, by the number of rows, in powers of two, and whether one is sampled.
         self._rates: dict[tuple[int, bool], PlannedRate] = defaultdict(PlannedRate)
         self.record = PlanRecord()
-        self._rounds = self._probes = self._next = 0  # rounds, probes so far, and the round of the next
+        self._rounds, self.probes = 0, Probes()
         self._probing = 0  # drafts of each row that the last round made for a probe
         self._odds = {False: Odds(), True: Odds()}  # by whether a request is sampled
         self._planned: list[int] = []  # ids of the requests that `_drafted` was chosen for
         self._drafted: list[int] = []  # rows that are drafted for
         self._due = 0  # the round after which they are chosen anew
         self._kept = KEPT
-        self.steady = SteadyRounds(measured)
+        self.steady, self.alone = SteadyRounds(measured), LoneRounds(measured)
         self._drafts = 0  # of every row, if it is one number for all
         self._expected_tokens = 0.0  # of rounds that have as many
         self._decided = 0  # the round before which it was decided
@@ -95,10 +87,10 @@ class WindowPlanner:
         errors = [odds.calibration_error for odds in self._odds.values()]
         return sum(e * n for e, n in zip(errors, counts, strict=True)) / total if total else 0.0
 
-    def repeat(self, requests: Sequence[Request]) -> RoundPlan | SteadyPlan | None:
+    def repeat(self, requests: Sequence[Request]) -> AnyPlan | None:
         """The last plan once more, if it serves and nothing else is due: planning would cost what it saves."""
         plan = self._again
-        if plan is None or self._rounds + 1 >= (min(self._due, self._next) if plan.rests else self._due):
+        if plan is None or self._rounds + 1 >= (min(self._due, self.probes.due) if plan.rests else self._due):
             return None
         if self._planned != [request.id for request in requests]:
             return None
@@ -106,32 +98,36 @@ class WindowPlanner:
         self._repeated += plan.rests
         return plan
 
-    def plan(self, requests: Sequence[Request], offered: Sequence[int]) -> RoundPlan | SteadyPlan:
+    def plan(self, requests: Sequence[Request], offered: Sequence[int]) -> AnyPlan:
         """The plan of the next round of the requests in these rows, whose windows hold this many drafts."""
-        if self.measured.changed:
-            self.costs, self._costs_of = self.measured.costs(), {}
-        if self._again is not None and self._repeated:
-            for request in self._again.requests:
-                request.odds.fade(self._repeated)
-        self._repeated, ids = 0, [request.id for request in requests]
+        ids, branching, ranks = [request.id for request in requests], self.branching, 0
         if ids != self._planned or self._rounds + 1 >= self._due:
             self._decide(requests, ids)
+        if self.alone.gates is not None:
+            ranks = branching.ranks(requests) if branching is not None else 1
+            if ranks == 1 and not requests[0].ranked:
+                self._rounds, self._probing = self._rounds + 1, 0
+                return self.alone.plan(requests, offered[0])
+        self.alone.settle(self.odds)
         if self._drafts:
             return self._plan_steady(requests, offered)
-        drafted, branching = self._drafted, self.branching
-        probe = self._next_probe(requests)
+        self._refresh()
+        self._rounds += 1
+        drafted, probe = self._drafted, self.probes.depth(self._rounds, map(self.cap_of, requests))
         wanted = branching.wants(requests) if branching is not None else 0
         if self.looks_up or wanted:
             drafted = list(range(len(requests)))
         elif probe:
-            drafted = sorted({*drafted, *self._probed(requests)})
+            drafted = sorted({*drafted, *self.probes.rows(requests)})
         probing, verified = self._probing, self.choose_verified(requests, offered)
-        choice, ranks = Choice(verified, None, 0.0), 1
-        if branching is not None:
-            ranks = branching.ranks(requests) if drafted else 1
-            if any(offered) and (wanted or not probing):
-                survivals = [survivals_of(request.guesses[: self.cap_of(request)]) for request in requests]
-                choice = branching.choose(self.costs, requests, verified, survivals, self.rate)
+        choice = Choice(verified, None, 0.0)
+        if not ranks:
+            ranks = branching.ranks(requests) if branching is not None and drafted else 1
+        if branching is not None and any(offered) and (wanted or not probing):
+            survivals = [survivals_of(request.guesses[: self.cap_of(request)]) for request in requests]
+            more = self.measured.planning_ms if self.alone.gates is not None else 0.0
+            costs = replace(self.costs, branched=self.costs.branched + more)
+            choice = branching.choose(costs, requests, verified, survivals, self.rate)
         plan = RoundPlan(self, requests, [1 + depth for depth in choice.depths], drafted, choice.branched, ranks)
         self._probing, plan.probe, plan.expected = probe, max(probe, wanted), choice.gain
         for request, depth in zip(requests, choice.depths, strict=True):
@@ -141,8 +137,9 @@ class WindowPlanner:
 
     def _decide(self, requests: Sequence[Request], ids: list[int]) -> None:
         """Decide for some rounds whether rows get drafts: each as it deserves them, or one number for all."""
-        expected, took = self.steady.learn(self.odds)
-        self.record.expected_ms, self.record.ms = self.record.expected_ms + expected, self.record.ms + took
+        self._take_in()
+        self._refresh()
+        self._again = None
         rows, before = len(requests), (bool(self._drafted), self._drafts)
         plain, measured = self.costs.plain_rate(rows), self.rate_of(requests)
         by_draft = self.looks_up or any(r.matcher is not None or r.params.tree == "tree" for r in requests)
@@ -152,22 +149,46 @@ class WindowPlanner:
             following = plan_depths(self.costs_of(rows), survivals)
             drafts, foreseen = max(following.depths), following.rate
         else:
-            most = min(self.depth if r.params.num_drafts is None else r.params.num_drafts for r in requests)
-            drafts, foreseen = self.steady.choose(requests, self.odds, most)
+            drafts, foreseen = self.steady.choose(requests, self.odds, self._most(requests))
         rate = measured.value(foreseen, hope=1.0) if drafts else 0.0
-        planned = drafts > 0 and rate > plain and (by_draft or measured.value(foreseen) > foreseen)
+        planned = drafts > 0 and rate > plain and (by_draft or rows == 1 or measured.value(foreseen) > foreseen)
         self._drafted = list(range(rows)) if planned else []
-        self._drafts = 0 if planned or by_draft or foreseen <= plain else drafts
+        rests = foreseen <= plain * (1 / CHANGED if before[1] else CHANGED)
+        self._drafts = 0 if planned or by_draft or rests else drafts
         self._expected_tokens = foreseen * self.measured.steady_ms(rows, drafts)
         same = before == (planned, self._drafts) and (ids == self._planned or not planned)
         self._kept = min(MOST_KEPT, 2 * self._kept) if same else KEPT
         self._planned, self._due = ids, self._rounds + self._kept
         self.rate = max(plain, rate)  # only planned rounds ask for it
+        self.alone.gates = None
+        if planned and rows == 1 and not by_draft:
+            kind, own = self.odds(requests[0]), requests[0].odds
+            self.alone.gates = Gates.of(self.costs, kind, own, self.rate, self._most(requests))
         passed, self._decided = self._rounds - self._decided, self._rounds
-        if planned:
-            self.odds(requests[0]).forget()
-        else:
+        if not planned:
             measured.fade(passed)
+
+    def _take_in(self) -> None:
+        """Learn from the rounds whose verdicts were kept."""
+        for expected, took in (self.steady.learn(self.odds), self.alone.learn(self.odds, self._rate_of_many)):
+            self.record.expected_ms, self.record.ms = self.record.expected_ms + expected, self.record.ms + took
+
+    def _refresh(self) -> None:
+        """See what rounds have cost, and let the record of rows that rested fade."""
+        if self.measured.changed:
+            self.costs, self._costs_of = self.measured.costs(), {}
+        if self._again is not None and self._repeated:
+            for request in self._again.requests:
+                request.odds.fade(self._repeated)
+        self._repeated = 0
+
+    def _most(self, requests: Sequence[Request]) -> int:
+        """The most drafts that all of them may have."""
+        return min(self.depth if r.params.num_drafts is None else r.params.num_drafts for r in requests)
+
+    def _rate_of_many(self, requests: Sequence[Request]) -> PlannedRate | None:
+        """What planned rounds give; None while the odds are not known yet."""
+        return self.rate_of(requests) if self.odds(requests[0]).num_judged >= JUDGED else None
 
     def rate_of(self, requests: Sequence[Request]) -> PlannedRate:
         """What planned rounds of about as many such requests give."""
@@ -190,27 +211,7 @@ class WindowPlanner:
             self._again.expected = self._expected_tokens
         return plan
 
-    def _next_probe(self, requests: Sequence[Request]) -> int:
-        """How many drafts some rows get after this round, whether they seem to pay or not; 0: it is no probe.
-
-        A size of window that looks costly, or a request whose drafts were wrong, would never be looked at again.
-        """
-        self._rounds += 1
-        if self._rounds < self._next:
-            return 0
-        depth = min([PROBE_DEPTH, *map(self.cap_of, requests)])
-        if depth:
-            self._probes += 1
-            self._next = self._rounds + min(PROBE_EVERY, 4 << self._probes)
-        return depth
-
-    def _probed(self, requests: Sequence[Request]) -> list[int]:
-        """A quarter of the rows: those that hold the least, which has to be absorbed first; of equals, in turn."""
-        count = len(requests)
-        order = sorted(range(count), key=lambda row: (requests[row].num_held, (row - self._probes) % count))
-        return order[: -(-count // 4)]
-
-    def must_absorb(self, plan: RoundPlan | SteadyPlan) -> list[Request]:
+    def must_absorb(self, plan: AnyPlan) -> list[Request]:
         """Whose held taps the drafter has to absorb before this round."""
         if any(request.num_held >= MAX_HELD for request in plan.requests):
             return list(plan.requests)
@@ -245,19 +246,22 @@ class WindowPlanner:
         self.record.tokens += count
         self.record.expected_tokens += count
 
-    def _note_steady(self, plan: SteadyPlan, lines: Sequence[list[int]], times: RoundTimes) -> None:
-        """Count a round with as many drafts for every row; the lines of its verdict are taken in later."""
+    def _note(self, plan: SteadyPlan | LonePlan, lines: Sequence[list[int]], times: RoundTimes) -> None:
+        """Count a round whose rows have as many drafts each; the lines of its verdict are taken in later."""
         record, lens = self.record, plan.windows.lens
         record.windows[lens[0]] += len(lens)
         record.rounds["drafts"] += 1
         record.tokens += sum([line[0] for line in lines])
         record.expected_tokens += plan.expected
-        self.steady.note(plan, lines, times)
-
-    def learn(self, plan: RoundPlan | SteadyPlan, lines: Sequence[list[int]], times: RoundTimes) -> None:
-        """Take in the lines of a round's verdict, and its times; drafts after the first wrong one have no verdict."""
         if isinstance(plan, SteadyPlan):
-            self._note_steady(plan, lines, times)
+            self.steady.note(plan, lines, times)
+        else:
+            self.alone.note(plan, lines[0], times)
+
+    def learn(self, plan: AnyPlan, lines: Sequence[list[int]], times: RoundTimes) -> None:
+        """Take in the lines of a round's verdict, and its times; drafts after the first wrong one have no verdict."""
+        if not isinstance(plan, RoundPlan):
+            self._note(plan, lines, times)
             return
         record, lens = self.record, plan.windows.lens
         for row, (request, line) in enumerate(zip(plan.requests, lines, strict=True)):
@@ -284,7 +288,7 @@ class WindowPlanner:
         record.expected_ms += self.measured.expect(tokens, plan.steps, plan.rests, branches)
         record.ms += times.ms
         won, rate = sum(line[1] + 1 for line in lines), None
-        if usual and plan.steps and self.odds(plan.requests[0]).num_judged >= JUDGED:
-            rate = self.rate_of(plan.requests)
+        if usual and plan.steps:
+            rate = self._rate_of_many(plan.requests)
         even = usual and plan.windows.is_uniform
         self.measured.learn(tokens, plan.steps, times, even=even, branches=branches, rate=rate, won=won)

@@ -35,7 +35,8 @@ class PlannedRate:
     such rounds are worth having if it is more than others give. A draft is worth its time at the same rate.
     """
 
-    PRIOR, HOPE = 100.0, 1.08  # tokens that count as so much faster than was foreseen: who is not tried learns nothing
+    # Where fewer tokens are known, others count as so much faster than was foreseen: who is not tried learns nothing.
+    PRIOR, HOPE = 100.0, 1.08
     MEMORY, RESTED = 0.99, 0.999  # what is kept of the record by a round of its own, and by another
 
     def __init__(self) -> None:
@@ -43,7 +44,8 @@ class PlannedRate:
 
     def value(self, foreseen: float, hope: float = HOPE) -> float:
         """Where the same number of drafts for all rows is foreseen to give so much."""
-        return (self._won + hope * self.PRIOR) / (self._ms + self.PRIOR / foreseen)
+        unknown = max(0.0, self.PRIOR - self._won)
+        return (self._won + hope * unknown) / (self._ms + unknown / foreseen)
 
     def fade(self, rounds: int) -> None:
         """Other rounds have passed: old ones count less, so that such rounds are tried again."""
@@ -76,9 +78,10 @@ class RoundCosts:
         self._between: deque[float] = deque(maxlen=RECENT)  # milliseconds between rounds, at the table's speed
         # What rounds took, over the table: the verification; then, over that, the first drafts and further ones.
         self._speed, self._first, self._step = (deque([1.0] * FIRST, RECENT) for _ in range(3))
-        self._steady = deque(
-            [1.0] * FIRST, RECENT
-        )  # of rounds with one number of drafts for all, over the table and speed
+        self._steady = deque([1.0] * FIRST, RECENT)  # of rounds with one number of drafts for all, over table and speed
+        self._planning = deque(
+            [0.0], RECENT
+        )  # milliseconds that one row takes more, if its round is planned as a tree's
         self._now = 1.0  # the speed at the moment
         self._rounds = 0
         self._known = self._table
@@ -106,12 +109,22 @@ class RoundCosts:
 
     def learn_steady(self, tokens: int, rows: int, drafts: int, times: RoundTimes) -> float:
         """Take in a round after which every row has so many drafts; returns the milliseconds that it should take."""
+        expected = self._learn_speed(tokens, rows, drafts, times)
+        self._steady.append(ratio(times.ms, expected))
+        return expected
+
+    def learn_alone(self, tokens: int, drafts: int, times: RoundTimes, won: int, rate: PlannedRate | None) -> float:
+        """The same of one row, whose drafts were chosen; its tokens count for their `rate`."""
+        expected = self._learn_speed(tokens, 1, drafts, times)
+        if rate is not None and times.usual and times.ms < MOST_OFF * expected:
+            rate.note(won, times.ms / self._now + self._host)
+        return expected
+
+    def _learn_speed(self, tokens: int, rows: int, drafts: int, times: RoundTimes) -> float:
         self._speed.append(ratio(times.verify_ms, self._table.verify_ms(tokens)))
         self._now = middle(self._speed)
         self._note_host(times.host_ms)
-        expected = self._now * self._steady_ms(tokens, rows, drafts)
-        self._steady.append(ratio(times.ms, expected))
-        return expected
+        return self._now * self._steady_ms(tokens, rows, drafts)
 
     def _note_host(self, ms: float | None) -> None:
         if ms is not None:
@@ -121,6 +134,11 @@ class RoundCosts:
     def _host(self) -> float:
         """Milliseconds between rounds."""
         return middle(self._between) if self._between else 0.0
+
+    @property
+    def planning_ms(self) -> float:
+        """Milliseconds that a round of one row takes more, if the drafter ranks tokens for branches."""
+        return max(0.0, middle(self._planning))
 
     def expect(self, tokens: int, steps: Sequence[int], rests: bool, branches: bool = False) -> float:
         """Milliseconds of a round at the machine's present speed, without what the host does after it."""
@@ -152,6 +170,8 @@ class RoundCosts:
         if even and steps and not branches:
             due = speed * (table.absorb_ms(tokens) + table.step_ms(steps[0], 0))
             self._first.append(ratio(times.first(table.steps), due))
+            if len(steps) == sum(steps):
+                self._planning.append(times.ms / speed - self.steady_ms(1, len(steps)) + self._host)
             if times.steps_ms and table.steps > 1:
                 due = speed * table.step_ms(steps[0], 1)
                 self._step.append(ratio(sum(times.steps_ms) / len(times.steps_ms), due))

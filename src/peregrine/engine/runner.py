@@ -17,14 +17,13 @@ from peregrine.engine.first_round import FirstRound
 from peregrine.engine.graphs import Graphs
 from peregrine.engine.host_copy import Ring, event_after
 from peregrine.engine.masks import MaskWriter
-from peregrine.engine.planning import WindowPlanner
+from peregrine.engine.planning import AnyPlan, WindowPlanner
 from peregrine.engine.prefill import absorb_held
 from peregrine.engine.request import Request
 from peregrine.engine.round_plan import RoundPlan
 from peregrine.engine.round_result import RoundResult, extras_of
 from peregrine.engine.round_times import RoundTimes, times_of
 from peregrine.engine.rounds import Rounds
-from peregrine.engine.steady import SteadyPlan
 from peregrine.grammar import Window
 from peregrine.kernels.round import Verdict
 from peregrine.kernels.runtime.cpu_graph import count_recorded
@@ -56,7 +55,7 @@ class RoundInFlight:
     windows: Tensor | None  # [R, 3, T] i64 on the host: tokens, parents, offered or not; for report_drafts
     ready: torch.cuda.Event | None
     said: Tensor | None  # [R, K] on the host: what the drafter said of the drafts, for plans made ahead
-    planned: tuple[RoundPlan | SteadyPlan, RoundTimes] | AheadPlan | None
+    planned: tuple[AnyPlan, RoundTimes] | AheadPlan | None
 
 
 class Runner:
@@ -168,7 +167,7 @@ class Runner:
         if logprobs is not None and features.logprobs is not None:  # a recorded round may do more than was asked
             values = self._to_host(logprobs.chosen), self._to_host(logprobs.top_ids), self._to_host(logprobs.top)
         ready = event_after(verdict.table)
-        planned: tuple[RoundPlan | SteadyPlan, RoundTimes] | AheadPlan | None = foreseen
+        planned: tuple[AnyPlan, RoundTimes] | AheadPlan | None = foreseen
         if self.planner is not None and isinstance(plan, RoundPlan) and repeated is not None:
             self.planner.note_rest(plan)
         elif plan is not None:
@@ -181,7 +180,7 @@ class Runner:
         """Rounds in flight that the running request is part of: it takes part in all that are launched."""
         return min(len(self.in_flight), self.launched - request.round_before)
 
-    def _plan(self, planner: WindowPlanner, requests: list[Request], rows: Rows) -> RoundPlan | SteadyPlan:
+    def _plan(self, planner: WindowPlanner, requests: list[Request], rows: Rows) -> AnyPlan:
         """The windows of the next round."""
         offered = self.seats.view(rows).offered
         held = offered.tolist()
@@ -201,7 +200,7 @@ class Runner:
             request.held = []
         self.absorb_held([request])
 
-    def _times(self, plan: RoundPlan | SteadyPlan, began: float, planned: float, usual: bool) -> RoundTimes:
+    def _times(self, plan: AnyPlan, began: float, planned: float, usual: bool) -> RoundTimes:
         """Times of the round of this plan that began then, was planned then, and has just been done."""
         now, learnt = time.perf_counter(), self._learnt
         stamps = (plan.stamps if isinstance(plan, RoundPlan) else []) or [now]

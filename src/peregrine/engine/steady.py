@@ -7,6 +7,7 @@ would with fixed windows: the same plan is repeated, and verdicts are taken in t
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 from peregrine.engine.request import Request
 from peregrine.engine.round_costs import RoundCosts
@@ -15,6 +16,7 @@ from peregrine.kernels.round import FINISH_NONE
 from peregrine.spec.odds import MOST, Odds
 
 OddsOf = Callable[[Request], Odds]
+CHANGED = 1.03  # times as many tokens, by which another number of drafts must be better: to change costs time
 OWN_PRIOR = 24.0  # drafts for which it counts that a request is like others: one number is chosen for many rounds
 
 
@@ -33,11 +35,21 @@ class SteadyPlan(FixedPlan):
         return SteadyPlan, ((), self.windows.lens, self.drafts)
 
 
+def survivals(odds: Odds, factor: float, most: int) -> list[float]:
+    """The chance of each of a row's drafts that it and all before it are right, whatever is said of them."""
+    survival, line = 1.0, []
+    for depth in range(most):
+        survival *= min(MOST, odds.chance_at(depth) * factor)
+        line.append(survival)
+    return line
+
+
 class SteadyRounds:
     """Chooses the number of drafts, and learns from the rounds that have it."""
 
     def __init__(self, measured: RoundCosts) -> None:
         self.measured = measured
+        self._last: dict[int, int] = {}  # what was chosen for so many rows
         self._rounds: list[tuple[SteadyPlan, Sequence[list[int]], RoundTimes]] = []  # verdicts and times to take in
 
     def choose(self, requests: Sequence[Request], odds_of: OddsOf, most: int) -> tuple[int, float]:
@@ -45,18 +57,15 @@ class SteadyRounds:
 
         Chances are by depth alone, and of a request by its own record.
         """
-        rows, kinds = len(requests), [odds_of(request) for request in requests]
-        factors = [request.odds.factor_with(OWN_PRIOR) for request in requests]
-        survivals, won, best, highest = [1.0] * rows, float(rows), 0, 0.0
-        for depth in range(1, most + 1):
-            for row, (odds, factor) in enumerate(zip(kinds, factors, strict=True)):
-                survivals[row] *= min(MOST, odds.chance_at(depth - 1) * factor)
-            won += sum(survivals)
-            rate = won / self.measured.steady_ms(rows, depth)
-            if rate < highest:
-                break
-            best, highest = depth, rate
-        return best, highest
+        rows, rates = len(requests), [0.0]
+        lines = [survivals(odds_of(r), r.odds.factor_with(OWN_PRIOR), most) for r in requests]
+        won = accumulate(map(sum, zip(*lines, strict=True)), initial=float(rows))
+        rates += [tokens / self.measured.steady_ms(rows, n) for n, tokens in enumerate(won) if n]
+        best = max(range(1 + most), key=rates.__getitem__)
+        if (last := self._last.get(rows, best)) <= most and rates[best] < CHANGED * rates[last]:
+            best = last
+        self._last[rows] = best
+        return best, rates[best]
 
     def note(self, plan: SteadyPlan, lines: Sequence[list[int]], times: RoundTimes) -> None:
         """Keep the lines of a round's verdict, and its times."""

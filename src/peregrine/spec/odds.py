@@ -8,6 +8,7 @@ has one factor: how many of its drafts were right over how many the engine's cou
 from bisect import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -21,10 +22,10 @@ DEPTHS = 4  # deeper drafts count as the deepest of these
 PRIOR = 4.0  # drafts that the first guess counts for
 FIRST_GUESS = 0.6  # of drafters that say nothing themselves
 MEMORY = 500.0  # drafts after which older ones begin to count less
-LIKELIER = 0.85  # the chance of any draft, over that of one which was made since those before it seemed likely
-FORGOTTEN = 0.9  # what is kept of the counts by depth alone, each time that rounds are planned draft by draft
 SHORT_MEMORY = 150.0  # the same, of drafts by depth alone: texts differ
+ALIKE = 12.0  # drafts for which it counts that those of a depth are as often right as those before them
 OWN_PRIOR, OWN_MEMORY = 6.0, 0.97  # of a request's factor: drafts, and what is kept of them each round
+MIDDLES = tuple((low + high) / 2 for low, high in pairwise((0.0, *EDGES, 1.0)))
 MOST = 0.995
 HOPE = 0.3  # added to a mean chance, over the square root of the drafts it is made of
 TENTHS = 10
@@ -93,7 +94,7 @@ class Odds:
 
     counts: dict[tuple[int, int], Count] = field(default_factory=dict)  # (depth, range): drafts that were verified
     means: dict[int, Count] = field(default_factory=dict)  # depth: chances of all drafts that were made
-    likely: dict[int, Count] = field(default_factory=dict)  # depth: drafts made where those before seemed likely
+    depths: dict[int, Count] = field(default_factory=dict)  # depth: drafts made whatever was said of those before
     tenths: list[list[float]] = field(default_factory=lambda: [[0.0, 0.0, 0.0] for _ in range(TENTHS)])
 
     def expect(self, depth: int, own: RequestOdds) -> float:
@@ -112,7 +113,7 @@ class Odds:
     def guess(self, depth: int, said: float | None, own: RequestOdds, counts: bool = True) -> Guess:
         """A draft that was made; counts it among those of its depth, or not if only other rows wanted theirs."""
         level = min(depth, DEPTHS - 1)
-        chance = self._count(level, said).chance
+        chance = self.chance_at(level) if said is None else self._count(level, said).chance
         if counts:
             mean = self.means.get(level)
             if mean is None:
@@ -120,23 +121,21 @@ class Odds:
             mean.add(chance)
         return Guess(depth, said, min(MOST, chance * own.factor), chance)
 
+    def chances_with(self, own: RequestOdds) -> tuple[tuple[float, ...], ...]:
+        """The chances of a request's drafts, by depth and by the range of what is said of them."""
+        factor, levels = own.factor, range(DEPTHS)
+        return tuple(tuple(min(MOST, self._count(n, said).chance * factor) for said in MIDDLES) for n in levels)
+
     def chance_at(self, depth: int) -> float:
-        """The chance of a draft at this depth, whatever the drafter says of it.
-
-        While few such drafts had a verdict, those count that were made where the drafts before them seemed likely.
-        """
-        level = min(depth, DEPTHS - 1)
-        every, likely = self._count(level, None), self.likely.get(level)
-        if likely is None:
-            return every.chance
-        return (every.right + PRIOR * (LIKELIER * likely.chance - FIRST_GUESS)) / every.tried
-
-    def forget(self) -> None:
-        """Rounds have passed in which only likely drafts were followed: what was known of others counts less."""
-        for level in range(1, DEPTHS):
-            count = self._count(level, None)
-            count.right = FIRST_GUESS * PRIOR + FORGOTTEN * (count.right - FIRST_GUESS * PRIOR)
-            count.tried = PRIOR + FORGOTTEN * (count.tried - PRIOR)
+        """The chance of a draft at this depth, whatever the drafter says; while few had a verdict, that of the depth
+        before."""
+        chance, weight = FIRST_GUESS, PRIOR
+        for level in range(1 + min(depth, DEPTHS - 1)):
+            count = self.depths.get(level)
+            if count is not None:
+                chance = (count.right + weight * chance) / (count.tried + weight)
+            weight = ALIKE
+        return chance
 
     @property
     def num_judged(self) -> float:
@@ -149,12 +148,16 @@ class Odds:
         if guess.said is not None:
             self._count(level, guess.said).add(right)
         if guess.said is None or not level:
-            self._count(level, None).add(right, SHORT_MEMORY)
-        else:
-            self.likely.setdefault(level, Count(FIRST_GUESS * PRIOR, PRIOR)).add(right, SHORT_MEMORY)
+            self._depth(level).add(right, SHORT_MEMORY)
         own.expected += guess.engine_chance
         own.right += right
         self._note(guess.chance, 1.0, float(right))
+
+    def judge_line(self, said: Sequence[float], right: int, own: RequestOdds) -> None:
+        """Count the verdicts of one round: the first `right` of the drafts of which this was said were right."""
+        own.fade()
+        for depth, value in enumerate(said):
+            self.judge(self.guess(depth, value, own, counts=False), depth < right, own)
 
     def judge_all(self, counts: Mapping[tuple[int, int], int], own: RequestOdds) -> None:
         """Count the verdicts of many rounds of a request: (drafts with a verdict, how many of them were right): rounds.
@@ -163,11 +166,11 @@ class Odds:
         """
         own.fade(sum(counts.values()))
         factor = own.factor
-        for depth in range(max(known for known, _ in counts)):
+        chances = [self.chance_at(depth) for depth in range(max(known for known, _ in counts))]
+        for depth, chance in enumerate(chances):
             tried = float(sum(rounds for (known, _), rounds in counts.items() if known > depth))
             right = float(sum(rounds for (_, correct), rounds in counts.items() if correct > depth))
-            chance = self.chance_at(depth)
-            self._count(min(depth, DEPTHS - 1), None).add(right, SHORT_MEMORY, tried)
+            self._depth(min(depth, DEPTHS - 1)).add(right, SHORT_MEMORY, tried)
             own.expected += chance * tried
             own.right += right
             self._note(min(MOST, chance * factor), tried, right)
@@ -178,12 +181,14 @@ class Odds:
         for place, value in enumerate((tried, chance * tried, right)):
             tenth[place] += value
 
-    def _count(self, level: int, said: float | None) -> Count:
-        place = -1 if said is None else bisect(EDGES, said)
+    def _depth(self, level: int) -> Count:
+        return self.depths.setdefault(level, Count(0.0, 0.0))
+
+    def _count(self, level: int, said: float) -> Count:
+        place = bisect(EDGES, said)
         count = self.counts.get((level, place))
         if count is None:
-            prior = FIRST_GUESS if said is None else said
-            count = self.counts[level, place] = Count(prior * PRIOR, PRIOR)
+            count = self.counts[level, place] = Count(said * PRIOR, PRIOR)
         return count
 
     @property

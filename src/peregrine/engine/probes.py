@@ -1,0 +1,35 @@
+"""Rounds that draft for a few rows, whether that seems to pay or not.
+
+A size of window that looks costly, or a request whose drafts were wrong, would never be looked at again.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from peregrine.engine.request import Request
+
+EVERY = 512  # rounds; sooner while there were few
+DEPTH = 2  # drafts of a row in a probe; always as many, so that its sizes are recorded soon
+
+
+class Probes:
+    """When the next probe is due, and which rows it drafts for."""
+
+    def __init__(self) -> None:
+        self.due = 0  # the round of the next one
+        self._made = 0
+
+    def depth(self, number: int, caps: Iterable[int]) -> int:
+        """How many drafts some rows get after this round; 0: it is no probe. `caps`: what each row may have."""
+        if number < self.due:
+            return 0
+        depth = min([DEPTH, *caps])
+        if depth:
+            self._made += 1
+            self.due = number + min(EVERY, 4 << self._made)
+        return depth
+
+    def rows(self, requests: Sequence[Request]) -> list[int]:
+        """A quarter of the rows: those that hold the least, which has to be absorbed first; of equals, in turn."""
+        count = len(requests)
+        order = sorted(range(count), key=lambda row: (requests[row].num_held, (row - self._made) % count))
+        return order[: -(-count // 4)]
