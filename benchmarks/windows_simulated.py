@@ -24,7 +24,7 @@ from peregrine.engine.engine import Engine
 from peregrine.engine.request import Request
 from peregrine.llm import engine_config
 from peregrine.spec.ahead import RowCosts
-from peregrine.spec.odds import Ints
+from peregrine.spec.odds import Floats, Ints
 from peregrine.spec.round import no_mark
 from peregrine.synthetic.judge import SimulatedJudge
 
@@ -101,9 +101,9 @@ def measure(engine: Engine, rows: int, args: argparse.Namespace) -> Measured:
         engine.step()
     learn, costs = planner.learn, planner.costs.by_rows[rows]
 
-    def note(plan: AheadPlan, table: Ints) -> None:
+    def note(plan: AheadPlan, table: Ints, said: Floats | None = None) -> None:
         read.note(plan, table, means, costs, sum(request.num_tokens for request in requests))
-        learn(plan, table)
+        learn(plan, table, said)
 
     planner.learn, began = note, time.perf_counter()  # type: ignore[method-assign]
     stages = {"wait": 0.0, "read": 0.0}

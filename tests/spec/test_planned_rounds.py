@@ -384,7 +384,7 @@ def test_rounds_are_planned_draft_by_draft_while_that_pays(costly: bool) -> None
     engine = build(**(DRAFTERS["noisy model"] | {"windows": "auto", "max_rows": 2})).engine  # type: ignore[arg-type]
     table = Steady({1: 4.0, 64: 5.0}, {1: 0.0}, {1: 0.1}, 4)
     planner = engine.runner.planner = WindowPlanner(4, table, looks_up=False)
-    planner._rates[1, False].note(400, 400 * 40.0 if costly else 400 / 4.0)
+    planner._rates[1, False, False].note(400, 400 * 40.0 if costly else 400 / 4.0)
     greedy = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
     some = [Case((5, 9, 200), greedy)]
     assert tokens(run(engine, some)) == plain(some)

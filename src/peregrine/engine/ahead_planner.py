@@ -22,7 +22,7 @@ from peregrine.spec.ahead import Choice, RowCosts, allot, choose_size, size_of_d
 from peregrine.spec.odds import DepthOdds, Floats, Ints
 from peregrine.spec.said_odds import SaidOdds
 
-KEPT, MOST_KEPT = 8, 32  # rounds until a plan is made anew; doubled each time it comes out the same
+KEPT, MOST_KEPT = 8, 64  # rounds until a plan is made anew; doubled each time it comes out the same
 PROBE_EVERY = 256  # rounds between probes; the first ones follow each other sooner
 PROBED = 4  # a probe verifies drafts of one row in this many
 

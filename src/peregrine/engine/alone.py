@@ -6,23 +6,21 @@ at once (`Gates`); verdicts are taken in together, too.
 """
 
 from bisect import bisect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
 from torch import Tensor
 
 from peregrine.engine.request import Request
-from peregrine.engine.round_costs import PlannedRate, RoundCosts
+from peregrine.engine.round_costs import RoundCosts
 from peregrine.engine.round_times import RoundTimes
+from peregrine.engine.steady import OddsOf, RateOf
 from peregrine.kernels.round import FINISH_NONE
 from peregrine.spec.links import Branched
 from peregrine.spec.odds import DEPTHS, EDGES, Odds, RequestOdds, survivals_of
 from peregrine.spec.planner import Costs
 from peregrine.spec.windows import Windows
-
-OddsOf = Callable[[Request], Odds]
-RateOf = Callable[[Sequence[Request]], PlannedRate | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +143,8 @@ class LoneRounds:
             for depth, said in enumerate(plan.said):
                 odds.guess(depth, said, request.odds)
             drafts, rate = len(plan.said), rate_of(plan.requests)
-            total += self.measured.learn_alone(1 + len(plan.read), drafts, times, right + 1, rate)
+            tokens = 1 + len(plan.read)
+            total += self.measured.learn_steady(tokens, 1, drafts, times, right + 1, rate, alone=True)
             took += times.ms
         self._rounds.clear()
         return total, took

@@ -16,6 +16,7 @@ to absorb the text of every request that rests.
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from peregrine.engine.alone import Gates, LonePlan, LoneRounds
 from peregrine.engine.branching import Branching, Choice
@@ -47,8 +48,8 @@ class WindowPlanner:
         self.costs: Costs = measured.costs()
         self._costs_of: dict[int, Costs] = {}
         self.rate = 0.0  # tokens per millisecond that time is worth
-        # Of rounds planned draft by draft, by the number of rows, in powers of two, and whether one is sampled.
-        self._rates: dict[tuple[int, bool], PlannedRate] = defaultdict(PlannedRate)
+        # By the number of rows, in powers of two, whether one is sampled, and whether rows have one number of drafts.
+        self._rates: dict[tuple[int, bool, bool], PlannedRate] = defaultdict(PlannedRate)
         self.record = PlanRecord()
         self._rounds, self.probes = 0, Probes()
         self._probing = 0  # drafts of each row that the last round made for a probe
@@ -151,7 +152,8 @@ class WindowPlanner:
         else:
             drafts, foreseen = self.steady.choose(requests, self.odds, self._most(requests))
         rate = measured.value(foreseen, hope=1.0) if drafts else 0.0
-        planned = drafts > 0 and rate > plain and (by_draft or rows == 1 or measured.value(foreseen) > foreseen)
+        steady = self.rate_of(requests, steady=True).value(foreseen, hope=1.0) if drafts else 0.0
+        planned = drafts > 0 and rate > plain and (by_draft or rows == 1 or measured.value(steady) > steady)
         self._drafted = list(range(rows)) if planned else []
         rests = foreseen <= plain * (1 / CHANGED if before[1] else CHANGED)
         self._drafts = 0 if planned or by_draft or rests else drafts
@@ -165,12 +167,13 @@ class WindowPlanner:
             kind, own = self.odds(requests[0]), requests[0].odds
             self.alone.gates = Gates.of(self.costs, kind, own, self.rate, self._most(requests))
         passed, self._decided = self._rounds - self._decided, self._rounds
-        if not planned:
-            measured.fade(passed)
+        measured.fade(0 if planned else passed)
+        self.rate_of(requests, steady=True).fade(0 if self._drafts else passed)
 
     def _take_in(self) -> None:
         """Learn from the rounds whose verdicts were kept."""
-        for expected, took in (self.steady.learn(self.odds), self.alone.learn(self.odds, self._rate_of_many)):
+        steady = self.steady.learn(self.odds, partial(self.rate_of, steady=True))
+        for expected, took in (steady, self.alone.learn(self.odds, self._rate_of_many)):
             self.record.expected_ms, self.record.ms = self.record.expected_ms + expected, self.record.ms + took
 
     def _refresh(self) -> None:
@@ -190,9 +193,10 @@ class WindowPlanner:
         """What planned rounds give; None while the odds are not known yet."""
         return self.rate_of(requests) if self.odds(requests[0]).num_judged >= JUDGED else None
 
-    def rate_of(self, requests: Sequence[Request]) -> PlannedRate:
-        """What planned rounds of about as many such requests give."""
-        return self._rates[len(requests).bit_length(), any(request.params.temperature > 0 for request in requests)]
+    def rate_of(self, requests: Sequence[Request], steady: bool = False) -> PlannedRate:
+        """What rounds of about as many such requests give: planned draft by draft, or with one number for all."""
+        sampled = any(request.params.temperature > 0 for request in requests)
+        return self._rates[len(requests).bit_length(), sampled, steady]
 
     def _plan_steady(self, requests: Sequence[Request], offered: Sequence[int]) -> SteadyPlan:
         """The drafts that there are, up to the number for all; the rounds after it have just that many."""

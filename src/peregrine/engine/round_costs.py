@@ -29,10 +29,10 @@ TimeRound = Callable[[Sequence[int], int], RoundTimes]  # (tokens in each window
 
 
 class PlannedRate:
-    """Tokens per millisecond of rounds that are planned draft by draft.
+    """Tokens per millisecond of rounds that are planned in one way: draft by draft, or with one number for all rows.
 
-    Of the drafts, those are taken that the drafter is sure of, which takes the host time. What that gives is measured:
-    such rounds are worth having if it is more than others give. A draft is worth its time at the same rate.
+    Of the drafts, the former take those that the drafter is sure of, which takes the host time. What that gives is
+    measured: such rounds are worth having if it is more than others give. A draft is worth its time at the same rate.
     """
 
     # Where fewer tokens are known, others count as so much faster than was foreseen: who is not tried learns nothing.
@@ -107,24 +107,22 @@ class RoundCosts:
         steps = table.step_ms(rows, 0) + (made - 1) * table.step_ms(rows, 1) if made else 0.0
         return table.verify_ms(tokens) + table.absorb_ms(tokens) + steps
 
-    def learn_steady(self, tokens: int, rows: int, drafts: int, times: RoundTimes) -> float:
-        """Take in a round after which every row has so many drafts; returns the milliseconds that it should take."""
-        expected = self._learn_speed(tokens, rows, drafts, times)
-        self._steady.append(ratio(times.ms, expected))
-        return expected
+    def learn_steady(
+        self, tokens: int, rows: int, drafts: int, times: RoundTimes, won: int, rate: PlannedRate | None, alone: bool
+    ) -> float:
+        """Take in a round after which every row has so many drafts; its tokens count for the `rate` of such rounds.
 
-    def learn_alone(self, tokens: int, drafts: int, times: RoundTimes, won: int, rate: PlannedRate | None) -> float:
-        """The same of one row, whose drafts were chosen; its tokens count for their `rate`."""
-        expected = self._learn_speed(tokens, 1, drafts, times)
-        if rate is not None and times.usual and times.ms < MOST_OFF * expected:
-            rate.note(won, times.ms / self._now + self._host)
-        return expected
-
-    def _learn_speed(self, tokens: int, rows: int, drafts: int, times: RoundTimes) -> float:
+        Returns the milliseconds that it should take. `alone`: it is one row's, whose drafts were chosen.
+        """
         self._speed.append(ratio(times.verify_ms, self._table.verify_ms(tokens)))
         self._now = middle(self._speed)
         self._note_host(times.host_ms)
-        return self._now * self._steady_ms(tokens, rows, drafts)
+        expected = self._now * self._steady_ms(tokens, rows, drafts)
+        if not alone:
+            self._steady.append(ratio(times.ms, expected))
+        if rate is not None and times.usual and times.ms < MOST_OFF * expected:
+            rate.note(won, times.ms / self._now + self._host)
+        return expected
 
     def _note_host(self, ms: float | None) -> None:
         if ms is not None:

@@ -10,12 +10,13 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 from peregrine.engine.request import Request
-from peregrine.engine.round_costs import RoundCosts
+from peregrine.engine.round_costs import PlannedRate, RoundCosts
 from peregrine.engine.round_times import FixedPlan, RoundTimes
 from peregrine.kernels.round import FINISH_NONE
 from peregrine.spec.odds import MOST, Odds
 
 OddsOf = Callable[[Request], Odds]
+RateOf = Callable[[Sequence[Request]], PlannedRate | None]
 CHANGED = 1.03  # times as many tokens, by which another number of drafts must be better: to change costs time
 OWN_PRIOR = 24.0  # drafts for which it counts that a request is like others: one number is chosen for many rounds
 
@@ -71,7 +72,7 @@ class SteadyRounds:
         """Keep the lines of a round's verdict, and its times."""
         self._rounds.append((plan, lines, times))
 
-    def learn(self, odds_of: OddsOf) -> tuple[float, float]:
+    def learn(self, odds_of: OddsOf, rate_of: RateOf) -> tuple[float, float]:
         """Take in the rounds that were kept; returns the milliseconds that they should take, and did."""
         total = took = 0.0
         verdicts: dict[Request, Counter[tuple[int, int]]] = defaultdict(Counter)
@@ -80,7 +81,8 @@ class SteadyRounds:
             for request, length, line in zip(plan.requests, lens, lines, strict=True):
                 right, ended = line[1], line[3] != FINISH_NONE
                 verdicts[request][min(length - 1, right + (not ended)), right] += 1
-            total += self.measured.learn_steady(sum(lens), len(lens), plan.drafts or 0, times)
+            won, rate = sum(line[0] for line in lines), rate_of(plan.requests)
+            total += self.measured.learn_steady(sum(lens), len(lens), plan.drafts or 0, times, won, rate, alone=False)
             took += times.ms
         for request, counts in verdicts.items():
             odds_of(request).judge_all(counts, request.odds)
