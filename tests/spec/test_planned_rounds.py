@@ -202,7 +202,7 @@ class Steady(RoundCosts):
     def learn(self, *_: object, **__: object) -> None:
         """The machine's speed plays no part."""
 
-    def learn_steady(self, *_: object) -> float:
+    def learn_steady(self, *_: object, **__: object) -> float:
         return 1.0
 
 
@@ -451,7 +451,7 @@ def test_a_request_alone_is_planned_by_gates_and_beside_others_otherwise() -> No
 
 def test_verdicts_of_a_request_alone_are_counted_when_rounds_are_decided() -> None:
     """One right draft, one wrong, and one without a verdict."""
-    measured = Steady({1: 4.0, 64: 5.0}, {1: 0.0}, {1: 0.1}, 3)
+    measured = RoundCosts({1: 4.0, 64: 5.0}, {1: 0.0}, {1: 0.1}, 3)
     alone, odds, rate = LoneRounds(measured), Odds(), PlannedRate()
     alone.gates = Gates.of(measured.costs(), odds, RequestOdds(), 0.3, 3)
     request = Request(0, list(range(6)), SamplingParams(temperature=0.0), 0, 99)

@@ -26,7 +26,7 @@ from peregrine.engine.request import Request
 from peregrine.engine.round_costs import PlannedRate, RoundCosts
 from peregrine.engine.round_plan import RoundPlan
 from peregrine.engine.round_times import RoundTimes
-from peregrine.engine.steady import CHANGED, SteadyPlan, SteadyRounds
+from peregrine.engine.steady import SteadyPlan, SteadyRounds
 from peregrine.kernels.round import FINISH_NONE, HEADER
 from peregrine.spec.odds import MOST, Odds, survivals_of
 from peregrine.spec.planner import Costs, plan_depths, trim_windows
@@ -34,6 +34,7 @@ from peregrine.spec.planner import Costs, plan_depths, trim_windows
 MAX_HELD = 1024  # rounds whose taps are held
 KEPT, MOST_KEPT = 16, 64  # rounds for which it is decided whether to draft; twice as many each time that it stays so
 JUDGED = 150  # drafts with a verdict before rounds count for the rate of planned ones: the odds have to be learnt first
+STOPPED = 0.985  # of what plain decoding gives, below which rows stop drafting: what they hold then must be absorbed
 LOOK_AHEAD = 4  # drafts that are planned before the first is made; further ones are decided step by step
 
 AnyPlan = RoundPlan | SteadyPlan | LonePlan
@@ -83,10 +84,8 @@ class WindowPlanner:
     @property
     def calibration_error(self) -> float:
         """Of greedy and sampled requests together."""
-        counts = [sum(tenth[0] for tenth in odds.tenths) for odds in self._odds.values()]
-        total = sum(counts)
-        errors = [odds.calibration_error for odds in self._odds.values()]
-        return sum(e * n for e, n in zip(errors, counts, strict=True)) / total if total else 0.0
+        total = sum(odds.num_judged for odds in self._odds.values())
+        return sum(odds.calibration_error * odds.num_judged for odds in self._odds.values()) / max(1.0, total)
 
     def repeat(self, requests: Sequence[Request]) -> AnyPlan | None:
         """The last plan once more, if it serves and nothing else is due: planning would cost what it saves."""
@@ -142,7 +141,7 @@ class WindowPlanner:
         self._refresh()
         self._again = None
         rows, before = len(requests), (bool(self._drafted), self._drafts)
-        plain, measured = self.costs.plain_rate(rows), self.rate_of(requests)
+        plain, measured = rows / self.measured.steady_ms(rows, 0), self.rate_of(requests)
         by_draft = self.looks_up or any(r.matcher is not None or r.params.tree == "tree" for r in requests)
         if by_draft:
             means = {sampled: odds.means_by_depth(LOOK_AHEAD) for sampled, odds in self._odds.items()}
@@ -151,11 +150,14 @@ class WindowPlanner:
             drafts, foreseen = max(following.depths), following.rate
         else:
             drafts, foreseen = self.steady.choose(requests, self.odds, self._most(requests))
-        rate = measured.value(foreseen, hope=1.0) if drafts else 0.0
-        steady = self.rate_of(requests, steady=True).value(foreseen, hope=1.0) if drafts else 0.0
-        planned = drafts > 0 and rate > plain and (by_draft or rows == 1 or measured.value(steady) > steady)
+        rate = measured.value(foreseen) if drafts else 0.0
+        steady = self.rate_of(requests, steady=True).value(foreseen) if drafts else 0.0
+        planned = drafts > 0 and rate > plain and (by_draft or rows == 1)
+        if not planned and drafts and rate > plain:
+            hope = self.steady.hope(requests, self.odds, drafts, self.costs_of(rows), self.branching is not None)
+            planned = measured.value(steady, hope) > steady
         self._drafted = list(range(rows)) if planned else []
-        rests = foreseen <= plain * (1 / CHANGED if before[1] else CHANGED)
+        rests = foreseen <= plain * (STOPPED if before[1] else 1.0)
         self._drafts = 0 if planned or by_draft or rests else drafts
         self._expected_tokens = foreseen * self.measured.steady_ms(rows, drafts)
         same = before == (planned, self._drafts) and (ids == self._planned or not planned)

@@ -35,15 +35,14 @@ class PlannedRate:
     measured: such rounds are worth having if it is more than others give. A draft is worth its time at the same rate.
     """
 
-    # Where fewer tokens are known, others count as so much faster than was foreseen: who is not tried learns nothing.
-    PRIOR, HOPE = 100.0, 1.08
+    PRIOR = 100.0  # where fewer tokens are known, others count as fast as is hoped: who is not tried learns nothing
     MEMORY, RESTED = 0.99, 0.999  # what is kept of the record by a round of its own, and by another
 
     def __init__(self) -> None:
         self._won = self._ms = 0.0
 
-    def value(self, foreseen: float, hope: float = HOPE) -> float:
-        """Where the same number of drafts for all rows is foreseen to give so much."""
+    def value(self, foreseen: float, hope: float = 1.0) -> float:
+        """Where the same number of drafts for all rows gives so much, and `hope` times as much may be hoped for."""
         unknown = max(0.0, self.PRIOR - self._won)
         return (self._won + hope * unknown) / (self._ms + unknown / foreseen)
 
@@ -99,11 +98,16 @@ class RoundCosts:
         return self._known
 
     def steady_ms(self, rows: int, drafts: int) -> float:
-        """Milliseconds of a round in which every row has so many drafts, with the host's work after it."""
+        """Milliseconds of a round in which every row has so many drafts, with the host's work after it.
+
+        Real rounds take longer than the table says, by about the same factor with drafts and without.
+        """
         return self._host + middle(self._steady) * self._steady_ms(rows * (1 + drafts), rows, drafts)
 
     def _steady_ms(self, tokens: int, rows: int, drafts: int) -> float:
         table, made = self._table, min(drafts, self._table.steps)
+        if not drafts:
+            return table.verify_ms(tokens)
         steps = table.step_ms(rows, 0) + (made - 1) * table.step_ms(rows, 1) if made else 0.0
         return table.verify_ms(tokens) + table.absorb_ms(tokens) + steps
 

@@ -14,10 +14,13 @@ from peregrine.engine.round_costs import PlannedRate, RoundCosts
 from peregrine.engine.round_times import FixedPlan, RoundTimes
 from peregrine.kernels.round import FINISH_NONE
 from peregrine.spec.odds import MOST, Odds
+from peregrine.spec.planner import Costs, depth_plan, plan_depths
 
 OddsOf = Callable[[Request], Odds]
 RateOf = Callable[[Sequence[Request]], PlannedRate | None]
 CHANGED = 1.03  # times as many tokens, by which another number of drafts must be better: to change costs time
+UNLIKE = 1.2  # times as often as another's a row's first draft is right, where rows may deserve their own numbers
+PLANNING = 1.05  # times a round's time, if it is planned draft by draft
 OWN_PRIOR = 24.0  # drafts for which it counts that a request is like others: one number is chosen for many rounds
 
 
@@ -67,6 +70,23 @@ class SteadyRounds:
             best = last
         self._last[rows] = best
         return best, rates[best]
+
+    def hope(self, requests: Sequence[Request], odds_of: OddsOf, drafts: int, costs: Costs, branches: bool) -> float:
+        """How many times as many tokens rows may have, if each has its own number of drafts or its chain branches.
+
+        Not tried, it would not be learnt; but trying takes time where rows are alike and reading tokens is not cheap.
+        """
+        rows, gains = len(requests), [0.0]
+        lines = [survivals(odds_of(r), r.odds.factor_with(OWN_PRIOR), drafts) for r in requests]
+        same = depth_plan(costs, lines, [drafts] * rows)
+        firsts = [line[0] for line in lines]
+        if max(firsts) > UNLIKE * min(firsts):
+            gains.append(plan_depths(costs, lines).rate / same.rate)
+        if branches:
+            more, tokens = sum(1 - first for first in firsts) / 2, rows * (1 + drafts)
+            ms = costs.verify_ms(tokens + rows) - costs.verify_ms(tokens) + costs.branched
+            gains.append((same.tokens + more) / (same.ms + ms) / same.rate)
+        return max(gains) / PLANNING
 
     def note(self, plan: SteadyPlan, lines: Sequence[list[int]], times: RoundTimes) -> None:
         """Keep the lines of a round's verdict, and its times."""
