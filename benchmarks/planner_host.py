@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from peregrine.engine.ahead_planner import AheadCosts, AheadPlanner
+from peregrine.engine.alone import LonePlan
 from peregrine.engine.planning import WindowPlanner
 from peregrine.engine.request import Request
 from peregrine.engine.round_costs import RoundCosts
@@ -81,7 +82,7 @@ def unrecorded_us(rows: int, rounds: int, chance: float, planned: bool | None = 
             made = len(plan.drafted) > 0
             while made and (plan.add(said[plan.rows] if plan.rows is not None else said), plan.go_on())[1]:
                 pass
-            offered = [len(line) for line in plan.guesses]
+            offered = [plan.depths()] if isinstance(plan, LonePlan) else [len(line) for line in plan.guesses]
         ended = time.thread_time()
         drafts = np.array(plan.windows.lens) - 1
         right = np.minimum((dice.random((rows, DEPTH)) < chance).cumprod(axis=1).sum(axis=1), drafts).tolist()

@@ -96,14 +96,17 @@ class SteadyRounds:
         """Take in the rounds that were kept; returns the milliseconds that they should take, and did."""
         total = took = 0.0
         verdicts: dict[Request, Counter[tuple[int, int]]] = defaultdict(Counter)
+        rounds: dict[SteadyPlan, list[Sequence[list[int]]]] = defaultdict(list)
         for plan, lines, times in self._rounds:
             lens = plan.windows.lens
-            for request, length, line in zip(plan.requests, lens, lines, strict=True):
-                right, ended = line[1], line[3] != FINISH_NONE
-                verdicts[request][min(length - 1, right + (not ended)), right] += 1
+            rounds[plan].append(lines)
             won, rate = sum(line[0] for line in lines), rate_of(plan.requests)
             total += self.measured.learn_steady(sum(lens), len(lens), plan.drafts or 0, times, won, rate, alone=False)
             took += times.ms
+        for plan, many in rounds.items():
+            for row, (request, length) in enumerate(zip(plan.requests, plan.windows.lens, strict=True)):
+                for (right, end), count in Counter([(lines[row][1], lines[row][3]) for lines in many]).items():
+                    verdicts[request][min(length - 1, right + (end == FINISH_NONE)), right] += count
         for request, counts in verdicts.items():
             odds_of(request).judge_all(counts, request.odds)
         self._rounds.clear()
