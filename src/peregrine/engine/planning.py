@@ -256,7 +256,7 @@ class WindowPlanner:
         """Count a round whose rows have as many drafts each; the lines of its verdict are taken in later."""
         record, lens = self.record, plan.windows.lens
         record.windows[lens[0]] += len(lens)
-        record.rounds["drafts"] += 1
+        record.rounds["drafts" if lens[0] > 1 else "plain"] += 1
         record.tokens += sum([line[0] for line in lines])
         record.expected_tokens += plan.expected
         if isinstance(plan, SteadyPlan):
