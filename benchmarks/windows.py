@@ -7,6 +7,7 @@ single text, one or another number of drafts is the best by chance. A ratio is t
 
     python benchmarks/windows.py                                      # all cells; about ten minutes on two cores
     python benchmarks/windows.py --rows 1 8 --texts story --turns 3
+    python benchmarks/windows.py --first-text 1000                    # other texts
     python benchmarks/windows.py --clock cpu                          # processor time, for a machine that is not quiet
 """
 
@@ -68,7 +69,7 @@ def measure(engines: dict[str, LLM], text: str, rows: int, args: argparse.Namesp
         names = list(engines)
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             llm = engines[name]
-            prompts = prompts_of(llm, text, rows, turn)
+            prompts = prompts_of(llm, text, rows, args.first_text + turn)
             begun = clock()
             outputs = llm.generate(prompts, params, progress=False)
             took = clock() - begun
@@ -107,6 +108,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--warm", type=int, default=2, help="turns before those that are timed: sizes are recorded")
+    parser.add_argument("--first-text", type=int, default=0, help="number of the first turn's texts")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--clock", choices=sorted(CLOCKS), default="wall")
     parser.add_argument("--out", type=Path)
