@@ -170,6 +170,16 @@ def test_any_plan_changes_no_token(name: str) -> None:
     assert planner.taken or name not in ("noisy model", "itself"), "a branch that is never right tests nothing"
 
 
+@pytest.mark.parametrize("name", [name for name in DRAFTERS if name not in ("ngram", "suffix")])
+def test_any_plan_of_requests_one_after_the_other_changes_no_token(name: str) -> None:
+    """Most of their rounds have one row, with any gates or planned otherwise."""
+    engine, some = planned(2, **DRAFTERS[name]).engine, SOME[:4]
+    assert tokens(run(engine, some, [0, 60, 120, 180])) == plain(some)
+    planner = engine.runner.planner
+    assert isinstance(planner, RandomPlanner)
+    assert planner.lone > 2
+
+
 @settings(max_examples=6, deadline=None)
 @given(st.data())
 def test_any_plan_on_any_schedule(data: st.DataObject) -> None:
