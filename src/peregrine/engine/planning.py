@@ -175,7 +175,7 @@ class WindowPlanner:
     def _take_in(self) -> None:
         """Learn from the rounds whose verdicts were kept."""
         steady = self.steady.learn(self.odds, partial(self.rate_of, steady=True))
-        for expected, took in (steady, self.alone.learn(self.odds, self._rate_of_many)):
+        for expected, took in (steady, self.alone.learn(self.odds, self._known_rate)):
             self.record.expected_ms, self.record.ms = self.record.expected_ms + expected, self.record.ms + took
 
     def _refresh(self) -> None:
@@ -191,7 +191,7 @@ class WindowPlanner:
         """The most drafts that all of them may have."""
         return min(self.depth if r.params.num_drafts is None else r.params.num_drafts for r in requests)
 
-    def _rate_of_many(self, requests: Sequence[Request]) -> PlannedRate | None:
+    def _known_rate(self, requests: Sequence[Request]) -> PlannedRate | None:
         """What planned rounds give; None while the odds are not known yet."""
         return self.rate_of(requests) if self.odds(requests[0]).num_judged >= JUDGED else None
 
@@ -295,6 +295,6 @@ class WindowPlanner:
         record.ms += times.ms
         won, rate = sum(line[1] + 1 for line in lines), None
         if usual and plan.steps:
-            rate = self._rate_of_many(plan.requests)
+            rate = self._known_rate(plan.requests)
         even = usual and plan.windows.is_uniform
         self.measured.learn(tokens, plan.steps, times, even=even, branches=branches, rate=rate, won=won)

@@ -78,9 +78,7 @@ class RoundCosts:
         # What rounds took, over the table: the verification; then, over that, the first drafts and further ones.
         self._speed, self._first, self._step = (deque([1.0] * FIRST, RECENT) for _ in range(3))
         self._steady = deque([1.0] * FIRST, RECENT)  # of rounds with one number of drafts for all, over table and speed
-        self._planning = deque(
-            [0.0], RECENT
-        )  # milliseconds that one row takes more, if its round is planned as a tree's
+        self._planning = deque([0.0], RECENT)  # milliseconds that a row alone takes more, if its chain may branch
         self._now = 1.0  # the speed at the moment
         self._rounds = 0
         self._known = self._table
