@@ -18,6 +18,7 @@ from torch import Tensor
 
 from peregrine.engine.alone import Gates, LonePlan, LoneRounds
 from peregrine.engine.build import Built
+from peregrine.engine.plan_record import PlanRecord
 from peregrine.engine.planning import AnyPlan, WindowPlanner
 from peregrine.engine.prefill import PromptChunk, held_taps
 from peregrine.engine.request import Held, Request
@@ -344,6 +345,7 @@ def test_a_probe_drafts_for_rows_that_hold_little() -> None:
     for request in requests[:5]:
         request.held = [Held(5, 0, [None] * 9)]
     planner = WindowPlanner(3, RoundCosts({1: 1.0, 8: 50.0}, {1: 5.0}, {1: 5.0}, 3), looks_up=False)
+    requests[0].matcher = object()  # type: ignore[assignment]  # without a grammar, all rows would be tried at once
     probed = set()
     for _ in range(8):
         planner.probes.due = 0
@@ -358,7 +360,6 @@ def test_rows_that_rest_are_planned_for_ever_less_often() -> None:
     planner = WindowPlanner(3, Steady({1: 1.0, 8: 50.0}, {1: 5.0}, {1: 5.0}, 3), looks_up=False)
     planned = []
     for batch in range(3):
-        planner.probes.due = 1 << 30  # no probes
         requests = [Request(4 * batch + i, list(range(6)), SamplingParams(), 0, 99) for i in range(4)]
         fresh = 0
         for _ in range(64):
@@ -384,8 +385,11 @@ def test_one_number_of_drafts_for_all_rows_is_the_best_of_all(per_step: float, e
         rates[drafts] = won / (1.4 + 0.1 * 2 * (1 + drafts) + drafts * per_step)
     best = max(rates, key=lambda drafts: rates[drafts])
     assert best == expected
-    found, rate = SteadyRounds(measured).choose(requests, lambda _: odds, 3)
-    assert (found, rate) == (best, pytest.approx(rates[best]))
+    chosen = SteadyRounds(measured).choose(requests, lambda _: odds, 3, None)
+    plain = 2 / (1.4 + 0.1 * 2)
+    assert chosen.rate == pytest.approx(rates[best])
+    assert chosen.drafts == (best if rates[best] > plain else 0)
+    assert not chosen.is_trial
 
 
 @pytest.mark.parametrize("costly", [True, False])
@@ -473,7 +477,9 @@ def test_verdicts_of_a_request_alone_are_counted_when_rounds_are_decided() -> No
     verified.read = [0.95, 0.85, 0.75]
     alone.note(verified, [2, 1, 0, 0], RoundTimes(4.0, 0.2, []))
     assert not odds.tenths[9][0]
-    alone.learn(lambda _: odds, lambda _: rate)
+    record = PlanRecord()
+    alone.learn(lambda _: odds, lambda _: rate, record)
+    assert record.ms == pytest.approx(4.2)
     assert {
         place: (count.right - PRIOR * MIDDLES[place[1]], count.tried - PRIOR)
         for place, count in odds.counts.items()

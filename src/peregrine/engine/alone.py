@@ -12,8 +12,9 @@ from math import inf
 
 from torch import Tensor
 
+from peregrine.engine.plan_record import PlanRecord
 from peregrine.engine.request import Request
-from peregrine.engine.round_costs import RoundCosts
+from peregrine.engine.round_costs import PastRound, RoundCosts
 from peregrine.engine.round_times import RoundTimes
 from peregrine.engine.steady import OddsOf, RateOf
 from peregrine.kernels.round import FINISH_NONE
@@ -129,12 +130,12 @@ class LoneRounds:
         """Keep the line of a round's verdict, and its times."""
         self._rounds.append((plan, line, times))
 
-    def learn(self, odds_of: OddsOf, rate_of: RateOf) -> tuple[float, float]:
-        """Take in the rounds that were kept; returns the milliseconds that they should take, and did.
+    def learn(self, odds_of: OddsOf, rate_of: RateOf, record: PlanRecord) -> None:
+        """Take in the rounds that were kept.
 
         Their tokens count for the rate of rounds that are planned draft by draft.
         """
-        total = took = 0.0
+        past, took = list[PastRound](), 0.0
         for plan, line, times in self._rounds:
             (request,), right, ended = plan.requests, line[1], line[3] != FINISH_NONE
             known = min(len(plan.read), right + (not ended))
@@ -143,8 +144,8 @@ class LoneRounds:
             for depth, said in enumerate(plan.said):
                 odds.guess(depth, said, request.odds)
             drafts, rate = len(plan.said), rate_of(plan.requests)
-            tokens = 1 + len(plan.read)
-            total += self.measured.learn_steady(tokens, 1, drafts, times, right + 1, rate, alone=True)
+            past.append(PastRound(1 + len(plan.read), 1, drafts, times, right + 1, rate))
             took += times.ms
         self._rounds.clear()
-        return total, took
+        record.expected_ms += self.measured.learn_steady(past, alone=True)
+        record.ms += took

@@ -1,6 +1,7 @@
 """What was planned and what came of it, for metrics."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 
@@ -12,5 +13,12 @@ class PlanRecord:
     rounds: Counter[str] = field(default_factory=Counter)  # rounds by plan: plain, drafts, mixed, tree
     expected_tokens: float = 0.0
     tokens: int = 0
-    expected_ms: float = 0.0
+    expected_ms: float = 0.0  # of the rounds that were timed
     ms: float = 0.0
+
+    def note(self, lens: Sequence[int], tokens: int, expected: float) -> None:
+        """Count a round whose windows have one length, or are what there was of it."""
+        self.windows[lens[0]] += len(lens)
+        self.rounds["drafts" if lens[0] > 1 else "plain"] += 1
+        self.tokens += tokens
+        self.expected_tokens += expected

@@ -13,6 +13,7 @@ most of its text: should a later prompt hit those pages, its first drafts are wo
 to absorb the text of every request that rests.
 """
 
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,13 +29,13 @@ from peregrine.engine.round_plan import RoundPlan
 from peregrine.engine.round_times import RoundTimes
 from peregrine.engine.steady import SteadyPlan, SteadyRounds
 from peregrine.kernels.round import FINISH_NONE, HEADER
-from peregrine.spec.odds import MOST, Odds, survivals_of
+from peregrine.spec.odds import MOST, Odds, survivals, survivals_of
 from peregrine.spec.planner import Costs, plan_depths, trim_windows
 
 MAX_HELD = 1024  # rounds whose taps are held
 KEPT, MOST_KEPT = 16, 64  # rounds for which it is decided whether to draft; twice as many each time that it stays so
+TRIAL = 9  # rounds for which a number of drafts is tried
 JUDGED = 150  # drafts with a verdict before rounds count for the rate of planned ones: the odds have to be learnt first
-STOPPED = 0.985  # of what plain decoding gives, below which rows stop drafting: what they hold then must be absorbed
 LOOK_AHEAD = 4  # drafts that are planned before the first is made; further ones are decided step by step
 
 AnyPlan = RoundPlan | SteadyPlan | LonePlan
@@ -61,10 +62,12 @@ class WindowPlanner:
         self._kept = KEPT
         self.steady, self.alone = SteadyRounds(measured), LoneRounds(measured)
         self._drafts = 0  # of every row, if it is one number for all
+        self._probes = False  # whether a few rows are drafted for now and then
         self._expected_tokens = 0.0  # of rounds that have as many
         self._decided = 0  # the round before which it was decided
         self._again: RoundPlan | SteadyPlan | None = None  # what may be repeated: all rows rest, or have as many
         self._repeated = 0  # how often rows have rested by it
+        self._began = 0.0  # seconds when the last round began, if it repeated a plan
 
     def odds(self, request: Request) -> Odds:
         return self._odds[request.params.temperature > 0]
@@ -90,17 +93,23 @@ class WindowPlanner:
     def repeat(self, requests: Sequence[Request]) -> AnyPlan | None:
         """The last plan once more, if it serves and nothing else is due: planning would cost what it saves."""
         plan = self._again
-        if plan is None or self._rounds + 1 >= (min(self._due, self.probes.due) if plan.rests else self._due):
+        if plan is None or self._rounds + 1 >= self._due:
+            return None
+        if plan.rests and self._probes and self._rounds + 1 >= self.probes.due:
             return None
         if self._planned != [request.id for request in requests]:
             return None
         self._rounds += 1
         self._repeated += plan.rests
+        before, self._began = self._began, time.perf_counter()
+        if before:
+            self.measured.periods.note(1e3 * (self._began - before))
         return plan
 
     def plan(self, requests: Sequence[Request], offered: Sequence[int]) -> AnyPlan:
         """The plan of the next round of the requests in these rows, whose windows hold this many drafts."""
         ids, branching, ranks = [request.id for request in requests], self.branching, 0
+        self._began = 0.0
         if ids != self._planned or self._rounds + 1 >= self._due:
             self._decide(requests, ids)
         if self.alone.gates is not None:
@@ -113,7 +122,8 @@ class WindowPlanner:
             return self._plan_steady(requests, offered)
         self._refresh()
         self._rounds += 1
-        drafted, probe = self._drafted, self.probes.depth(self._rounds, map(self.cap_of, requests))
+        drafted = self._drafted
+        probe = self.probes.depth(self._rounds, map(self.cap_of, requests)) if self._probes else 0
         wanted = branching.wants(requests) if branching is not None else 0
         if self.looks_up or wanted:
             drafted = list(range(len(requests)))
@@ -124,10 +134,10 @@ class WindowPlanner:
         if not ranks:
             ranks = branching.ranks(requests) if branching is not None and drafted else 1
         if branching is not None and any(offered) and (wanted or not probing):
-            survivals = [survivals_of(request.guesses[: self.cap_of(request)]) for request in requests]
+            lines = [survivals_of(request.guesses[: self.cap_of(request)]) for request in requests]
             more = self.measured.planning_ms if self.alone.gates is not None else 0.0
             costs = replace(self.costs, branched=self.costs.branched + more)
-            choice = branching.choose(costs, requests, verified, survivals, self.rate)
+            choice = branching.choose(costs, requests, verified, lines, self.rate)
         plan = RoundPlan(self, requests, [1 + depth for depth in choice.depths], drafted, choice.branched, ranks)
         self._probing, plan.probe, plan.expected = probe, max(probe, wanted), choice.gain
         for request, depth in zip(requests, choice.depths, strict=True):
@@ -140,28 +150,30 @@ class WindowPlanner:
         self._take_in()
         self._refresh()
         self._again = None
-        rows, before = len(requests), (bool(self._drafted), self._drafts)
+        rows, before, tries = len(requests), (bool(self._drafted), self._drafts), False
         plain, measured = rows / self.measured.steady_ms(rows, 0), self.rate_of(requests)
         by_draft = self.looks_up or any(r.matcher is not None or r.params.tree == "tree" for r in requests)
         if by_draft:
             means = {sampled: odds.means_by_depth(LOOK_AHEAD) for sampled, odds in self._odds.items()}
-            survivals = [self._expected(request, means[request.params.temperature > 0]) for request in requests]
-            following = plan_depths(self.costs_of(rows), survivals)
+            lines = [self._expected(request, means[request.params.temperature > 0]) for request in requests]
+            following = plan_depths(self.costs_of(rows), lines)
             drafts, foreseen = max(following.depths), following.rate
         else:
-            drafts, foreseen = self.steady.choose(requests, self.odds, self._most(requests))
-        rate = measured.value(foreseen) if drafts else 0.0
-        steady = self.rate_of(requests, steady=True).value(foreseen) if drafts else 0.0
-        planned = drafts > 0 and rate > plain and (by_draft or rows == 1)
+            most, number = self._most(requests), self._rounds if ids == self._planned else None
+            drafts, self._expected_tokens, foreseen, tries = self.steady.choose(requests, self.odds, most, number)
+        rate = self.steady.net(requests, measured.value(foreseen)) if foreseen else 0.0
+        planned = rate > plain and (rows == 1 or (by_draft and drafts > 0))
         if not planned and drafts and rate > plain:
+            steady = self.rate_of(requests, steady=True).value(foreseen)
             hope = self.steady.hope(requests, self.odds, drafts, self.costs_of(rows), self.branching is not None)
             planned = measured.value(steady, hope) > steady
         self._drafted = list(range(rows)) if planned else []
-        rests = foreseen <= plain * (STOPPED if before[1] else 1.0)
-        self._drafts = 0 if planned or by_draft or rests else drafts
-        self._expected_tokens = foreseen * self.measured.steady_ms(rows, drafts)
+        self._drafts = 0 if planned or by_draft else drafts
+        self._probes = by_draft  # others are tried by one number of drafts for all
+        size = None if planned or by_draft else (rows, self._drafts)
+        self.measured.periods.begin(size, goes_on=ids == self._planned)
         same = before == (planned, self._drafts) and (ids == self._planned or not planned)
-        self._kept = min(MOST_KEPT, 2 * self._kept) if same else KEPT
+        self._kept = TRIAL if tries and not planned else min(MOST_KEPT, 2 * self._kept) if same else KEPT
         self._planned, self._due = ids, self._rounds + self._kept
         self.rate = max(plain, rate)  # only planned rounds ask for it
         self.alone.gates = None
@@ -174,9 +186,8 @@ class WindowPlanner:
 
     def _take_in(self) -> None:
         """Learn from the rounds whose verdicts were kept."""
-        steady = self.steady.learn(self.odds, partial(self.rate_of, steady=True))
-        for expected, took in (steady, self.alone.learn(self.odds, self._known_rate)):
-            self.record.expected_ms, self.record.ms = self.record.expected_ms + expected, self.record.ms + took
+        self.steady.learn(self.odds, partial(self.rate_of, steady=True), self.record)
+        self.alone.learn(self.odds, self._known_rate, self.record)
 
     def _refresh(self) -> None:
         """See what rounds have cost, and let the record of rows that rested fade."""
@@ -233,42 +244,31 @@ class WindowPlanner:
                 line.append(self.odds(request).guess(len(line), None, request.odds))
         if self._probing or not any(offered):
             return list(offered)
-        survivals = [survivals_of(request.guesses[: self.cap_of(request)]) for request in requests]
-        return trim_windows(self.costs, survivals, self.rate)
+        lines = [survivals_of(request.guesses[: self.cap_of(request)]) for request in requests]
+        return trim_windows(self.costs, lines, self.rate)
 
     def _expected(self, request: Request, means: Sequence[float]) -> list[float]:
         """The survival of drafts that have not been made, by the engine's mean chance at each depth."""
-        survival, line, factor = 1.0, [], request.odds.factor
-        for mean in means[: self.cap_of(request)]:
-            survival *= min(MOST, mean * factor)
-            line.append(survival)
-        return line
+        factor = request.odds.factor
+        return survivals([min(MOST, mean * factor) for mean in means[: self.cap_of(request)]])
 
     def note_rest(self, plan: RoundPlan) -> None:
         """Count a round that only repeated a plan."""
-        count = len(plan.requests)
-        self.record.windows[1] += count
-        self.record.rounds["plain"] += 1
-        self.record.tokens += count
-        self.record.expected_tokens += count
+        self.record.note(plan.windows.lens, len(plan.requests), float(len(plan.requests)))
 
-    def _note(self, plan: SteadyPlan | LonePlan, lines: Sequence[list[int]], times: RoundTimes) -> None:
-        """Count a round whose rows have as many drafts each; the lines of its verdict are taken in later."""
-        record, lens = self.record, plan.windows.lens
-        record.windows[lens[0]] += len(lens)
-        record.rounds["drafts" if lens[0] > 1 else "plain"] += 1
-        record.tokens += sum([line[0] for line in lines])
-        record.expected_tokens += plan.expected
-        if isinstance(plan, SteadyPlan):
-            self.steady.note(plan, lines, times)
-        else:
-            self.alone.note(plan, lines[0], times)
+    def learn(self, plan: AnyPlan, lines: Sequence[list[int]], times: RoundTimes | None) -> None:
+        """Take in the lines of a round's verdict, and its times, if it was timed.
 
-    def learn(self, plan: AnyPlan, lines: Sequence[list[int]], times: RoundTimes) -> None:
-        """Take in the lines of a round's verdict, and its times; drafts after the first wrong one have no verdict."""
+        Drafts after the first wrong one have no verdict.
+        """
         if not isinstance(plan, RoundPlan):
-            self._note(plan, lines, times)
+            self.record.note(plan.windows.lens, sum([line[0] for line in lines]), plan.expected)
+            if isinstance(plan, SteadyPlan):
+                self.steady.note(plan, lines, times)
+            elif times is not None:
+                self.alone.note(plan, lines[0], times)
             return
+        assert times is not None, "only rounds that repeat a plan may not be timed"
         record, lens = self.record, plan.windows.lens
         for row, (request, line) in enumerate(zip(plan.requests, lines, strict=True)):
             odds, own, verified = self.odds(request), request.odds, plan.chains[row] - 1

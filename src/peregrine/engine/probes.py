@@ -23,9 +23,8 @@ class Probes:
         if number < self.due:
             return 0
         depth = min([DEPTH, *caps])
-        if depth:
-            self._made += 1
-            self.due = number + min(EVERY, 4 << self._made)
+        self._made += depth > 0
+        self.due = number + min(EVERY, 4 << self._made)
         return depth
 
     def rows(self, requests: Sequence[Request]) -> list[int]:

@@ -13,7 +13,9 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
+from peregrine.engine.periods import Periods
 from peregrine.engine.round_times import RoundTimes
 from peregrine.spec.planner import Costs, Points
 
@@ -59,6 +61,17 @@ class PlannedRate:
         self._won, self._ms = share * self._won, share * self._ms
 
 
+class PastRound(NamedTuple):
+    """A round after which every row has as many drafts, what it took, and what it gave."""
+
+    tokens: int
+    rows: int
+    drafts: int
+    times: RoundTimes
+    won: int
+    rate: PlannedRate | None
+
+
 class RoundCosts:
     """The table of costs, and how the rounds that pass compare with it."""
 
@@ -79,6 +92,8 @@ class RoundCosts:
         self._speed, self._first, self._step = (deque([1.0] * FIRST, RECENT) for _ in range(3))
         self._steady = deque([1.0] * FIRST, RECENT)  # of rounds with one number of drafts for all, over table and speed
         self._planning = deque([0.0], RECENT)  # milliseconds that a row alone takes more, if its chain may branch
+        self._absorbed = deque([1.0], RECENT)  # what it took to absorb held tokens, over the table
+        self.periods = Periods()  # of rounds with one number of drafts for all, and of those without
         self._now = 1.0  # the speed at the moment
         self._rounds = 0
         self._known = self._table
@@ -96,11 +111,22 @@ class RoundCosts:
         return self._known
 
     def steady_ms(self, rows: int, drafts: int) -> float:
-        """Milliseconds of a round in which every row has so many drafts, with the host's work after it.
+        """Milliseconds of a round in which every row has so many drafts, with the host's work after it."""
+        return self.steady_times(rows, drafts)[drafts]
 
-        Real rounds take longer than the table says, by about the same factor with drafts and without.
+    def steady_times(self, rows: int, most: int) -> list[float]:
+        """The same for no draft, one, two and so on.
+
+        Real rounds take longer than the table says, by about the same factor with drafts and without; how those with
+        one draft more compare with them is measured, too, where such rounds followed each other.
         """
-        return self._host + middle(self._steady) * self._steady_ms(rows * (1 + drafts), rows, drafts)
+        host, factor = self._host, middle(self._steady)
+        table = [host + factor * self._steady_ms(rows * (1 + drafts), rows, drafts) for drafts in range(1 + most)]
+        times = table[:1]
+        for drafts in range(1, 1 + most):
+            ratio = self.periods.ratio(rows, drafts - 1, drafts)
+            times.append(times[-1] * (table[drafts] / table[drafts - 1] if ratio is None else ratio))
+        return times
 
     def _steady_ms(self, tokens: int, rows: int, drafts: int) -> float:
         table, made = self._table, min(drafts, self._table.steps)
@@ -109,22 +135,26 @@ class RoundCosts:
         steps = table.step_ms(rows, 0) + (made - 1) * table.step_ms(rows, 1) if made else 0.0
         return table.verify_ms(tokens) + table.absorb_ms(tokens) + steps
 
-    def learn_steady(
-        self, tokens: int, rows: int, drafts: int, times: RoundTimes, won: int, rate: PlannedRate | None, alone: bool
-    ) -> float:
-        """Take in a round after which every row has so many drafts; its tokens count for the `rate` of such rounds.
+    def learn_steady(self, rounds: Sequence[PastRound], alone: bool) -> float:
+        """Take in rounds after which every row has as many drafts; tokens count for the `rate` of such rounds.
 
-        Returns the milliseconds that it should take. `alone`: it is one row's, whose drafts were chosen.
+        Returns the milliseconds that they should take. `alone`: of one row, whose drafts were chosen.
         """
-        self._speed.append(ratio(times.verify_ms, self._table.verify_ms(tokens)))
+        total = 0.0
+        for past in rounds[-RECENT:]:
+            self._speed.append(ratio(past.times.verify_ms, self._table.verify_ms(past.tokens)))
         self._now = middle(self._speed)
-        self._note_host(times.host_ms)
-        expected = self._now * self._steady_ms(tokens, rows, drafts)
-        if not alone:
-            self._steady.append(ratio(times.ms, expected))
-        if rate is not None and times.usual and times.ms < MOST_OFF * expected:
-            rate.note(won, times.ms / self._now + self._host)
-        return expected
+        for past in rounds[-RECENT:]:
+            self._note_host(past.times.host_ms)
+        host = self._host
+        for tokens, rows, drafts, times, won, rate in rounds:
+            expected = self._now * self._steady_ms(tokens, rows, drafts)
+            total += expected
+            if not alone:
+                self._steady.append(ratio(times.ms, expected))
+            if rate is not None and times.usual and times.ms < MOST_OFF * expected:
+                rate.note(won, times.ms / self._now + host)
+        return total
 
     def _note_host(self, ms: float | None) -> None:
         if ms is not None:
@@ -134,6 +164,14 @@ class RoundCosts:
     def _host(self) -> float:
         """Milliseconds between rounds."""
         return middle(self._between) if self._between else 0.0
+
+    def note_absorbed(self, tokens: int, ms: float) -> None:
+        """The drafter has absorbed so many tokens that were held."""
+        self._absorbed.append(ratio(ms / self._now, self._table.absorb_ms(tokens)))
+
+    def absorbing_ms(self, tokens: int) -> float:
+        """Milliseconds to absorb so many tokens that are held."""
+        return middle(self._absorbed) * self._table.absorb_ms(tokens) if tokens else 0.0
 
     @property
     def planning_ms(self) -> float:

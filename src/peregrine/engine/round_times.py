@@ -86,6 +86,33 @@ def times_of(
     return RoundTimes(1e3 * (proposing - began), 1e3 * (drafted - proposing + planning), laps, host_ms, usual)
 
 
+class Stopwatch:
+    """When the parts of real rounds begin and end, in seconds by the clock."""
+
+    def __init__(self) -> None:
+        self.proposing = 0.0  # when the last round began to draft
+        self.learnt = 0.0  # how long its verdicts have been taken in for
+        self._done = 0.0  # when the round before was done
+
+    def times(
+        self, began: float, planned: float, stamps: Sequence[float], usual: bool, timed: bool
+    ) -> RoundTimes | None:
+        """Of the round that began then, was planned then, and has just been done; its drafts were made at `stamps`.
+
+        None if it is not to be timed, which would take time itself.
+        """
+        now, learnt = time.perf_counter(), self.learnt
+        if not timed:
+            self._done, self.learnt = now, 0.0
+            return None
+        between, verify = began - self._done - learnt, self.proposing - planned
+        self._done, self.learnt = now, 0.0
+        # A longer pause was not the host's work of one round, but prompts or nothing to do.
+        host = between if between < verify / 2 else None
+        stamps = stamps or (now,)
+        return times_of(planned, self.proposing, stamps, planned - began + learnt + now - stamps[-1], host, usual)
+
+
 def least(one: RoundTimes, other: RoundTimes) -> RoundTimes:
     """Of each part, the shorter time."""
     steps = [min(pair) for pair in zip(one.steps_ms, other.steps_ms, strict=True)]

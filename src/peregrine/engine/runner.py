@@ -22,8 +22,9 @@ from peregrine.engine.prefill import absorb_held
 from peregrine.engine.request import Request
 from peregrine.engine.round_plan import RoundPlan
 from peregrine.engine.round_result import RoundResult, extras_of
-from peregrine.engine.round_times import RoundTimes, times_of
+from peregrine.engine.round_times import RoundTimes, Stopwatch
 from peregrine.engine.rounds import Rounds
+from peregrine.engine.steady import SteadyPlan
 from peregrine.grammar import Window
 from peregrine.kernels.round import Verdict
 from peregrine.kernels.runtime.cpu_graph import count_recorded
@@ -43,6 +44,7 @@ VARIANTS = (
 # The round of a batch with a grammar, in two parts: the host computes masks while the first one runs.
 MASKED = replace(VARIANTS[-1], masked=True)
 VERIFY = "verify"
+TIMED = 4  # of so many rounds that repeat a plan, one is timed
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,7 @@ class RoundInFlight:
     windows: Tensor | None  # [R, 3, T] i64 on the host: tokens, parents, offered or not; for report_drafts
     ready: torch.cuda.Event | None
     said: Tensor | None  # [R, K] on the host: what the drafter said of the drafts, for plans made ahead
-    planned: tuple[AnyPlan, RoundTimes] | AheadPlan | None
+    planned: tuple[AnyPlan, RoundTimes | None] | AheadPlan | None
 
 
 class Runner:
@@ -67,8 +69,7 @@ class Runner:
         self.planner: WindowPlanner | None = None  # plans each round from its drafts; None: it has whole windows, or
         self.ahead: tuple[AheadPlanner, AheadRounds] | None = None  # is planned before they are known
         self.first: FirstRound | None = None  # of a request that runs alone
-        self._proposing = self._launched = 0.0  # when the last round began to draft, and when it was done
-        self._learnt = 0.0  # seconds in which the planner took in its verdicts
+        self.watch = Stopwatch()
         self._masks: MaskWriter | None = None  # made for the first batch with a grammar
         self.device = rounds.device
         self.eager = False  # True: recorded graphs are not used; for benchmarks whose host must see a round's values
@@ -131,14 +132,13 @@ class Runner:
         self.seats.settle()
         began, recorded = time.perf_counter(), count_recorded()
         planned_at = began
-        plan = repeated = None
+        plan = repeated = windows = None
         if self.planner is not None:
             repeated = None if features.masked else self.planner.repeat(requests)
             plan = repeated or self._plan(self.planner, requests, rows)
             if repeated is None:
                 self.absorb_held(self.planner.must_absorb(plan))
                 planned_at = time.perf_counter()
-        windows = None
         ahead = self.ahead
         foreseen = None if ahead is None or features.masked else ahead[0].plan(requests, rows.count)
         said = None if foreseen is None else self.seats.view(rows).said
@@ -157,6 +157,8 @@ class Runner:
             verdict, logprobs = first.replay(features, foreseen)
         elif ahead is not None and foreseen is not None:
             verdict, logprobs = ahead[1].run(foreseen, features, None if self.eager else self.graphs)
+        elif isinstance(repeated, SteadyPlan):  # as a round with fixed windows
+            verdict, logprobs = self._round(repeated.of_fixed(rows), features)
         elif self.graphs is None or self.eager:
             verdict, logprobs = self._round(rows, features, plan)
         else:
@@ -167,11 +169,14 @@ class Runner:
         if logprobs is not None and features.logprobs is not None:  # a recorded round may do more than was asked
             values = self._to_host(logprobs.chosen), self._to_host(logprobs.top_ids), self._to_host(logprobs.top)
         ready = event_after(verdict.table)
-        planned: tuple[AnyPlan, RoundTimes] | AheadPlan | None = foreseen
+        planned: tuple[AnyPlan, RoundTimes | None] | AheadPlan | None = foreseen
         if self.planner is not None and isinstance(plan, RoundPlan) and repeated is not None:
             self.planner.note_rest(plan)
         elif plan is not None:
-            planned = plan, self._times(plan, began, planned_at, usual=count_recorded() == recorded)
+            stamps = plan.stamps if isinstance(plan, RoundPlan) else ()
+            timed = repeated is None or self.launched % TIMED == 0
+            usual = count_recorded() == recorded
+            planned = plan, self.watch.times(began, planned_at, stamps, usual, timed)
         self.in_flight.append(RoundInFlight(list(requests), packed, values, windows, ready, said, planned))
         self.launched += 1
         self.mark("launched")
@@ -191,8 +196,11 @@ class Runner:
 
     def absorb_held(self, requests: Sequence[Request]) -> None:
         """Let the drafter read what these requests hold for it."""
-        if any(request.held for request in requests):
+        if held := sum(request.num_held for request in requests):
+            began = time.perf_counter()
             absorb_held(self.rounds, requests, self.seats.page_size)
+            if self.planner is not None:
+                self.planner.measured.note_absorbed(held, 1e3 * (time.perf_counter() - began))
 
     def leave(self, request: Request) -> None:
         """The request leaves its seat: what it holds is absorbed, or dropped if it rested for most of its text."""
@@ -200,19 +208,9 @@ class Runner:
             request.held = []
         self.absorb_held([request])
 
-    def _times(self, plan: AnyPlan, began: float, planned: float, usual: bool) -> RoundTimes:
-        """Times of the round of this plan that began then, was planned then, and has just been done."""
-        now, learnt = time.perf_counter(), self._learnt
-        stamps = (plan.stamps if isinstance(plan, RoundPlan) else []) or [now]
-        between, verify = began - self._launched - learnt, self._proposing - planned
-        self._launched, self._learnt = now, 0.0
-        # A longer pause was not the host's work of one round, but prompts or nothing to do.
-        host = between if between < verify / 2 else None
-        return times_of(planned, self._proposing, stamps, planned - began + learnt + now - stamps[-1], host, usual)
-
     def _mark(self, stage: str) -> None:
         if stage == "propose":
-            self._proposing = time.perf_counter()
+            self.watch.proposing = time.perf_counter()
         self.mark(stage)
 
     def _round(self, rows: Rows, features: Features, plan: Plan | None = None) -> tuple[Verdict, Logprobs | None]:
@@ -286,7 +284,7 @@ class Runner:
         elif isinstance(flight.planned, tuple) and self.planner is not None:
             began = time.perf_counter()
             self.planner.learn(flight.planned[0], lines, flight.planned[1])
-            self._learnt = time.perf_counter() - began
+            self.watch.learnt = time.perf_counter() - began
         if flight.windows is None and flight.logprobs is None:
             return RoundResult(requests, lines, accept)
         return RoundResult(requests, lines, accept, extras_of(requests, lines, flight.windows, flight.logprobs))

@@ -8,19 +8,24 @@ would with fixed windows: the same plan is repeated, and verdicts are taken in t
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
+from peregrine.engine.periods import Size
+from peregrine.engine.plan_record import PlanRecord
 from peregrine.engine.request import Request
-from peregrine.engine.round_costs import PlannedRate, RoundCosts
+from peregrine.engine.round_costs import PastRound, PlannedRate, RoundCosts
 from peregrine.engine.round_times import FixedPlan, RoundTimes
 from peregrine.kernels.round import FINISH_NONE
-from peregrine.spec.odds import MOST, Odds
+from peregrine.spec.odds import Odds
 from peregrine.spec.planner import Costs, depth_plan, plan_depths
+from peregrine.spec.state import Rows
 
 OddsOf = Callable[[Request], Odds]
 RateOf = Callable[[Sequence[Request]], PlannedRate | None]
-CHANGED = 1.03  # times as many tokens, by which another number of drafts must be better: to change costs time
+CHANGED = 1.015  # times as many tokens, by which another number of drafts must be better: to change costs time
+NEAR, FAR = 256, 1024  # rounds after which a number of drafts is first tried again that seems nearly as good, or not
+NEARLY = 0.9  # of what the best gives
 UNLIKE = 1.2  # times as often as another's a row's first draft is right, where rows may deserve their own numbers
-PLANNING = 1.05  # times a round's time, if it is planned draft by draft
 OWN_PRIOR = 24.0  # drafts for which it counts that a request is like others: one number is chosen for many rounds
 
 
@@ -33,19 +38,23 @@ class SteadyPlan(FixedPlan):
         self.drafted = list(range(len(lens)))
         self.offered = [length - 1 for length in lens]
 
+    def of_fixed(self, rows: Rows) -> Rows:
+        """The rows with windows of this length, whose rounds need no plan."""
+        return Rows(rows.count, rows.places, self.windows.width)
+
     def __reduce__(self) -> tuple[type["SteadyPlan"], tuple[Sequence[Request], tuple[int, ...], int]]:
         """Ranks that follow need no requests."""
         assert self.drafts is not None
         return SteadyPlan, ((), self.windows.lens, self.drafts)
 
 
-def survivals(odds: Odds, factor: float, most: int) -> list[float]:
-    """The chance of each of a row's drafts that it and all before it are right, whatever is said of them."""
-    survival, line = 1.0, []
-    for depth in range(most):
-        survival *= min(MOST, odds.chance_at(depth) * factor)
-        line.append(survival)
-    return line
+class Chosen(NamedTuple):
+    """How many drafts every row has from now on."""
+
+    drafts: int
+    tokens: float  # of a round
+    rate: float  # tokens per millisecond of the best number of drafts, if not none
+    is_trial: bool
 
 
 class SteadyRounds:
@@ -53,56 +62,94 @@ class SteadyRounds:
 
     def __init__(self, measured: RoundCosts) -> None:
         self.measured = measured
-        self._last: dict[int, int] = {}  # what was chosen for so many rows
-        self._rounds: list[tuple[SteadyPlan, Sequence[list[int]], RoundTimes]] = []  # verdicts and times to take in
+        self._last: dict[int, int] = {}  # what was the best for so many rows
+        self._present: int | None = None  # what was the best of all
+        self._tried: dict[Size, int] = {}  # the round before which a number of drafts was last taken for so many rows
+        # Verdicts to take in, and times, if a round was timed.
+        self._rounds: list[tuple[SteadyPlan, Sequence[list[int]], RoundTimes | None]] = []
 
-    def choose(self, requests: Sequence[Request], odds_of: OddsOf, most: int) -> tuple[int, float]:
-        """The number of drafts that gives the most tokens per millisecond, and how many these are.
+    def choose(self, requests: Sequence[Request], odds_of: OddsOf, most: int, number: int | None) -> Chosen:
+        """How many drafts every row has from now on, at most so many.
 
-        Chances are by depth alone, and of a request by its own record.
+        Chances are by depth alone, and of a request by its own record. It is the number with the most tokens per
+        millisecond; or another one that was not tried for long, since nothing is learnt of what is not tried. `number`
+        is that of the round; None: the requests have just changed, and nothing is tried.
         """
-        rows, rates = len(requests), [0.0]
-        lines = [survivals(odds_of(r), r.odds.factor_with(OWN_PRIOR), most) for r in requests]
-        won = accumulate(map(sum, zip(*lines, strict=True)), initial=float(rows))
-        rates += [tokens / self.measured.steady_ms(rows, n) for n, tokens in enumerate(won) if n]
+        rows, last = len(requests), self._last.get(len(requests), self._present)
+        if last is not None:
+            most = min(most, last + 2)
+        lines = [odds_of(r).survivals_by_depth(r.odds.factor_with(OWN_PRIOR), most) for r in requests]
+        room = [request.limit - request.num_tokens - 1 for request in requests]  # for drafts, in the next round
+        more = (sum(line[n] for line, least in zip(lines, room, strict=True) if n < least) for n in range(most))
+        won = list(accumulate(more, initial=float(rows)))
+        rates = [tokens / ms for tokens, ms in zip(won, self.measured.steady_times(rows, most), strict=True)]
+        rates[1:] = [self.net(requests, rate) for rate in rates[1:]]
         best = max(range(1 + most), key=rates.__getitem__)
-        if (last := self._last.get(rows, best)) <= most and rates[best] < CHANGED * rates[last]:
+        if last is not None and last <= most and rates[best] < CHANGED * rates[last]:
             best = last
-        self._last[rows] = best
-        return best, rates[best]
+        self._last[rows] = self._present = drafts = best
+        if number is not None:
+            drafts = self._trial(requests, rates, best, number)
+            self._tried[rows, drafts] = number
+        return Chosen(drafts, won[drafts], max(rates[1:], default=0.0), drafts != best)
+
+    def net(self, requests: Sequence[Request], rate: float) -> float:
+        """What a rate of drafting comes to with the time to absorb what the requests hold, over what they have left."""
+        left = sum(request.limit - request.num_tokens for request in requests)
+        return left / (left / rate + self._absorbing_ms(requests))
+
+    def _trial(self, requests: Sequence[Request], rates: Sequence[float], best: int, number: int) -> int:
+        """One draft more or less than the best, if its trial is due, or the best.
+
+        Ever less often, as long as it confirms what is known, and later if much has to be absorbed for it.
+        """
+        rows, measured = len(requests), self.measured
+        for drafts in (best - 1, best + 1):
+            if not 0 <= drafts < len(rates):
+                continue
+            near, tried = rates[drafts] > NEARLY * rates[best], self._tried.get((rows, drafts))
+            wait = (NEAR if near else FAR) * (1.0 + measured.periods.num_changes(rows, *sorted((best, drafts))))
+            wait *= 1 + self._absorbing_ms(requests) / measured.steady_ms(rows, drafts)
+            if number >= (wait if tried is not None or not near else 0) + (tried or 0):
+                return drafts
+        return best
+
+    def _absorbing_ms(self, requests: Sequence[Request]) -> float:
+        """Milliseconds to absorb what the requests hold, before they are drafted for again."""
+        return self.measured.absorbing_ms(sum(request.num_held for request in requests))
 
     def hope(self, requests: Sequence[Request], odds_of: OddsOf, drafts: int, costs: Costs, branches: bool) -> float:
         """How many times as many tokens rows may have, if each has its own number of drafts or its chain branches.
 
         Not tried, it would not be learnt; but trying takes time where rows are alike and reading tokens is not cheap.
         """
-        rows, gains = len(requests), [0.0]
-        lines = [survivals(odds_of(r), r.odds.factor_with(OWN_PRIOR), drafts) for r in requests]
+        rows, rates = len(requests), [0.0]
+        lines = [odds_of(r).survivals_by_depth(r.odds.factor_with(OWN_PRIOR), drafts) for r in requests]
         same = depth_plan(costs, lines, [drafts] * rows)
         firsts = [line[0] for line in lines]
         if max(firsts) > UNLIKE * min(firsts):
-            gains.append(plan_depths(costs, lines).rate / same.rate)
+            rates.append(plan_depths(costs, lines).rate)
         if branches:
             more, tokens = sum(1 - first for first in firsts) / 2, rows * (1 + drafts)
             ms = costs.verify_ms(tokens + rows) - costs.verify_ms(tokens) + costs.branched
-            gains.append((same.tokens + more) / (same.ms + ms) / same.rate)
-        return max(gains) / PLANNING
+            rates.append((same.tokens + more) / (same.ms + ms))
+        return max(rates) * self.measured.steady_ms(rows, drafts) / same.tokens
 
-    def note(self, plan: SteadyPlan, lines: Sequence[list[int]], times: RoundTimes) -> None:
-        """Keep the lines of a round's verdict, and its times."""
+    def note(self, plan: SteadyPlan, lines: Sequence[list[int]], times: RoundTimes | None) -> None:
+        """Keep the lines of a round's verdict, and its times, if it was timed."""
         self._rounds.append((plan, lines, times))
 
-    def learn(self, odds_of: OddsOf, rate_of: RateOf) -> tuple[float, float]:
-        """Take in the rounds that were kept; returns the milliseconds that they should take, and did."""
-        total = took = 0.0
+    def learn(self, odds_of: OddsOf, rate_of: RateOf, record: PlanRecord) -> None:
+        """Take in the rounds that were kept."""
+        past, took = list[PastRound](), 0.0
         verdicts: dict[Request, Counter[tuple[int, int]]] = defaultdict(Counter)
         rounds: dict[SteadyPlan, list[Sequence[list[int]]]] = defaultdict(list)
         for plan, lines, times in self._rounds:
-            lens = plan.windows.lens
             rounds[plan].append(lines)
-            won, rate = sum(line[0] for line in lines), rate_of(plan.requests)
-            total += self.measured.learn_steady(sum(lens), len(lens), plan.drafts or 0, times, won, rate, alone=False)
-            took += times.ms
+            if times is not None:
+                lens, won, rate = plan.windows.lens, sum([line[0] for line in lines]), rate_of(plan.requests)
+                past.append(PastRound(sum(lens), len(lens), plan.drafts or 0, times, won, rate))
+                took += times.ms
         for plan, many in rounds.items():
             for row, (request, length) in enumerate(zip(plan.requests, plan.windows.lens, strict=True)):
                 for (right, end), count in Counter([(lines[row][1], lines[row][3]) for lines in many]).items():
@@ -110,4 +157,5 @@ class SteadyRounds:
         for request, counts in verdicts.items():
             odds_of(request).judge_all(counts, request.odds)
         self._rounds.clear()
-        return total, took
+        record.expected_ms += self.measured.learn_steady(past, alone=False)
+        record.ms += took

@@ -6,9 +6,10 @@ has one factor: how many of its drafts were right over how many the engine's cou
 """
 
 from bisect import bisect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from operator import mul
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +23,6 @@ DEPTHS = 4  # deeper drafts count as the deepest of these
 PRIOR = 4.0  # drafts that the first guess counts for
 FIRST_GUESS = 0.6  # of drafters that say nothing themselves
 MEMORY = 500.0  # drafts after which older ones begin to count less
-SHORT_MEMORY = 150.0  # the same, of drafts by depth alone: texts differ
 ALIKE = 12.0  # drafts for which it counts that those of a depth are as often right as those before them
 OWN_PRIOR, OWN_MEMORY = 6.0, 0.97  # of a request's factor: drafts, and what is kept of them each round
 MIDDLES = tuple((low + high) / 2 for low, high in pairwise((0.0, *EDGES, 1.0)))
@@ -79,13 +79,14 @@ class Guess(NamedTuple):
     engine_chance: float  # without it
 
 
+def survivals(chances: Iterable[float]) -> list[float]:
+    """The chance of each draft that it and all before it are right, where `chances` are of each if those before are."""
+    return list(accumulate(chances, mul))
+
+
 def survivals_of(guesses: Sequence[Guess]) -> list[float]:
-    """The chance of each draft that it and all before it are right."""
-    survival, line = 1.0, []
-    for guess in guesses:
-        survival *= guess.chance
-        line.append(survival)
-    return line
+    """The same of drafts that were made."""
+    return survivals([guess.chance for guess in guesses])
 
 
 @dataclass(slots=True)
@@ -126,6 +127,10 @@ class Odds:
         factor, levels = own.factor, range(DEPTHS)
         return tuple(tuple(min(MOST, self._count(n, said).chance * factor) for said in MIDDLES) for n in levels)
 
+    def survivals_by_depth(self, factor: float, most: int) -> list[float]:
+        """The survivals of a row's drafts, whatever is said of them; `factor` is the request's own."""
+        return survivals([min(MOST, self.chance_at(depth) * factor) for depth in range(most)])
+
     def chance_at(self, depth: int) -> float:
         """The chance of a draft at this depth, whatever the drafter says; while few had a verdict, that of the depth
         before."""
@@ -148,7 +153,7 @@ class Odds:
         if guess.said is not None:
             self._count(level, guess.said).add(right)
         if guess.said is None or not level:
-            self._depth(level).add(right, SHORT_MEMORY)
+            self._depth(level).add(right)
         own.expected += guess.engine_chance
         own.right += right
         self._note(guess.chance, 1.0, float(right))
@@ -170,7 +175,7 @@ class Odds:
         for depth, chance in enumerate(chances):
             tried = float(sum(rounds for (known, _), rounds in counts.items() if known > depth))
             right = float(sum(rounds for (_, correct), rounds in counts.items() if correct > depth))
-            self._depth(min(depth, DEPTHS - 1)).add(right, SHORT_MEMORY, tried)
+            self._depth(min(depth, DEPTHS - 1)).add(right, tried=tried)
             own.expected += chance * tried
             own.right += right
             self._note(min(MOST, chance * factor), tried, right)

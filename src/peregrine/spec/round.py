@@ -157,11 +157,10 @@ def propose(
             depth, asked = plan.drafts, None
         seen = seen_by(state, lens, taps, features, depth, forced, verified.layout, asked)
         drafts = drafter.propose(seen)
-        if asked is plan:
-            whole.keep(drafts)
-        else:
-            some = seats.view(Rows(rows.count, rows.places, 1 + depth))
-            some.keep(Drafts(drafts.tokens[:, :depth], depth, None))
+        if whole.shape.is_chain and drafts.tokens.shape[1] > depth:  # a block is drafted as a whole
+            drafts = Drafts(drafts.tokens[:, :depth], depth, None)
+        some = whole if asked is plan else seats.view(Rows(rows.count, rows.places, 1 + depth))
+        some.keep(drafts)
     if plan is not None:
         plan.hold(taps)
     if forced is not None:

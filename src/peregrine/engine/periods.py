@@ -1,0 +1,52 @@
+"""How rounds of one number of drafts compare with those of another, by the clock, with all the host does between them.
+
+The table of costs is timed part by part when the engine starts, and is some percent off. The time of a round also grows
+with the texts, and changes with the machine. So rounds are compared where their number of drafts changes while the same
+requests go on: the last ones before with the first ones after.
+"""
+
+from collections import deque
+from statistics import fmean, median
+
+COMPARED, LEAST = 15, 5  # rounds on each side of a change; at least so many
+CHANGES = 8  # of which the mean is taken: up and down, so that growing texts cancel
+
+Size = tuple[int, int]  # rows, drafts of each
+
+
+class Periods:
+    """Times of rounds that repeat a plan, and what they say of its number of drafts."""
+
+    def __init__(self) -> None:
+        self._ratios: dict[tuple[int, int, int], deque[float]] = {}  # rows, drafts, more drafts: how many times as long
+        self._size: Size | None = None  # of the rounds that are noted now
+        self._before: float | None = None  # milliseconds of the last rounds of `_from`, just before them
+        self._from = 0  # drafts
+        self._now: list[float] = []  # milliseconds
+
+    def note(self, ms: float) -> None:
+        """Take in one round of the present size."""
+        self._now.append(ms)
+
+    def begin(self, size: Size | None, goes_on: bool) -> None:
+        """The rounds from now on have this size; None: no one number of drafts. `goes_on`: requests are the same."""
+        if goes_on and size is not None and size == self._size:
+            return
+        ended, noted = self._size, self._now
+        if ended is not None and self._before is not None and len(noted) >= LEAST:
+            ratio, (rows, drafts) = median(noted[:COMPARED]) / self._before, ended
+            fewer, more = sorted((self._from, drafts))
+            changes = self._ratios.setdefault((rows, fewer, more), deque(maxlen=CHANGES))
+            changes.append(ratio if drafts == more else 1 / ratio)
+        compares = goes_on and ended is not None and len(noted) >= LEAST
+        self._before, self._from = (median(noted[-COMPARED:]), ended[1]) if compares and ended else (None, 0)
+        self._size, self._now = size, []
+
+    def ratio(self, rows: int, fewer: int, more: int) -> float | None:
+        """How many times as long a round takes with more drafts; None: they were not compared."""
+        changes = self._ratios.get((rows, fewer, more))
+        return fmean(changes) if changes else None
+
+    def num_changes(self, rows: int, fewer: int, more: int) -> int:
+        """How often they were compared, up to CHANGES."""
+        return len(self._ratios.get((rows, fewer, more), ()))

@@ -1,0 +1,131 @@
+"""One number of drafts for all rows: how it is compared with others, when another is tried, and when rows come back."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from peregrine.engine.periods import CHANGES, LEAST, Periods
+from peregrine.engine.planning import WindowPlanner
+from peregrine.engine.request import Held, Request
+from peregrine.engine.round_costs import RoundCosts
+from peregrine.engine.steady import FAR, NEAR, SteadyRounds
+from peregrine.sampling import SamplingParams
+from peregrine.spec.odds import Odds, RequestOdds
+
+LIMIT = 999
+
+
+def some_requests(count: int, limit: int = LIMIT, **params: int) -> list[Request]:
+    return [Request(i, list(range(6)), SamplingParams(temperature=0.0, **params), 0, limit) for i in range(count)]
+
+
+def some_odds(right: int) -> Odds:
+    """Of so many drafts in a hundred, at the first depth."""
+    odds = Odds()
+    odds.judge_all({(1, 1): right, (1, 0): 100 - right}, RequestOdds())
+    return odds
+
+
+def some_costs(ms_per_token: float = 0.5) -> RoundCosts:
+    """Four milliseconds and half of one for a token; drafts are free, and one held token takes a tenth."""
+    return RoundCosts({1: 4 + ms_per_token, 64: 4 + 64 * ms_per_token}, {1: 0.1, 2: 0.2}, {1: 0.0}, 3)
+
+
+def note(periods: Periods, times: list[float]) -> None:
+    for ms in times:
+        periods.note(ms)
+
+
+@given(plain=st.floats(1, 9), ratio=st.floats(1.1, 3), growth=st.floats(1, 1.001))
+def test_rounds_are_compared_where_their_drafts_change(plain: float, ratio: float, growth: float) -> None:
+    """Up and down, so that what grows with the texts cancels."""
+    periods, number = Periods(), 0
+    periods.begin((4, 0), goes_on=False)
+    for drafts in (1, 0, 1, 0, 1):
+        note(periods, [plain * growth ** (number + i) * (1 if drafts else ratio) for i in range(16)])
+        number += 16
+        periods.begin((4, drafts), goes_on=True)
+    found = periods.ratio(4, 0, 1)
+    assert found is not None
+    assert found == pytest.approx(ratio, rel=0.02)
+    assert periods.num_changes(4, 0, 1) == 4
+    assert periods.ratio(3, 0, 1) is None
+
+
+def test_rounds_of_other_requests_are_not_compared() -> None:
+    """Nor those that an interruption leaves too few of."""
+    periods = Periods()
+    periods.begin((4, 0), goes_on=False)
+    note(periods, [5.0] * 16)
+    periods.begin((4, 1), goes_on=False)
+    note(periods, [9.0] * 16)
+    periods.begin((4, 0), goes_on=True)
+    note(periods, [5.0] * (LEAST - 1))
+    periods.begin((4, 1), goes_on=True)
+    assert periods.ratio(4, 0, 1) is None
+
+
+def test_what_was_compared_corrects_the_table() -> None:
+    costs = some_costs()
+    foreseen = [costs.steady_ms(4, drafts) for drafts in range(3)]
+    for drafts in (0, 1, 0):
+        costs.periods.begin((4, drafts), goes_on=True)
+        note(costs.periods, [10.0 if drafts else 5.0] * 16)
+    costs.periods.begin(None, goes_on=True)
+    corrected = [foreseen[0], 2 * foreseen[0], 2 * foreseen[0] * foreseen[2] / foreseen[1]]
+    assert costs.steady_times(4, 2) == pytest.approx(corrected)
+
+
+def test_another_number_of_drafts_is_tried_now_and_then() -> None:
+    """At once if it seems nearly as good, and then ever less often; never while the requests have just changed."""
+    steady, requests, odds = SteadyRounds(some_costs()), some_requests(8), some_odds(60)
+    tried = []
+    for number in range(0, 16 * NEAR, 16):
+        assert not steady.choose(requests, lambda _: odds, 1, None).is_trial
+        chosen = steady.choose(requests, lambda _: odds, 1, number)
+        if chosen.is_trial:
+            tried.append(number)
+            assert chosen.drafts == 1
+            for drafts, ms in ((0, 8.0), (1, 13.6), (0, 8.0)):
+                steady.measured.periods.begin((8, drafts), goes_on=True)
+                note(steady.measured.periods, [ms] * 16)
+            steady.measured.periods.begin(None, goes_on=True)
+    assert tried[0] == 0
+    gaps = [after - before for before, after in pairwise(tried)]
+    assert gaps == sorted(gaps)
+    assert NEAR <= gaps[0] <= gaps[-1] <= (2 + CHANGES) * NEAR
+
+
+def test_what_seems_much_worse_is_first_tried_late() -> None:
+    steady, requests, odds = SteadyRounds(some_costs(5.0)), some_requests(8), some_odds(10)
+    tried = [n for n in range(0, 2 * FAR, 16) if steady.choose(requests, lambda _: odds, 1, n).is_trial]
+    assert tried[0] == FAR
+
+
+def test_rows_come_back_if_there_is_enough_left_to_win() -> None:
+    """What they hold has to be absorbed first."""
+    odds = some_odds(75)
+    for left, drafts in ((400, 1), (3, 0)):
+        requests = some_requests(2, limit=100 + left)
+        for request in requests:
+            request.tokens += [0] * (100 - request.num_tokens)
+            request.held = [Held(10, 0, [None] * 90)]
+        assert SteadyRounds(some_costs()).choose(requests, lambda _: odds, 1, None).drafts == drafts
+
+
+@pytest.mark.parametrize(("left", "drafts"), [(1, 0), (2, 1), (40, 3)])
+def test_no_draft_is_made_past_the_end(left: int, drafts: int) -> None:
+    requests = some_requests(2, limit=6 + left)
+    assert SteadyRounds(some_costs(0.01)).choose(requests, lambda _: some_odds(90), 3, None).drafts == drafts
+
+
+def test_requests_without_drafts_are_not_planned_in_every_round() -> None:
+    planner, requests = WindowPlanner(3, some_costs(), looks_up=False), some_requests(4, num_drafts=0)
+    planned = 0
+    for _ in range(200):
+        if planner.repeat(requests) is None:
+            planned += 1
+            assert planner.plan(requests, [0] * 4).rests
+    assert planned < 10
