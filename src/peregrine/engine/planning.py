@@ -296,5 +296,5 @@ class WindowPlanner:
         won, rate = sum(line[1] + 1 for line in lines), None
         if usual and plan.steps:
             rate = self._known_rate(plan.requests)
-        even = usual and plan.windows.is_uniform
-        self.measured.learn(tokens, plan.steps, times, even=even, branches=branches, rate=rate, won=won)
+        ragged, learn = not plan.windows.is_uniform, self.measured.learn
+        learn(tokens, plan.steps, times, even=usual, ragged=ragged, branches=branches, rate=rate, won=won)

@@ -191,21 +191,23 @@ class RoundCosts:
         times: RoundTimes,
         *,
         even: bool = True,
+        ragged: bool = False,
         branches: bool = False,
         rate: PlannedRate | None = None,
         won: int = 0,
     ) -> None:
-        """Take in one real round; `even`: all rows are drafted for, and their windows have one length.
+        """Take in one real round; `even`: all rows are drafted for; `ragged`: their windows differ in length.
 
+        Then it says nothing of the machine's speed: the table is of windows of one length.
         If it is one of many with drafts, `won` are its tokens, which count for their `rate`.
         """
         self._rounds += 1
         table, expected = self._table, self.expect(tokens, steps, rests=False, branches=branches)
-        if not branches:
+        if not branches and not ragged:
             self._speed.append(ratio(times.verify_ms, table.verify_ms(tokens)))
         speed = self._now = middle(self._speed)
         self._note_host(times.host_ms)
-        if even and steps and not branches:
+        if even and steps and not branches and not ragged:
             due = speed * (table.absorb_ms(tokens) + table.step_ms(steps[0], 0))
             self._first.append(ratio(times.first(table.steps), due))
             if len(steps) == sum(steps):

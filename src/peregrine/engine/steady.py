@@ -64,6 +64,7 @@ class SteadyRounds:
         self.measured = measured
         self._last: dict[int, int] = {}  # what was the best for so many rows
         self._present: int | None = None  # what was the best of all
+        self._tries = False  # whether another number is tried now
         self._tried: dict[Size, int] = {}  # the round before which a number of drafts was last taken for so many rows
         # Verdicts to take in, and times, if a round was timed.
         self._rounds: list[tuple[SteadyPlan, Sequence[list[int]], RoundTimes | None]] = []
@@ -89,9 +90,10 @@ class SteadyRounds:
             best = last
         self._last[rows] = self._present = drafts = best
         if number is not None:
-            drafts = self._trial(requests, rates, best, number)
+            drafts = best if self._tries else self._trial(requests, rates, best, number)
             self._tried[rows, drafts] = number
-        return Chosen(drafts, won[drafts], max(rates[1:], default=0.0), drafts != best)
+        self._tries = drafts != best  # then the best again: rounds are compared on the way there and back
+        return Chosen(drafts, won[drafts], max(rates[1:], default=0.0), self._tries)
 
     def net(self, requests: Sequence[Request], rate: float) -> float:
         """What a rate of drafting comes to with the time to absorb what the requests hold, over what they have left."""
