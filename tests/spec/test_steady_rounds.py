@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peregrine.engine.periods import CHANGES, LEAST, Periods
+from peregrine.engine.periods import CHANGES, LEAST, TABLE, Periods
 from peregrine.engine.planning import WindowPlanner
 from peregrine.engine.request import Held, Request
 from peregrine.engine.round_costs import RoundCosts
@@ -47,11 +47,10 @@ def test_rounds_are_compared_where_their_drafts_change(plain: float, ratio: floa
         note(periods, [plain * growth ** (number + i) * (1 if drafts else ratio) for i in range(16)])
         number += 16
         periods.begin((4, drafts), goes_on=True)
-    found = periods.ratio(4, 0, 1)
-    assert found is not None
-    assert found == pytest.approx(ratio, rel=0.02)
+    assert periods.ratio(4, 0, 1, foreseen=ratio) == pytest.approx(ratio, rel=0.02)
+    assert periods.ratio(4, 0, 1, foreseen=2 * ratio) == pytest.approx((4 + 2 * TABLE) / (4 + TABLE) * ratio, rel=0.02)
     assert periods.num_changes(4, 0, 1) == 4
-    assert periods.ratio(3, 0, 1) is None
+    assert periods.ratio(3, 0, 1, foreseen=1.7) == pytest.approx(1.7)
 
 
 def test_rounds_of_other_requests_are_not_compared() -> None:
@@ -64,7 +63,7 @@ def test_rounds_of_other_requests_are_not_compared() -> None:
     periods.begin((4, 0), goes_on=True)
     note(periods, [5.0] * (LEAST - 1))
     periods.begin((4, 1), goes_on=True)
-    assert periods.ratio(4, 0, 1) is None
+    assert not periods.num_changes(4, 0, 1)
 
 
 def test_what_was_compared_corrects_the_table() -> None:
@@ -74,17 +73,17 @@ def test_what_was_compared_corrects_the_table() -> None:
         costs.periods.begin((4, drafts), goes_on=True)
         note(costs.periods, [10.0 if drafts else 5.0] * 16)
     costs.periods.begin(None, goes_on=True)
-    corrected = [foreseen[0], 2 * foreseen[0], 2 * foreseen[0] * foreseen[2] / foreseen[1]]
+    ratio = (TABLE * foreseen[1] / foreseen[0] + 2 * 2.0) / (TABLE + 2)  # 5 ms became 10, and 5 again
+    corrected = [foreseen[0], ratio * foreseen[0], ratio * foreseen[0] * foreseen[2] / foreseen[1]]
     assert costs.steady_times(4, 2) == pytest.approx(corrected)
 
 
 def test_another_number_of_drafts_is_tried_now_and_then() -> None:
-    """At once if it seems nearly as good, and then ever less often; never while the requests have just changed."""
+    """At once if it seems nearly as good, and then ever less often."""
     steady, requests, odds = SteadyRounds(some_costs()), some_requests(8), some_odds(60)
     tried = []
     for number in range(0, 16 * NEAR, 16):
-        assert not steady.choose(requests, lambda _: odds, 1, None).is_trial
-        chosen = steady.choose(requests, lambda _: odds, 1, number)
+        chosen = steady.choose(requests, lambda _: odds, 1, number, goes_on=True)
         if chosen.is_trial:
             tried.append(number)
             assert chosen.drafts == 1
@@ -100,7 +99,7 @@ def test_another_number_of_drafts_is_tried_now_and_then() -> None:
 
 def test_what_seems_much_worse_is_first_tried_late() -> None:
     steady, requests, odds = SteadyRounds(some_costs(5.0)), some_requests(8), some_odds(10)
-    tried = [n for n in range(0, 2 * FAR, 16) if steady.choose(requests, lambda _: odds, 1, n).is_trial]
+    tried = [n for n in range(0, 2 * FAR, 16) if steady.choose(requests, lambda _: odds, 1, n, goes_on=True).is_trial]
     assert tried[0] == FAR
 
 
@@ -112,13 +111,15 @@ def test_rows_come_back_if_there_is_enough_left_to_win() -> None:
         for request in requests:
             request.tokens += [0] * (100 - request.num_tokens)
             request.held = [Held(10, 0, [None] * 90)]
-        assert SteadyRounds(some_costs()).choose(requests, lambda _: odds, 1, None).drafts == drafts
+        assert SteadyRounds(some_costs()).choose(requests, lambda _: odds, 1, 0, goes_on=False).drafts == drafts
 
 
 @pytest.mark.parametrize(("left", "drafts"), [(1, 0), (2, 1), (40, 3)])
 def test_no_draft_is_made_past_the_end(left: int, drafts: int) -> None:
     requests = some_requests(2, limit=6 + left)
-    assert SteadyRounds(some_costs(0.01)).choose(requests, lambda _: some_odds(90), 3, None).drafts == drafts
+    assert (
+        SteadyRounds(some_costs(0.01)).choose(requests, lambda _: some_odds(90), 3, 0, goes_on=False).drafts == drafts
+    )
 
 
 def test_requests_without_drafts_are_not_planned_in_every_round() -> None:
@@ -129,3 +130,10 @@ def test_requests_without_drafts_are_not_planned_in_every_round() -> None:
             planned += 1
             assert planner.plan(requests, [0] * 4).rests
     assert planned < 10
+
+
+@pytest.mark.parametrize(("left", "held", "tries"), [(400, 0, True), (400, 9, False), (20, 0, False)])
+def test_of_requests_that_changed_only_new_ones_try_another_number(left: int, held: int, tries: bool) -> None:
+    steady, requests, odds = SteadyRounds(some_costs()), some_requests(8, limit=6 + left), some_odds(60)
+    requests[0].held = [Held(5, 0, [None] * held)] if held else []
+    assert steady.choose(requests, lambda _: odds, 1, 0, goes_on=False).is_trial == tries

@@ -10,6 +10,7 @@ from statistics import fmean, median
 
 COMPARED, LEAST = 15, 5  # rounds on each side of a change; at least so many
 CHANGES = 8  # of which the mean is taken: up and down, so that growing texts cancel
+TABLE = 2  # changes that the table counts for: of a single one, rounds may be slow by chance
 
 Size = tuple[int, int]  # rows, drafts of each
 
@@ -42,10 +43,9 @@ class Periods:
         self._before, self._from = (median(noted[-COMPARED:]), ended[1]) if compares and ended else (None, 0)
         self._size, self._now = size, []
 
-    def ratio(self, rows: int, fewer: int, more: int) -> float | None:
-        """How many times as long a round takes with more drafts; None: they were not compared."""
-        changes = self._ratios.get((rows, fewer, more))
-        return fmean(changes) if changes else None
+    def ratio(self, rows: int, fewer: int, more: int, foreseen: float) -> float:
+        """How many times as long a round takes with more drafts; `foreseen`: by the table."""
+        return fmean([foreseen] * TABLE + [*self._ratios.get((rows, fewer, more), ())])
 
     def num_changes(self, rows: int, fewer: int, more: int) -> int:
         """How often they were compared, up to CHANGES."""

@@ -27,14 +27,13 @@ from peregrine.engine.request import Request
 from peregrine.engine.round_costs import PlannedRate, RoundCosts
 from peregrine.engine.round_plan import RoundPlan
 from peregrine.engine.round_times import RoundTimes
-from peregrine.engine.steady import SteadyPlan, SteadyRounds
+from peregrine.engine.steady import TRIAL, SteadyPlan, SteadyRounds
 from peregrine.kernels.round import FINISH_NONE, HEADER
 from peregrine.spec.odds import MOST, Odds, survivals, survivals_of
 from peregrine.spec.planner import Costs, plan_depths, trim_windows
 
 MAX_HELD = 1024  # rounds whose taps are held
 KEPT, MOST_KEPT = 16, 64  # rounds for which it is decided whether to draft; twice as many each time that it stays so
-TRIAL = 9  # rounds for which a number of drafts is tried
 JUDGED = 150  # drafts with a verdict before rounds count for the rate of planned ones: the odds have to be learnt first
 LOOK_AHEAD = 4  # drafts that are planned before the first is made; further ones are decided step by step
 
@@ -159,8 +158,9 @@ class WindowPlanner:
             following = plan_depths(self.costs_of(rows), lines)
             drafts, foreseen = max(following.depths), following.rate
         else:
-            most, number = self._most(requests), self._rounds if ids == self._planned else None
-            drafts, self._expected_tokens, foreseen, tries = self.steady.choose(requests, self.odds, most, number)
+            most, known = self._most(requests), ids == self._planned
+            chosen = self.steady.choose(requests, self.odds, most, self._rounds, goes_on=known)
+            drafts, self._expected_tokens, foreseen, tries = chosen
         rate = self.steady.net(requests, measured.value(foreseen)) if foreseen else 0.0
         planned = rate > plain and (rows == 1 or (by_draft and drafts > 0))
         if not planned and drafts and rate > plain:

@@ -124,8 +124,7 @@ class RoundCosts:
         table = [host + factor * self._steady_ms(rows * (1 + drafts), rows, drafts) for drafts in range(1 + most)]
         times = table[:1]
         for drafts in range(1, 1 + most):
-            ratio = self.periods.ratio(rows, drafts - 1, drafts)
-            times.append(times[-1] * (table[drafts] / table[drafts - 1] if ratio is None else ratio))
+            times.append(times[-1] * self.periods.ratio(rows, drafts - 1, drafts, table[drafts] / table[drafts - 1]))
         return times
 
     def _steady_ms(self, tokens: int, rows: int, drafts: int) -> float:

@@ -25,6 +25,7 @@ RateOf = Callable[[Sequence[Request]], PlannedRate | None]
 CHANGED = 1.015  # times as many tokens, by which another number of drafts must be better: to change costs time
 NEAR, FAR = 256, 1024  # rounds after which a number of drafts is first tried again that seems nearly as good, or not
 NEARLY = 0.9  # of what the best gives
+TRIAL, LASTING = 9, 4  # rounds for which it is tried, and how many times as many tokens new requests must have left
 UNLIKE = 1.2  # times as often as another's a row's first draft is right, where rows may deserve their own numbers
 OWN_PRIOR = 24.0  # drafts for which it counts that a request is like others: one number is chosen for many rounds
 
@@ -69,12 +70,13 @@ class SteadyRounds:
         # Verdicts to take in, and times, if a round was timed.
         self._rounds: list[tuple[SteadyPlan, Sequence[list[int]], RoundTimes | None]] = []
 
-    def choose(self, requests: Sequence[Request], odds_of: OddsOf, most: int, number: int | None) -> Chosen:
+    def choose(self, requests: Sequence[Request], odds_of: OddsOf, most: int, number: int, goes_on: bool) -> Chosen:
         """How many drafts every row has from now on, at most so many.
 
         Chances are by depth alone, and of a request by its own record. It is the number with the most tokens per
         millisecond; or another one that was not tried for long, since nothing is learnt of what is not tried. `number`
-        is that of the round; None: the requests have just changed, and nothing is tried.
+        is that of the round. Of requests that have just changed, and do not go on, many are about to end: others are
+        tried only if all have just begun.
         """
         rows, last = len(requests), self._last.get(len(requests), self._present)
         if last is not None:
@@ -89,7 +91,8 @@ class SteadyRounds:
         if last is not None and last <= most and rates[best] < CHANGED * rates[last]:
             best = last
         self._last[rows] = self._present = drafts = best
-        if number is not None:
+        fresh = all(not r.held and r.limit - r.num_tokens >= LASTING * TRIAL for r in requests)
+        if goes_on or fresh:
             drafts = best if self._tries else self._trial(requests, rates, best, number)
             self._tried[rows, drafts] = number
         self._tries = drafts != best  # then the best again: rounds are compared on the way there and back
