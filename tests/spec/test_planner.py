@@ -234,3 +234,16 @@ def test_planned_rounds_that_give_less_are_left_and_tried_again_later() -> None:
     for _ in range(100):
         rate.note(tokens=3, ms=3 / (1.2 * steady))
     assert rate.value(steady) > 1.1 * steady
+
+
+def test_kernels_that_are_compiled_first_leave_no_size_untimed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a new machine: the first round and the first of several rows take seconds."""
+    clock, seen = [0.0], set[bool]()
+
+    def time_round(lens: Sequence[int], drafts: int) -> RoundTimes:
+        clock[0] += 0.001 if (len(lens) > 1) in seen else 5.0
+        seen.add(len(lens) > 1)
+        return RoundTimes(1.0 * sum(lens), 1.0, [0.5] * (drafts - 1))
+
+    monkeypatch.setattr(time, "thread_time", lambda: clock[0])
+    assert [size for size, _ in measure_costs(time_round, 16, 8, 8).costs().verify] == [1, 2, 4, 8, 16, 32]

@@ -252,11 +252,13 @@ def measure_costs(time_round: TimeRound, max_rows: int, depth: int, steps: int) 
 
     All rows are drafted for, as they are in real rounds. A size whose turn never came is interpolated.
     """
+    made = min(depth, steps, TIMED_DRAFTS)
+    for lens in ([1], [2, 2][:max_rows]):  # on a new machine the first rounds compile kernels, for seconds
+        time_round(lens, made)
     began = time.thread_time()
     verify: dict[int, float] = {}
     first: dict[int, float] = {}  # with what is absorbed
     step: dict[int, float] = {}
-    made = min(depth, steps, TIMED_DRAFTS)
     for attempt in range(1 + PASSES):
         for tokens in round_sizes(max_rows, min(depth + 1, 8 if max_rows == 1 else 4 if max_rows <= 4 else 2)):
             late = time.thread_time() - began > TIME_LIMIT_S
