@@ -100,7 +100,7 @@ class SteadyRounds:
 
     def net(self, requests: Sequence[Request], rate: float) -> float:
         """What a rate of drafting comes to with the time to absorb what the requests hold, over what they have left."""
-        left = sum(request.limit - request.num_tokens for request in requests)
+        left = max(1, sum(request.limit - request.num_tokens for request in requests))
         return left / (left / rate + self._absorbing_ms(requests))
 
     def _trial(self, requests: Sequence[Request], rates: Sequence[float], best: int, number: int) -> int:
