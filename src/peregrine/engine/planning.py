@@ -150,6 +150,7 @@ class WindowPlanner:
         self._refresh()
         self._again = None
         rows, before, tries = len(requests), (bool(self._drafted), self._drafts), False
+        goes_on = ids == self._planned
         plain, measured = rows / self.measured.steady_ms(rows, 0), self.rate_of(requests)
         by_draft = self.looks_up or any(r.matcher is not None or r.params.tree == "tree" for r in requests)
         if by_draft:
@@ -158,8 +159,7 @@ class WindowPlanner:
             following = plan_depths(self.costs_of(rows), lines)
             drafts, foreseen = max(following.depths), following.rate
         else:
-            most, known = self._most(requests), ids == self._planned
-            chosen = self.steady.choose(requests, self.odds, most, self._rounds, goes_on=known)
+            chosen = self.steady.choose(requests, self.odds, self._most(requests), self._rounds, goes_on)
             drafts, self._expected_tokens, foreseen, tries = chosen
         rate = self.steady.net(requests, measured.value(foreseen)) if foreseen else 0.0
         planned = rate > plain and (rows == 1 or (by_draft and drafts > 0))
@@ -171,8 +171,8 @@ class WindowPlanner:
         self._drafts = 0 if planned or by_draft else drafts
         self._probes = by_draft  # others are tried by one number of drafts for all
         size = None if planned or by_draft else (rows, self._drafts)
-        self.measured.periods.begin(size, goes_on=ids == self._planned)
-        same = before == (planned, self._drafts) and (ids == self._planned or not planned)
+        self.measured.periods.begin(size, goes_on)
+        same = before == (planned, self._drafts) and (goes_on or not planned)
         self._kept = TRIAL if tries and not planned else min(MOST_KEPT, 2 * self._kept) if same else KEPT
         self._planned, self._due = ids, self._rounds + self._kept
         self.rate = max(plain, rate)  # only planned rounds ask for it

@@ -82,8 +82,8 @@ class SteadyRounds:
         if last is not None:
             most = min(most, last + 2)
         lines = [odds_of(r).survivals_by_depth(r.odds.factor_with(OWN_PRIOR), most) for r in requests]
-        room = [request.limit - request.num_tokens - 1 for request in requests]  # for drafts, in the next round
-        more = (sum(line[n] for line, least in zip(lines, room, strict=True) if n < least) for n in range(most))
+        rooms = [request.limit - request.num_tokens - 1 for request in requests]  # for drafts, in the next round
+        more = (sum(line[n] for line, room in zip(lines, rooms, strict=True) if n < room) for n in range(most))
         won = list(accumulate(more, initial=float(rows)))
         rates = [tokens / ms for tokens, ms in zip(won, self.measured.steady_times(rows, most), strict=True)]
         rates[1:] = [self.net(requests, rate) for rate in rates[1:]]
@@ -112,10 +112,12 @@ class SteadyRounds:
         for drafts in (best - 1, best + 1):
             if not 0 <= drafts < len(rates):
                 continue
-            near, tried = rates[drafts] > NEARLY * rates[best], self._tried.get((rows, drafts))
+            near, size = rates[drafts] > NEARLY * rates[best], (rows, drafts)
+            if near and size not in self._tried:
+                return drafts
             wait = (NEAR if near else FAR) * (1.0 + measured.periods.num_changes(rows, *sorted((best, drafts))))
-            wait *= 1 + self._absorbing_ms(requests) / measured.steady_ms(rows, drafts)
-            if number >= (wait if tried is not None or not near else 0) + (tried or 0):
+            wait *= 1 + self._absorbing_ms(requests) / measured.steady_ms(*size)
+            if number - self._tried.get(size, 0) >= wait:
                 return drafts
         return best
 
