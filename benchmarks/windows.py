@@ -2,11 +2,13 @@
 
 Every cell is a kind of text and a number of requests that run together. All engines take turns in one process, each
 turn in another order, so a machine that is busy for a while slows all of them. Every turn has prompts of its own: of a
-single text, one or another number of drafts is the best by chance. A ratio is that of the time of all turns, and
-`spread` says between which values half of the turns lie.
+single text, one or another number of drafts is the best by chance. So a cell has as many requests as any other, and one
+of fewer rows has more turns. Which of several engines was built first makes some of them half a percent faster: before
+half of the turns they are built in one order, and before the others in the other. A ratio is that of the time of all
+turns, and `spread` says between which values half of the turns lie.
 
-    python benchmarks/windows.py                                      # all cells; about ten minutes on two cores
-    python benchmarks/windows.py --rows 1 8 --texts story --turns 3
+    python benchmarks/windows.py                                      # all cells; about half an hour on two cores
+    python benchmarks/windows.py --rows 1 8 --texts story --requests 24
     python benchmarks/windows.py --first-text 1000                    # other texts
     python benchmarks/windows.py --clock cpu                          # processor time, for a machine that is not quiet
 """
@@ -16,7 +18,9 @@ import json
 import random
 import statistics
 import time
+from collections import Counter, defaultdict
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from peregrine import LLM, SamplingParams
@@ -57,40 +61,53 @@ def prompts_of(llm: LLM, text: str, count: int, turn: int) -> list[list[int]]:
     return [llm.encode_chat([{"role": "user", "content": question}]) for question in filled]
 
 
-def measure(engines: dict[str, LLM], text: str, rows: int, args: argparse.Namespace) -> dict[str, object]:
-    """One cell: tokens per second of every engine in every turn."""
-    clock = CLOCKS[args.clock]
-    temperature = 1.0 if text == "random" else args.temperature  # greedy text of random words soon repeats itself
-    seconds: dict[str, list[float]] = {name: [] for name in engines}
-    texts: dict[str, list[list[int]]] = {name: [] for name in engines}
-    rounds: dict[str, list[tuple[int, int]]] = {name: [] for name in engines}
-    for turn in range(args.warm + args.turns):
-        params = SamplingParams(temperature=temperature, seed=turn, max_tokens=args.tokens, ignore_eos=True)
-        names = list(engines)
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            llm = engines[name]
-            prompts = prompts_of(llm, text, rows, args.first_text + turn)
-            begun = clock()
-            outputs = llm.generate(prompts, params, progress=False)
-            took = clock() - begun
-            texts[name] += [output.token_ids for output in outputs]
-            if turn >= args.warm:
-                seconds[name].append(took)
-                rounds[name].append((sum(o.stats.accepted for o in outputs), sum(o.stats.rounds for o in outputs)))
-    tokens, totals = rows * args.tokens * args.turns, {name: sum(each) for name, each in seconds.items()}
-    best = min((name for name in engines if name != "auto"), key=lambda name: totals[name])
-    accepted = {name: [sum(part) for part in zip(*each, strict=True)] for name, each in rounds.items()}
-    return {
-        "text": text,
-        "rows": rows,
-        "tokens_per_s": {name: round(tokens / total, 1) for name, total in totals.items()},
-        "tokens_per_round": {name: round(won / made, 2) for name, (won, made) in accepted.items()},
-        "best_fixed": best,
-        "auto_of_best_fixed": round(totals[best] / totals["auto"], 3),
-        "auto_of_plain": round(totals["0"] / totals["auto"], 3),
-        "spread": spread([fixed / own for fixed, own in zip(seconds[best], seconds["auto"], strict=True)]),
-        "identical": all(made == texts["0"] for made in texts.values()),
-    }
+@dataclass
+class Cell:
+    """A kind of text and a number of requests that run together, and what every engine did in every turn."""
+
+    text: str
+    rows: int
+    seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    won: Counter[str] = field(default_factory=Counter)  # tokens that rounds accepted, by engine
+    rounds: Counter[str] = field(default_factory=Counter)
+    identical: bool = True
+
+    def measure(self, engines: dict[str, LLM], turns: range, args: argparse.Namespace) -> None:
+        """Add these turns; the first ones are not timed."""
+        clock = CLOCKS[args.clock]
+        temperature = 1.0 if self.text == "random" else args.temperature  # greedy text of random words soon repeats
+        for turn in turns:
+            params = SamplingParams(temperature=temperature, seed=turn, max_tokens=args.tokens, ignore_eos=True)
+            names, texts = list(engines), {}
+            for name in names[turn % len(names) :] + names[: turn % len(names)]:
+                llm = engines[name]
+                prompts = prompts_of(llm, self.text, self.rows, args.first_text + turn)
+                begun = clock()
+                outputs = llm.generate(prompts, params, progress=False)
+                took = clock() - begun
+                texts[name] = [output.token_ids for output in outputs]
+                if turn - turns.start >= args.warm:
+                    self.seconds[name].append(took)
+                    self.won[name] += sum(output.stats.accepted for output in outputs)
+                    self.rounds[name] += sum(output.stats.rounds for output in outputs)
+            self.identical &= all(made == texts["0"] for made in texts.values())
+
+    def result(self, num_tokens: int) -> dict[str, object]:
+        """Tokens per second of every engine, and how "auto" compares with the best of the others."""
+        totals = {name: sum(each) for name, each in self.seconds.items()}
+        best = min((name for name in totals if name != "auto"), key=totals.__getitem__)
+        tokens, own = self.rows * num_tokens * len(self.seconds["auto"]), self.seconds["auto"]
+        return {
+            "text": self.text,
+            "rows": self.rows,
+            "tokens_per_s": {name: round(tokens / total, 1) for name, total in totals.items()},
+            "tokens_per_round": {name: round(self.won[name] / count, 2) for name, count in self.rounds.items()},
+            "best_fixed": best,
+            "auto_of_best_fixed": round(totals[best] / totals["auto"], 3),
+            "auto_of_plain": round(totals["0"] / totals["auto"], 3),
+            "spread": spread([fixed / auto for fixed, auto in zip(self.seconds[best], own, strict=True)]),
+            "identical": self.identical,
+        }
 
 
 def spread(values: list[float]) -> list[float]:
@@ -106,37 +123,40 @@ def main() -> None:
     parser.add_argument("--texts", nargs="+", default=["story", "chat", "random"], choices=["story", "chat", "random"])
     parser.add_argument("--fixed", type=int, nargs="+", default=[0, 1, 2, 3, 5], help="fixed numbers of drafts")
     parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--requests", type=int, default=64, help="of every cell, as many at a time as it has rows")
     parser.add_argument("--warm", type=int, default=2, help="turns before those that are timed: sizes are recorded")
     parser.add_argument("--first-text", type=int, default=0, help="number of the first turn's texts")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--clock", choices=sorted(CLOCKS), default="wall")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    for name in ("rows", "tokens", "turns", "warm"):
+    for name in ("rows", "tokens", "requests", "warm"):
         given = getattr(args, name)
         if min(given if isinstance(given, list) else [given]) < 1:
             parser.error(f"--{name}: {given} is not above 0")
-    cells = []
-    with ExitStack() as opened:
-        shapes: dict[str, dict[str, object]] = {str(k): {"num_drafts": k, "windows": "fixed"} for k in {0, *args.fixed}}
-        shapes["auto"] = {}
-        engines = {
-            name: opened.enter_context(LLM(args.model, max_rows=max(args.rows), **shape))
-            for name, shape in shapes.items()
-        }
-        for text in args.texts:
-            for rows in args.rows:
-                cell = measure(engines, text, rows, args)
-                cells.append(cell)
-                print(json.dumps(cell), flush=True)
-        planner = engines["auto"].engine.runner.planner
-        if planner is not None:
-            print(f"calibration error {planner.calibration_error:.3f}, costs {json.dumps(planner.costs.to_json())}")
-    least = min(float(str(cell["auto_of_best_fixed"])) for cell in cells)
+    if 0 not in args.fixed:
+        parser.error(f"--fixed: {args.fixed} lacks 0, plain decoding, which all are compared with")
+    cells = [Cell(text, rows) for text in args.texts for rows in args.rows]
+    shapes: dict[str, dict[str, object]] = {str(k): {"num_drafts": k, "windows": "fixed"} for k in sorted(args.fixed)}
+    shapes["auto"] = {}
+    for half, names in enumerate((list(shapes), list(reversed(shapes)))):
+        with ExitStack() as opened:
+            engines = {
+                name: opened.enter_context(LLM(args.model, max_rows=max(args.rows), **shapes[name])) for name in names
+            }
+            for cell in cells:
+                turns = args.warm + -(-args.requests // (2 * cell.rows))
+                cell.measure(engines, range(half * turns, (1 + half) * turns), args)
+                if half:
+                    print(json.dumps(cell.result(args.tokens)), flush=True)
+            planner = engines["auto"].engine.runner.planner
+            if half and planner is not None:
+                print(f"calibration error {planner.calibration_error:.3f}, costs {json.dumps(planner.costs.to_json())}")
+    results = [cell.result(args.tokens) for cell in cells]
+    least = min(float(str(result["auto_of_best_fixed"])) for result in results)
     print(f"least ratio to the best fixed setting {least:.3f}")
     if args.out:
-        args.out.write_text(json.dumps({"benchmark": "windows", "clock": args.clock, "cells": cells}, indent=1))
+        args.out.write_text(json.dumps({"benchmark": "windows", "clock": args.clock, "cells": results}, indent=1))
 
 
 if __name__ == "__main__":

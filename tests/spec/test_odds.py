@@ -5,6 +5,7 @@ import random
 import pytest
 
 from peregrine.spec.odds import ALIKE, FIRST_GUESS, PRIOR, Guess, Odds, RequestOdds
+from spec.verdicts import judge_counts
 
 
 def feed(odds: Odds, own: RequestOdds, said: float | None, truth: float, count: int, dice: random.Random) -> Guess:
@@ -58,7 +59,7 @@ def test_calibration_error_of_a_wrong_drafter() -> None:
 def test_many_verdicts_at_once() -> None:
     """Rounds with three drafts each, of which 2, 0 and 3 are right; the last one ended the text."""
     odds, own = Odds(), RequestOdds()
-    odds.judge_all({(3, 2): 4, (1, 0): 2, (3, 3): 1}, own)
+    judge_counts(odds, {(3, 2): 4, (1, 0): 2, (3, 3): 1}, own)
     tried, right = [7.0, 5.0, 5.0], [5.0, 5.0, 1.0]
     expected, weight = FIRST_GUESS, PRIOR
     for depth in range(3):
@@ -72,10 +73,10 @@ def test_many_verdicts_at_once() -> None:
 def test_drafts_made_where_others_seemed_likely_say_nothing_of_any() -> None:
     """A second draft after a likely first one is right more often than one after any first one."""
     odds, own = Odds(), RequestOdds()
-    odds.judge_all({(1, 1): 60, (1, 0): 40}, own)
+    judge_counts(odds, {(1, 1): 60, (1, 0): 40}, own)
     for _ in range(100):
         odds.judge(Guess(1, 0.9, 0.9, 0.9), True, own)
     assert odds.chance_at(1) == odds.chance_at(0) == pytest.approx(0.6)
-    odds.judge_all({(2, 1): 80}, own)
+    judge_counts(odds, {(2, 1): 80}, own)
     assert odds.chance_at(1) < 0.2
     assert odds.guess(1, 0.9, own).engine_chance > 0.9, "what the drafter is sure of stays likely"

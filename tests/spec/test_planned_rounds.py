@@ -10,6 +10,7 @@ from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -30,7 +31,7 @@ from peregrine.kernels.round import HEADER
 from peregrine.sampling import SamplingParams
 from peregrine.spec.branches import RANKS
 from peregrine.spec.links import Branched
-from peregrine.spec.odds import DEPTHS, EDGES, MIDDLES, PRIOR, Odds, RequestOdds
+from peregrine.spec.odds import DEPTHS, EDGES, MIDDLES, PRIOR, Ints, Odds, RequestOdds
 from peregrine.spec.planner import Costs, trim_windows, worth_taking
 from peregrine.spec.windows import Windows
 from spec.block_heads import block_head, calm_model
@@ -50,6 +51,7 @@ from spec.harness import (
 )
 from spec.test_grammar_identity import MIXED
 from spec.test_identity import plain
+from spec.verdicts import judge_counts
 
 COSTS = {1: 1.0, 8: 2.0}
 SOME = cases(10, max_tokens=48, seed=70)  # every sampling parameter
@@ -105,7 +107,7 @@ class RandomPlanner(WindowPlanner):
         return self.shuns_ends and any(r.limit - r.num_tokens <= 2 * self.depth + 1 for r in requests)
 
     def _some_steady(self, requests: Sequence[Request], offered: Sequence[int], drafts: int) -> SteadyPlan:
-        self._planned, self._due, self._drafts = [request.id for request in requests], 1 << 30, drafts
+        self._planned, self._due, self._drafts = list(requests), 1 << 30, drafts
         self.steadies += 1
         return self._plan_steady(requests, offered)
 
@@ -119,11 +121,11 @@ class RandomPlanner(WindowPlanner):
         self.lone += 1
         return self.alone.plan(requests, offered)
 
-    def learn(self, plan: AnyPlan, lines: Sequence[list[int]], times: RoundTimes) -> None:
-        for length, line in zip(plan.chains if isinstance(plan, RoundPlan) else (), lines, strict=False):
+    def learn(self, plan: AnyPlan, table: Ints, times: RoundTimes | None) -> None:
+        for length, line in zip(plan.chains if isinstance(plan, RoundPlan) else (), table.tolist(), strict=False):
             path = line[(HEADER + len(line)) // 2 :]
             self.taken += any(node >= length for node in path[1 : line[1] + 1])
-        super().learn(plan, lines, times)
+        super().learn(plan, table, times)
 
     def _branch(self, requests: Sequence[Request], lens: Sequence[int]) -> Branched | None:
         """Let chains of these lengths branch anywhere, as far as there is room; None: nowhere."""
@@ -377,7 +379,7 @@ def test_one_number_of_drafts_for_all_rows_is_the_best_of_all(per_step: float, e
     measured = RoundCosts({1: 1.5, 64: 7.8}, {1: 0.0}, {1: per_step, 8: per_step}, 3)
     requests = [Request(i, list(range(6)), SamplingParams(), 0, 99) for i in range(2)]
     odds = Odds()
-    odds.judge_all({(3, 2): 80, (1, 0): 20, (3, 3): 100}, RequestOdds())
+    judge_counts(odds, {(3, 2): 80, (1, 0): 20, (3, 3): 100}, RequestOdds())
     chances = [odds.chance_at(depth) for depth in range(3)]
     rates = {}
     for drafts in (1, 2, 3):
@@ -452,7 +454,7 @@ def test_a_request_alone_is_planned_by_gates_and_beside_others_otherwise() -> No
     assert isinstance(plan, LonePlan)
     for chance in (0.95, 0.9):
         plan.add(torch.tensor([chance]))
-    planner.learn(plan, [[1, 0, 0, 0]], RoundTimes(4.0, 0.2, []))
+    planner.learn(plan, np.array([[1, 0, 0, 0]]), RoundTimes(4.0, 0.2, []))
     again = planner.plan([first], [2])
     assert again.windows.lens == (3,)
     assert isinstance(again, LonePlan)

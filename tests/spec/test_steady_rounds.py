@@ -13,6 +13,7 @@ from peregrine.engine.round_costs import RoundCosts
 from peregrine.engine.steady import FAR, NEAR, SteadyRounds
 from peregrine.sampling import SamplingParams
 from peregrine.spec.odds import Odds, RequestOdds
+from spec.verdicts import judge_counts
 
 LIMIT = 999
 
@@ -24,7 +25,7 @@ def some_requests(count: int, limit: int = LIMIT, **params: int) -> list[Request
 def some_odds(right: int) -> Odds:
     """Of so many drafts in a hundred, at the first depth."""
     odds = Odds()
-    odds.judge_all({(1, 1): right, (1, 0): 100 - right}, RequestOdds())
+    judge_counts(odds, {(1, 1): right, (1, 0): 100 - right}, RequestOdds())
     return odds
 
 

@@ -29,7 +29,7 @@ from peregrine.engine.round_plan import RoundPlan
 from peregrine.engine.round_times import RoundTimes
 from peregrine.engine.steady import TRIAL, SteadyPlan, SteadyRounds
 from peregrine.kernels.round import FINISH_NONE, HEADER
-from peregrine.spec.odds import MOST, Odds, survivals, survivals_of
+from peregrine.spec.odds import MOST, Ints, Odds, survivals, survivals_of
 from peregrine.spec.planner import Costs, plan_depths, trim_windows
 
 MAX_HELD = 1024  # rounds whose taps are held
@@ -55,7 +55,7 @@ class WindowPlanner:
         self._rounds, self.probes = 0, Probes()
         self._probing = 0  # drafts of each row that the last round made for a probe
         self._odds = {False: Odds(), True: Odds()}  # by whether a request is sampled
-        self._planned: list[int] = []  # ids of the requests that `_drafted` was chosen for
+        self._planned: list[Request] = []  # for whom `_drafted` was chosen
         self._drafted: list[int] = []  # rows that are drafted for
         self._due = 0  # the round after which they are chosen anew
         self._kept = KEPT
@@ -89,14 +89,14 @@ class WindowPlanner:
         total = sum(odds.num_judged for odds in self._odds.values())
         return sum(odds.calibration_error * odds.num_judged for odds in self._odds.values()) / max(1.0, total)
 
-    def repeat(self, requests: Sequence[Request]) -> AnyPlan | None:
+    def repeat(self, requests: list[Request]) -> AnyPlan | None:
         """The last plan once more, if it serves and nothing else is due: planning would cost what it saves."""
         plan = self._again
         if plan is None or self._rounds + 1 >= self._due:
             return None
         if plan.rests and self._probes and self._rounds + 1 >= self.probes.due:
             return None
-        if self._planned != [request.id for request in requests]:
+        if self._planned != requests:
             return None
         self._rounds += 1
         self._repeated += plan.rests
@@ -105,12 +105,12 @@ class WindowPlanner:
             self.measured.periods.note(1e3 * (self._began - before))
         return plan
 
-    def plan(self, requests: Sequence[Request], offered: Sequence[int]) -> AnyPlan:
+    def plan(self, requests: list[Request], offered: Sequence[int]) -> AnyPlan:
         """The plan of the next round of the requests in these rows, whose windows hold this many drafts."""
-        ids, branching, ranks = [request.id for request in requests], self.branching, 0
+        branching, ranks = self.branching, 0
         self._began = 0.0
-        if ids != self._planned or self._rounds + 1 >= self._due:
-            self._decide(requests, ids)
+        if requests != self._planned or self._rounds + 1 >= self._due:
+            self._decide(requests)
         if self.alone.gates is not None:
             ranks = branching.ranks(requests) if branching is not None else 1
             if ranks == 1 and not requests[0].ranked:
@@ -144,13 +144,13 @@ class WindowPlanner:
         self._again = plan if plan.rests else None
         return plan
 
-    def _decide(self, requests: Sequence[Request], ids: list[int]) -> None:
+    def _decide(self, requests: list[Request]) -> None:
         """Decide for some rounds whether rows get drafts: each as it deserves them, or one number for all."""
         self._take_in()
         self._refresh()
         self._again = None
         rows, before, tries = len(requests), (bool(self._drafted), self._drafts), False
-        goes_on = ids == self._planned
+        goes_on = requests == self._planned
         plain, measured = rows / self.measured.steady_ms(rows, 0), self.rate_of(requests)
         by_draft = self.looks_up or any(r.matcher is not None or r.params.tree == "tree" for r in requests)
         if by_draft:
@@ -161,7 +161,7 @@ class WindowPlanner:
         else:
             chosen = self.steady.choose(requests, self.odds, self._most(requests), self._rounds, goes_on)
             drafts, self._expected_tokens, foreseen, tries = chosen
-        rate = self.steady.net(requests, measured.value(foreseen)) if foreseen else 0.0
+        (rate,) = self.steady.net(requests, [measured.value(foreseen)]) if foreseen else (0.0,)
         planned = rate > plain and (rows == 1 or (by_draft and drafts > 0))
         if not planned and drafts and rate > plain:
             steady = self.rate_of(requests, steady=True).value(foreseen)
@@ -174,7 +174,7 @@ class WindowPlanner:
         self.measured.periods.begin(size, goes_on)
         same = before == (planned, self._drafts) and (goes_on or not planned)
         self._kept = TRIAL if tries and not planned else min(MOST_KEPT, 2 * self._kept) if same else KEPT
-        self._planned, self._due = ids, self._rounds + self._kept
+        self._planned, self._due = list(requests), self._rounds + self._kept
         self.rate = max(plain, rate)  # only planned rounds ask for it
         self.alone.gates = None
         if planned and rows == 1 and not by_draft:
@@ -256,20 +256,20 @@ class WindowPlanner:
         """Count a round that only repeated a plan."""
         self.record.note(plan.windows.lens, len(plan.requests), float(len(plan.requests)))
 
-    def learn(self, plan: AnyPlan, lines: Sequence[list[int]], times: RoundTimes | None) -> None:
-        """Take in the lines of a round's verdict, and its times, if it was timed.
+    def learn(self, plan: AnyPlan, table: Ints, times: RoundTimes | None) -> None:
+        """Take in a round's verdict [R, columns], and its times, if it was timed.
 
         Drafts after the first wrong one have no verdict.
         """
-        if not isinstance(plan, RoundPlan):
-            self.record.note(plan.windows.lens, sum([line[0] for line in lines]), plan.expected)
-            if isinstance(plan, SteadyPlan):
-                self.steady.note(plan, lines, times)
-            elif times is not None:
-                self.alone.note(plan, lines[0], times)
-            return
-        assert times is not None, "only rounds that repeat a plan may not be timed"
         record, lens = self.record, plan.windows.lens
+        if not isinstance(plan, RoundPlan):
+            record.note(lens, sum(table[:, 0].tolist()), plan.expected)
+        if isinstance(plan, SteadyPlan):
+            return self.steady.note(plan, table, times)
+        assert times is not None, "only rounds that repeat a plan may not be timed"
+        lines = table.tolist()
+        if isinstance(plan, LonePlan):
+            return self.alone.note(plan, lines[0], times)
         for row, (request, line) in enumerate(zip(plan.requests, lines, strict=True)):
             odds, own, verified = self.odds(request), request.odds, plan.chains[row] - 1
             right, ended = line[1], line[3] != FINISH_NONE

@@ -86,6 +86,7 @@ class RoundCosts:
     ) -> None:
         parts = rising(absorb), rising(step), steps, rising(first or {})
         self._table = Costs(rising(verify), *parts, ragged)
+        self._steady_table: dict[tuple[int, int, int], float] = {}  # see `_steady_ms`
         self.branched = 0.0  # milliseconds more, if chains branch
         self._between: deque[float] = deque(maxlen=RECENT)  # milliseconds between rounds, at the table's speed
         # What rounds took, over the table: the verification; then, over that, the first drafts and further ones.
@@ -128,11 +129,14 @@ class RoundCosts:
         return times
 
     def _steady_ms(self, tokens: int, rows: int, drafts: int) -> float:
-        table, made = self._table, min(drafts, self._table.steps)
-        if not drafts:
-            return table.verify_ms(tokens)
-        steps = table.step_ms(rows, 0) + (made - 1) * table.step_ms(rows, 1) if made else 0.0
-        return table.verify_ms(tokens) + table.absorb_ms(tokens) + steps
+        """By the table: of windows with so many tokens, after which every row gets so many drafts."""
+        known = self._steady_table.get((tokens, rows, drafts))
+        if known is None:
+            table, made = self._table, min(drafts, self._table.steps)
+            steps = table.step_ms(rows, 0) + (made - 1) * table.step_ms(rows, 1) if made else 0.0
+            known = table.verify_ms(tokens) + (table.absorb_ms(tokens) + steps if drafts else 0.0)
+            self._steady_table[tokens, rows, drafts] = known
+        return known
 
     def learn_steady(self, rounds: Sequence[PastRound], alone: bool) -> float:
         """Take in rounds after which every row has as many drafts; tokens count for the `rate` of such rounds.

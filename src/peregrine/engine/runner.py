@@ -283,7 +283,7 @@ class Runner:
             self.ahead[0].learn(flight.planned, verdict, None if flight.said is None else flight.said.numpy())
         elif isinstance(flight.planned, tuple) and self.planner is not None:
             began = time.perf_counter()
-            self.planner.learn(flight.planned[0], lines, flight.planned[1])
+            self.planner.learn(flight.planned[0], verdict, flight.planned[1])
             self.watch.learnt = time.perf_counter() - began
         if flight.windows is None and flight.logprobs is None:
             return RoundResult(requests, lines, accept)

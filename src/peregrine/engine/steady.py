@@ -5,18 +5,19 @@ better choice of drafts does not give that back, one number of drafts is chosen 
 would with fixed windows: the same plan is repeated, and verdicts are taken in together when it is chosen anew.
 """
 
-from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import NamedTuple
+
+import numpy as np
 
 from peregrine.engine.periods import Size
 from peregrine.engine.plan_record import PlanRecord
 from peregrine.engine.request import Request
 from peregrine.engine.round_costs import PastRound, PlannedRate, RoundCosts
 from peregrine.engine.round_times import FixedPlan, RoundTimes
-from peregrine.kernels.round import FINISH_NONE
-from peregrine.spec.odds import Odds
+from peregrine.kernels.round import FINISH_NONE, HEADER
+from peregrine.spec.odds import Ints, Odds
 from peregrine.spec.planner import Costs, depth_plan, plan_depths
 from peregrine.spec.state import Rows
 
@@ -68,7 +69,7 @@ class SteadyRounds:
         self._tries = False  # whether another number is tried now
         self._tried: dict[Size, int] = {}  # the round before which a number of drafts was last taken for so many rows
         # Verdicts to take in, and times, if a round was timed.
-        self._rounds: list[tuple[SteadyPlan, Sequence[list[int]], RoundTimes | None]] = []
+        self._rounds: list[tuple[SteadyPlan, Ints, RoundTimes | None]] = []
 
     def choose(self, requests: Sequence[Request], odds_of: OddsOf, most: int, number: int, goes_on: bool) -> Chosen:
         """How many drafts every row has from now on, at most so many.
@@ -86,7 +87,7 @@ class SteadyRounds:
         more = (sum(line[n] for line, room in zip(lines, rooms, strict=True) if n < room) for n in range(most))
         won = list(accumulate(more, initial=float(rows)))
         rates = [tokens / ms for tokens, ms in zip(won, self.measured.steady_times(rows, most), strict=True)]
-        rates[1:] = [self.net(requests, rate) for rate in rates[1:]]
+        rates[1:] = self.net(requests, rates[1:])
         best = max(range(1 + most), key=rates.__getitem__)
         if last is not None and last <= most and rates[best] < CHANGED * rates[last]:
             best = last
@@ -98,10 +99,11 @@ class SteadyRounds:
         self._tries = drafts != best  # then the best again: rounds are compared on the way there and back
         return Chosen(drafts, won[drafts], max(rates[1:], default=0.0), self._tries)
 
-    def net(self, requests: Sequence[Request], rate: float) -> float:
-        """What a rate of drafting comes to with the time to absorb what the requests hold, over what they have left."""
-        left = max(1, sum(request.limit - request.num_tokens for request in requests))
-        return left / (left / rate + self._absorbing_ms(requests))
+    def net(self, requests: Sequence[Request], rates: Sequence[float]) -> list[float]:
+        """What rates of drafting come to with the time to absorb what the requests hold, over what they have left."""
+        left = max(1, sum([request.limit - request.num_tokens for request in requests]))
+        absorbing = self._absorbing_ms(requests)
+        return [left / (left / rate + absorbing) for rate in rates]
 
     def _trial(self, requests: Sequence[Request], rates: Sequence[float], best: int, number: int) -> int:
         """One draft more or less than the best, if its trial is due, or the best.
@@ -123,7 +125,7 @@ class SteadyRounds:
 
     def _absorbing_ms(self, requests: Sequence[Request]) -> float:
         """Milliseconds to absorb what the requests hold, before they are drafted for again."""
-        return self.measured.absorbing_ms(sum(request.num_held for request in requests))
+        return self.measured.absorbing_ms(sum([request.num_held for request in requests if request.held]))
 
     def hope(self, requests: Sequence[Request], odds_of: OddsOf, drafts: int, costs: Costs, branches: bool) -> float:
         """How many times as many tokens rows may have, if each has its own number of drafts or its chain branches.
@@ -142,27 +144,34 @@ class SteadyRounds:
             rates.append((same.tokens + more) / (same.ms + ms))
         return max(rates) * self.measured.steady_ms(rows, drafts) / same.tokens
 
-    def note(self, plan: SteadyPlan, lines: Sequence[list[int]], times: RoundTimes | None) -> None:
-        """Keep the lines of a round's verdict, and its times, if it was timed."""
-        self._rounds.append((plan, lines, times))
+    def note(self, plan: SteadyPlan, table: Ints, times: RoundTimes | None) -> None:
+        """Keep a round's verdict: [R, columns]; and its times, if it was timed."""
+        self._rounds.append((plan, table, times))
 
     def learn(self, odds_of: OddsOf, rate_of: RateOf, record: PlanRecord) -> None:
         """Take in the rounds that were kept."""
         past, took = list[PastRound](), 0.0
-        verdicts: dict[Request, Counter[tuple[int, int]]] = defaultdict(Counter)
-        rounds: dict[SteadyPlan, list[Sequence[list[int]]]] = defaultdict(list)
-        for plan, lines, times in self._rounds:
-            rounds[plan].append(lines)
-            if times is not None:
-                lens, won, rate = plan.windows.lens, sum([line[0] for line in lines]), rate_of(plan.requests)
-                past.append(PastRound(sum(lens), len(lens), plan.drafts or 0, times, won, rate))
-                took += times.ms
-        for plan, many in rounds.items():
-            for row, (request, length) in enumerate(zip(plan.requests, plan.windows.lens, strict=True)):
-                for (right, end), count in Counter([(lines[row][1], lines[row][3]) for lines in many]).items():
-                    verdicts[request][min(length - 1, right + (end == FINISH_NONE)), right] += count
-        for request, counts in verdicts.items():
-            odds_of(request).judge_all(counts, request.odds)
+        for plan, kept in groupby(self._rounds, key=lambda kept: kept[0]):
+            rounds, lens = list(kept), plan.windows.lens
+            verdicts = np.stack([table for _, table, _ in rounds])[:, :, :HEADER]
+            won, right, _, finish = verdicts.transpose(2, 0, 1)  # [n, R]
+            known = np.minimum(np.array(lens) - 1, right + (finish == FINISH_NONE))
+            kinds = [odds_of(request) for request in plan.requests]
+            for odds in {id(kind): kind for kind in kinds}.values():
+                rows = [row for row, kind in enumerate(kinds) if kind is odds]
+                tried, good = (deeper(part[:, rows], max(lens) - 1) for part in (known, right))
+                odds.judge_rounds(len(rounds), tried, good, [plan.requests[row].odds for row in rows])
+            rate, tokens = rate_of(plan.requests), won.sum(axis=1).tolist()
+            for (_, _, times), count in zip(rounds, tokens, strict=True):
+                if times is not None:
+                    past.append(PastRound(sum(lens), len(lens), plan.drafts or 0, times, count, rate))
+                    took += times.ms
         self._rounds.clear()
         record.expected_ms += self.measured.learn_steady(past, alone=False)
         record.ms += took
+
+
+def deeper(drafts: Ints, most: int) -> list[list[int]]:
+    """In how many rounds a row had more drafts than 0, 1, ... most - 1: [n, R] -> [R, most]."""
+    counts: list[list[int]] = (drafts[:, :, None] > np.arange(most)).sum(axis=0).tolist()
+    return counts

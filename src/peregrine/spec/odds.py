@@ -6,7 +6,7 @@ has one factor: how many of its drafts were right over how many the engine's cou
 """
 
 from bisect import bisect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from operator import mul
@@ -129,18 +129,22 @@ class Odds:
 
     def survivals_by_depth(self, factor: float, most: int) -> list[float]:
         """The survivals of a row's drafts, whatever is said of them; `factor` is the request's own."""
-        return survivals([min(MOST, self.chance_at(depth) * factor) for depth in range(most)])
+        return survivals([min(MOST, chance * factor) for chance in self.chances_by_depth(most)])
 
-    def chance_at(self, depth: int) -> float:
-        """The chance of a draft at this depth, whatever the drafter says; while few had a verdict, that of the depth
-        before."""
-        chance, weight = FIRST_GUESS, PRIOR
-        for level in range(1 + min(depth, DEPTHS - 1)):
+    def chances_by_depth(self, most: int) -> list[float]:
+        """The chances of drafts whatever the drafter says; where few had a verdict, that of the depth before."""
+        chance, weight, chances = FIRST_GUESS, PRIOR, list[float]()
+        for level in range(min(most, DEPTHS)):
             count = self.depths.get(level)
             if count is not None:
                 chance = (count.right + weight * chance) / (count.tried + weight)
             weight = ALIKE
-        return chance
+            chances.append(chance)
+        return chances + [chance] * (most - len(chances))
+
+    def chance_at(self, depth: int) -> float:
+        """The chance of a draft at this depth, whatever the drafter says."""
+        return self.chances_by_depth(1 + depth)[-1]
 
     @property
     def num_judged(self) -> float:
@@ -164,21 +168,24 @@ class Odds:
         for depth, value in enumerate(said):
             self.judge(self.guess(depth, value, own, counts=False), depth < right, own)
 
-    def judge_all(self, counts: Mapping[tuple[int, int], int], own: RequestOdds) -> None:
-        """Count the verdicts of many rounds of a request: (drafts with a verdict, how many of them were right): rounds.
+    def judge_rounds(
+        self, rounds: int, tried: Sequence[Sequence[int]], right: Sequence[Sequence[int]], owns: Sequence[RequestOdds]
+    ) -> None:
+        """Count the verdicts of many rounds: in how many each request's draft of each depth had one, and was right.
 
         The drafter said nothing of these drafts.
         """
-        own.fade(sum(counts.values()))
-        factor = own.factor
-        chances = [self.chance_at(depth) for depth in range(max(known for known, _ in counts))]
-        for depth, chance in enumerate(chances):
-            tried = float(sum(rounds for (known, _), rounds in counts.items() if known > depth))
-            right = float(sum(rounds for (_, correct), rounds in counts.items() if correct > depth))
-            self._depth(min(depth, DEPTHS - 1)).add(right, tried=tried)
-            own.expected += chance * tried
-            own.right += right
-            self._note(min(MOST, chance * factor), tried, right)
+        chances = self.chances_by_depth(len(tried[0]))
+        for own, made, good in zip(owns, tried, right, strict=True):
+            own.fade(rounds)
+            factor = own.factor
+            for chance, count, correct in zip(chances, made, good, strict=True):
+                own.expected += chance * count
+                own.right += correct
+                self._note(min(MOST, chance * factor), count, correct)
+        for depth in range(len(chances)):
+            count, correct = sum([line[depth] for line in tried]), sum([line[depth] for line in right])
+            self._depth(min(depth, DEPTHS - 1)).add(correct, tried=count)
 
     def _note(self, chance: float, tried: float, right: float) -> None:
         """Compare a chance with what came of it."""

@@ -140,6 +140,9 @@ def propose(
     plan: Plan | None = None,
 ) -> None:
     """Draft for the next round."""
+    if plan is not None and plan.rests and not features.masked:
+        plan.hold(verified.taps)  # and no row has drafts, as before
+        return
     whole, state = seats.view(rows), verified.branched or seats.view(planned_rows(rows, verified.layout))
     taps, windows = verified.taps, verified.windows
     if taps is not None and windows is None:
