@@ -139,9 +139,11 @@ def propose(
     features: Features,
     plan: Plan | None = None,
 ) -> None:
-    """Draft for the next round."""
+    """Draft for the next round; without a drafter, and where all rows rest, they have no drafts, as before."""
     if plan is not None and plan.rests and not features.masked:
-        plan.hold(verified.taps)  # and no row has drafts, as before
+        plan.hold(verified.taps)
+        return
+    if not drafter.shape.depth:
         return
     whole, state = seats.view(rows), verified.branched or seats.view(planned_rows(rows, verified.layout))
     taps, windows = verified.taps, verified.windows
