@@ -17,12 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from peregrine.engine import prefill
 from peregrine.engine.alone import Gates, LonePlan, LoneRounds
 from peregrine.engine.build import Built
+from peregrine.engine.engine import Engine
 from peregrine.engine.plan_record import PlanRecord
 from peregrine.engine.planning import AnyPlan, WindowPlanner
-from peregrine.engine.prefill import PromptChunk, held_taps
-from peregrine.engine.request import Held, Request
+from peregrine.engine.request import Request
 from peregrine.engine.round_costs import PlannedRate, RoundCosts
 from peregrine.engine.round_plan import RoundPlan
 from peregrine.engine.round_times import RoundTimes
@@ -30,9 +31,11 @@ from peregrine.engine.steady import SteadyPlan, SteadyRounds
 from peregrine.kernels.round import HEADER
 from peregrine.sampling import SamplingParams
 from peregrine.spec.branches import RANKS
+from peregrine.spec.chain import ChainDrafter
 from peregrine.spec.links import Branched
 from peregrine.spec.odds import DEPTHS, EDGES, MIDDLES, PRIOR, Ints, Odds, RequestOdds
 from peregrine.spec.planner import Costs, trim_windows, worth_taking
+from peregrine.spec.readers import HeadReader
 from peregrine.spec.windows import Windows
 from spec.block_heads import block_head, calm_model
 from spec.expert_models import expert_model, mla_mtp_model
@@ -284,68 +287,71 @@ def test_a_row_that_rested_drafts_as_if_it_had_not() -> None:
     check_pages(engine)
 
 
-def test_held_taps_are_those_of_their_tokens() -> None:
-    """Of requests that began to rest in different rounds, and whose rows were others then."""
-    first, second = (Request(i, list(range(10)), SamplingParams(), 0, 99) for i in (0, 1))
-    rounds = [torch.full((2, 3), 10.0 * i) + torch.arange(2)[:, None] for i in range(4)]
-    shared: list[Tensor | None] = [rounds[0], rounds[1]]
-    later: list[Tensor | None] = [rounds[2], rounds[3]]
-    first.held = [Held(7, 0, shared), Held(9, 1, later)]
-    second.held = [Held(9, 0, later)]
-    chunks = [PromptChunk(first, 7, 10), PromptChunk(second, 9, 11)]
-    assert held_taps(chunks)[:, 0].tolist() == [0.0, 10.0, 21.0, 20.0, 30.0]
-    assert first.num_held == 4
+def keys_of(engine: Engine, request: Request) -> Tensor:
+    """What the head has stored of a running request's tokens before the newest."""
+    runner, count = engine.runner, request.num_tokens - 1
+    assert isinstance(runner.drafter, ChainDrafter)
+    assert isinstance(runner.drafter.reader, HeadReader)
+    size = runner.seats.page_size
+    slots = [request.pages[place // size] * size + place % size for place in range(count)]
+    return runner.drafter.reader.store.keys[:, slots].clone()
 
 
-def test_who_holds_taps() -> None:
-    """All rows while none drafts; in other rounds those whose tokens wait already, so that none is left out."""
-    requests = [Request(i, list(range(6 + i)), SamplingParams(), 0, 99) for i in range(3)]
-    planner = WindowPlanner(2, RoundCosts(dict(COSTS), dict(COSTS), dict(COSTS), 2), looks_up=False)
-    resting = RoundPlan(planner, requests[:2], [1, 1], [])
-    for number in range(2):
-        resting.hold(torch.full((2, 4), float(number)))
-    assert [(held.start, held.line, len(held.taps)) for held in requests[1].held] == [(6, 1, 2)]
-    requests[1].tokens += [1, 2]
-    drafting = RoundPlan(planner, requests, [1, 1, 3], [0, 2])
-    assert {request.id for request in planner.must_absorb(drafting)} == {0, 2}
-    requests[0].held = []
-    drafting.hold(torch.arange(20.0).view(5, 4))
-    assert [request.num_held for request in requests] == [0, 3, 0]
-    assert held_taps([PromptChunk(requests[1], 6, 9)])[:, 0].tolist() == [0.0, 1.0, 4.0]
+class RestingPlanner(WindowPlanner):
+    """All rows rest between two numbers of tokens of the first, and are drafted for before and after."""
+
+    def __init__(self, rest: range) -> None:
+        super().__init__(3, RoundCosts(dict(COSTS), dict(COSTS), dict(COSTS), 3), looks_up=False)
+        self.rest, self.missed, self.stored = rest, list[int](), list[tuple[int, Tensor]]()
+        self.engine: Engine
+
+    def plan(self, requests: list[Request], offered: Sequence[int]) -> RoundPlan:
+        rests, number = requests[0].num_tokens in self.rest, requests[0].num_tokens
+        self.missed.append(requests[0].num_missed)
+        self.stored.append((number, keys_of(self.engine, requests[0])))
+        return RoundPlan(self, requests, [1] * len(requests), [] if rests else list(range(len(requests))))
+
+    def learn(self, plan: AnyPlan, table: Ints, times: RoundTimes | None) -> None:
+        """Nothing."""
 
 
-@pytest.mark.parametrize("rests_after", [0, 30])
-def test_what_is_held_is_dropped_after_a_text_that_rested(rests_after: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request that rested for most of its text ends at no cost; one that drafted for most of it is absorbed."""
-    built = build(**(DRAFTERS["eagle3"] | {"max_rows": 2}))  # type: ignore[arg-type]
-    runner = built.engine.runner
-    planner = runner.planner = WindowPlanner(3, RoundCosts(dict(COSTS), dict(COSTS), dict(COSTS), 3), looks_up=False)
-    ends, leave = [], runner.leave
-
-    def plan(requests: list[Request], offered: list[int]) -> RoundPlan:
-        drafted = [0] if requests[0].num_tokens < 3 + rests_after else []
-        return RoundPlan(
-            planner, requests, [1 + depth for depth in planner.choose_verified(requests, offered)], drafted
-        )
-
-    def watched(request: Request) -> None:
-        calls: list[object] = []
-        with monkeypatch.context() as patch:
-            patch.setattr(runner.drafter, "absorb", calls.append)
-            leave(request)
-        ends.append((request.num_held, len(calls)))
-
-    monkeypatch.setattr(runner, "leave", watched)
-    monkeypatch.setattr(planner, "plan", plan)
-    run(built.engine, [Case((5, 9, 200), SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))])
-    assert ends == [(0, 1 if rests_after else 0)]
+@pytest.mark.parametrize("at_once", [3, 512])
+def test_who_rested_is_read_before_it_is_drafted_for_again(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then the head has stored, bit for bit, what it stores of requests that never rested."""
+    monkeypatch.setattr(prefill, "MISSED_AT_ONCE", at_once)
+    some = [Case((5, 9, 200 + row), SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)) for row in (0, 1)]
+    stored = []
+    for rest in (range(12, 20), range(0)):
+        engine = build(**(DRAFTERS["eagle3"] | {"max_rows": 2})).engine  # type: ignore[arg-type]
+        planner = engine.runner.planner = RestingPlanner(rest)
+        planner.engine = engine
+        assert tokens(run(engine, some)) == plain(some)
+        stored.append(dict(planner.stored))
+        assert max(planner.missed) == (8 if rest else 0)
+        assert planner.missed[-1] == 0
+    rested, never = stored
+    assert torch.equal(rested[12], never[12])
+    assert not torch.equal(rested[20], never[20]), "just before it is read, the drafter has missed something"
+    for number in range(21, 40):
+        assert torch.equal(rested[number], never[number])
 
 
-def test_a_probe_drafts_for_rows_that_hold_little() -> None:
-    """What they hold has to be absorbed first; of rows that hold as much, all have their turn."""
-    requests = [Request(i, list(range(6)), SamplingParams(), 0, 99) for i in range(8)]
+def test_a_request_that_rested_ends_at_no_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = build(**(DRAFTERS["eagle3"] | {"max_rows": 2})).engine  # type: ignore[arg-type]
+    planner = engine.runner.planner = RestingPlanner(range(12, 99))
+    planner.engine = engine
+    calls: list[object] = []
+    monkeypatch.setattr("peregrine.engine.runner.read_missed", lambda *args: calls.append(args))
+    run(engine, [Case((5, 9, 200), SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))])
+    assert planner.missed[-1] > 20
+    assert not calls
+
+
+def test_a_probe_drafts_for_rows_of_which_little_was_missed() -> None:
+    """It has to be read first; of rows of which as much was missed, all have their turn."""
+    requests = [Request(i, list(range(20)), SamplingParams(), 0, 99) for i in range(8)]
     for request in requests[:5]:
-        request.held = [Held(5, 0, [None] * 9)]
+        request.missed = 10
     planner = WindowPlanner(3, RoundCosts({1: 1.0, 8: 50.0}, {1: 5.0}, {1: 5.0}, 3), looks_up=False)
     requests[0].matcher = object()  # type: ignore[assignment]  # without a grammar, all rows would be tried at once
     probed = set()
@@ -387,7 +393,7 @@ def test_one_number_of_drafts_for_all_rows_is_the_best_of_all(per_step: float, e
         rates[drafts] = won / (1.4 + 0.1 * 2 * (1 + drafts) + drafts * per_step)
     best = max(rates, key=lambda drafts: rates[drafts])
     assert best == expected
-    requests[0].held = [Held(5, 0, [None])]  # so that no other number is tried
+    requests[0].missed = 5  # so that no other number is tried
     chosen = SteadyRounds(measured).choose(requests, lambda _: odds, 3, 0, goes_on=False)
     plain = 2 / (1.4 + 0.1 * 2)
     assert chosen.rate == pytest.approx(rates[best])

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from peregrine.engine.periods import CHANGES, LEAST, TABLE, Periods
 from peregrine.engine.planning import WindowPlanner
-from peregrine.engine.request import Held, Request
+from peregrine.engine.request import Request
 from peregrine.engine.round_costs import RoundCosts
 from peregrine.engine.steady import FAR, NEAR, SteadyRounds
 from peregrine.sampling import SamplingParams
@@ -30,7 +30,7 @@ def some_odds(right: int) -> Odds:
 
 
 def some_costs(ms_per_token: float = 0.5) -> RoundCosts:
-    """Four milliseconds and half of one for a token; drafts are free, and one held token takes a tenth."""
+    """Four milliseconds and half of one for a token; drafts are free, and to absorb a token takes a tenth."""
     return RoundCosts({1: 4 + ms_per_token, 64: 4 + 64 * ms_per_token}, {1: 0.1, 2: 0.2}, {1: 0.0}, 3)
 
 
@@ -105,13 +105,13 @@ def test_what_seems_much_worse_is_first_tried_late() -> None:
 
 
 def test_rows_come_back_if_there_is_enough_left_to_win() -> None:
-    """What they hold has to be absorbed first."""
+    """What was missed has to be read first."""
     odds = some_odds(75)
-    for left, drafts in ((400, 1), (3, 0)):
+    for left, drafts in ((4000, 1), (3, 0)):
         requests = some_requests(2, limit=100 + left)
         for request in requests:
             request.tokens += [0] * (100 - request.num_tokens)
-            request.held = [Held(10, 0, [None] * 90)]
+            request.missed = 10
         assert SteadyRounds(some_costs()).choose(requests, lambda _: odds, 1, 0, goes_on=False).drafts == drafts
 
 
@@ -133,8 +133,8 @@ def test_requests_without_drafts_are_not_planned_in_every_round() -> None:
     assert planned < 10
 
 
-@pytest.mark.parametrize(("left", "held", "tries"), [(400, 0, True), (400, 9, False), (20, 0, False)])
-def test_of_requests_that_changed_only_new_ones_try_another_number(left: int, held: int, tries: bool) -> None:
+@pytest.mark.parametrize(("left", "missed", "tries"), [(400, None, True), (400, 3, False), (20, None, False)])
+def test_of_requests_that_changed_only_new_ones_try_another_number(left: int, missed: int | None, tries: bool) -> None:
     steady, requests, odds = SteadyRounds(some_costs()), some_requests(8, limit=6 + left), some_odds(60)
-    requests[0].held = [Held(5, 0, [None] * held)] if held else []
+    requests[0].missed = missed
     assert steady.choose(requests, lambda _: odds, 1, 0, goes_on=False).is_trial == tries

@@ -44,6 +44,7 @@ class DeviceLayout:
     windows: Windows
     rows: Tensor | None
     branched: Branched | None = None
+    rests: bool = False  # who is not drafted for is read by the drafter all the same
 
     @property
     def paths(self) -> Windows:

@@ -86,9 +86,6 @@ class LonePlan:
     def depths(self) -> int:
         return len(self.said)
 
-    def hold(self, taps: Tensor | None) -> None:
-        """It never rests."""
-
     def force(self, forced: Tensor) -> None:
         """A request with a grammar has other plans."""
 

@@ -177,7 +177,7 @@ class Engine:
         """Free the request's seat; the request in the last seat moves into it, so that seats stay compact."""
         seat, last = request.seat, len(self.running) - 1
         assert seat is not None
-        self.runner.leave(request)
+        request.missed = None
         if seat == last:
             self.runner.seats.clear(seat)
         else:

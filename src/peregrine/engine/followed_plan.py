@@ -7,8 +7,6 @@ the same on every rank; costs and odds are rank 0's, which learns them.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from peregrine.engine.round_plan import RoundPlan
 from peregrine.spec.links import Branched
 from peregrine.spec.odds import Odds, RequestOdds
@@ -22,7 +20,6 @@ class FollowedRow:
     odds: RequestOdds
     cap: int  # the most drafts it may have after the round
     sampled: bool
-    held: tuple[()] = ()  # what it holds for the drafter: rank 0 keeps that
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +52,6 @@ class FollowedPlan(RoundPlan):
     ) -> None:
         super().__init__(planner, rows, *windows)  # type: ignore[arg-type]
         self.probe = probe
-
-    def hold(self, taps: Tensor | None) -> None:
-        """Rank 0 keeps what the drafter has not absorbed."""
 
 
 Values = tuple[FollowedPlanner, list[FollowedRow], tuple[list[int], list[int], Branched | None, int], int]

@@ -7,10 +7,10 @@ own (`engine/alone.py`).
 
 All rows are drafted for or none, but for a probe, which drafts for a few. A row that is not drafted for still has to be
 known to the drafter when it comes back. In a round that drafts, the drafter absorbs every row's tokens, which costs
-little beside its other work. In others it is not called at all: what it has to absorb is held, and read as one
-prompt-like chunk before the next draft of that row, or at its end. What a request holds at its end is dropped if it is
-most of its text: should a later prompt hit those pages, its first drafts are worse, which is seldom and costs less than
-to absorb the text of every request that rests.
+little beside its other work. In others it is not called at all, and nothing is kept for it: before the next draft of a
+row, what it missed is read as a prompt is, by the target and by it. What it missed of a request that ends it never
+reads: should a later prompt hit those pages, its first drafts are worse, which is seldom and costs less than to read
+the text of every request that rests.
 """
 
 import time
@@ -32,7 +32,6 @@ from peregrine.kernels.round import FINISH_NONE, HEADER
 from peregrine.spec.odds import MOST, Ints, Odds, survivals, survivals_of
 from peregrine.spec.planner import Costs, plan_depths, trim_windows
 
-MAX_HELD = 1024  # rounds whose taps are held
 KEPT, MOST_KEPT = 16, 64  # rounds for which it is decided whether to draft; twice as many each time that it stays so
 JUDGED = 150  # drafts with a verdict before rounds count for the rate of planned ones: the odds have to be learnt first
 LOOK_AHEAD = 4  # drafts that are planned before the first is made; further ones are decided step by step
@@ -227,13 +226,6 @@ class WindowPlanner:
             self._again = SteadyPlan(requests, [1 + drafts] * len(requests), drafts)
             self._again.expected = self._expected_tokens
         return plan
-
-    def must_absorb(self, plan: AnyPlan) -> list[Request]:
-        """Whose held taps the drafter has to absorb before this round."""
-        if any(request.num_held >= MAX_HELD for request in plan.requests):
-            return list(plan.requests)
-        windows = [row for row, length in enumerate(plan.windows.lens) if length > 1]  # a grammar forced their drafts
-        return [plan.requests[row] for row in {*plan.drafted, *windows}]
 
     def choose_verified(self, requests: Sequence[Request], offered: Sequence[int]) -> list[int]:
         """How many drafts of each row are verified."""

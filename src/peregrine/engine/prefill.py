@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from peregrine.engine.request import Request
@@ -30,6 +29,7 @@ class PromptChunk:
         return self.end - self.start
 
 
+MISSED_AT_ONCE = 512  # tokens, of all requests together
 Replay = Callable[[list[PromptChunk], bool], bool]
 
 
@@ -65,31 +65,27 @@ def read_chunks(rounds: Rounds, chunks: list[PromptChunk], page_size: int, repla
         chunk.request.read_len = chunk.end
 
 
-def absorb_held(rounds: Rounds, requests: Sequence[Request], page_size: int) -> None:
-    """Let the drafter absorb what it missed while no row was drafted for, all in one chunk."""
-    chunks = []
-    for request in requests:
-        start = request.held[0].start if request.held else 0
-        end = min(start + request.num_held, request.num_tokens - 1)
-        if end > start:
-            chunks.append(PromptChunk(request, start, end))
-    if chunks:
-        rounds.absorb(chunk_inputs(chunks, page_size), held_taps(chunks) if rounds.drafter.taps else None)
-    for request in requests:
-        request.held = []
+def read_missed(rounds: Rounds, requests: Sequence[Request], page_size: int) -> None:
+    """Let the drafter absorb what it missed while no row was drafted for, some tokens of every request at a time.
 
-
-def held_taps(chunks: Sequence[PromptChunk]) -> Tensor:
-    """The held taps of the chunks' tokens: [N, taps * H]."""
-    rounds: dict[int, Tensor] = {}  # taps of several rows are held together
-    found = []
-    for chunk in chunks:
-        for held in chunk.request.held:
-            if id(held.taps) not in rounds:
-                rounds[id(held.taps)] = torch.stack([taps for taps in held.taps if taps is not None])
-        lines = [rounds[id(held.taps)][:, held.line] for held in chunk.request.held]
-        found.append(torch.cat(lines)[: chunk.end - chunk.start])
-    return torch.cat(found)
+    A head needs the target's states of these tokens, which nobody kept: the target reads them once more, and stores the
+    same keys and values where they are.
+    """
+    late = [request for request in requests if request.num_missed > 0]
+    while late:
+        chunks = []
+        for request in late:
+            start, end = request.missed or 0, request.num_tokens - 1
+            request.missed = min(end, start + max(1, MISSED_AT_ONCE // len(late)))
+            chunks.append(PromptChunk(request, start, request.missed))
+        inputs = chunk_inputs(chunks, page_size)
+        if rounds.drafter.taps:
+            rounds.read(inputs, False)
+        else:
+            rounds.absorb(inputs)
+        late = [request for request in late if request.num_missed > 0]
+    for request in requests:
+        request.missed = None
 
 
 def _take_scores(chunks: list[PromptChunk], number: int, logits: Tensor, following: Tensor) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from peregrine.engine.request import Request
 
 EVERY = 512  # rounds; sooner while there were few
+MOST_MISSED = 64  # tokens that are read for a probe
 DEPTH = 2  # drafts of a row in a probe; always as many, so that its sizes are recorded soon
 
 
@@ -28,7 +29,8 @@ class Probes:
         return depth
 
     def rows(self, requests: Sequence[Request]) -> list[int]:
-        """A quarter of the rows: those that hold the least, which has to be absorbed first; of equals, in turn."""
+        """A quarter of the rows: those of which the drafter missed the least, which it must read first; of equals, in
+        turn. None of which it missed much."""
         count = len(requests)
-        order = sorted(range(count), key=lambda row: (requests[row].num_held, (row - self._made) % count))
-        return order[: -(-count // 4)]
+        order = sorted(range(count), key=lambda row: (requests[row].num_missed, (row - self._made) % count))
+        return [row for row in order[: -(-count // 4)] if requests[row].num_missed <= MOST_MISSED]

@@ -26,15 +26,6 @@ FAULT = "the model's logits held NaN or inf after {count} tokens; check the chec
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """Taps that a drafter has not absorbed, of some rounds in which a request got one token each."""
-
-    start: int  # place of the first token
-    line: int  # the request's in the taps of a round
-    taps: list[Tensor | None]  # by round: [N, taps * H], with those of other requests; it may grow
-
-
-@dataclass(frozen=True, slots=True)
 class TokenLogprob:
     """Log-probability of a token under the model's own distribution, and the likeliest tokens there."""
 
@@ -151,16 +142,16 @@ class Request:
         self.guesses: list[Guess] = []  # the drafts of its window, for the planner of windows
         self.ranked: list[tuple[list[int], list[float]]] = []  # the likeliest tokens of each of their steps
         self.odds = RequestOdds()
-        self.held: list[Held] = []  # of its last tokens, which the drafter has not absorbed, in order
+        self.missed: int | None = None  # place of the first token that the drafter has not absorbed
         self.order = 0  # of admission; the last one admitted is preempted first
         self.arrived = time.perf_counter()
         self.started: float | None = None
         self.first_token: float | None = None
 
     @property
-    def num_held(self) -> int:
-        """Tokens that the drafter has not absorbed."""
-        return sum(len(held.taps) for held in self.held)
+    def num_missed(self) -> int:
+        """Tokens before the newest that the drafter has not absorbed."""
+        return 0 if self.missed is None else self.num_tokens - 1 - self.missed
 
     @property
     def generated(self) -> list[int]:

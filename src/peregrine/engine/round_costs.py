@@ -93,7 +93,7 @@ class RoundCosts:
         self._speed, self._first, self._step = (deque([1.0] * FIRST, RECENT) for _ in range(3))
         self._steady = deque([1.0] * FIRST, RECENT)  # of rounds with one number of drafts for all, over table and speed
         self._planning = deque([0.0], RECENT)  # milliseconds that a row alone takes more, if its chain may branch
-        self._absorbed = deque([1.0], RECENT)  # what it took to absorb held tokens, over the table
+        self._missed = deque([1.0], RECENT)  # what it took to read missed tokens, over the table
         self.periods = Periods()  # of rounds with one number of drafts for all, and of those without
         self._now = 1.0  # the speed at the moment
         self._rounds = 0
@@ -168,13 +168,14 @@ class RoundCosts:
         """Milliseconds between rounds."""
         return middle(self._between) if self._between else 0.0
 
-    def note_absorbed(self, tokens: int, ms: float) -> None:
-        """The drafter has absorbed so many tokens that were held."""
-        self._absorbed.append(ratio(ms / self._now, self._table.absorb_ms(tokens)))
+    def note_missed(self, tokens: int, ms: float) -> None:
+        """The drafter has absorbed so many tokens that it had missed."""
+        if tokens:
+            self._missed.append(ratio(ms / self._now, self._table.read_ms(tokens)))
 
-    def absorbing_ms(self, tokens: int) -> float:
-        """Milliseconds to absorb so many tokens that are held."""
-        return middle(self._absorbed) * self._table.absorb_ms(tokens) if tokens else 0.0
+    def missed_ms(self, tokens: int) -> float:
+        """Milliseconds until the drafter has absorbed so many tokens that it missed."""
+        return middle(self._missed) * self._table.read_ms(tokens) if tokens else 0.0
 
     @property
     def planning_ms(self) -> float:

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from peregrine.engine.request import Held, Request
+from peregrine.engine.request import Request
 from peregrine.spec.links import Branched
 from peregrine.spec.odds import Guess, Odds
 from peregrine.spec.planner import Costs, worth_taking
@@ -59,7 +59,6 @@ class RoundPlan:
         self.drafted, self._wanted = drafted, set(drafted)  # rows that are drafted for, and whose drafts seem to pay
         self._survivals = [1.0] * len(drafted)  # of the drafts so far, in each row that is drafted for
         self._tokens = len(lens)  # of the next round, as far as it is planned
-        self._held: list[Tensor | None] | None = None
 
     @property
     def offered(self) -> list[int]:
@@ -97,17 +96,6 @@ class RoundPlan:
     def depths(self) -> Tensor | int:
         depths = [len(line) for line in self.guesses]
         return depths[0] if depths.count(depths[0]) == len(depths) else torch.tensor(depths)
-
-    def hold(self, taps: Tensor | None) -> None:
-        if self._held is None:  # else the plan is repeated: the same rows rest again
-            holding = [row for row, request in enumerate(self.requests) if self.rests or request.held]
-            if not holding:
-                return
-            self._held, lens = [], self.paths.lens
-            for row in holding:
-                request = self.requests[row]
-                request.held.append(Held(request.num_tokens - 1, sum(lens[:row]), self._held))
-        self._held.append(None if taps is None else taps.flatten(0, -2))
 
     def force(self, forced: Tensor) -> None:
         for line, known in zip(self.guesses, (forced >= 0).long().cumprod(dim=1).sum(dim=1).tolist(), strict=True):

@@ -64,9 +64,6 @@ class FixedPlan:
     def depths(self) -> int:
         return self._drafts
 
-    def hold(self, taps: Tensor | None) -> None:
-        """It never rests."""
-
     def force(self, forced: Tensor) -> None:
         """Depths are as they were given."""
 

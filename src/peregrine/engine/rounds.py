@@ -153,9 +153,9 @@ class Rounds:
         self.drafter.absorb(replace(chunk, taps=taps))
 
     @led
-    def absorb(self, inputs: ChunkInputs, taps: Tensor | None) -> None:
-        """Let the drafter absorb what the target has read before."""
-        self.drafter.absorb(replace(inputs.upload(self.device), taps=taps))
+    def absorb(self, inputs: ChunkInputs) -> None:
+        """Let a drafter that needs no taps absorb what the target has read before."""
+        self.drafter.absorb(inputs.upload(self.device))
 
     @on_every_rank("rounds", at_once=False)
     def learn(self, answer: list[int]) -> None:

@@ -18,7 +18,7 @@ from peregrine.engine.graphs import Graphs
 from peregrine.engine.host_copy import Ring, event_after
 from peregrine.engine.masks import MaskWriter
 from peregrine.engine.planning import AnyPlan, WindowPlanner
-from peregrine.engine.prefill import absorb_held
+from peregrine.engine.prefill import read_missed
 from peregrine.engine.request import Request
 from peregrine.engine.round_plan import RoundPlan
 from peregrine.engine.round_result import RoundResult, extras_of
@@ -137,7 +137,7 @@ class Runner:
             repeated = None if features.masked else self.planner.repeat(requests)
             plan = repeated or self._plan(self.planner, requests, rows)
             if repeated is None:
-                self.absorb_held(self.planner.must_absorb(plan))
+                self.catch_up(plan)
                 planned_at = time.perf_counter()
         ahead = self.ahead
         foreseen = None if ahead is None or features.masked else ahead[0].plan(requests, rows.count)
@@ -194,19 +194,16 @@ class Runner:
             self.seats.offer(plan.offered)
         return plan
 
-    def absorb_held(self, requests: Sequence[Request]) -> None:
-        """Let the drafter read what these requests hold for it."""
-        if held := sum(request.num_held for request in requests):
-            began = time.perf_counter()
-            absorb_held(self.rounds, requests, self.seats.page_size)
-            if self.planner is not None:
-                self.planner.measured.note_absorbed(held, 1e3 * (time.perf_counter() - began))
-
-    def leave(self, request: Request) -> None:
-        """The request leaves its seat: what it holds is absorbed, or dropped if it rested for most of its text."""
-        if 2 * request.num_held > len(request.tokens) - len(request.prompt):
-            request.held = []
-        self.absorb_held([request])
+    def catch_up(self, plan: AnyPlan) -> None:
+        """Let the drafter read what it missed of the requests that are drafted for; if all rest, it misses them now."""
+        if plan.rests:
+            for request in plan.requests:
+                request.missed = request.num_tokens - 1 if request.missed is None else request.missed
+        late = [plan.requests[row] for row in plan.drafted if plan.requests[row].missed is not None]
+        if late and self.planner is not None:
+            began, missed = time.perf_counter(), sum([request.num_missed for request in late])
+            read_missed(self.rounds, late, self.seats.page_size)
+            self.planner.measured.note_missed(missed, 1e3 * (time.perf_counter() - began))
 
     def _mark(self, stage: str) -> None:
         if stage == "propose":

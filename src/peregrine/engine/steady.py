@@ -92,7 +92,7 @@ class SteadyRounds:
         if last is not None and last <= most and rates[best] < CHANGED * rates[last]:
             best = last
         self._last[rows] = self._present = drafts = best
-        fresh = all(not r.held and r.limit - r.num_tokens >= LASTING * TRIAL for r in requests)
+        fresh = all(r.missed is None and r.limit - r.num_tokens >= LASTING * TRIAL for r in requests)
         if goes_on or fresh:
             drafts = best if self._tries else self._trial(requests, rates, best, number)
             self._tried[rows, drafts] = number
@@ -100,15 +100,15 @@ class SteadyRounds:
         return Chosen(drafts, won[drafts], max(rates[1:], default=0.0), self._tries)
 
     def net(self, requests: Sequence[Request], rates: Sequence[float]) -> list[float]:
-        """What rates of drafting come to with the time to absorb what the requests hold, over what they have left."""
+        """What rates of drafting come to with the time to read what was missed, over the tokens that are left."""
         left = max(1, sum([request.limit - request.num_tokens for request in requests]))
-        absorbing = self._absorbing_ms(requests)
-        return [left / (left / rate + absorbing) for rate in rates]
+        missed = self._missed_ms(requests)
+        return [left / (left / rate + missed) for rate in rates]
 
     def _trial(self, requests: Sequence[Request], rates: Sequence[float], best: int, number: int) -> int:
         """One draft more or less than the best, if its trial is due, or the best.
 
-        Ever less often, as long as it confirms what is known, and later if much has to be absorbed for it.
+        Ever less often, as long as it confirms what is known, and later if the drafter must read much for it.
         """
         rows, measured = len(requests), self.measured
         for drafts in (best - 1, best + 1):
@@ -118,14 +118,14 @@ class SteadyRounds:
             if near and size not in self._tried:
                 return drafts
             wait = (NEAR if near else FAR) * (1.0 + measured.periods.num_changes(rows, *sorted((best, drafts))))
-            wait *= 1 + self._absorbing_ms(requests) / measured.steady_ms(*size)
+            wait *= 1 + self._missed_ms(requests) / measured.steady_ms(*size)
             if number - self._tried.get(size, 0) >= wait:
                 return drafts
         return best
 
-    def _absorbing_ms(self, requests: Sequence[Request]) -> float:
-        """Milliseconds to absorb what the requests hold, before they are drafted for again."""
-        return self.measured.absorbing_ms(sum([request.num_held for request in requests if request.held]))
+    def _missed_ms(self, requests: Sequence[Request]) -> float:
+        """Milliseconds to read what the drafter missed of the requests, before they are drafted for again."""
+        return self.measured.missed_ms(sum([request.num_missed for request in requests]))
 
     def hope(self, requests: Sequence[Request], odds_of: OddsOf, drafts: int, costs: Costs, branches: bool) -> float:
         """How many times as many tokens rows may have, if each has its own number of drafts or its chain branches.

@@ -80,7 +80,8 @@ def run_round(
 def verify(
     target: BoundModel, drafter: Drafter, seats: SeatState, rows: Rows, layout: Layout | None = None
 ) -> Verified:
-    """Score every node of the windows."""
+    """Score every node of the windows; where all rows rest, nothing is kept for the drafter."""
+    taps = () if layout is not None and layout.rests else drafter.taps
     state = planned_state(seats, rows, layout)
     branched = None if layout is None or layout.branched is None else state
     windows = None if layout is None or layout.windows.is_uniform else layout.windows
@@ -92,12 +93,12 @@ def verify(
         tokens, positions, slots = packed
         ancestors = None if ancestors is None else windows.pack(ancestors)
         metadata = windows.metadata(state.pages, positions, places.past_lens, slots, ancestors)
-        hidden, taps = target.read(tokens, metadata, drafter.taps)  # [N, H]
-        return Verified(places, target.decoder.logits(hidden), taps, layout, windows, branched)
+        hidden, tapped = target.read(tokens, metadata, taps)  # [N, H]
+        return Verified(places, target.decoder.logits(hidden), tapped, layout, windows, branched)
     metadata = state.pages.uniform(places.positions, places.past_lens, places.slots, ancestors)
-    hidden, taps = target.read(state.window_tokens.flatten(), metadata, drafter.taps)  # [R * T, H]
+    hidden, tapped = target.read(state.window_tokens.flatten(), metadata, taps)  # [R * T, H]
     logits = target.decoder.logits(hidden).view(num_rows, num_nodes, -1)
-    return Verified(places, logits, taps, layout, None, branched)
+    return Verified(places, logits, tapped, layout, None, branched)
 
 
 def decide(
@@ -140,10 +141,7 @@ def propose(
     plan: Plan | None = None,
 ) -> None:
     """Draft for the next round; without a drafter, and where all rows rest, they have no drafts, as before."""
-    if plan is not None and plan.rests and not features.masked:
-        plan.hold(verified.taps)
-        return
-    if not drafter.shape.depth:
+    if not drafter.shape.depth or (plan is not None and plan.rests and not features.masked):
         return
     whole, state = seats.view(rows), verified.branched or seats.view(planned_rows(rows, verified.layout))
     taps, windows = verified.taps, verified.windows
@@ -166,8 +164,6 @@ def propose(
             drafts = Drafts(drafts.tokens[:, :depth], depth, None)
         some = whole if asked is plan else seats.view(Rows(rows.count, rows.places, 1 + depth))
         some.keep(drafts)
-    if plan is not None:
-        plan.hold(taps)
     if forced is not None:
         whole.offer_forced(forced)
         if plan is not None:

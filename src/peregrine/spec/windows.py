@@ -143,6 +143,7 @@ class Layout(Protocol):
     windows: Windows
     branched: Branched | None  # the nodes themselves, if chains branch in this round
     rows: Tensor | None  # [n] i64; None: all
+    rests: bool  # no row is drafted for, and all windows are the newest token alone
 
     @property
     def paths(self) -> Windows:
@@ -154,6 +155,7 @@ class Offered:
 
     rows: Tensor | None = None
     branched: Branched | None = None
+    rests = False
 
     def __init__(self, lens: tuple[int, ...]) -> None:
         self.windows = self.paths = Windows.of(lens)
@@ -162,7 +164,6 @@ class Offered:
 class Plan(Layout, Protocol):
     """What the host chose for one round. A drafter reports its drafts to it, and asks it before every further step."""
 
-    rests: bool  # no row is, and all windows are the newest token alone
     ranks: int  # how many of the likeliest tokens of each step it wants to know; 1: the draft's chance alone
     drafts: int | None  # all rows get so many, and nothing is asked of it; None: it is asked before every further step
 
@@ -177,9 +178,6 @@ class Plan(Layout, Protocol):
 
     def depths(self) -> Tensor | int:
         """How many drafts each row got: [R], or one for all rows."""
-
-    def hold(self, taps: Tensor | None) -> None:
-        """After the drafter: keep the taps, packed as paths are, of rows whose tokens it did not absorb in order."""
 
     def force(self, forced: Tensor) -> None:
         """Note the drafts that grammars leave no choice about, [R, K]; -1: they do."""
