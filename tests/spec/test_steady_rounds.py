@@ -115,6 +115,18 @@ def test_rows_come_back_if_there_is_enough_left_to_win() -> None:
         assert SteadyRounds(some_costs()).choose(requests, lambda _: odds, 1, 0, goes_on=False).drafts == drafts
 
 
+@pytest.mark.parametrize(("missed", "streams", "drafts"), [(9000, False, 1), (9000, True, 0), (100, True, 1)])
+def test_rows_do_not_come_back_while_somebody_waits_for_tokens(missed: int, streams: bool, drafts: int) -> None:
+    """Unless what was missed is soon read."""
+    (request,), odds = some_requests(1, limit=1 << 20), some_odds(75)
+    request.tokens += [0] * missed
+    request.missed, request.streams = request.num_tokens - 1 - missed, streams
+    steady = SteadyRounds(some_costs(0.05))
+    for number in range(0, 1 << 14, 64):  # and it is not tried either
+        assert steady.choose([request], lambda _: odds, 1, number, goes_on=True).drafts <= drafts
+    assert steady.choose([request], lambda _: odds, 1, 0, goes_on=False).drafts == drafts
+
+
 @pytest.mark.parametrize(("left", "drafts"), [(1, 0), (2, 1), (40, 3)])
 def test_no_draft_is_made_past_the_end(left: int, drafts: int) -> None:
     requests = some_requests(2, limit=6 + left)

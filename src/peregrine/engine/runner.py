@@ -137,7 +137,7 @@ class Runner:
             repeated = None if features.masked else self.planner.repeat(requests)
             plan = repeated or self._plan(self.planner, requests, rows)
             if repeated is None:
-                self.catch_up(plan)
+                self._update_drafter(plan)
                 planned_at = time.perf_counter()
         ahead = self.ahead
         foreseen = None if ahead is None or features.masked else ahead[0].plan(requests, rows.count)
@@ -194,7 +194,7 @@ class Runner:
             self.seats.offer(plan.offered)
         return plan
 
-    def catch_up(self, plan: AnyPlan) -> None:
+    def _update_drafter(self, plan: AnyPlan) -> None:
         """Let the drafter read what it missed of the requests that are drafted for; if all rest, it misses them now."""
         if plan.rests:
             for request in plan.requests:

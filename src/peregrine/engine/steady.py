@@ -27,6 +27,7 @@ CHANGED = 1.015  # times as many tokens, by which another number of drafts must 
 NEAR, FAR = 256, 1024  # rounds after which a number of drafts is first tried again that seems nearly as good, or not
 NEARLY = 0.9  # of what the best gives
 TRIAL, LASTING = 9, 4  # rounds for which it is tried, and how many times as many tokens new requests must have left
+LONGEST_MS = 400.0  # that what a drafter missed may be read for where tokens are streamed; else rows go on resting
 UNLIKE = 1.2  # times as often as another's a row's first draft is right, where rows may deserve their own numbers
 OWN_PRIOR = 24.0  # drafts for which it counts that a request is like others: one number is chosen for many rounds
 
@@ -100,9 +101,14 @@ class SteadyRounds:
         return Chosen(drafts, won[drafts], max(rates[1:], default=0.0), self._tries)
 
     def net(self, requests: Sequence[Request], rates: Sequence[float]) -> list[float]:
-        """What rates of drafting come to with the time to read what was missed, over the tokens that are left."""
+        """What rates of drafting come to with the time to read what was missed, over the tokens that are left.
+
+        Nothing, if somebody who watches the tokens come would wait for long meanwhile.
+        """
         left = max(1, sum([request.limit - request.num_tokens for request in requests]))
         missed = self._missed_ms(requests)
+        if missed > LONGEST_MS and any(request.streams for request in requests):
+            return [0.0] * len(rates)
         return [left / (left / rate + missed) for rate in rates]
 
     def _trial(self, requests: Sequence[Request], rates: Sequence[float], best: int, number: int) -> int:
@@ -112,7 +118,7 @@ class SteadyRounds:
         """
         rows, measured = len(requests), self.measured
         for drafts in (best - 1, best + 1):
-            if not 0 <= drafts < len(rates):
+            if not 0 <= drafts < len(rates) or not rates[drafts]:
                 continue
             near, size = rates[drafts] > NEARLY * rates[best], (rows, drafts)
             if near and size not in self._tried:
