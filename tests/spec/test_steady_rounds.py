@@ -121,7 +121,7 @@ def test_rows_do_not_come_back_while_somebody_waits_for_tokens(missed: int, stre
     (request,), odds = some_requests(1, limit=1 << 20), some_odds(75)
     request.tokens += [0] * missed
     request.missed, request.streams = request.num_tokens - 1 - missed, streams
-    steady = SteadyRounds(some_costs(0.05))
+    steady = SteadyRounds(some_costs(0.05), max_stall_ms=100.0)
     for number in range(0, 1 << 14, 64):  # and it is not tried either
         assert steady.choose([request], lambda _: odds, 1, number, goes_on=True).drafts <= drafts
     assert steady.choose([request], lambda _: odds, 1, 0, goes_on=False).drafts == drafts

@@ -13,6 +13,7 @@ reads: should a later prompt hit those pages, its first drafts are worse, which 
 the text of every request that rests.
 """
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -42,7 +43,9 @@ AnyPlan = RoundPlan | SteadyPlan | LonePlan
 class WindowPlanner:
     """Plans rounds, and learns from them."""
 
-    def __init__(self, depth: int, measured: RoundCosts, looks_up: bool, room: int = 0) -> None:
+    def __init__(
+        self, depth: int, measured: RoundCosts, looks_up: bool, room: int = 0, max_stall_ms: float = math.inf
+    ) -> None:
         self.depth, self.measured, self.looks_up = depth, measured, looks_up
         self.branching = Branching(room) if room else None  # None: chains never branch
         self.costs: Costs = measured.costs()
@@ -58,7 +61,7 @@ class WindowPlanner:
         self._drafted: list[int] = []  # rows that are drafted for
         self._due = 0  # the round after which they are chosen anew
         self._kept = KEPT
-        self.steady, self.alone = SteadyRounds(measured), LoneRounds(measured)
+        self.steady, self.alone = SteadyRounds(measured, max_stall_ms), LoneRounds(measured)
         self._drafts = 0  # of every row, if it is one number for all
         self._probes = False  # whether a few rows are drafted for now and then
         self._expected_tokens = 0.0  # of rounds that have as many

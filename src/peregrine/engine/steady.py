@@ -5,6 +5,7 @@ better choice of drafts does not give that back, one number of drafts is chosen 
 would with fixed windows: the same plan is repeated, and verdicts are taken in together when it is chosen anew.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate, groupby
 from typing import NamedTuple
@@ -27,7 +28,6 @@ CHANGED = 1.015  # times as many tokens, by which another number of drafts must 
 NEAR, FAR = 256, 1024  # rounds after which a number of drafts is first tried again that seems nearly as good, or not
 NEARLY = 0.9  # of what the best gives
 TRIAL, LASTING = 9, 4  # rounds for which it is tried, and how many times as many tokens new requests must have left
-LONGEST_MS = 400.0  # that what a drafter missed may be read for where tokens are streamed; else rows go on resting
 UNLIKE = 1.2  # times as often as another's a row's first draft is right, where rows may deserve their own numbers
 OWN_PRIOR = 24.0  # drafts for which it counts that a request is like others: one number is chosen for many rounds
 
@@ -63,8 +63,8 @@ class Chosen(NamedTuple):
 class SteadyRounds:
     """Chooses the number of drafts, and learns from the rounds that have it."""
 
-    def __init__(self, measured: RoundCosts) -> None:
-        self.measured = measured
+    def __init__(self, measured: RoundCosts, max_stall_ms: float = math.inf) -> None:
+        self.measured, self.max_stall_ms = measured, max_stall_ms
         self._last: dict[int, int] = {}  # what was the best for so many rows
         self._present: int | None = None  # what was the best of all
         self._tries = False  # whether another number is tried now
@@ -103,11 +103,11 @@ class SteadyRounds:
     def net(self, requests: Sequence[Request], rates: Sequence[float]) -> list[float]:
         """What rates of drafting come to with the time to read what was missed, over the tokens that are left.
 
-        Nothing, if somebody who watches the tokens come would wait for long meanwhile.
+        Nothing, if that would hold up somebody who watches the tokens come for longer than is allowed.
         """
         left = max(1, sum([request.limit - request.num_tokens for request in requests]))
         missed = self._missed_ms(requests)
-        if missed > LONGEST_MS and any(request.streams for request in requests):
+        if missed > self.max_stall_ms and any(request.streams for request in requests):
             return [0.0] * len(rates)
         return [left / (left / rate + missed) for rate in rates]
 

@@ -122,7 +122,7 @@ def add_planner(asked: EngineConfig, runner: Runner, draft: DraftSource) -> list
         with torch.inference_mode(), record_at_once():
             tree = partial(time_round, runner, [min(4, depth + 1)], 1, branches=True)
             measured.branched = branched_ms(tree, min(4, depth + 1), measured.costs())
-    runner.planner = WindowPlanner(depth, measured, draft.network is None, room)
+    runner.planner = WindowPlanner(depth, measured, draft.network is None, room, asked.max_stall_ms)
     costs = runner.planner.costs
     because = (
         f"ms by tokens verified: {written(costs.verify)}; by rows of a drafter's first step: {written(costs.first)}, "
