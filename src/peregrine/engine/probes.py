@@ -29,8 +29,10 @@ class Probes:
         return depth
 
     def rows(self, requests: Sequence[Request]) -> list[int]:
-        """A quarter of the rows: those of which the drafter missed the least, which it must read first; of equals, in
-        turn. None of which it missed much."""
+        """A quarter of the rows: those of which the drafter missed the least, of equals in turn.
+
+        It must read that first, so a row of which it missed much is left out.
+        """
         count = len(requests)
         order = sorted(range(count), key=lambda row: (requests[row].num_missed, (row - self._made) % count))
         return [row for row in order[: -(-count // 4)] if requests[row].num_missed <= MOST_MISSED]

@@ -198,7 +198,8 @@ class Runner:
         """Let the drafter read what it missed of the requests that are drafted for; if all rest, it misses them now."""
         if plan.rests:
             for request in plan.requests:
-                request.missed = request.num_tokens - 1 if request.missed is None else request.missed
+                if request.missed is None:
+                    request.missed = request.num_tokens - 1
         late = [plan.requests[row] for row in plan.drafted if plan.requests[row].missed is not None]
         if late and self.planner is not None:
             began, missed = time.perf_counter(), sum([request.num_missed for request in late])
