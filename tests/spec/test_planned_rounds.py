@@ -9,6 +9,7 @@ import random
 from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ from peregrine.engine.request import Request
 from peregrine.engine.round_costs import PlannedRate, RoundCosts
 from peregrine.engine.round_plan import RoundPlan
 from peregrine.engine.round_times import RoundTimes
+from peregrine.engine.rounds import ChunkInputs
 from peregrine.engine.steady import SteadyPlan, SteadyRounds
 from peregrine.kernels.round import HEADER
 from peregrine.sampling import SamplingParams
@@ -334,6 +336,27 @@ def test_who_rested_is_read_before_it_is_drafted_for_again(at_once: int, monkeyp
     assert not torch.equal(rested[20], never[20]), "just before it is read, the drafter has missed something"
     for number in range(21, 40):
         assert torch.equal(rested[number], never[number])
+
+
+@pytest.mark.parametrize("taps", [(1,), ()])
+def test_every_rank_reads_what_was_missed(taps: tuple[int, ...]) -> None:
+    """Arguments by keyword would stay with rank 0."""
+    told: list[tuple[object, ...]] = []
+
+    class Led:
+        drafter = SimpleNamespace(taps=taps)
+
+        def read(self, inputs: ChunkInputs, scored: bool, /) -> None:
+            told.append((inputs.tokens.tolist(), scored))
+
+        def absorb(self, inputs: ChunkInputs, /) -> None:
+            told.append((inputs.tokens.tolist(),))
+
+    request = Request(0, list(range(12)), SamplingParams(), 0, 99)
+    request.pages, request.missed = [1, 2], 7
+    prefill.read_missed(Led(), [request], page_size=16)  # type: ignore[arg-type]
+    assert told == [([7, 8, 9, 10], False) if taps else ([7, 8, 9, 10],)]
+    assert request.missed is None
 
 
 def test_a_request_that_rested_ends_at_no_cost(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,7 +80,7 @@ def read_missed(rounds: Rounds, requests: Sequence[Request], page_size: int) -> 
             chunks.append(PromptChunk(request, start, request.missed))
         inputs = chunk_inputs(chunks, page_size)
         if rounds.drafter.taps:
-            rounds.read(inputs, scored=False)
+            rounds.read(inputs, False)  # not by keyword: every rank reads them
         else:
             rounds.absorb(inputs)
         late = [request for request in late if request.num_missed > 0]
