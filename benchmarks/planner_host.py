@@ -76,7 +76,7 @@ def unrecorded_us(rows: int, rounds: int, chance: float, wanted: str) -> float:
     kinds: Counter[str] = Counter()
     dice, said, spent, offered = np.random.default_rng(0), torch.full((rows,), chance), 0.0, [0] * rows
     for done in range(2 * rounds):
-        planner.rate_of(requests).note(1000, 10.0 if wanted == BY_DRAFT else 1e6)
+        planner.rates.of(requests).note(1000, 10.0 if wanted == BY_DRAFT else 1e6)
         began = time.thread_time()
         repeated = planner.repeat(requests)
         plan = repeated or planner.plan(requests, offered)

@@ -9,35 +9,29 @@ import random
 from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
-from peregrine.engine import prefill
 from peregrine.engine.alone import Gates, LonePlan, LoneRounds
 from peregrine.engine.build import Built
-from peregrine.engine.engine import Engine
 from peregrine.engine.plan_record import PlanRecord
+from peregrine.engine.planned_rates import PlannedRate
 from peregrine.engine.planning import AnyPlan, WindowPlanner
 from peregrine.engine.request import Request
-from peregrine.engine.round_costs import PlannedRate, RoundCosts
+from peregrine.engine.round_costs import RoundCosts
 from peregrine.engine.round_plan import RoundPlan
 from peregrine.engine.round_times import RoundTimes
-from peregrine.engine.rounds import ChunkInputs
 from peregrine.engine.steady import SteadyPlan, SteadyRounds
 from peregrine.kernels.round import HEADER
 from peregrine.sampling import SamplingParams
 from peregrine.spec.branches import RANKS
-from peregrine.spec.chain import ChainDrafter
 from peregrine.spec.links import Branched
 from peregrine.spec.odds import DEPTHS, EDGES, MIDDLES, PRIOR, Ints, Odds, RequestOdds
 from peregrine.spec.planner import Costs, trim_windows, worth_taking
-from peregrine.spec.readers import HeadReader
 from peregrine.spec.windows import Windows
 from spec.block_heads import block_head, calm_model
 from spec.expert_models import expert_model, mla_mtp_model
@@ -79,7 +73,7 @@ class RandomPlanner(WindowPlanner):
 
     def __init__(self, depth: int, dice: random.Random, looks_up: bool, room: int = 0) -> None:
         super().__init__(depth, RoundCosts(dict(COSTS), dict(COSTS), dict(COSTS), depth), looks_up, room)
-        self.dice, self.room = dice, room
+        self.dice, self.room, self.other_dice = dice, room, random.Random(depth)
         self.rested = self.branches = self.taken = self.steadies = self.lone = 0  # rounds
 
     def plan(self, requests: Sequence[Request], offered: Sequence[int]) -> AnyPlan:
@@ -101,6 +95,15 @@ class RandomPlanner(WindowPlanner):
         self._again = None
         self.rested += plan.rests
         return plan
+
+    def rests_with(self, rows: int) -> bool:
+        """Any prompt may be skipped."""
+        self.catches_up = True
+        return self.other_dice.random() < 0.5
+
+    def missed_tokens_now(self, requests: Sequence[Request]) -> int:
+        """What was missed may be read at any time, and any part of it."""
+        return self.other_dice.choice((0, 0, 1, 5))
 
     def repeat(self, requests: Sequence[Request]) -> AnyPlan | None:
         if not isinstance(self._again, SteadyPlan) or self._near_an_end(requests) or self.dice.random() > 0.7:
@@ -289,87 +292,6 @@ def test_a_row_that_rested_drafts_as_if_it_had_not() -> None:
     check_pages(engine)
 
 
-def keys_of(engine: Engine, request: Request) -> Tensor:
-    """What the head has stored of a running request's tokens before the newest."""
-    runner, count = engine.runner, request.num_tokens - 1
-    assert isinstance(runner.drafter, ChainDrafter)
-    assert isinstance(runner.drafter.reader, HeadReader)
-    size = runner.seats.page_size
-    slots = [request.pages[place // size] * size + place % size for place in range(count)]
-    return runner.drafter.reader.store.keys[:, slots].clone()
-
-
-class RestingPlanner(WindowPlanner):
-    """All rows rest between two numbers of tokens of the first, and are drafted for before and after."""
-
-    def __init__(self, rest: range) -> None:
-        super().__init__(3, RoundCosts(dict(COSTS), dict(COSTS), dict(COSTS), 3), looks_up=False)
-        self.rest, self.missed, self.stored = rest, list[int](), list[tuple[int, Tensor]]()
-        self.engine: Engine
-
-    def plan(self, requests: list[Request], offered: Sequence[int]) -> RoundPlan:
-        rests, number = requests[0].num_tokens in self.rest, requests[0].num_tokens
-        self.missed.append(requests[0].num_missed)
-        self.stored.append((number, keys_of(self.engine, requests[0])))
-        return RoundPlan(self, requests, [1] * len(requests), [] if rests else list(range(len(requests))))
-
-    def learn(self, plan: AnyPlan, table: Ints, times: RoundTimes | None) -> None:
-        """Nothing."""
-
-
-@pytest.mark.parametrize("at_once", [3, 512])
-def test_who_rested_is_read_before_it_is_drafted_for_again(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then the head has stored, bit for bit, what it stores of requests that never rested."""
-    monkeypatch.setattr(prefill, "MISSED_AT_ONCE", at_once)
-    some = [Case((5, 9, 200 + row), SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)) for row in (0, 1)]
-    stored = []
-    for rest in (range(12, 20), range(0)):
-        engine = build(**(DRAFTERS["eagle3"] | {"max_rows": 2})).engine  # type: ignore[arg-type]
-        planner = engine.runner.planner = RestingPlanner(rest)
-        planner.engine = engine
-        assert tokens(run(engine, some)) == plain(some)
-        stored.append(dict(planner.stored))
-        assert max(planner.missed) == (8 if rest else 0)
-        assert planner.missed[-1] == 0
-    rested, never = stored
-    assert torch.equal(rested[12], never[12])
-    assert not torch.equal(rested[20], never[20]), "just before it is read, the drafter has missed something"
-    for number in range(21, 40):
-        assert torch.equal(rested[number], never[number])
-
-
-@pytest.mark.parametrize("taps", [(1,), ()])
-def test_every_rank_reads_what_was_missed(taps: tuple[int, ...]) -> None:
-    """Arguments by keyword would stay with rank 0."""
-    told: list[tuple[object, ...]] = []
-
-    class Led:
-        drafter = SimpleNamespace(taps=taps)
-
-        def read(self, inputs: ChunkInputs, scored: bool, /) -> None:
-            told.append((inputs.tokens.tolist(), scored))
-
-        def absorb(self, inputs: ChunkInputs, /) -> None:
-            told.append((inputs.tokens.tolist(),))
-
-    request = Request(0, list(range(12)), SamplingParams(), 0, 99)
-    request.pages, request.missed = [1, 2], 7
-    prefill.read_missed(Led(), [request], page_size=16)  # type: ignore[arg-type]
-    assert told == [([7, 8, 9, 10], False) if taps else ([7, 8, 9, 10],)]
-    assert request.missed is None
-
-
-def test_a_request_that_rested_ends_at_no_cost(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = build(**(DRAFTERS["eagle3"] | {"max_rows": 2})).engine  # type: ignore[arg-type]
-    planner = engine.runner.planner = RestingPlanner(range(12, 99))
-    planner.engine = engine
-    calls: list[object] = []
-    monkeypatch.setattr("peregrine.engine.runner.read_missed", lambda *args: calls.append(args))
-    run(engine, [Case((5, 9, 200), SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))])
-    assert planner.missed[-1] > 20
-    assert not calls
-
-
 def test_a_probe_drafts_for_rows_of_which_little_was_missed() -> None:
     """It has to be read first; of rows of which as much was missed, all have their turn."""
     requests = [Request(i, list(range(20)), SamplingParams(), 0, 99) for i in range(8)]
@@ -430,7 +352,7 @@ def test_rounds_are_planned_draft_by_draft_while_that_pays(costly: bool) -> None
     engine = build(**(DRAFTERS["noisy model"] | {"windows": "auto", "max_rows": 2})).engine  # type: ignore[arg-type]
     table = Steady({1: 4.0, 64: 5.0}, {1: 0.0}, {1: 0.1}, 4)
     planner = engine.runner.planner = WindowPlanner(4, table, looks_up=False)
-    planner._rates[1, False, False].note(400, 400 * 40.0 if costly else 400 / 4.0)
+    planner.rates._rates[1, False, False].note(400, 400 * 40.0 if costly else 400 / 4.0)
     greedy = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
     some = [Case((5, 9, 200), greedy)]
     assert tokens(run(engine, some)) == plain(some)

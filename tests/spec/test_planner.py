@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peregrine.engine.round_costs import PlannedRate, measure_costs
+from peregrine.engine.planned_rates import PlannedRate
+from peregrine.engine.round_costs import measure_costs
 from peregrine.engine.round_times import RoundTimes
 from peregrine.spec.planner import Costs, depth_plan, ms_at, paying_depths, plan_depths, trim_windows
 

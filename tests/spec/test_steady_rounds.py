@@ -10,7 +10,7 @@ from peregrine.engine.periods import CHANGES, LEAST, TABLE, Periods
 from peregrine.engine.planning import WindowPlanner
 from peregrine.engine.request import Request
 from peregrine.engine.round_costs import RoundCosts
-from peregrine.engine.steady import FAR, NEAR, SteadyRounds
+from peregrine.engine.steady import OFTEN, SPENT, TRIAL, SteadyRounds
 from peregrine.sampling import SamplingParams
 from peregrine.spec.odds import Odds, RequestOdds
 from spec.verdicts import judge_counts
@@ -83,7 +83,7 @@ def test_another_number_of_drafts_is_tried_now_and_then() -> None:
     """At once if it seems nearly as good, and then ever less often."""
     steady, requests, odds = SteadyRounds(some_costs()), some_requests(8), some_odds(60)
     tried = []
-    for number in range(0, 16 * NEAR, 16):
+    for number in range(0, 16 * OFTEN, 16):
         chosen = steady.choose(requests, lambda _: odds, 1, number, goes_on=True)
         if chosen.is_trial:
             tried.append(number)
@@ -95,13 +95,18 @@ def test_another_number_of_drafts_is_tried_now_and_then() -> None:
     assert tried[0] == 0
     gaps = [after - before for before, after in pairwise(tried)]
     assert gaps == sorted(gaps)
-    assert NEAR <= gaps[0] <= gaps[-1] <= (2 + CHANGES) * NEAR
+    assert OFTEN <= gaps[0] <= gaps[-1] <= (2 + CHANGES) * OFTEN
 
 
-def test_what_seems_much_worse_is_first_tried_late() -> None:
+def test_trials_cost_a_small_share_of_the_time() -> None:
     steady, requests, odds = SteadyRounds(some_costs(5.0)), some_requests(8), some_odds(10)
-    tried = [n for n in range(0, 2 * FAR, 16) if steady.choose(requests, lambda _: odds, 1, n, goes_on=True).is_trial]
-    assert tried[0] == FAR
+    for number in range(0, 1 << 15, 16):
+        chosen = steady.choose(requests, lambda _: odds, 1, number, goes_on=True)
+        assert steady.is_trial_due(8, number) == chosen.is_trial
+        if chosen.is_trial:
+            break
+    plain, tried = 8 / steady.measured.steady_ms(8, 0), chosen.tokens / steady.measured.steady_ms(8, 1)
+    assert 0.9 * SPENT < TRIAL * (1 - tried / plain) / number <= SPENT
 
 
 def test_rows_come_back_if_there_is_enough_left_to_win() -> None:
@@ -115,16 +120,23 @@ def test_rows_come_back_if_there_is_enough_left_to_win() -> None:
         assert SteadyRounds(some_costs()).choose(requests, lambda _: odds, 1, 0, goes_on=False).drafts == drafts
 
 
-@pytest.mark.parametrize(("missed", "streams", "drafts"), [(9000, False, 1), (9000, True, 0), (100, True, 1)])
-def test_rows_do_not_come_back_while_somebody_waits_for_tokens(missed: int, streams: bool, drafts: int) -> None:
-    """Unless what was missed is soon read."""
-    (request,), odds = some_requests(1, limit=1 << 20), some_odds(75)
+@pytest.mark.parametrize(("missed", "streams", "waits"), [(9000, False, False), (9000, True, True), (100, True, False)])
+def test_what_was_missed_holds_up_nobody_who_watches(missed: int, streams: bool, waits: bool) -> None:
+    """It is read in parts, between rounds that rest, if all of it would take too long."""
+    (request,), odds, stall = some_requests(1, limit=1 << 20, num_drafts=1), some_odds(75), 100.0
     request.tokens += [0] * missed
     request.missed, request.streams = request.num_tokens - 1 - missed, streams
-    steady = SteadyRounds(some_costs(0.05), max_stall_ms=100.0)
-    for number in range(0, 1 << 14, 64):  # and it is not tried either
-        assert steady.choose([request], lambda _: odds, 1, number, goes_on=True).drafts <= drafts
-    assert steady.choose([request], lambda _: odds, 1, 0, goes_on=False).drafts == drafts
+    planner = WindowPlanner(3, some_costs(0.05), looks_up=False, max_stall_ms=stall)
+    planner._odds = {False: odds, True: odds}
+    parts = 0
+    assert planner.plan([request], [0]).rests == planner.catches_up == waits
+    while planner.catches_up and (tokens := planner.missed_tokens_now([request])):
+        assert planner.repeat([request]) is not None, "rows rest meanwhile"
+        assert planner.measured.missed_ms(tokens) <= 1.05 * stall
+        request.missed, parts = request.missed + tokens, parts + 1
+    assert (parts > 2) == waits
+    assert planner.repeat([request]) is None or not waits
+    assert not planner.plan([request], [0]).rests
 
 
 @pytest.mark.parametrize(("left", "drafts"), [(1, 0), (2, 1), (40, 3)])

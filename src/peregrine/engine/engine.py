@@ -122,6 +122,8 @@ class Engine:
             if not self.ledger.admit(request, self._reach(request)):
                 self._blocked = request.id, self.ledger.version
                 return
+            rows = min(self.num_requests, self.policy.max_rows)
+            request.settle_missed(skips=self.runner.skips_prompts(rows))
             self.waiting.remove(request)
             request.begin(next(self._admissions))
             self.reading.append(request)
@@ -177,7 +179,6 @@ class Engine:
         """Free the request's seat; the request in the last seat moves into it, so that seats stay compact."""
         seat, last = request.seat, len(self.running) - 1
         assert seat is not None
-        request.missed = None
         if seat == last:
             self.runner.seats.clear(seat)
         else:

@@ -28,6 +28,7 @@ class PageLedger:
     ) -> None:
         self.pool, self.tree, self.tier, self.page_size, self.lookahead = pool, tree, tier, page_size, lookahead
         self.version = 0  # changes whenever pages are released or shared: else no request fits that did not before
+        self.missed = set[int]()  # of the pages in the tree, those that the drafter has not absorbed
 
     def admit(self, request: Request, places: int) -> bool:
         """Match the request's cached prefix and reserve pages for `places`; False, and nothing held, if they lack."""
@@ -51,6 +52,8 @@ class PageLedger:
             match = self.tree.match(request.ids(0, request.num_tokens - 1 + self.lookahead))
             self.tree.lock(match)
             request.match, request.pages, request.read_len = match, array("q", match.pages), match.num_tokens
+            late = (number for number, page in enumerate(match.pages) if page in self.missed)
+            request.missed = next((number * self.page_size for number in late), None)
 
     def _find_on_host(self, request: Request) -> list[bytes]:
         """The pages after the request's match that lie on the host."""
@@ -119,7 +122,11 @@ class PageLedger:
         if self.tree is None:
             return
         tokens = request.ids(0, min(request.read_len + self.lookahead, request.num_tokens))
-        self.tree.insert(tokens, request.pages[: self.tree.whole_pages(len(tokens))])
+        pages = request.pages[: self.tree.whole_pages(len(tokens))]
+        self.tree.insert(tokens, pages)
+        absorbed = len(pages) if request.missed is None else request.missed // self.page_size
+        self.missed.difference_update(pages[:absorbed])
+        self.missed.update(pages[absorbed:])
 
     def release(self, request: Request) -> None:
         """Give back every page of the request; its full pages stay in the tree, evictable."""
@@ -130,6 +137,7 @@ class PageLedger:
             self.tree.unlock(request.match)
         self.pool.release(request.pages[matched:])
         request.match, request.arriving, request.pages, request.read_len = None, None, array("q"), 0
+        request.missed = None
 
     def drop_cached(self) -> int:
         """Evict every cached page that no request holds, and forget the host's; returns how many left the device."""

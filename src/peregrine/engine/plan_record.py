@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(slots=True)
@@ -22,3 +22,14 @@ class PlanRecord:
         self.rounds["drafts" if lens[0] > 1 else "plain"] += 1
         self.tokens += tokens
         self.expected_tokens += expected
+
+    def note_rests(self, rows: int, rounds: int) -> None:
+        """Count rounds in which all rows rested."""
+        self.windows[1] += rows * rounds
+        self.rounds["plain"] += rounds
+        self.tokens += rows * rounds
+        self.expected_tokens += rows * rounds
+
+    def copy(self) -> "PlanRecord":
+        """As it is now."""
+        return replace(self, windows=self.windows.copy(), rounds=self.rounds.copy())

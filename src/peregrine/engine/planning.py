@@ -5,35 +5,33 @@ of `spec/planner.py`. It changes speed, never a token. Every so many rounds it i
 by draft, have one number of drafts for all rows (`engine/steady.py`), or none. Those of one row have a form of their
 own (`engine/alone.py`).
 
-All rows are drafted for or none, but for a probe, which drafts for a few. A row that is not drafted for still has to be
-known to the drafter when it comes back. In a round that drafts, the drafter absorbs every row's tokens, which costs
-little beside its other work. In others it is not called at all, and nothing is kept for it: before the next draft of a
-row, what it missed is read as a prompt is, by the target and by it. What it missed of a request that ends it never
-reads: should a later prompt hit those pages, its first drafts are worse, which is seldom and costs less than to read
-the text of every request that rests.
+All rows are drafted for or none, but for a probe, which drafts for a few. In a round that drafts, the drafter absorbs
+every row's tokens, which costs little beside its other work. In others it is not called at all, and what it missed is
+read before the next draft (`engine/missed.py`).
 """
 
 import math
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
 from peregrine.engine.alone import Gates, LonePlan, LoneRounds
 from peregrine.engine.branching import Branching, Choice
+from peregrine.engine.missed import Missed
 from peregrine.engine.plan_record import PlanRecord
+from peregrine.engine.planned_rates import PlannedRate, PlannedRates
 from peregrine.engine.probes import Probes
 from peregrine.engine.request import Request
-from peregrine.engine.round_costs import PlannedRate, RoundCosts
+from peregrine.engine.round_costs import RoundCosts
 from peregrine.engine.round_plan import RoundPlan
 from peregrine.engine.round_times import RoundTimes
 from peregrine.engine.steady import TRIAL, SteadyPlan, SteadyRounds
-from peregrine.kernels.round import FINISH_NONE, HEADER
 from peregrine.spec.odds import MOST, Ints, Odds, survivals, survivals_of
 from peregrine.spec.planner import Costs, plan_depths, trim_windows
 
 KEPT, MOST_KEPT = 16, 64  # rounds for which it is decided whether to draft; twice as many each time that it stays so
+MOST_RESTED = 512  # where rows rest: nothing is learnt there, so that only a trial can change the decision
 JUDGED = 150  # drafts with a verdict before rounds count for the rate of planned ones: the odds have to be learnt first
 LOOK_AHEAD = 4  # drafts that are planned before the first is made; further ones are decided step by step
 
@@ -51,9 +49,8 @@ class WindowPlanner:
         self.costs: Costs = measured.costs()
         self._costs_of: dict[int, Costs] = {}
         self.rate = 0.0  # tokens per millisecond that time is worth
-        # By the number of rows, in powers of two, whether one is sampled, and whether rows have one number of drafts.
-        self._rates: dict[tuple[int, bool, bool], PlannedRate] = defaultdict(PlannedRate)
-        self.record = PlanRecord()
+        self.rates = PlannedRates()
+        self._record = PlanRecord()
         self._rounds, self.probes = 0, Probes()
         self._probing = 0  # drafts of each row that the last round made for a probe
         self._odds = {False: Odds(), True: Odds()}  # by whether a request is sampled
@@ -61,14 +58,25 @@ class WindowPlanner:
         self._drafted: list[int] = []  # rows that are drafted for
         self._due = 0  # the round after which they are chosen anew
         self._kept = KEPT
-        self.steady, self.alone = SteadyRounds(measured, max_stall_ms), LoneRounds(measured)
+        self.missed = Missed(measured, max_stall_ms)
+        self.steady, self.alone = SteadyRounds(measured, self.missed), LoneRounds(measured)
         self._drafts = 0  # of every row, if it is one number for all
+        self._resting: dict[int, bool] = {}  # whether so many rows rest, by the last decision
+        self.catches_up = False  # rows will be drafted for, and the drafter reads what it missed between rounds
         self._probes = False  # whether a few rows are drafted for now and then
         self._expected_tokens = 0.0  # of rounds that have as many
         self._decided = 0  # the round before which it was decided
         self._again: RoundPlan | SteadyPlan | None = None  # what may be repeated: all rows rest, or have as many
-        self._repeated = 0  # how often rows have rested by it
+        self._rested = 0  # how often rows have rested by it
         self._began = 0.0  # seconds when the last round began, if it repeated a plan
+
+    @property
+    def record(self) -> PlanRecord:
+        """What was planned and what came of it until now."""
+        record, plan = self._record.copy(), self._again
+        if plan is not None and plan.rests:
+            record.note_rests(len(plan.requests), self._rested)
+        return record
 
     def odds(self, request: Request) -> Odds:
         return self._odds[request.params.temperature > 0]
@@ -101,11 +109,23 @@ class WindowPlanner:
         if self._planned != requests:
             return None
         self._rounds += 1
-        self._repeated += plan.rests
+        self._rested += plan.rests
         before, self._began = self._began, time.perf_counter()
         if before:
             self.measured.periods.note(1e3 * (self._began - before))
         return plan
+
+    def rests_with(self, rows: int) -> bool:
+        """Whether so many requests, if they come now, will not be drafted for."""
+        return self._resting.get(rows, False) and not self.steady.is_trial_due(rows, self._rounds)
+
+    def missed_tokens_now(self, requests: list[Request]) -> int:
+        """How many of the tokens that it missed the drafter reads before the next round, while rows still rest."""
+        self._began = 0.0  # no time of a round alone
+        if requests == self._planned and (count := self.missed.tokens_at_once(requests)) is not None:
+            return count
+        self._due, self.catches_up = 0, False  # the rest is soon read
+        return 0
 
     def plan(self, requests: list[Request], offered: Sequence[int]) -> AnyPlan:
         """The plan of the next round of the requests in these rows, whose windows hold this many drafts."""
@@ -153,7 +173,7 @@ class WindowPlanner:
         self._again = None
         rows, before, tries = len(requests), (bool(self._drafted), self._drafts), False
         goes_on = requests == self._planned
-        plain, measured = rows / self.measured.steady_ms(rows, 0), self.rate_of(requests)
+        plain, measured = rows / self.measured.steady_ms(rows, 0), self.rates.of(requests)
         by_draft = self.looks_up or any(r.matcher is not None or r.params.tree == "tree" for r in requests)
         if by_draft:
             means = {sampled: odds.means_by_depth(LOOK_AHEAD) for sampled, odds in self._odds.items()}
@@ -163,19 +183,24 @@ class WindowPlanner:
         else:
             chosen = self.steady.choose(requests, self.odds, self._most(requests), self._rounds, goes_on)
             drafts, self._expected_tokens, foreseen, tries = chosen
-        (rate,) = self.steady.net(requests, [measured.value(foreseen)]) if foreseen else (0.0,)
+        (rate,) = self.missed.net(requests, [measured.value(foreseen)]) if foreseen else (0.0,)
         planned = rate > plain and (rows == 1 or (by_draft and drafts > 0))
         if not planned and drafts and rate > plain:
-            steady = self.rate_of(requests, steady=True).value(foreseen)
+            steady = self.rates.of(requests, steady=True).value(foreseen)
             hope = self.steady.hope(requests, self.odds, drafts, self.costs_of(rows), self.branching is not None)
             planned = measured.value(steady, hope) > steady
+        self._resting[rows] = not (planned or drafts or by_draft)
+        self.catches_up = (planned or drafts > 0) and self.missed.tokens_at_once(requests) is not None
+        if self.catches_up:
+            planned, drafts = False, 0
         self._drafted = list(range(rows)) if planned else []
         self._drafts = 0 if planned or by_draft else drafts
         self._probes = by_draft  # others are tried by one number of drafts for all
         size = None if planned or by_draft else (rows, self._drafts)
         self.measured.periods.begin(size, goes_on)
         same = before == (planned, self._drafts) and (goes_on or not planned)
-        self._kept = TRIAL if tries and not planned else min(MOST_KEPT, 2 * self._kept) if same else KEPT
+        most = MOST_RESTED if self._resting[rows] else MOST_KEPT
+        self._kept = TRIAL if tries and not planned else min(most, 2 * self._kept) if same else KEPT
         self._planned, self._due = list(requests), self._rounds + self._kept
         self.rate = max(plain, rate)  # only planned rounds ask for it
         self.alone.gates = None
@@ -184,21 +209,22 @@ class WindowPlanner:
             self.alone.gates = Gates.of(self.costs, kind, own, self.rate, self._most(requests))
         passed, self._decided = self._rounds - self._decided, self._rounds
         measured.fade(0 if planned else passed)
-        self.rate_of(requests, steady=True).fade(0 if self._drafts else passed)
+        self.rates.of(requests, steady=True).fade(0 if self._drafts else passed)
 
     def _take_in(self) -> None:
         """Learn from the rounds whose verdicts were kept."""
-        self.steady.learn(self.odds, partial(self.rate_of, steady=True), self.record)
-        self.alone.learn(self.odds, self._known_rate, self.record)
+        self.steady.learn(self.odds, partial(self.rates.of, steady=True), self._record)
+        self.alone.learn(self.odds, self._known_rate, self._record)
 
     def _refresh(self) -> None:
-        """See what rounds have cost, and let the record of rows that rested fade."""
+        """See what rounds have cost; count those in which all rows rested, and let what is known of the rows fade."""
         if self.measured.changed:
             self.costs, self._costs_of = self.measured.costs(), {}
-        if self._again is not None and self._repeated:
+        if self._again is not None and self._rested:
+            self._record.note_rests(len(self._again.requests), self._rested)
             for request in self._again.requests:
-                request.odds.fade(self._repeated)
-        self._repeated = 0
+                request.odds.fade(self._rested)
+        self._rested = 0
 
     def _most(self, requests: Sequence[Request]) -> int:
         """The most drafts that all of them may have."""
@@ -206,12 +232,7 @@ class WindowPlanner:
 
     def _known_rate(self, requests: Sequence[Request]) -> PlannedRate | None:
         """What planned rounds give; None while the odds are not known yet."""
-        return self.rate_of(requests) if self.odds(requests[0]).num_judged >= JUDGED else None
-
-    def rate_of(self, requests: Sequence[Request], steady: bool = False) -> PlannedRate:
-        """What rounds of about as many such requests give: planned draft by draft, or with one number for all."""
-        sampled = any(request.params.temperature > 0 for request in requests)
-        return self._rates[len(requests).bit_length(), sampled, steady]
+        return self.rates.of(requests) if self.odds(requests[0]).num_judged >= JUDGED else None
 
     def _plan_steady(self, requests: Sequence[Request], offered: Sequence[int]) -> SteadyPlan:
         """The drafts that there are, up to the number for all; the rounds after it have just that many."""
@@ -247,16 +268,12 @@ class WindowPlanner:
         factor = request.odds.factor
         return survivals([min(MOST, mean * factor) for mean in means[: self.cap_of(request)]])
 
-    def note_rest(self, plan: RoundPlan) -> None:
-        """Count a round that only repeated a plan."""
-        self.record.note(plan.windows.lens, len(plan.requests), float(len(plan.requests)))
-
     def learn(self, plan: AnyPlan, table: Ints, times: RoundTimes | None) -> None:
         """Take in a round's verdict [R, columns], and its times, if it was timed.
 
         Drafts after the first wrong one have no verdict.
         """
-        record, lens = self.record, plan.windows.lens
+        record, lens = self._record, plan.windows.lens
         if not isinstance(plan, RoundPlan):
             record.note(lens, sum(table[:, 0].tolist()), plan.expected)
         if isinstance(plan, SteadyPlan):
@@ -265,30 +282,16 @@ class WindowPlanner:
         lines = table.tolist()
         if isinstance(plan, LonePlan):
             return self.alone.note(plan, lines[0], times)
-        for row, (request, line) in enumerate(zip(plan.requests, lines, strict=True)):
-            odds, own, verified = self.odds(request), request.odds, plan.chains[row] - 1
-            right, ended = line[1], line[3] != FINISH_NONE
-            if plan.branched is not None:  # of the path, what is in the chain
-                path = line[(HEADER + len(line)) // 2 :]
-                right = sum(node <= verified for node in path[1 : right + 1])
-            own.fade()
-            for guess in request.guesses[: min(right, verified)]:
-                odds.judge(guess, True, own)
-            if right < verified and not (ended and right == line[1]):
-                odds.judge(request.guesses[right], False, own)
-            if self.branching is not None and request.ranked:
-                self.branching.learn(request, line[HEADER : HEADER + line[0]], right)
-            request.guesses, request.ranked = plan.guesses[row], plan.ranked[row]
-            record.windows[lens[row]] += 1
-            record.tokens += line[1] + 1
-        tokens = sum(lens)
+        plan.judge(lines, self.branching)
+        record.windows.update(lens)
+        won, tokens, rate = sum(line[1] + 1 for line in lines), sum(lens), None
+        record.tokens += won
         plain, same = tokens == len(lens), min(lens) > 1
         record.rounds["tree" if plan.branched else "plain" if plain else "drafts" if same else "mixed"] += 1
         record.expected_tokens += plan.expected
         branches, usual = plan.branched is not None, plan.rows is None and not plan.probe
         record.expected_ms += self.measured.expect(tokens, plan.steps, plan.rests, branches)
         record.ms += times.ms
-        won, rate = sum(line[1] + 1 for line in lines), None
         if usual and plan.steps:
             rate = self._known_rate(plan.requests)
         ragged, learn = not plan.windows.is_uniform, self.measured.learn

@@ -7,6 +7,7 @@ tokens are chosen in one place only, and a prompt that is cached up to its last 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 
 import numpy as np
 from torch import Tensor
@@ -29,7 +30,6 @@ class PromptChunk:
         return self.end - self.start
 
 
-MISSED_AT_ONCE = 512  # tokens, of all requests together
 Replay = Callable[[list[PromptChunk], bool], bool]
 
 
@@ -55,37 +55,15 @@ def next_chunks(requests: list[Request], chunk_size: int) -> list[PromptChunk]:
 def read_chunks(rounds: Rounds, chunks: list[PromptChunk], page_size: int, replay: Replay, alone: bool) -> None:
     """Read the chunks; those whose prompts are scored get a forward of their own, which keeps all hidden states.
 
-    `replay` reads chunks by a recorded forward, if there is one for them; `alone`: no request runs.
+    The drafter absorbs them, too, unless it has missed what is before them. `replay` reads chunks by a recorded
+    forward, if there is one for them; `alone`: no request runs.
     """
-    for scored in (False, True):
-        group = [chunk for chunk in chunks if chunk.request.wants_scores == scored]
-        if group and (scored or not replay(group, alone)):
-            rounds.read(chunk_inputs(group, page_size), scored, take=partial(_take_scores, group))
+    for scored, absorbs in product((False, True), (True, False)):
+        group = [c for c in chunks if c.request.wants_scores == scored and (c.request.missed is None) == absorbs]
+        if group and (scored or not absorbs or not replay(group, alone)):
+            rounds.read(chunk_inputs(group, page_size), scored, absorbs, take=partial(_take_scores, group))
     for chunk in chunks:
         chunk.request.read_len = chunk.end
-
-
-def read_missed(rounds: Rounds, requests: Sequence[Request], page_size: int) -> None:
-    """Let the drafter absorb what it missed while no row was drafted for, some tokens of every request at a time.
-
-    A head needs the target's states of these tokens, which nobody kept: the target reads them once more, and stores the
-    same keys and values where they are.
-    """
-    late = [request for request in requests if request.num_missed > 0]
-    while late:
-        chunks = []
-        for request in late:
-            start, end = request.missed or 0, request.num_tokens - 1
-            request.missed = min(end, start + max(1, MISSED_AT_ONCE // len(late)))
-            chunks.append(PromptChunk(request, start, request.missed))
-        inputs = chunk_inputs(chunks, page_size)
-        if rounds.drafter.taps:
-            rounds.read(inputs, False)  # not by keyword: every rank reads them
-        else:
-            rounds.absorb(inputs)
-        late = [request for request in late if request.num_missed > 0]
-    for request in requests:
-        request.missed = None
 
 
 def _take_scores(chunks: list[PromptChunk], number: int, logits: Tensor, following: Tensor) -> None:

@@ -153,6 +153,13 @@ class Request:
         """Tokens before the newest that the drafter has not absorbed."""
         return 0 if self.missed is None else self.num_tokens - 1 - self.missed
 
+    def settle_missed(self, skips: bool) -> None:
+        """Before the prompt is read: the drafter skips it, or reads what it missed of a cached prefix as well."""
+        if skips:
+            self.missed = self.read_len if self.missed is None else self.missed
+        elif self.missed is not None and self.arriving is None:
+            self.read_len, self.missed = self.missed, None
+
     @property
     def generated(self) -> list[int]:
         """A copy of the generated tokens."""

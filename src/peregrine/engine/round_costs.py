@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from peregrine.engine.periods import Periods
+from peregrine.engine.planned_rates import PlannedRate
 from peregrine.engine.round_times import RoundTimes
 from peregrine.spec.planner import Costs, Points
 
@@ -28,37 +29,6 @@ TIMED_DRAFTS = 3  # of each row, where a further draft is a step
 
 
 TimeRound = Callable[[Sequence[int], int], RoundTimes]  # (tokens in each window, drafts that each row gets) -> times
-
-
-class PlannedRate:
-    """Tokens per millisecond of rounds that are planned in one way: draft by draft, or with one number for all rows.
-
-    Of the drafts, the former take those that the drafter is sure of, which takes the host time. What that gives is
-    measured: such rounds are worth having if it is more than others give. A draft is worth its time at the same rate.
-    """
-
-    PRIOR = 100.0  # where fewer tokens are known, others count as fast as is hoped: who is not tried learns nothing
-    MEMORY, RESTED = 0.99, 0.999  # what is kept of the record by a round of its own, and by another
-
-    def __init__(self) -> None:
-        self._won = self._ms = 0.0
-
-    def value(self, foreseen: float, hope: float = 1.0) -> float:
-        """Where the same number of drafts for all rows gives so much, and `hope` times as much may be hoped for."""
-        unknown = max(0.0, self.PRIOR - self._won)
-        return (self._won + hope * unknown) / (self._ms + unknown / foreseen)
-
-    def fade(self, rounds: int) -> None:
-        """Other rounds have passed: old ones count less, so that such rounds are tried again."""
-        self._keep(self.RESTED**rounds)
-
-    def note(self, tokens: int, ms: float) -> None:
-        """Take in one round."""
-        self._keep(self.MEMORY)
-        self._won, self._ms = self._won + tokens, self._ms + ms
-
-    def _keep(self, share: float) -> None:
-        self._won, self._ms = share * self._won, share * self._ms
 
 
 class PastRound(NamedTuple):

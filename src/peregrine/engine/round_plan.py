@@ -7,7 +7,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from peregrine.engine.branching import Branching
 from peregrine.engine.request import Request
+from peregrine.kernels.round import FINISH_NONE, HEADER
 from peregrine.spec.links import Branched
 from peregrine.spec.odds import Guess, Odds
 from peregrine.spec.planner import Costs, worth_taking
@@ -92,6 +94,23 @@ class RoundPlan:
         count, _ = worth_taking(planner.costs_of(len(self.drafted)), chances, self._tokens, planner.rate, depth)
         self._wanted = {row for _, row in survivals[:count]}
         return count > 0
+
+    def judge(self, lines: Sequence[list[int]], branching: Branching | None) -> None:
+        """Learn from the round's verdict, a line for each row; its requests have the new drafts' guesses then."""
+        for row, (request, line) in enumerate(zip(self.requests, lines, strict=True)):
+            odds, own, verified = self.planner.odds(request), request.odds, self.chains[row] - 1
+            right, ended = line[1], line[3] != FINISH_NONE
+            if self.branched is not None:  # of the path, what is in the chain
+                path = line[(HEADER + len(line)) // 2 :]
+                right = sum(node <= verified for node in path[1 : right + 1])
+            own.fade()
+            for guess in request.guesses[: min(right, verified)]:
+                odds.judge(guess, True, own)
+            if right < verified and not (ended and right == line[1]):
+                odds.judge(request.guesses[right], False, own)
+            if branching is not None and request.ranked:
+                branching.learn(request, line[HEADER : HEADER + line[0]], right)
+            request.guesses, request.ranked = self.guesses[row], self.ranked[row]
 
     def depths(self) -> Tensor | int:
         depths = [len(line) for line in self.guesses]

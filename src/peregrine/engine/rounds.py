@@ -135,11 +135,11 @@ class Rounds:
         return verdict, logprobs
 
     @led
-    def read(self, inputs: ChunkInputs, scored: bool, *, take: TakeScores | None = None) -> None:
-        """One ragged forward of the target, then the drafter absorbs the same tokens; `take` gets logits for scores."""
-        target, chunk = self.target, inputs.upload(self.device)
+    def read(self, inputs: ChunkInputs, scored: bool, absorbs: bool, *, take: TakeScores | None = None) -> None:
+        """One ragged forward of the target; `take` gets logits for scores. If it `absorbs`, so does the drafter."""
+        target, chunk, wanted = self.target, inputs.upload(self.device), self.drafter.taps if absorbs else ()
         if scored:
-            hidden, taps = target.read(chunk.tokens, chunk.metadata, self.drafter.taps)  # [N, H]
+            hidden, taps = target.read(chunk.tokens, chunk.metadata, wanted)  # [N, H]
             start = 0
             for number, length in enumerate(inputs.lens.tolist()):
                 for low in range(start, start + length, SCORED_AT_ONCE):
@@ -149,8 +149,9 @@ class Rounds:
                         take(number, logits, chunk.next_tokens[places])
                 start += length
         else:
-            taps = target.fill(chunk.tokens, chunk.metadata, self.drafter.taps)
-        self.drafter.absorb(replace(chunk, taps=taps))
+            taps = target.fill(chunk.tokens, chunk.metadata, wanted)
+        if absorbs:
+            self.drafter.absorb(replace(chunk, taps=taps))
 
     @led
     def absorb(self, inputs: ChunkInputs) -> None:

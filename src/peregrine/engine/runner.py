@@ -18,7 +18,6 @@ from peregrine.engine.graphs import Graphs
 from peregrine.engine.host_copy import Ring, event_after
 from peregrine.engine.masks import MaskWriter
 from peregrine.engine.planning import AnyPlan, WindowPlanner
-from peregrine.engine.prefill import read_missed
 from peregrine.engine.request import Request
 from peregrine.engine.round_plan import RoundPlan
 from peregrine.engine.round_result import RoundResult, extras_of
@@ -85,6 +84,10 @@ class Runner:
         """What plans windows; None if they are fixed."""
         return self.planner or (self.ahead and self.ahead[0])
 
+    def skips_prompts(self, rows: int) -> bool:
+        """Whether so many requests will rest, so that the drafter need not absorb their prompts now."""
+        return self.planner is not None and self.planner.rests_with(rows)
+
     def record(self, row_sizes: Sequence[int]) -> Iterator[int]:
         """Record the graphs of every batch size and variant; yields the bytes each one took.
 
@@ -134,6 +137,8 @@ class Runner:
         planned_at = began
         plan = repeated = windows = None
         if self.planner is not None:
+            if self.planner.catches_up and (tokens := self.planner.missed_tokens_now(requests)):
+                self.planner.missed.read(self.rounds, requests, self.seats.page_size, tokens)
             repeated = None if features.masked else self.planner.repeat(requests)
             plan = repeated or self._plan(self.planner, requests, rows)
             if repeated is None:
@@ -170,9 +175,7 @@ class Runner:
             values = self._to_host(logprobs.chosen), self._to_host(logprobs.top_ids), self._to_host(logprobs.top)
         ready = event_after(verdict.table)
         planned: tuple[AnyPlan, RoundTimes | None] | AheadPlan | None = foreseen
-        if self.planner is not None and isinstance(plan, RoundPlan) and repeated is not None:
-            self.planner.note_rest(plan)
-        elif plan is not None:
+        if plan is not None and (repeated is None or not repeated.rests):  # else there is nothing to learn
             stamps = plan.stamps if isinstance(plan, RoundPlan) else ()
             timed = repeated is None or self.launched % TIMED == 0
             usual = count_recorded() == recorded
@@ -202,9 +205,7 @@ class Runner:
                     request.missed = request.num_tokens - 1
         late = [plan.requests[row] for row in plan.drafted if plan.requests[row].missed is not None]
         if late and self.planner is not None:
-            began, missed = time.perf_counter(), sum([request.num_missed for request in late])
-            read_missed(self.rounds, late, self.seats.page_size)
-            self.planner.measured.note_missed(missed, 1e3 * (time.perf_counter() - began))
+            self.planner.missed.read(self.rounds, late, self.seats.page_size)
 
     def _mark(self, stage: str) -> None:
         if stage == "propose":

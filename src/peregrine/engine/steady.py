@@ -12,10 +12,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from peregrine.engine.missed import Missed
 from peregrine.engine.periods import Size
 from peregrine.engine.plan_record import PlanRecord
+from peregrine.engine.planned_rates import PlannedRate
 from peregrine.engine.request import Request
-from peregrine.engine.round_costs import PastRound, PlannedRate, RoundCosts
+from peregrine.engine.round_costs import PastRound, RoundCosts
 from peregrine.engine.round_times import FixedPlan, RoundTimes
 from peregrine.kernels.round import FINISH_NONE, HEADER
 from peregrine.spec.odds import Ints, Odds
@@ -25,8 +27,8 @@ from peregrine.spec.state import Rows
 OddsOf = Callable[[Request], Odds]
 RateOf = Callable[[Sequence[Request]], PlannedRate | None]
 CHANGED = 1.015  # times as many tokens, by which another number of drafts must be better: to change costs time
-NEAR, FAR = 256, 1024  # rounds after which a number of drafts is first tried again that seems nearly as good, or not
-NEARLY = 0.9  # of what the best gives
+NEARLY = 0.9  # of what the best gives: another number of drafts with as much is tried at once
+OFTEN, SPENT = 256, 1e-3  # rounds between trials, at least, and the share of all rounds' time that they may cost
 TRIAL, LASTING = 9, 4  # rounds for which it is tried, and how many times as many tokens new requests must have left
 UNLIKE = 1.2  # times as often as another's a row's first draft is right, where rows may deserve their own numbers
 OWN_PRIOR = 24.0  # drafts for which it counts that a request is like others: one number is chosen for many rounds
@@ -63,12 +65,13 @@ class Chosen(NamedTuple):
 class SteadyRounds:
     """Chooses the number of drafts, and learns from the rounds that have it."""
 
-    def __init__(self, measured: RoundCosts, max_stall_ms: float = math.inf) -> None:
-        self.measured, self.max_stall_ms = measured, max_stall_ms
+    def __init__(self, measured: RoundCosts, missed: Missed | None = None) -> None:
+        self.measured, self.missed = measured, missed or Missed(measured)
         self._last: dict[int, int] = {}  # what was the best for so many rows
         self._present: int | None = None  # what was the best of all
         self._tries = False  # whether another number is tried now
         self._tried: dict[Size, int] = {}  # the round before which a number of drafts was last taken for so many rows
+        self._due: dict[int, float] = {}  # the round before which so many rows try another one, if nothing was missed
         # Verdicts to take in, and times, if a round was timed.
         self._rounds: list[tuple[SteadyPlan, Ints, RoundTimes | None]] = []
 
@@ -88,7 +91,7 @@ class SteadyRounds:
         more = (sum(line[n] for line, room in zip(lines, rooms, strict=True) if n < room) for n in range(most))
         won = list(accumulate(more, initial=float(rows)))
         rates = [tokens / ms for tokens, ms in zip(won, self.measured.steady_times(rows, most), strict=True)]
-        rates[1:] = self.net(requests, rates[1:])
+        rates[1:] = self.missed.net(requests, rates[1:])
         best = max(range(1 + most), key=rates.__getitem__)
         if last is not None and last <= most and rates[best] < CHANGED * rates[last]:
             best = last
@@ -100,38 +103,30 @@ class SteadyRounds:
         self._tries = drafts != best  # then the best again: rounds are compared on the way there and back
         return Chosen(drafts, won[drafts], max(rates[1:], default=0.0), self._tries)
 
-    def net(self, requests: Sequence[Request], rates: Sequence[float]) -> list[float]:
-        """What rates of drafting come to with the time to read what was missed, over the tokens that are left.
-
-        Nothing, if that would hold up somebody who watches the tokens come for longer than is allowed.
-        """
-        left = max(1, sum([request.limit - request.num_tokens for request in requests]))
-        missed = self._missed_ms(requests)
-        if missed > self.max_stall_ms and any(request.streams for request in requests):
-            return [0.0] * len(rates)
-        return [left / (left / rate + missed) for rate in rates]
+    def is_trial_due(self, rows: int, number: int) -> bool:
+        """Whether as many new requests would try another number of drafts."""
+        return number >= self._due.get(rows, 0)
 
     def _trial(self, requests: Sequence[Request], rates: Sequence[float], best: int, number: int) -> int:
         """One draft more or less than the best, if its trial is due, or the best.
 
-        Ever less often, as long as it confirms what is known, and later if the drafter must read much for it.
+        Ever less often, as long as it confirms what is known, and the less often the more it costs.
         """
-        rows, measured = len(requests), self.measured
+        rows, measured, due = len(requests), self.measured, math.inf
+        missed = self.missed.ms(requests) / measured.steady_ms(rows, 0)  # rounds to read it
         for drafts in (best - 1, best + 1):
-            if not 0 <= drafts < len(rates) or not rates[drafts]:
+            if not 0 <= drafts < len(rates) or (drafts and self.missed.tokens_at_once(requests)):
                 continue
-            near, size = rates[drafts] > NEARLY * rates[best], (rows, drafts)
-            if near and size not in self._tried:
+            size, given = (rows, drafts), rates[drafts] / rates[best]
+            if given > NEARLY and size not in self._tried:
                 return drafts
-            wait = (NEAR if near else FAR) * (1.0 + measured.periods.num_changes(rows, *sorted((best, drafts))))
-            wait *= 1 + self._missed_ms(requests) / measured.steady_ms(*size)
-            if number - self._tried.get(size, 0) >= wait:
+            last, lost = self._tried.get(size, 0), TRIAL * (1 - given)  # rounds
+            changes = measured.periods.num_changes(rows, *sorted((best, drafts)))
+            if number >= last + (1 + changes) * max(OFTEN, (lost + missed) / SPENT):
                 return drafts
+            due = min(due, last + (1 + changes) * max(OFTEN, lost / SPENT))
+        self._due[rows] = due
         return best
-
-    def _missed_ms(self, requests: Sequence[Request]) -> float:
-        """Milliseconds to read what the drafter missed of the requests, before they are drafted for again."""
-        return self.measured.missed_ms(sum([request.num_missed for request in requests]))
 
     def hope(self, requests: Sequence[Request], odds_of: OddsOf, drafts: int, costs: Costs, branches: bool) -> float:
         """How many times as many tokens rows may have, if each has its own number of drafts or its chain branches.
