@@ -90,16 +90,16 @@ def compile_linear(kind: str, rows: int, outputs: int, inputs: int, split: int, 
     compile_kernel(hopper_kernel, tiled, known | {"num_warps": warps}, kind=kind)
 
 
-def compile_large(outputs: int, inputs: int, split: int, gate: bool, groups: int) -> None:
-    """The kernel for many rows: of a gate, or of an addition in parts; experts have two groups and a gate."""
+def compile_large(outputs: int, inputs: int, split: int, gate: bool, groups: int, narrow: bool = False) -> None:
+    """The kernel for many rows: of a gate, of an addition in parts, or narrow; experts have two groups and a gate."""
     known = {"N": outputs, "K": inputs, "SPLIT": split, "PAIRS": False, "BIAS": False, "num_warps": 4}
-    known |= {"SCALE": gate, "GATE": gate, "ADD": not gate, "GROUPS": groups}
-    compile_kernel(large_kernel, large_tiles(gate), known)
+    known |= {"SCALE": gate or narrow, "GATE": gate, "ADD": not (gate or narrow), "GROUPS": groups, "NARROW": narrow}
+    compile_kernel(large_kernel, large_tiles(gate, narrow), known)
 
 
-def large_tiles(gate: bool) -> dict[str, str]:
+def large_tiles(gate: bool, narrow: bool = False) -> dict[str, str]:
     """The types of the matrices of kernels for many rows."""
-    weight = [8, 2, 8, 64] if gate else [128, 64]
+    weight = [8, 2, 8, 64] if gate else [64 if narrow else 128, 64]
     layout = gl.NVMMASharedLayout.get_default_for(weight, gl.bfloat16)
     tiled = {"x_desc": tiles(64, 64), "w_desc": f"tensordesc<bf16{weight},{layout!r}>"}
     return tiled | dict.fromkeys(("out_desc", "scaled_desc", "residual_desc"), tiles(64, 64))
@@ -108,6 +108,7 @@ def large_tiles(gate: bool) -> dict[str, str]:
 if __name__ == "__main__":
     compile_large(14336, 4096, 1, gate=True, groups=3)
     compile_large(4096, 4096, 2, gate=False, groups=2)
+    compile_large(6144, 4096, 1, gate=False, groups=2, narrow=True)
     known = {"N": 1408, "K": 2048, "SCALE": True, "GATE": True, "num_warps": 4}
     compile_kernel(experts_kernel, large_tiles(gate=True), known)
     # Every kind of weight with one end of its table.

@@ -23,7 +23,7 @@ from peregrine.engine.planned_rates import PlannedRate
 from peregrine.engine.planning import AnyPlan, WindowPlanner
 from peregrine.engine.request import Request
 from peregrine.engine.round_costs import RoundCosts
-from peregrine.engine.round_plan import RoundPlan
+from peregrine.engine.round_plan import RoundPlan, choose_verified
 from peregrine.engine.round_times import RoundTimes
 from peregrine.engine.steady import SteadyPlan, SteadyRounds
 from peregrine.kernels.round import HEADER
@@ -78,7 +78,7 @@ class RandomPlanner(WindowPlanner):
 
     def plan(self, requests: Sequence[Request], offered: Sequence[int]) -> AnyPlan:
         self.alone.settle(self.odds)
-        super().choose_verified(requests, offered)
+        choose_verified(self, requests, offered, whole=False)
         style = self.dice.choice(("rest", "rest", "any", "any", "all", "steady"))
         if style == "steady" and not self.looks_up and not any(r.matcher or r.params.tree == "tree" for r in requests):
             most = min([self.depth, *(r.params.num_drafts or 0 for r in requests if r.params.num_drafts is not None)])

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peregrine.engine.periods import CHANGES, LEAST, TABLE, Periods
+from peregrine.engine.periods import LEAST, TABLE, Periods
 from peregrine.engine.planning import WindowPlanner
 from peregrine.engine.request import Request
 from peregrine.engine.round_costs import RoundCosts
@@ -83,7 +83,7 @@ def test_another_number_of_drafts_is_tried_now_and_then() -> None:
     """At once if it seems nearly as good, and then ever less often."""
     steady, requests, odds = SteadyRounds(some_costs()), some_requests(8), some_odds(60)
     tried = []
-    for number in range(0, 16 * OFTEN, 16):
+    for number in range(0, 64 * OFTEN, 16):
         chosen = steady.choose(requests, lambda _: odds, 1, number, goes_on=True)
         if chosen.is_trial:
             tried.append(number)
@@ -95,7 +95,7 @@ def test_another_number_of_drafts_is_tried_now_and_then() -> None:
     assert tried[0] == 0
     gaps = [after - before for before, after in pairwise(tried)]
     assert gaps == sorted(gaps)
-    assert OFTEN <= gaps[0] <= gaps[-1] <= (2 + CHANGES) * OFTEN
+    assert OFTEN <= gaps[0] < gaps[-1]
 
 
 def test_trials_cost_a_small_share_of_the_time() -> None:

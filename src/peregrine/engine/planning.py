@@ -12,6 +12,7 @@ read before the next draft (`engine/missed.py`).
 
 import math
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -24,17 +25,17 @@ from peregrine.engine.planned_rates import PlannedRate, PlannedRates
 from peregrine.engine.probes import Probes
 from peregrine.engine.request import Request
 from peregrine.engine.round_costs import RoundCosts
-from peregrine.engine.round_plan import RoundPlan
+from peregrine.engine.round_plan import RoundPlan, choose_verified, expected_survivals
 from peregrine.engine.round_times import RoundTimes
 from peregrine.engine.steady import TRIAL, SteadyPlan, SteadyRounds
-from peregrine.spec.odds import MOST, Ints, Odds, survivals, survivals_of
-from peregrine.spec.planner import Costs, plan_depths, trim_windows
+from peregrine.spec.odds import Ints, Odds, survivals_of
+from peregrine.spec.planner import Costs, plan_depths
 
 KEPT, MOST_KEPT = 16, 64  # rounds for which it is decided whether to draft; twice as many each time that it stays so
+FEWER = 8  # rounds for which it is kept if some requests have ended
 MOST_RESTED = 512  # where rows rest: nothing is learnt there, so that only a trial can change the decision
 JUDGED = 150  # drafts with a verdict before rounds count for the rate of planned ones: the odds have to be learnt first
 LOOK_AHEAD = 4  # drafts that are planned before the first is made; further ones are decided step by step
-
 AnyPlan = RoundPlan | SteadyPlan | LonePlan
 
 
@@ -62,10 +63,11 @@ class WindowPlanner:
         self.steady, self.alone = SteadyRounds(measured, self.missed), LoneRounds(measured)
         self._drafts = 0  # of every row, if it is one number for all
         self._resting: dict[int, bool] = {}  # whether so many rows rest, by the last decision
+        self._rounds_of: Counter[int] = Counter()  # rounds of so many rows
         self.catches_up = False  # rows will be drafted for, and the drafter reads what it missed between rounds
         self._probes = False  # whether a few rows are drafted for now and then
         self._expected_tokens = 0.0  # of rounds that have as many
-        self._decided = 0  # the round before which it was decided
+        self._decided = self._counted = 0  # the rounds before which it was decided, and `_rounds_of` were counted
         self._again: RoundPlan | SteadyPlan | None = None  # what may be repeated: all rows rest, or have as many
         self._rested = 0  # how often rows have rested by it
         self._began = 0.0  # seconds when the last round began, if it repeated a plan
@@ -117,7 +119,8 @@ class WindowPlanner:
 
     def rests_with(self, rows: int) -> bool:
         """Whether so many requests, if they come now, will not be drafted for."""
-        return self._resting.get(rows, False) and not self.steady.is_trial_due(rows, self._rounds)
+        self._count_rounds()
+        return self._resting.get(rows, False) and not self.steady.is_trial_due(rows, self._rounds_of[rows])
 
     def missed_tokens_now(self, requests: list[Request]) -> int:
         """How many of the tokens that it missed the drafter reads before the next round, while rows still rest."""
@@ -131,7 +134,7 @@ class WindowPlanner:
         """The plan of the next round of the requests in these rows, whose windows hold this many drafts."""
         branching, ranks = self.branching, 0
         self._began = 0.0
-        if requests != self._planned or self._rounds + 1 >= self._due:
+        if self._rounds + 1 >= self._due or not (requests == self._planned or self._goes_on_with(requests)):
             self._decide(requests)
         if self.alone.gates is not None:
             ranks = branching.ranks(requests) if branching is not None else 1
@@ -150,7 +153,7 @@ class WindowPlanner:
             drafted = list(range(len(requests)))
         elif probe:
             drafted = sorted({*drafted, *self.probes.rows(requests)})
-        probing, verified = self._probing, self.choose_verified(requests, offered)
+        probing, verified = self._probing, choose_verified(self, requests, offered, whole=self._probing > 0)
         choice = Choice(verified, None, 0.0)
         if not ranks:
             ranks = branching.ranks(requests) if branching is not None and drafted else 1
@@ -166,30 +169,46 @@ class WindowPlanner:
         self._again = plan if plan.rests else None
         return plan
 
+    def _goes_on_with(self, requests: list[Request]) -> bool:
+        """If some of the requests have ended, the decision is kept for a while: others often end soon after them."""
+        if self._drafted or self._drafts > self._most(requests) or not set(requests) < set(self._planned):
+            return False
+        self._refresh()
+        self._count_rounds()
+        self.measured.periods.begin(None, goes_on=False)
+        self._planned, self._again, self._due = requests.copy(), None, min(self._due, self._rounds + FEWER)
+        return True
+
+    def _count_rounds(self) -> None:
+        self._rounds_of[len(self._planned)] += self._rounds - self._counted
+        self._counted = self._rounds
+
     def _decide(self, requests: list[Request]) -> None:
         """Decide for some rounds whether rows get drafts: each as it deserves them, or one number for all."""
         self._take_in()
         self._refresh()
         self._again = None
-        rows, before, tries = len(requests), (bool(self._drafted), self._drafts), False
-        goes_on = requests == self._planned
+        rows, before, tries, usual = len(requests), (bool(self._drafted), self._drafts), False, 1
+        goes_on, passed = requests == self._planned, self._rounds - self._decided
+        self._count_rounds()
         plain, measured = rows / self.measured.steady_ms(rows, 0), self.rates.of(requests)
         by_draft = self.looks_up or any(r.matcher is not None or r.params.tree == "tree" for r in requests)
         if by_draft:
             means = {sampled: odds.means_by_depth(LOOK_AHEAD) for sampled, odds in self._odds.items()}
-            lines = [self._expected(request, means[request.params.temperature > 0]) for request in requests]
+            lines = [expected_survivals(self, r, means[r.params.temperature > 0]) for r in requests]
             following = plan_depths(self.costs_of(rows), lines)
             drafts, foreseen = max(following.depths), following.rate
         else:
-            chosen = self.steady.choose(requests, self.odds, self._most(requests), self._rounds, goes_on)
-            drafts, self._expected_tokens, foreseen, tries = chosen
+            number = self._rounds_of[rows]
+            chosen = self.steady.choose(requests, self.odds, self._most(requests), number, goes_on)
+            drafts, self._expected_tokens, foreseen, tries, usual = chosen
         (rate,) = self.missed.net(requests, [measured.value(foreseen)]) if foreseen else (0.0,)
         planned = rate > plain and (rows == 1 or (by_draft and drafts > 0))
         if not planned and drafts and rate > plain:
             steady = self.rates.of(requests, steady=True).value(foreseen)
             hope = self.steady.hope(requests, self.odds, drafts, self.costs_of(rows), self.branching is not None)
             planned = measured.value(steady, hope) > steady
-        self._resting[rows] = not (planned or drafts or by_draft)
+        self._resting[rows] = not (planned or usual)
         self.catches_up = (planned or drafts > 0) and self.missed.tokens_at_once(requests) is not None
         if self.catches_up:
             planned, drafts = False, 0
@@ -207,7 +226,7 @@ class WindowPlanner:
         if planned and rows == 1 and not by_draft:
             kind, own = self.odds(requests[0]), requests[0].odds
             self.alone.gates = Gates.of(self.costs, kind, own, self.rate, self._most(requests))
-        passed, self._decided = self._rounds - self._decided, self._rounds
+        self._decided = self._rounds
         measured.fade(0 if planned else passed)
         self.rates.of(requests, steady=True).fade(0 if self._drafts else passed)
 
@@ -250,23 +269,6 @@ class WindowPlanner:
             self._again = SteadyPlan(requests, [1 + drafts] * len(requests), drafts)
             self._again.expected = self._expected_tokens
         return plan
-
-    def choose_verified(self, requests: Sequence[Request], offered: Sequence[int]) -> list[int]:
-        """How many drafts of each row are verified."""
-        for request, count in zip(requests, offered, strict=True):
-            line = request.guesses
-            del line[count:]
-            while len(line) < count:  # the drafter said nothing of them
-                line.append(self.odds(request).guess(len(line), None, request.odds))
-        if self._probing or not any(offered):
-            return list(offered)
-        lines = [survivals_of(request.guesses[: self.cap_of(request)]) for request in requests]
-        return trim_windows(self.costs, lines, self.rate)
-
-    def _expected(self, request: Request, means: Sequence[float]) -> list[float]:
-        """The survival of drafts that have not been made, by the engine's mean chance at each depth."""
-        factor = request.odds.factor
-        return survivals([min(MOST, mean * factor) for mean in means[: self.cap_of(request)]])
 
     def learn(self, plan: AnyPlan, table: Ints, times: RoundTimes | None) -> None:
         """Take in a round's verdict [R, columns], and its times, if it was timed.

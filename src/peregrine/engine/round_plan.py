@@ -11,8 +11,8 @@ from peregrine.engine.branching import Branching
 from peregrine.engine.request import Request
 from peregrine.kernels.round import FINISH_NONE, HEADER
 from peregrine.spec.links import Branched
-from peregrine.spec.odds import Guess, Odds
-from peregrine.spec.planner import Costs, worth_taking
+from peregrine.spec.odds import MOST, Guess, Odds, survivals, survivals_of
+from peregrine.spec.planner import Costs, trim_windows, worth_taking
 from peregrine.spec.windows import Windows, paths_of
 
 
@@ -119,3 +119,22 @@ class RoundPlan:
     def force(self, forced: Tensor) -> None:
         for line, known in zip(self.guesses, (forced >= 0).long().cumprod(dim=1).sum(dim=1).tolist(), strict=True):
             line[:known] = [Guess(depth, None, 1.0, 1.0) for depth in range(known)]
+
+
+def choose_verified(planner: Planner, requests: Sequence[Request], offered: Sequence[int], whole: bool) -> list[int]:
+    """How many of the drafts that it is offered each row verifies: what pays, or the `whole` window."""
+    for request, count in zip(requests, offered, strict=True):
+        line = request.guesses
+        del line[count:]
+        while len(line) < count:  # the drafter said nothing of them
+            line.append(planner.odds(request).guess(len(line), None, request.odds))
+    if whole or not any(offered):
+        return list(offered)
+    lines = [survivals_of(request.guesses[: planner.cap_of(request)]) for request in requests]
+    return trim_windows(planner.costs, lines, planner.rate)
+
+
+def expected_survivals(planner: Planner, request: Request, means: Sequence[float]) -> list[float]:
+    """The survival of drafts that have not been made, by the engine's mean chance at each depth."""
+    factor = request.odds.factor
+    return survivals([min(MOST, mean * factor) for mean in means[: planner.cap_of(request)]])

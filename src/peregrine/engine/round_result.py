@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from itertools import repeat
 
 import numpy as np
@@ -69,24 +70,32 @@ def take_line(request: Request, line: list[int], extras: RowExtras) -> tuple[Del
     accept, correct, drafted, finish = line[:HEADER]
     request.take(line)
     tokens, start = line[HEADER : HEADER + accept], request.num_generated - accept
-    if extras.logprobs is not None:
-        request.take_logprobs(tokens, extras.logprobs)
     text, reason = "", FINISH_REASONS[finish]
     stop: str | int | None = tokens[-1] if finish == FINISH_STOP else None
     if request.stream is not None:
         text = request.add_text(silent=int(finish == FINISH_STOP))  # the stop token itself has no text
         reason = reason if request.stream.stopped is None else "stop"
-    delta = Delta(
-        request_id=request.id,
-        text=text,
-        token_ids=tokens,
-        drafted=[True] * correct + [False] * (accept - correct),
-        offered=drafted,
+    delta = Delta(request.id, text, tokens, draft_flags(correct, accept), None, None, drafted)
+    if extras is not NO_EXTRAS or start == 0:
+        delta = with_extras(delta, request, extras, start)
+    return delta, reason, stop
+
+
+@cache
+def draft_flags(correct: int, accept: int) -> tuple[bool, ...]:
+    """Of the tokens of a round, in order, whether each was a draft."""
+    return (True,) * correct + (False,) * (accept - correct)
+
+
+def with_extras(delta: Delta, request: Request, extras: RowExtras, start: int) -> Delta:
+    """The delta with what was asked for besides tokens; the first of them is the `start`-th that was generated."""
+    if extras.logprobs is not None:
+        request.take_logprobs(list(delta.token_ids), extras.logprobs)
+    return delta._replace(
         logprobs=None if request.params.logprobs is None else request.logprobs[start:],
         prompt_logprobs=request.prompt_logprobs() if start == 0 else None,
         drafts=extras.drafts if request.params.report_drafts else None,
     )
-    return delta, reason, stop
 
 
 def end_text(request: Request, last: Delta, reason: str, stop: str | int | None) -> tuple[Delta, str, str | int | None]:

@@ -13,7 +13,6 @@ from typing import NamedTuple
 import numpy as np
 
 from peregrine.engine.missed import Missed
-from peregrine.engine.periods import Size
 from peregrine.engine.plan_record import PlanRecord
 from peregrine.engine.planned_rates import PlannedRate
 from peregrine.engine.request import Request
@@ -26,12 +25,12 @@ from peregrine.spec.state import Rows
 
 OddsOf = Callable[[Request], Odds]
 RateOf = Callable[[Sequence[Request]], PlannedRate | None]
-CHANGED = 1.015  # times as many tokens, by which another number of drafts must be better: to change costs time
+CHANGED = 1.005  # times as many tokens, by which another number of drafts must be better: to change costs time
 NEARLY = 0.9  # of what the best gives: another number of drafts with as much is tried at once
-OFTEN, SPENT = 256, 1e-3  # rounds between trials, at least, and the share of all rounds' time that they may cost
+OFTEN, SPENT = 128, 1e-3  # rounds between trials, at least, and the share of their time that trials may cost
 TRIAL, LASTING = 9, 4  # rounds for which it is tried, and how many times as many tokens new requests must have left
 UNLIKE = 1.2  # times as often as another's a row's first draft is right, where rows may deserve their own numbers
-OWN_PRIOR = 24.0  # drafts for which it counts that a request is like others: one number is chosen for many rounds
+OWN_PRIOR = 48.0  # drafts for which it counts that a request is like others: one number is chosen for many rounds
 
 
 class SteadyPlan(FixedPlan):
@@ -60,6 +59,7 @@ class Chosen(NamedTuple):
     tokens: float  # of a round
     rate: float  # tokens per millisecond of the best number of drafts, if not none
     is_trial: bool
+    usual: int  # drafts that as many requests have, if they have just begun
 
 
 class SteadyRounds:
@@ -70,7 +70,9 @@ class SteadyRounds:
         self._last: dict[int, int] = {}  # what was the best for so many rows
         self._present: int | None = None  # what was the best of all
         self._tries = False  # whether another number is tried now
-        self._tried: dict[Size, int] = {}  # the round before which a number of drafts was last taken for so many rows
+        self._taken: dict[int, int] = {}  # what so many rows had last
+        # Rows, drafts and more drafts: the round of so many rows before which one was last taken after the other.
+        self._changed: dict[tuple[int, int, int], int] = {}
         self._due: dict[int, float] = {}  # the round before which so many rows try another one, if nothing was missed
         # Verdicts to take in, and times, if a round was timed.
         self._rounds: list[tuple[SteadyPlan, Ints, RoundTimes | None]] = []
@@ -79,29 +81,35 @@ class SteadyRounds:
         """How many drafts every row has from now on, at most so many.
 
         Chances are by depth alone, and of a request by its own record. It is the number with the most tokens per
-        millisecond; or another one that was not tried for long, since nothing is learnt of what is not tried. `number`
-        is that of the round. Of requests that have just changed, and do not go on, many are about to end: others are
-        tried only if all have just begun.
+        millisecond, or no draft if that is not worth it any more for what these requests have left; or another one that
+        was not tried for long, since nothing is learnt of what is not tried. `number` is that of the round among those
+        of as many rows. Of requests that have just changed, and do not go on, many are about to end: others are tried
+        only if all have just begun.
         """
         rows, last = len(requests), self._last.get(len(requests), self._present)
         if last is not None:
             most = min(most, last + 2)
         lines = [odds_of(r).survivals_by_depth(r.odds.factor_with(OWN_PRIOR), most) for r in requests]
         rooms = [request.limit - request.num_tokens - 1 for request in requests]  # for drafts, in the next round
-        more = (sum(line[n] for line, room in zip(lines, rooms, strict=True) if n < room) for n in range(most))
-        won = list(accumulate(more, initial=float(rows)))
-        rates = [tokens / ms for tokens, ms in zip(won, self.measured.steady_times(rows, most), strict=True)]
-        rates[1:] = self.missed.net(requests, rates[1:])
-        best = max(range(1 + most), key=rates.__getitem__)
-        if last is not None and last <= most and rates[best] < CHANGED * rates[last]:
+        times = self.measured.steady_times(rows, most)
+        usual = [tokens / ms for tokens, ms in zip(added(lines, [most] * rows), times, strict=True)]
+        best = max(range(1 + most), key=usual.__getitem__)
+        if last is not None and last <= most and usual[best] < CHANGED * usual[last]:
             best = last
-        self._last[rows] = self._present = drafts = best
+        self._last[rows] = self._present = best
+        won = added(lines, rooms)
+        rates = [tokens / ms for tokens, ms in zip(won, times, strict=True)]
+        rates[1:] = self.missed.net(requests, rates[1:])
+        now = max(range(1 + most), key=rates.__getitem__)
+        now = best if rates[now] < CHANGED * rates[best] else now
+        drafts = now
         fresh = all(r.missed is None and r.limit - r.num_tokens >= LASTING * TRIAL for r in requests)
         if goes_on or fresh:
-            drafts = best if self._tries else self._trial(requests, rates, best, number)
-            self._tried[rows, drafts] = number
-        self._tries = drafts != best  # then the best again: rounds are compared on the way there and back
-        return Chosen(drafts, won[drafts], max(rates[1:], default=0.0), self._tries)
+            drafts = now if self._tries else self._trial(requests, usual, now, number)
+        self._tries = drafts != now  # then the best again: rounds are compared on the way there and back
+        before, self._taken[rows] = self._taken.get(rows, drafts), drafts
+        self._changed[rows, min(before, drafts), max(before, drafts)] = number
+        return Chosen(drafts, won[drafts], max(rates[1:], default=0.0), self._tries, best)
 
     def is_trial_due(self, rows: int, number: int) -> bool:
         """Whether as many new requests would try another number of drafts."""
@@ -110,21 +118,23 @@ class SteadyRounds:
     def _trial(self, requests: Sequence[Request], rates: Sequence[float], best: int, number: int) -> int:
         """One draft more or less than the best, if its trial is due, or the best.
 
-        Ever less often, as long as it confirms what is known, and the less often the more it costs.
+        The less often the more it costs, and the more often it was tried before.
         """
         rows, measured, due = len(requests), self.measured, math.inf
         missed = self.missed.ms(requests) / measured.steady_ms(rows, 0)  # rounds to read it
         for drafts in (best - 1, best + 1):
             if not 0 <= drafts < len(rates) or (drafts and self.missed.tokens_at_once(requests)):
                 continue
-            size, given = (rows, drafts), rates[drafts] / rates[best]
-            if given > NEARLY and size not in self._tried:
+            pair, given = (rows, min(best, drafts), max(best, drafts)), rates[drafts] / rates[best]
+            if given > NEARLY and pair not in self._changed and not missed:
                 return drafts
-            last, lost = self._tried.get(size, 0), TRIAL * (1 - given)  # rounds
-            changes = measured.periods.num_changes(rows, *sorted((best, drafts)))
-            if number >= last + (1 + changes) * max(OFTEN, (lost + missed) / SPENT):
+            last, lost = self._changed.get(pair, 0), TRIAL * (1 - given)  # rounds
+            if not drafts:  # what is missed in the trial is read after it
+                lost += measured.missed_ms(TRIAL * rows) / measured.steady_ms(rows, 0)
+            spent = SPENT / (1 + measured.periods.num_changes(*pair))
+            if number >= last + max(OFTEN, (lost + missed) / spent):
                 return drafts
-            due = min(due, last + (1 + changes) * max(OFTEN, lost / SPENT))
+            due = min(due, last + max(OFTEN, lost / spent))
         self._due[rows] = due
         return best
 
@@ -170,6 +180,12 @@ class SteadyRounds:
         self._rounds.clear()
         record.expected_ms += self.measured.learn_steady(past, alone=False)
         record.ms += took
+
+
+def added(lines: Sequence[Sequence[float]], rooms: Sequence[int]) -> list[float]:
+    """Tokens of a round with no draft, one, two and so on, of these survivals, where rows have room for so many."""
+    more = (sum(line[n] for line, room in zip(lines, rooms, strict=True) if n < room) for n in range(len(lines[0])))
+    return list(accumulate(more, initial=float(len(lines))))
 
 
 def deeper(drafts: Ints, most: int) -> list[list[int]]:

@@ -3,7 +3,8 @@
 There are as many programs as multiprocessors, and each takes tile after tile: some tokens by COLS rows of the weight.
 One warp of a program copies steps of DEPTH inputs by TMA into a ring of places. Two or three groups of four warps
 multiply them, each for HEIGHT tokens, and finish their outputs while the copies for the next tile are under way. Three
-groups read a weight once for 192 tokens; they have registers for no residual, and places for three steps only.
+groups read a weight once for 192 tokens; they have registers for no residual, and places for three steps only. NARROW
+tiles have three quarters of the columns, where these fill the device and whole tiles do not.
 
 Same bits: a matrix instruction adds the products of 16 inputs to a sum, in ascending order and whatever the tile, so an
 output is the same chain as in the other kernels. A weight whose inputs are split (`pick_split`) has a chain for each
@@ -79,7 +80,7 @@ def work_of(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def new_ring(x_desc, w_desc, GROUPS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """(inputs of each group, weights in tiles, weights in halves of tiles, ready, free, lead): places and barriers.
+    """(inputs of each group, weights in tiles, in halves and in quarters of them, ready, free, lead): places, barriers.
 
     All groups of multiplying warps free a place; the first lets the others start through `lead`.
     """
@@ -88,6 +89,7 @@ def new_ring(x_desc, w_desc, GROUPS: gl.constexpr):  # type: ignore[no-untyped-d
     x_tiles = gl.allocate_shared_memory(x_desc.dtype, [GROUPS * STAGES, HEIGHT, DEPTH], x_desc.layout)
     w_halves = gl.allocate_shared_memory(w_desc.dtype, [2 * STAGES, COLS // 2, DEPTH], w_layout)
     w_tiles = w_halves._reinterpret(w_desc.dtype, [STAGES, COLS, DEPTH], w_layout)
+    w_quarters = w_halves._reinterpret(w_desc.dtype, [4 * STAGES, COLS // 4, DEPTH], w_layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     lead = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -96,7 +98,7 @@ def new_ring(x_desc, w_desc, GROUPS: gl.constexpr):  # type: ignore[no-untyped-d
         mbarrier.init(free.index(place), count=GROUPS)
     mbarrier.init(lead, count=1)
     fence_async_shared()
-    return x_tiles, w_tiles, w_halves, ready, free, lead
+    return x_tiles, w_tiles, w_halves, w_quarters, ready, free, lead
 
 
 @gluon.jit
@@ -124,10 +126,22 @@ def request_weights(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
+def request_tile(w_desc, ring, place, col, depth, live, GATE: gl.constexpr, NARROW: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Start the copies of one step's weights for a tile's columns: of its two halves, or of three quarters."""
+    _, _, w_halves, w_quarters, ready, _, _ = ring
+    if NARROW:
+        for quarter in gl.static_range(3):
+            first = (3 * col + quarter) * (COLS // 4)
+            slot = w_quarters.index(4 * place + quarter)
+            tma.async_copy_global_to_shared(w_desc, [first, depth], ready.index(place), slot, live)
+    else:
+        request_weights(w_desc, w_halves, ready, 2 * place, 0, 2 * col, depth, live, GATE)
+        request_weights(w_desc, w_halves, ready, 2 * place + 1, 0, 2 * col + 1, depth, live, GATE)
+
+
+@gluon.jit
 def copy_tiles(  # type: ignore[no-untyped-def]
-    x_desc,
-    w_desc,
-    residual_desc,
+    matrices,
     work,
     ring,
     STEPS: gl.constexpr,
@@ -136,20 +150,21 @@ def copy_tiles(  # type: ignore[no-untyped-def]
     PAIRS: gl.constexpr,
     GATE: gl.constexpr,
     ADD: gl.constexpr,
-    GROUPS: gl.constexpr,
+    NARROW: gl.constexpr,
 ):
     """The copying warp. The first weights are requested while the previous kernel is still running."""
     count, half_tile, M = work
-    x_tiles, w_tiles, w_halves, ready, free, _ = ring
+    x_desc, w_desc, residual_desc = matrices
+    x_tiles, w_tiles, w_halves, _, ready, free, _ = ring
     STAGES: gl.constexpr = ready.shape[0]
-    BYTES: gl.constexpr = (GROUPS * HEIGHT + COLS) * DEPTH * 2
+    GROUPS: gl.constexpr = x_tiles.shape[0] // STAGES
+    BYTES: gl.constexpr = (GROUPS * HEIGHT + (COLS * 3 // 4 if NARROW else COLS)) * DEPTH * 2
     _, _, first_col, first_part = work_of(0, M, COL_TILES, SPLIT, PAIRS, GROUPS)
     has_tiles = count > 0
     for early in gl.static_range(STAGES):
         mbarrier.expect(ready.index(early), BYTES, has_tiles)
         first_depth = (first_part * STEPS + early) * DEPTH
-        request_weights(w_desc, w_halves, ready, 2 * early, 0, 2 * first_col, first_depth, has_tiles, GATE)
-        request_weights(w_desc, w_halves, ready, 2 * early + 1, 0, 2 * first_col + 1, first_depth, has_tiles, GATE)
+        request_tile(w_desc, ring, early, first_col, first_depth, has_tiles, GATE, NARROW)
     gdc_wait()
     i = 0
     for local in range(count):
@@ -161,8 +176,7 @@ def copy_tiles(  # type: ignore[no-untyped-def]
             mbarrier.expect(ready.index(place), BYTES, more)
             depth = (part * STEPS + step) * DEPTH
             request_inputs(x_desc, x_tiles, ready, place, row, depth, M)
-            request_weights(w_desc, w_halves, ready, 2 * place, 0, 2 * col, depth, more, GATE)
-            request_weights(w_desc, w_halves, ready, 2 * place + 1, 0, 2 * col + 1, depth, more, GATE)
+            request_tile(w_desc, ring, place, col, depth, more, GATE, NARROW)
             i += 1
         if ADD and (PAIRS or part == SPLIT - 1):
             # The residual takes two places of the ring, one for each group.
@@ -177,7 +191,7 @@ def copy_tiles(  # type: ignore[no-untyped-def]
                     corner = [first, col * COLS + ((part if PAIRS else 0) * CHUNKS + c) * CHUNK]
                     tma.async_copy_global_to_shared(residual_desc, corner, ready.index(there), chunks.index(c))
                 i += 1
-    if SPLIT == 1 and not ADD and half_tile >= 0:
+    if SPLIT == 1 and not ADD and not NARROW and half_tile >= 0:
         last_row, last_col = place_of(half_tile // 2, M, COL_TILES, GROUPS)
         for step in range(STEPS):
             here = i % STAGES
@@ -197,26 +211,34 @@ def residual_chunks(w_tiles, place, residual_desc):  # type: ignore[no-untyped-d
 
 
 @gluon.jit
-def multiply(x_tiles, w_tiles, ready, free, lead, i, WHICH: gl.constexpr, STEPS: gl.constexpr, TWO: gl.constexpr):  # type: ignore[no-untyped-def]
+def multiply(  # type: ignore[no-untyped-def]
+    x_tiles, w_tiles, w_beside, ready, free, lead, i, WHICH: gl.constexpr, STEPS: gl.constexpr, TWO: gl.constexpr
+):
     """(sums of one part of a tile [HEIGHT, columns], with TWO those of the columns beside them, steps done so far).
 
-    Three groups have too few registers for one product of all columns.
+    The weights beside are the second half of a tile in w_beside, or its third quarter: three groups have too few
+    registers for one product of all columns, and a product has a power of two of them.
     """
     STAGES: gl.constexpr = ready.shape[0]
     GROUPS: gl.constexpr = x_tiles.shape[0] // STAGES
     WIDTH: gl.constexpr = w_tiles.shape[1]
     EACH: gl.constexpr = w_tiles.shape[0] // STAGES  # places of the weights for each of the ring
+    BESIDE: gl.constexpr = w_beside.shape[0] // STAGES
+    BESIDE_WIDTH: gl.constexpr = w_beside.shape[1]
     # Steps by which the other groups are behind the first at least, so that some multiply while one finishes.
     LAG: gl.constexpr = STAGES - 2
     total = gl.zeros((HEIGHT, WIDTH), gl.float32, product_layout(WIDTH))
     beside = total
+    if TWO:
+        beside = gl.zeros((HEIGHT, BESIDE_WIDTH), gl.float32, product_layout(BESIDE_WIDTH))
     for step in range(STEPS):
         place = i % STAGES
         mbarrier.wait(ready.index(place), (i // STAGES) & 1)
         x_tile = x_tiles.index(GROUPS * place + WHICH)
         total = warpgroup_mma(x_tile, w_tiles.index(EACH * place).permute((1, 0)), total, is_async=True)
         if TWO:
-            beside = warpgroup_mma(x_tile, w_tiles.index(EACH * place + 1).permute((1, 0)), beside, is_async=True)
+            w_tile = w_beside.index(BESIDE * place + BESIDE // 2)
+            beside = warpgroup_mma(x_tile, w_tile.permute((1, 0)), beside, is_async=True)
             total, beside = warpgroup_mma_wait(2, deps=(total, beside))
         else:
             total = warpgroup_mma_wait(1, deps=(total,))
@@ -273,7 +295,9 @@ def in_chunks(total, GATE: gl.constexpr):  # type: ignore[no-untyped-def]
 @gluon.jit
 def pick(chunks, c):  # type: ignore[no-untyped-def]
     """The chunk of a number that is known at run time: code that is repeated would not fit the instruction cache."""
-    if len(chunks) == 4:
+    if len(chunks) == 3:
+        chunk = gl.where(c == 0, chunks[0], gl.where(c == 1, chunks[1], chunks[2]))
+    elif len(chunks) == 4:
         chunk = gl.where(c < 2, gl.where(c == 0, chunks[0], chunks[1]), gl.where(c == 2, chunks[2], chunks[3]))
     elif len(chunks) == 2:
         chunk = gl.where(c == 0, chunks[0], chunks[1])
@@ -477,17 +501,18 @@ def finish_tiles(  # type: ignore[no-untyped-def]
     BIAS: gl.constexpr,
     GATE: gl.constexpr,
     ADD: gl.constexpr,
-    GROUPS: gl.constexpr,
+    NARROW: gl.constexpr,
 ):
     """Four warps that multiply and finish some of every tile's tokens."""
     work, ring, pointers, outputs, scratch, eps = known
     count, half_tile, M = work
-    x_tiles, w_tiles, w_halves, ready, free, lead = ring
+    x_tiles, w_tiles, w_halves, w_quarters, ready, free, lead = ring
     bias, norm, next_squares, stale_squares = pointers
     out_desc, scaled_desc, residual_desc = outputs
     partial, arrived, squares = scratch
     STAGES: gl.constexpr = ready.shape[0]
-    OUT_COLS: gl.constexpr = COLS // 2 if GATE else COLS
+    GROUPS: gl.constexpr = x_tiles.shape[0] // STAGES
+    OUT_COLS: gl.constexpr = COLS // 2 if GATE else COLS * 3 // 4 if NARROW else COLS
     gdc_launch_dependents()
     gdc_wait()
     if WHICH > 0:
@@ -500,11 +525,14 @@ def finish_tiles(  # type: ignore[no-untyped-def]
         tile, row, col, part = work_of(local, M, COL_TILES, SPLIT, PAIRS, GROUPS)
         row, own = rows_of(row, WHICH, M)
         col = col * OUT_COLS
-        if GROUPS == 2:
-            total, _, i = multiply(x_tiles, w_tiles, ready, free, lead, i, WHICH, STEPS, False)
+        if GROUPS == 2 and not NARROW:
+            total, _, i = multiply(x_tiles, w_tiles, w_tiles, ready, free, lead, i, WHICH, STEPS, False)
             chunks, ups = in_chunks(total, GATE)
         else:
-            left, right, i = multiply(x_tiles, w_halves, ready, free, lead, i, WHICH, STEPS, True)
+            if NARROW:
+                left, right, i = multiply(x_tiles, w_halves, w_quarters, ready, free, lead, i, WHICH, STEPS, True)
+            else:
+                left, right, i = multiply(x_tiles, w_halves, w_halves, ready, free, lead, i, WHICH, STEPS, True)
             left_chunks, left_ups = in_chunks(left, GATE)
             right_chunks, right_ups = in_chunks(right, GATE)
             chunks, ups = left_chunks + right_chunks, left_ups + right_ups
@@ -582,11 +610,11 @@ def finish_tiles(  # type: ignore[no-untyped-def]
                 i += 2
             if SPLIT > 1:
                 kept, kept_too = nothing, nothing
-    if SPLIT == 1 and not ADD and half_tile >= 0:
+    if SPLIT == 1 and not ADD and not NARROW and half_tile >= 0:
         last_row, last_col = place_of(half_tile // 2, M, COL_TILES, GROUPS)
         top, _ = rows_of(last_row, WHICH, M)
         first_col = (2 * last_col + half_tile % 2) * (OUT_COLS // 2)
-        half_total, _, i = multiply(x_tiles, w_halves, ready, free, lead, i, WHICH, STEPS, False)
+        half_total, _, i = multiply(x_tiles, w_halves, w_halves, ready, free, lead, i, WHICH, STEPS, False)
         few, few_ups = in_chunks(half_total, GATE)
         last_factor = row_factors(squares, top, eps, K, SCALE)
         for n in range(len(few)):
@@ -623,14 +651,17 @@ def large_kernel(  # type: ignore[no-untyped-def]
     SPLIT: gl.constexpr,
     PAIRS: gl.constexpr,
     GROUPS: gl.constexpr,
+    NARROW: gl.constexpr,
     num_warps: gl.constexpr,
 ):
     """Further arguments are those of `linear_kernel`. With PAIRS two programs have one part of a tile each.
 
     GROUPS: of four warps, each with HEIGHT rows of a tile; three for linears without split inputs or a residual.
+    NARROW: tiles have three quarters of the columns, of two groups, for linears with neither of them nor a gate; then
+    w_desc has tiles of a quarter.
     """
     STEPS: gl.constexpr = K // SPLIT // DEPTH
-    OUT_COLS: gl.constexpr = COLS // 2 if GATE else COLS
+    OUT_COLS: gl.constexpr = COLS // 2 if GATE else COLS * 3 // 4 if NARROW else COLS
     COL_TILES: gl.constexpr = (N + OUT_COLS - 1) // OUT_COLS
     ROWS: gl.constexpr = GROUPS * HEIGHT
     ring = new_ring(x_desc, w_desc, GROUPS)
@@ -640,7 +671,7 @@ def large_kernel(  # type: ignore[no-untyped-def]
     items = (M + ROWS - 1) // ROWS * COL_TILES * (SPLIT if PAIRS else 1)
     count = (items - program + programs - 1) // programs * (1 if PAIRS else SPLIT)
     half_tile = -1
-    if SPLIT == 1 and not ADD:
+    if SPLIT == 1 and not ADD and not NARROW:
         # Tiles that would keep only half of the programs busy at the end are halved.
         left = items % programs
         halved = 2 * left <= programs
@@ -650,12 +681,16 @@ def large_kernel(  # type: ignore[no-untyped-def]
     pointers = (bias, norm, next_squares, stale_squares)
     known = (work, ring, pointers, (out_desc, scaled_desc, residual_desc), (partial, arrived, squares), eps)
     # Lists of registers per thread are those of all groups but the first, which has the rest: as many, or eight more.
+    matrices = (x_desc, w_desc, residual_desc)
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (finish_tiles, (0, first, known, STEPS, SPLIT, COL_TILES, PAIRS, N, K, SCALE, BIAS, GATE, ADD, 2)),
-                (finish_tiles, (1, second, known, STEPS, SPLIT, COL_TILES, PAIRS, N, K, SCALE, BIAS, GATE, ADD, 2)),
-                (copy_tiles, (x_desc, w_desc, residual_desc, work, ring, STEPS, SPLIT, COL_TILES, PAIRS, GATE, ADD, 2)),
+                (finish_tiles, (0, first, known, STEPS, SPLIT, COL_TILES, PAIRS, N, K, SCALE, BIAS, GATE, ADD, NARROW)),
+                (
+                    finish_tiles,
+                    (1, second, known, STEPS, SPLIT, COL_TILES, PAIRS, N, K, SCALE, BIAS, GATE, ADD, NARROW),
+                ),
+                (copy_tiles, (matrices, work, ring, STEPS, SPLIT, COL_TILES, PAIRS, GATE, ADD, NARROW)),
             ],
             [4, 1],
             [240, 24],
@@ -664,21 +699,24 @@ def large_kernel(  # type: ignore[no-untyped-def]
         third = gl.allocate_shared_memory(out_desc.dtype, [2, HEIGHT, CHUNK], out_desc.layout)
         gl.warp_specialize(
             [
-                (finish_tiles, (0, first, known, STEPS, SPLIT, COL_TILES, PAIRS, N, K, SCALE, BIAS, GATE, ADD, 3)),
-                (finish_tiles, (1, second, known, STEPS, SPLIT, COL_TILES, PAIRS, N, K, SCALE, BIAS, GATE, ADD, 3)),
-                (finish_tiles, (2, third, known, STEPS, SPLIT, COL_TILES, PAIRS, N, K, SCALE, BIAS, GATE, ADD, 3)),
-                (copy_tiles, (x_desc, w_desc, residual_desc, work, ring, STEPS, SPLIT, COL_TILES, PAIRS, GATE, ADD, 3)),
+                (finish_tiles, (0, first, known, STEPS, SPLIT, COL_TILES, PAIRS, N, K, SCALE, BIAS, GATE, ADD, NARROW)),
+                (
+                    finish_tiles,
+                    (1, second, known, STEPS, SPLIT, COL_TILES, PAIRS, N, K, SCALE, BIAS, GATE, ADD, NARROW),
+                ),
+                (finish_tiles, (2, third, known, STEPS, SPLIT, COL_TILES, PAIRS, N, K, SCALE, BIAS, GATE, ADD, NARROW)),
+                (copy_tiles, (matrices, work, ring, STEPS, SPLIT, COL_TILES, PAIRS, GATE, ADD, NARROW)),
             ],
             [4, 4, 1],
             [160, 160, 24],
         )
 
 
-def weight_tiles(matrix: Tensor, gate: bool, experts: int = 1) -> TensorDescriptor:
-    """The TMA descriptor of a weight [experts * N, K] in halves of a tile; with `gate` [experts * 2 N, K] in halves of
-    8 gates, 8 ups and so on."""
+def weight_tiles(matrix: Tensor, gate: bool, experts: int = 1, narrow: bool = False) -> TensorDescriptor:
+    """The TMA descriptor of a weight [experts * N, K] in halves of a tile, or in quarters if it is `narrow`; with
+    `gate` [experts * 2 N, K] in halves of 8 gates, 8 ups and so on."""
     if not gate:
-        return tiled(matrix, COLS.value // 2, DEPTH.value)
+        return tiled(matrix, COLS.value // (4 if narrow else 2), DEPTH.value)
     outputs, inputs = matrix.shape[0] // (2 * experts), matrix.shape[1]
     block = [COLS.value // 32, 2, 8, DEPTH.value]
     layout = tile_layout(tuple(block), matrix.dtype)

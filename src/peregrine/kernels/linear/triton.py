@@ -173,7 +173,7 @@ def _run_large(
     launch(
         large_kernel,
         (plan.programs,),
-        *(tiled(x, HEIGHT.value, DEPTH.value), weight_tiles(weight.weight, gate), results),
+        *(tiled(x, HEIGHT.value, DEPTH.value), weight_tiles(weight.weight, gate, narrow=plan.narrow), results),
         *((in_chunks(add.scaled), in_chunks(add.residual)) if add else (results, results)),
         *(out if weight.bias is None else weight.bias, out if squares is None else squares),
         *((add.norm, add.squares, add.stale_squares) if add else (out,) * 3),
@@ -187,6 +187,7 @@ def _run_large(
         SPLIT=plan.split,
         PAIRS=plan.in_pairs,
         GROUPS=plan.groups,
+        NARROW=plan.narrow,
         num_warps=4,
         pdl=True,
     )

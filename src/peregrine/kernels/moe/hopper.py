@@ -63,7 +63,7 @@ def copy_tiles(  # type: ignore[no-untyped-def]
     x_desc, w_desc, blocks, ring, N: gl.constexpr, STEPS: gl.constexpr, COL_TILES: gl.constexpr, GATE: gl.constexpr
 ):
     """One warp: copy the inputs and weights of all tiles into the ring."""
-    x_tiles, _, w_halves, ready, free, _ = ring
+    x_tiles, _, w_halves, _, ready, free, _ = ring
     STAGES: gl.constexpr = ready.shape[0]
     gdc_wait()
     num_blocks, count = num_tiles(blocks, COL_TILES)
@@ -97,7 +97,7 @@ def finish_tiles(  # type: ignore[no-untyped-def]
     GATE: gl.constexpr,
 ):
     """Four warps: multiply half WHICH of the places of every tile, apply factors and activation, and store."""
-    x_tiles, w_tiles, _, ready, free, lead = ring
+    x_tiles, w_tiles, _, _, ready, free, lead = ring
     STAGES: gl.constexpr = ready.shape[0]
     OUT_COLS: gl.constexpr = COLS // 2 if GATE else COLS
     product: gl.constexpr = product_layout(CHUNK)
@@ -111,7 +111,7 @@ def finish_tiles(  # type: ignore[no-untyped-def]
         block, col = tile_of(n, num_blocks, COL_TILES)
         row = block * ROWS + WHICH * HEIGHT
         if (WHICH == 0) | (gl.load(blocks + 2 + 2 * block) > WHICH * HEIGHT):
-            total, _same, i = multiply(x_tiles, w_tiles, ready, free, lead, i, WHICH, STEPS, False)
+            total, _same, i = multiply(x_tiles, w_tiles, w_tiles, ready, free, lead, i, WHICH, STEPS, False)
             chunks, ups = in_chunks(total, GATE)
             if SCALE:
                 factor = gl.load(factors + row + gl.arange(0, HEIGHT, gl.SliceLayout(1, product)))[:, None]
