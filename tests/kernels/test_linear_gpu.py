@@ -336,7 +336,8 @@ def test_partial_sums_find_room(outputs: int, rows: int, blocks: int) -> None:
         (65, 14336, 4096, True, False, LargePlan(132, 1, False)),  # 112 tiles, which are busy enough
         (128, 32000, 4096, False, False, LargePlan(132, 1, False)),
         (128, 32000, 4096, False, True, None),
-        (384, 6144, 4096, False, False, LargePlan(96, 1, False, groups=3)),  # halves of tiles
+        (384, 6144, 4096, False, False, LargePlan(96, 1, False, narrow=True)),
+        (640, 6144, 4096, False, False, LargePlan(132, 1, False)),
         (4096, 6144, 4096, False, False, LargePlan(132, 1, False, groups=3)),
         (512, 6144, 4096, False, False, LargePlan(128, 1, False, narrow=True)),  # 96 tiles leave programs idle
         (130, 1024, 4096, False, False, None),  # tiles of all rows fill the device

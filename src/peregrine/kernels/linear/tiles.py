@@ -19,7 +19,9 @@ SPLIT_COLS = 64  # outputs of a tile that is shared
 MULTIPROCESSORS = 132  # of an H200
 BUSY = 0.8  # share of multiprocessors with a tile from which on tiles of many rows are the fastest for up to 128, too
 WIDE_OUTPUTS = 32768
-NARROW_COST = 1.5 * 1.15  # of narrow tiles, which copy more for each product, where two groups with whole ones cost 2
+# Of narrow tiles, where two groups with whole ones cost 2, and of half a tile, where a whole one costs 1: both copy
+# more for each product.
+NARROW_COST, HALF_COST = 1.72, 0.6
 # Of Hopper's kernel for many rows: rows of a group of warps, the rest of its tile, what descriptors of outputs need.
 LARGE_HEIGHT, LARGE_COLS, LARGE_DEPTH, LARGE_STAGES, LARGE_ALIGNMENT = 64, 256, 64, 4, 8
 
@@ -184,13 +186,14 @@ def large_plan(
     if num_rows <= HEIGHTS[-1] and not (plain and tiles >= BUSY * -(-tiles // num_sms) * num_sms):
         return None
 
-    def cost(groups: int, tiles: int) -> float:
+    def cost(groups: int, tiles: int, half: float = 0.5) -> float:
         whole, left = divmod(tiles, num_sms)
         # Without split inputs or a residual, tiles that would leave half of the programs idle are halved.
-        return groups * (whole + (0.5 if plain and 2 * left <= num_sms else 1.0) * (left > 0))
+        return groups * (whole + (half if plain and 2 * left <= num_sms else 1.0) * (left > 0))
 
     narrow = -(-num_rows // (2 * LARGE_HEIGHT)) * -(-num_outputs // (LARGE_COLS * 3 // 4))
-    if plain and not gate and NARROW_COST * -(-narrow // num_sms) < min(cost(2, tiles), cost(3, three)):
+    others = min(cost(2, tiles, HALF_COST), cost(3, three, HALF_COST))
+    if plain and not gate and NARROW_COST * -(-narrow // num_sms) < others:
         return LargePlan(min(num_sms, narrow), split, in_pairs=False, narrow=True)
     # Three groups copy less for each product. Of a gate they were not faster where they cost the same.
     if plain and cost(3, three) - cost(2, tiles) < (0.0 if gate else 0.5):
