@@ -146,7 +146,7 @@ def main() -> None:
     cells = [Cell(text, rows) for text in args.texts for rows in args.rows]
     shapes: dict[str, dict[str, object]] = {str(k): {"num_drafts": k, "windows": "fixed"} for k in sorted(args.fixed)}
     shapes |= {AGAIN: shapes[PLAIN], AUTO: {}}
-    sizes = {"max_rows": max(args.rows), "num_pages": max(args.rows) * (args.tokens // 4)}
+    sizes = {"max_rows": max(args.rows), "num_pages": max(args.rows) * (args.tokens + 256) // 8}
     for half, names in enumerate((list(shapes), list(reversed(shapes)))):
         with ExitStack() as opened:
             engines = {name: opened.enter_context(LLM(args.model, **sizes, **shapes[name])) for name in names}

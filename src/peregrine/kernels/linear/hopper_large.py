@@ -680,8 +680,8 @@ def large_kernel(  # type: ignore[no-untyped-def]
     work = (count, half_tile, M)
     pointers = (bias, norm, next_squares, stale_squares)
     known = (work, ring, pointers, (out_desc, scaled_desc, residual_desc), (partial, arrived, squares), eps)
-    # Lists of registers per thread are those of all groups but the first, which has the rest: as many, or eight more.
     matrices = (x_desc, w_desc, residual_desc)
+    # Lists of registers per thread are those of all groups but the first, which has the rest: as many, or eight more.
     if GROUPS == 2:
         gl.warp_specialize(
             [
