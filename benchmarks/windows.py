@@ -15,6 +15,7 @@ what they differ by (`plain_again`) is noise.
 """
 
 import argparse
+import gc
 import json
 import os
 import random
@@ -150,6 +151,8 @@ def main() -> None:
     for half, names in enumerate((list(shapes), list(reversed(shapes)))):
         with ExitStack() as opened:
             engines = {name: opened.enter_context(LLM(args.model, **sizes, **shapes[name])) for name in names}
+            gc.collect()
+            gc.freeze()  # as the server does: a collection takes as long as a turn, and falls on any engine
             for cell in cells:
                 turns = args.warm + -(-args.requests // (2 * cell.rows))
                 cell.measure(engines, range(half * turns, (1 + half) * turns), args)

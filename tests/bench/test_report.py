@@ -81,13 +81,7 @@ SWEEP: dict[str, Any] = {
         {"shape": "tree 9,9,9", "refused": "too wide"},
     ],
 }
-STAGES = {
-    "verify_ms": 4.0,
-    "judge_ms": 0.5,
-    "propose_ms": 3.0,
-    "commit_and_rest_ms": 1.0,
-    "host_between_rounds_ms": 0.5,
-}
+STAGES = {"target_ms": 4.5, "propose_ms": 3.0, "rest_ms": 1.0, "host_between_rounds_ms": 0.5}
 OFFLINE: dict[str, Any] = {
     "machine": MACHINE,
     "model": "merlin",

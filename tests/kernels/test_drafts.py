@@ -6,17 +6,19 @@ import pytest
 import torch
 
 from kernels.interpreted import needs_interpreter
-from peregrine.kernels.round.drafts import keep_drafts_torch, move_path_torch
+from peregrine.kernels.round.drafts import keep_drafts, keep_drafts_torch, move_path, move_path_torch
 from peregrine.kernels.round.verdict import HEADER, Verdict
 
 PAGE_SIZE, PAGES, LAYERS, HEADS, DIM = 4, 8, 2, 3, 8
 
 
-@pytest.fixture(params=["twin", pytest.param("triton", marks=needs_interpreter)])
+@pytest.fixture(params=["twin", "cpu", pytest.param("triton", marks=needs_interpreter)])
 def by(request, monkeypatch):
-    """The functions (keep, move) of the twin or of the kernel."""
+    """The functions (keep, move) of the twin, of a CPU, or of the kernel."""
     if request.param == "twin":
         return keep_drafts_torch, move_path_torch
+    if request.param == "cpu":
+        return keep_drafts, move_path
     from peregrine.kernels.round import drafts_triton
 
     monkeypatch.setattr(drafts_triton, "MOVE_CHUNK", 16)  # an entry takes several blocks, the last one partial

@@ -1,15 +1,23 @@
 """Identity on the embedded model and its trained head."""
 
+import math
+from collections import Counter
 from functools import cache
 from importlib import import_module
 from struct import unpack_from
 
 import pytest
+import torch
 
+from peregrine.engine.alone import LonePlan
 from peregrine.engine.folders import ASSETS
 from peregrine.engine.request import Output
-from peregrine.kernels.runtime.cpu_graph import CpuGraph, record_at_once
+from peregrine.engine.round_times import FixedPlan
+from peregrine.kernels.round import GateRule
+from peregrine.kernels.runtime.cpu_graph import CpuGraph
+from peregrine.kernels.sampling import Features
 from peregrine.sampling import SamplingParams
+from peregrine.spec.odds import DEPTHS, EDGES
 from peregrine.text.chat import encode_chat
 from spec.harness import Case, accept_length, build, run, tokens
 
@@ -55,15 +63,17 @@ def test_the_embedded_head_changes_no_token(options: dict[str, object]) -> None:
     assert accept_length(drafted) > 1.8, "the head should be worth having"
 
 
-def body(folder: str, kernel: str) -> int:
+def body(file: str, kernel: str) -> int:
     """The address that calls of a compiled kernel begin with."""
-    file = "places_cpu" if folder == "round" else "cpu"
-    address: int = getattr(import_module(f"peregrine.kernels.{folder}.{file}"), kernel)._address
+    address: int = getattr(import_module(f"peregrine.kernels.{file}"), kernel)._address
     return address
 
 
-def test_every_step_of_model_and_head_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One operation that a CPU graph cannot replay, and its step runs call by call: slower, and nothing else shows."""
+@pytest.mark.parametrize("rule", [None, GateRule(EDGES, ((0.5,) * 11,) * DEPTHS, (0.4, math.inf), (0.0, 0.0, 0.0))])
+def test_what_the_model_and_the_head_do_is_one_replay_each(
+    monkeypatch: pytest.MonkeyPatch, rule: GateRule | None
+) -> None:
+    """One operation that a CPU graph cannot replay, and all runs call by call: slower, and nothing else shows."""
     pytest.importorskip("numba")
     made: list[CpuGraph] = []
     record = CpuGraph.__init__
@@ -72,13 +82,17 @@ def test_every_step_of_model_and_head_is_replayed(monkeypatch: pytest.MonkeyPatc
         record(graph, *arguments)  # type: ignore[arg-type]
         made.append(graph)
 
+    rounds = build(MERLIN, drafter="eagle3", num_drafts=2, windows="fixed").engine.runner.rounds
+    plan = FixedPlan([3], 2) if rule is None else LonePlan(rule, 3)
     monkeypatch.setattr(CpuGraph, "__init__", note)
-    with record_at_once():
-        run(build(MERLIN, drafter="eagle3", num_drafts=2).engine, requests(4)[:1])
-    assert len(made) > 10 + 3, "more than a decoder's layers and a head's three steps"
+    with torch.inference_mode():
+        rounds.run(rounds.seats.rows(1, 1), Features(), plan)
+    assert len(made) == 3
     assert all(graph.complete for graph in made)
-    called = [{unpack_from("q", words)[0] for _, words, _ in graph._replay._calls} for graph in made]
-    attention = body("attention", "_attend")
-    step, path = {attention, body("sampling", "_choose_nodes")}, {attention, body("round", "_path")}
-    assert any(step <= calls for calls in called), "a step of the head is one replay, up to the pick"
-    assert any(path <= calls for calls in called), "and so is its reading of the path"
+    called = [Counter(unpack_from("q", words)[0] for _, words, _ in graph._replay._calls) for graph in made]
+    attention, pick = body("attention.cpu", "_attend"), body("sampling.cpu", "_choose_nodes")
+    target = Counter({attention: 10, body("round.places_cpu", "_window"): 1, body("round.cpu", "_commit"): 1})
+    assert target <= called[0], "the model's part of a round, from places to the verdict"
+    last = Counter({body("round.cpu", "_keep"): 1} if rule is None else {body("round.cpu", "_gate"): 2})
+    assert Counter({body("round.places_cpu", "_path"): 1, attention: 1}) <= called[1], "the head reads the path"
+    assert Counter({attention: 1, pick: 2}) + last <= called[2], "and makes its drafts, up to the window"

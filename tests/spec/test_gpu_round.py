@@ -114,6 +114,7 @@ def launches_of_a_round(
     engine, launches, rounds = build(**options).engine, Launches(), []  # type: ignore[arg-type]
     send_to_triton(patch)
     patch.setattr("peregrine.spec.chain.numba_ready", lambda *tensors: False)  # steps are replayed on CPUs alone
+    patch.setattr(engine.runner.rounds, "replayed", None)  # and so are rounds
     count_kernels(patch, launches)
     hide_models(engine, patch, launches)
     run_round = engine_rounds.run_round

@@ -19,7 +19,7 @@ from peregrine.engine.ahead_planner import AheadCosts, AheadPlanner
 from peregrine.llm import engine_config
 from peregrine.sampling import SamplingParams
 from peregrine.spec.ahead import MARGIN, Choice, RowCosts, allot, choose_size, gains, token_sizes, window_width
-from peregrine.spec.odds import DepthOdds
+from peregrine.spec.depth_odds import DepthOdds
 from peregrine.spec.registry import DRAFTERS as BY_NAME
 from peregrine.spec.registry import DraftSource
 from peregrine.spec.windows import WindowBuffer, Windows

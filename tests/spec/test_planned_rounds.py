@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peregrine.engine.alone import Gates, LonePlan, LoneRounds
+from peregrine.engine.alone import LonePlan, LoneRounds, Said, lone_rule
 from peregrine.engine.build import Built
 from peregrine.engine.plan_record import PlanRecord
 from peregrine.engine.planned_rates import PlannedRate
@@ -26,7 +26,7 @@ from peregrine.engine.round_costs import RoundCosts
 from peregrine.engine.round_plan import RoundPlan, choose_verified
 from peregrine.engine.round_times import RoundTimes
 from peregrine.engine.steady import SteadyPlan, SteadyRounds
-from peregrine.kernels.round import HEADER
+from peregrine.kernels.round import HEADER, GateRule
 from peregrine.sampling import SamplingParams
 from peregrine.spec.branches import RANKS
 from peregrine.spec.links import Branched
@@ -123,8 +123,9 @@ class RandomPlanner(WindowPlanner):
         """A round of a request alone that makes and verifies as many drafts as it likes."""
         dice, ranges = self.dice, range(1 + len(EDGES))
         least = (*(dice.random() for _ in range(most - 1)), math.inf)
-        spent = tuple(sorted(dice.random() * most for _ in range(1 + self.depth)))
-        self.alone.gates = Gates(tuple(tuple(dice.random() for _ in ranges) for _ in range(DEPTHS)), least, spent)
+        spent = tuple(sorted(dice.random() * most for _ in range(1 + most)))
+        chances = tuple(tuple(dice.random() for _ in ranges) for _ in range(DEPTHS))
+        self.alone.rule = GateRule(EDGES, chances, least, spent)
         self._again = None
         self.lone += 1
         return self.alone.plan(requests, offered)
@@ -382,8 +383,8 @@ def test_one_row_follows_the_rule_of_all(said: list[float], rate: float, data: s
     costs, depth, own = Costs(verify, absorb, step, 6), 6, RequestOdds(3.0, 2.0)
     odds = Odds()
     odds.judge_line([0.9, 0.4, 0.7], 2, own)
-    gates = Gates.of(costs, odds, own, rate, depth)
-    plan, survival = LonePlan(gates, 1), 1.0
+    rule = lone_rule(costs, odds, own, rate, depth)
+    plan, survival = LonePlan(rule, 1), 1.0
     for made, value in enumerate(said, 1):
         plan.add(torch.tensor([value]))
         middle = MIDDLES[bisect(EDGES, value)]
@@ -392,9 +393,9 @@ def test_one_row_follows_the_rule_of_all(said: list[float], rate: float, data: s
         wanted = [survival * odds.expect(made, own)] if made < depth else []
         count, gain = worth_taking(costs, wanted, 1 + made, rate, made)
         assert plan.go_on() == (count > 0) or abs(gain) < 1e-9
-    won = [sum(plan.survivals[:count]) - gates.spent[count] for count in range(1 + len(said))]
+    won = [sum(plan.survivals[:count]) - rule.spent[count] for count in range(1 + len(said))]
     (general,) = trim_windows(costs, [plan.survivals], rate)
-    assert won[gates.verified(plan.survivals)] == pytest.approx(won[general]) == pytest.approx(max(won))
+    assert won[plan.depths()] == pytest.approx(won[general]) == pytest.approx(max(won))
 
 
 def test_a_request_alone_is_planned_by_gates_and_beside_others_otherwise() -> None:
@@ -409,7 +410,7 @@ def test_a_request_alone_is_planned_by_gates_and_beside_others_otherwise() -> No
     again = planner.plan([first], [2])
     assert again.windows.lens == (3,)
     assert isinstance(again, LonePlan)
-    assert again.read == pytest.approx([0.95, 0.9])
+    assert again.read.values == pytest.approx([0.95, 0.9])
     again.add(torch.tensor([0.6]))
     beside = planner.plan([first, second], [1, 0])
     assert not isinstance(beside, LonePlan)
@@ -421,14 +422,14 @@ def test_verdicts_of_a_request_alone_are_counted_when_rounds_are_decided() -> No
     """One right draft, one wrong, and one without a verdict."""
     measured = RoundCosts({1: 4.0, 64: 5.0}, {1: 0.0}, {1: 0.1}, 3)
     alone, odds, rate = LoneRounds(measured), Odds(), PlannedRate()
-    alone.gates = Gates.of(measured.costs(), odds, RequestOdds(), 0.3, 3)
+    alone.rule = lone_rule(measured.costs(), odds, RequestOdds(), 0.3, 3)
     request = Request(0, list(range(6)), SamplingParams(temperature=0.0), 0, 99)
     plan = alone.plan([request], 0)
     for chance in (0.95, 0.85, 0.75):
         plan.add(torch.tensor([chance]))
     alone.plan([request], 3)
     verified = alone.plan([request], 3)
-    verified.read = [0.95, 0.85, 0.75]
+    verified.read = Said([0.95, 0.85, 0.75])
     alone.note(verified, [2, 1, 0, 0], RoundTimes(4.0, 0.2, []))
     assert not odds.tenths[9][0]
     record = PlanRecord()

@@ -337,7 +337,7 @@ def test_merlin_is_made_end_to_end_and_finds_its_head(toy: Path, tmp_path: Path)
         eval_tokens=8,
     )
     make_merlin(order)
-    with LLM(str(tmp_path / "merlin"), max_rows=1, max_len=64) as llm:
+    with LLM(str(tmp_path / "merlin"), max_rows=1, max_len=64, windows="fixed") as llm:
         assert any(d.field == "drafter" and d.value == "eagle3" for d in llm.decisions)
         [output] = llm.generate("Tom had", SamplingParams(max_tokens=8, ignore_eos=True), progress=False)
         assert output.stats.drafted > 0  # two steps of training may well say "end of text" at once

@@ -8,10 +8,9 @@ from typing import Any
 from peregrine.log import style
 
 STAGES = (
-    ("verify_ms", "verify"),
-    ("judge_ms", "judge"),
+    ("target_ms", "verify, judge, commit"),
     ("propose_ms", "propose"),
-    ("commit_and_rest_ms", "commit and rest"),
+    ("rest_ms", "rest"),
     ("host_between_rounds_ms", "host, between rounds"),
 )
 HEAD = ("", "tokens/s", "of plain", "tokens/round", "ms/round")

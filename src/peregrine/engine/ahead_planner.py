@@ -19,7 +19,8 @@ from peregrine.engine.plan_record import PlanRecord
 from peregrine.engine.request import Request
 from peregrine.kernels.round import HEADER
 from peregrine.spec.ahead import Choice, RowCosts, allot, choose_size, size_of_drafts, token_sizes, window_width
-from peregrine.spec.odds import DepthOdds, Floats, Ints
+from peregrine.spec.depth_odds import DepthOdds
+from peregrine.spec.odds import Floats, Ints
 from peregrine.spec.said_odds import SaidOdds
 
 KEPT, MOST_KEPT = 8, 64  # rounds until a plan is made anew; doubled each time it comes out the same

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from peregrine.engine.alone import Gates, LonePlan, LoneRounds
+from peregrine.engine.alone import LonePlan, LoneRounds, lone_rule
 from peregrine.engine.branching import Branching, Choice
 from peregrine.engine.missed import Missed
 from peregrine.engine.plan_record import PlanRecord
@@ -132,12 +132,12 @@ class WindowPlanner:
 
     def plan(self, requests: list[Request], offered: Sequence[int]) -> AnyPlan:
         """The plan of the next round of the requests in these rows, whose windows hold this many drafts."""
-        branching, ranks = self.branching, 0
-        self._began = 0.0
+        branching, ranks, self._began = self.branching, 0, 0.0
         if self._rounds + 1 >= self._due or not (requests == self._planned or self._goes_on_with(requests)):
             self._decide(requests)
-        if self.alone.gates is not None:
-            ranks = branching.ranks(requests) if branching is not None else 1
+        worth = self.rate * self.costs.branched
+        if self.alone.rule is not None:
+            ranks = 1 if branching is None else branching.ranks(requests, worth)
             if ranks == 1 and not requests[0].ranked:
                 self._rounds, self._probing = self._rounds + 1, 0
                 return self.alone.plan(requests, offered[0])
@@ -156,10 +156,10 @@ class WindowPlanner:
         probing, verified = self._probing, choose_verified(self, requests, offered, whole=self._probing > 0)
         choice = Choice(verified, None, 0.0)
         if not ranks:
-            ranks = branching.ranks(requests) if branching is not None and drafted else 1
+            ranks = branching.ranks(requests, worth) if branching is not None and drafted else 1
         if branching is not None and any(offered) and (wanted or not probing):
             lines = [survivals_of(request.guesses[: self.cap_of(request)]) for request in requests]
-            more = self.measured.planning_ms if self.alone.gates is not None else 0.0
+            more = self.measured.planning_ms if self.alone.rule is not None else 0.0
             costs = replace(self.costs, branched=self.costs.branched + more)
             choice = branching.choose(costs, requests, verified, lines, self.rate)
         plan = RoundPlan(self, requests, [1 + depth for depth in choice.depths], drafted, choice.branched, ranks)
@@ -222,10 +222,10 @@ class WindowPlanner:
         self._kept = TRIAL if tries and not planned else min(most, 2 * self._kept) if same else KEPT
         self._planned, self._due = list(requests), self._rounds + self._kept
         self.rate = max(plain, rate)  # only planned rounds ask for it
-        self.alone.gates = None
+        self.alone.rule = None
         if planned and rows == 1 and not by_draft:
             kind, own = self.odds(requests[0]), requests[0].odds
-            self.alone.gates = Gates.of(self.costs, kind, own, self.rate, self._most(requests))
+            self.alone.rule = lone_rule(self.measured.replayed(), kind, own, self.rate, self._most(requests))
         self._decided = self._rounds
         measured.fade(0 if planned else passed)
         self.rates.of(requests, steady=True).fade(0 if self._drafts else passed)

@@ -81,6 +81,11 @@ class RoundCosts:
         self._known = Costs(verify, *parts, table.ragged, self.branched)
         return self._known
 
+    def replayed(self) -> Costs:
+        """Of a row alone, all of whose drafts are one replay, as they were timed; with what the host does."""
+        table = self._table
+        return Costs(scaled(table.verify, 1.0, self._host), table.absorb, table.step, table.steps, table.first)
+
     def steady_ms(self, rows: int, drafts: int) -> float:
         """Milliseconds of a round in which every row has so many drafts, with the host's work after it."""
         return self.steady_times(rows, drafts)[drafts]
@@ -232,8 +237,9 @@ def measure_costs(time_round: TimeRound, max_rows: int, depth: int, steps: int) 
         time_round(lens, made)
     began = time.thread_time()
     verify: dict[int, float] = {}
-    first: dict[int, float] = {}  # with what is absorbed
-    step: dict[int, float] = {}
+    first: dict[int, float] = {}  # one draft, with what is absorbed
+    more: dict[int, float] = {}  # all drafts
+    parts = {min(made, 1): first} | ({made: more} if made > 1 else {})
     for attempt in range(1 + PASSES):
         for tokens in round_sizes(max_rows, min(depth + 1, 8 if max_rows == 1 else 4 if max_rows <= 4 else 2)):
             late = time.thread_time() - began > TIME_LIMIT_S
@@ -241,23 +247,24 @@ def measure_costs(time_round: TimeRound, max_rows: int, depth: int, steps: int) 
                 break
             rows = min(tokens, max_rows)
             lens = [tokens // rows] * rows
-            if tokens not in verify:  # the first rounds of a size allocate and record
-                time_round(lens, made)
-            times = time_round(lens, made)
-            found = (verify, tokens, times.verify_ms), (first, tokens, times.first(steps))
-            for part, size, ms in (*found, *((step, rows, ms) for ms in times.steps_ms)):
-                part[size] = min(part.get(size, ms), ms)
+            for drafts, part in parts.items():
+                if tokens not in part:  # the first rounds of a size allocate and record
+                    time_round(lens, drafts)
+                times = time_round(lens, drafts)
+                for table, ms in ((verify, times.verify_ms), (part, times.first(steps=1))):
+                    table[tokens] = min(table.get(tokens, ms), ms)
     if not steps:
         return RoundCosts(verify, first, {1: 0.0}, steps)
     # Of the first drafts' time, what each further token of a window adds is absorbing it.
     low, high = min(max_rows, max(first)), max(first)
     slope = max(0.0, first[high] - first[low]) / (high - low) if high > low else 0.0
     firsts = {rows: max(0.0, ms - slope * rows) for rows, ms in first.items() if rows <= low}
+    further = {rows: (more[rows] - first[rows]) / (made - 1) for rows in firsts if more.get(rows, 0.0) > first[rows]}
     ragged = 0.0
     if max_rows > 1:  # the first rounds allocate and record
-        uneven, even = (min([time_round(lens, 1).first(steps) for _ in range(6)][2:]) for lens in ((2, 1), (2, 2)))
-        ragged = max(0.0, uneven - even)
-    return RoundCosts(verify, {1: slope, 2: 2 * slope}, step or firsts, steps, firsts, ragged)
+        uneven, even = (min([time_round(lens, 1).ms for _ in range(6)][2:]) for lens in ((2, 1), (2, 2)))
+        ragged = max(0.0, uneven - even)  # and more: it has a token less
+    return RoundCosts(verify, {1: slope, 2: 2 * slope}, further or firsts, steps, firsts, ragged)
 
 
 def branched_ms(time_round: Callable[[], RoundTimes], tokens: int, costs: Costs) -> float:

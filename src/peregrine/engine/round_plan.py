@@ -13,7 +13,7 @@ from peregrine.kernels.round import FINISH_NONE, HEADER
 from peregrine.spec.links import Branched
 from peregrine.spec.odds import MOST, Guess, Odds, survivals, survivals_of
 from peregrine.spec.planner import Costs, trim_windows, worth_taking
-from peregrine.spec.windows import Windows, paths_of
+from peregrine.spec.windows import Ruled, Windows, paths_of
 
 
 class Planner(Protocol):
@@ -36,6 +36,7 @@ class RoundPlan:
     """The plan of one round; see `spec.windows.Plan`."""
 
     drafts: int | None = None
+    ruled: Ruled | None = None
 
     def __init__(
         self,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from peregrine.spec.branches import RANKS
 from peregrine.spec.links import Branched
-from peregrine.spec.windows import Windows, paths_of
+from peregrine.spec.windows import Ruled, Windows, paths_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,22 +44,23 @@ class FixedPlan:
     """
 
     rests = False
-    drafts: int | None = None
+    ruled: Ruled | None = None
 
     def __init__(self, lens: Sequence[int], drafts: int, branches: bool = False) -> None:
         self.windows, self.ranks = Windows.of(tuple(lens)), RANKS if branches else 1
         self.branched = Branched.of([[0] * length for length in lens], [()] * len(lens)) if branches else None
         self.paths = paths_of(self.windows, self.branched)
         self.rows = None if drafts else torch.empty(0, dtype=torch.int64)
-        self._drafts, self.stamps = drafts, list[tuple[float, float]]()
+        self.drafts = None if branches or not drafts else drafts  # known, so that nothing is asked between them
+        self._drafts, self._made = drafts, 0
 
     def add(self, chances: Tensor, ranked: tuple[Tensor, Tensor] | None = None) -> None:
         for said in (chances, *(ranked or ())):
             said.tolist()  # as a real plan does
-        self.stamps.append(now())
+        self._made += 1
 
     def go_on(self) -> bool:
-        return len(self.stamps) < self._drafts
+        return self._made < self._drafts
 
     def depths(self) -> int:
         return self._drafts

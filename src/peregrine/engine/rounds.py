@@ -26,6 +26,7 @@ from peregrine.models.parallel import on_every_rank
 from peregrine.spec.bound import BoundModel
 from peregrine.spec.judge import Judge, judge
 from peregrine.spec.registry import DraftSource, make_drafter
+from peregrine.spec.replayed import ReplayedRounds
 from peregrine.spec.round import Logprobs, Mark, Verified, decide, no_mark, propose, run_round, verify
 from peregrine.spec.state import Rows, SeatState
 from peregrine.spec.suffix import SuffixDrafter
@@ -94,6 +95,7 @@ class Rounds:
         self.target, self.drafter, self.judge, self.seats = target, drafter, judge, seats
         self.trims = trims  # without a plan, windows end with the drafts that are offered, which the host can see
         self.ranks, self.device = target.ranks, seats.device
+        self.replayed = ReplayedRounds.of(target, drafter, judge, seats)
         self.begun: tuple[Verified, Plan | None] | None = None  # a round in two parts, of which the first is done
 
     @staticmethod
@@ -115,6 +117,8 @@ class Rounds:
     ) -> tuple[Verdict, Logprobs | None]:
         """One round; see `run_round`."""
         parts, read = (self.target, self.drafter, self.judge, self.seats), plan or self._offered(rows)
+        if self.replayed is not None and self.replayed.serves(rows, features, read):
+            return self.replayed.run(rows, features, mark, read)
         return run_round(*parts, rows, self._own(features), mark, read)
 
     @led

@@ -175,7 +175,7 @@ def written(points: Iterable[tuple[int, float]]) -> str:
 
 
 def time_round(runner: Runner, lens: Sequence[int], drafts: int, branches: bool = False) -> RoundTimes:
-    """Times of a round with these windows that makes as many drafts for every row.
+    """Times of a round with these windows that makes so many drafts for every row, which count as the first.
 
     All seats must be free, since the round really runs.
     """
@@ -188,6 +188,6 @@ def time_round(runner: Runner, lens: Sequence[int], drafts: int, branches: bool 
 
     rows, plan = runner.seats.rows(len(lens), 1), FixedPlan(lens, drafts, branches)
     runner.rounds.run(rows, Features(), plan, mark=mark)
-    stamps = plan.stamps or [now()]
-    by_clock, busy = (times_of(began[i], proposing[i], [stamp[i] for stamp in stamps]) for i in (0, 1))
+    done = now()
+    by_clock, busy = (times_of(began[i], proposing[i], [done[i]]) for i in (0, 1))
     return least(by_clock, busy)

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from peregrine.attention import Attend, LayerAttention
 from peregrine.kernels.activation import soft_cap
-from peregrine.kernels.residual import Residual, embed_residual
+from peregrine.kernels.residual import Residual, embed_residual, join_columns
+from peregrine.kernels.runtime.cpu import is_recording
 from peregrine.kernels.runtime.cpu_graph import CpuGraphs
 from peregrine.models.config import ModelConfig
 from peregrine.models.decoder_layer import Layer
@@ -107,7 +108,7 @@ class Decoder(nn.Module):
         if tap_normed:
             tapped[num_layers] = hidden
             hidden = hidden if live is None else hidden.index_select(0, live)
-        return hidden, torch.cat([tapped[i] for i in taps], dim=1) if taps else None
+        return hidden, join_columns([tapped[i] for i in taps]) if taps else None
 
     def embed(self, tokens: Tensor) -> Residual:
         """The residual stream of tokens [N], prepared for the first layer."""
@@ -124,7 +125,7 @@ class Decoder(nn.Module):
         return layer
 
     @property
-    def _is_recordable(self) -> bool:
+    def is_recordable(self) -> bool:
         """Whether the layers run the same compiled CPU kernels for every token, so that a CPU graph can replay them."""
         config = self.config
         return self.head.format.is_recordable and not (config.mla or config.experts or config.unfused)
@@ -132,7 +133,7 @@ class Decoder(nn.Module):
     def _project(self, i: int, residual: Residual, positions: Tensor) -> QKV:
         """The projections of layer i, if the layer before did not make them; a CPU graph replays those of the first."""
         layer, table = self.layer(i), self.table(i)
-        if i > 0 or not self._is_recordable:
+        if i > 0 or not self.is_recordable:
             return layer.attention.project(residual, positions, table)
 
         def step(normed: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
@@ -145,7 +146,7 @@ class Decoder(nn.Module):
     def _finish(self, attended: Tensor, residual: Residual) -> Residual:
         """The second half of the last layer, with the final norm; a CPU graph replays it."""
         last = len(self.layers) - 1
-        if not self._is_recordable:
+        if not self.is_recordable:
             return self.layer(last).after_attention(attended, residual, self.norm)
 
         def step(attended: Tensor, values: Tensor) -> tuple[Tensor, ...]:
@@ -153,14 +154,16 @@ class Decoder(nn.Module):
             return after.values, after.normed
 
         values, normed = self.graphs.run(last, step, attended, residual.values)
-        return Residual(values, normed.clone())  # the caller's own: the next replay writes over what a graph returned
+        return Residual(
+            values, normed if is_recording() else normed.clone()
+        )  # the caller's own: the next replay writes over what a graph returned
 
     def _to_next_layer(
         self, i: int, attended: Tensor, residual: Residual, positions: Tensor, can_project: bool
     ) -> tuple[QKV | None, Residual]:
         """From layer i's attention to layer i + 1; a CPU graph replays it with the projection of layer i + 1."""
         layer, following, table = self.layer(i), self.layer(i + 1), self.table(i + 1)
-        if not can_project or not self._is_recordable:
+        if not can_project or not self.is_recordable:
             return None, layer.after_attention(attended, residual, following.input_norm)
 
         def step(attended: Tensor, values: Tensor, positions: Tensor) -> tuple[Tensor, ...]:

@@ -6,8 +6,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from peregrine.kernels.round import AheadPlaces
-from peregrine.kernels.runtime.cpu import numba_ready
+from peregrine.kernels.round import AheadPlaces, Gate, pass_gate
+from peregrine.kernels.runtime.cpu import is_recording, numba_ready
 from peregrine.kernels.runtime.cpu_graph import CpuGraphs
 from peregrine.kernels.sampling import pick, ranked, top_chances
 from peregrine.spec.readers import DraftReader
@@ -43,7 +43,7 @@ class ChainDrafter:
     def read(self, seen: Seen) -> Tensor:
         layout, pages, taps, rows = seen.layout, seen.pages, seen.taps, len(seen.past_lens)
         whole = layout is None or (layout.paths.is_uniform and layout.rows is None)
-        if taps is None or pages.lasting is None or not whole or not numba_ready(taps):
+        if taps is None or pages.lasting is None or not whole or not numba_ready(taps) or is_recording():
             return self.reader.read(seen)
 
         def step(taps: Tensor, past_lens: Tensor) -> tuple[Tensor, ...]:
@@ -61,6 +61,18 @@ class ChainDrafter:
             hidden, _ = self._add_draft(seen, ahead, step, before, hidden, tokens[step])
             before = tokens[step]
         return Drafts(tokens.T, depth, None)
+
+    def draft_ruled(
+        self, seen: Seen, hidden: Tensor, gate: Gate, window: Tensor, offered: Tensor, caps: Tensor
+    ) -> None:
+        """Draft for a row alone into its window [1, T], to be recorded: a replay ends where the gate closes."""
+        depth, before = self.shape.depth, None
+        ahead = self._ahead(seen, depth)
+        for step in range(depth):
+            picked = window[:, 1 + step]
+            hidden, (chance,) = self._add_draft(seen, ahead, step, before, hidden, picked)
+            pass_gate(gate, step, chance, offered, caps)
+            before = picked
 
     def _propose_planned(self, seen: Seen, plan: Plan) -> Drafts:
         """As deep as the plan asks for, step by step, for the rows that it drafts for."""
@@ -91,7 +103,7 @@ class ChainDrafter:
         if before is not None:
             inputs += [before, ahead.positions[step - 1], ahead.slots[step - 1]]
         pages = seen.pages
-        if hidden.is_cpu and pages.lasting is not None and numba_ready(hidden):
+        if hidden.is_cpu and pages.lasting is not None and numba_ready(hidden) and not is_recording():
             ranks = 0 if seen.plan is None else seen.plan.ranks
             name = before is None, ranks, seen.features.sampled, pages.lasting.data_ptr()
             hidden, picked, *said = self._graphs.run(name, partial(self._step, seen, None), *inputs)

@@ -78,9 +78,17 @@ def run_round(
 
 
 def verify(
-    target: BoundModel, drafter: Drafter, seats: SeatState, rows: Rows, layout: Layout | None = None
+    target: BoundModel,
+    drafter: Drafter,
+    seats: SeatState,
+    rows: Rows,
+    layout: Layout | None = None,
+    even: Tensor | None = None,
 ) -> Verified:
-    """Score every node of the windows; where all rows rest, nothing is kept for the drafter."""
+    """Score every node of the windows; where all rows rest, nothing is kept for the drafter.
+
+    `even` [R * T] are the tokens of even windows, if the caller has them one after the other.
+    """
     taps = () if layout is not None and layout.rests else drafter.taps
     state = planned_state(seats, rows, layout)
     branched = None if layout is None or layout.branched is None else state
@@ -96,7 +104,8 @@ def verify(
         hidden, tapped = target.read(tokens, metadata, taps)  # [N, H]
         return Verified(places, target.decoder.logits(hidden), tapped, layout, windows, branched)
     metadata = state.pages.uniform(places.positions, places.past_lens, places.slots, ancestors)
-    hidden, tapped = target.read(state.window_tokens.flatten(), metadata, taps)  # [R * T, H]
+    tokens = state.window_tokens.flatten() if even is None else even
+    hidden, tapped = target.read(tokens, metadata, taps)  # [R * T, H]
     logits = target.decoder.logits(hidden).view(num_rows, num_nodes, -1)
     return Verified(places, logits, tapped, layout, None, branched)
 

@@ -8,7 +8,8 @@ the same table (`kernels/round/allot.py`).
 
 import numpy as np
 
-from peregrine.spec.odds import EDGES, MEMORY, MOST, OWN_MEMORY, OWN_PRIOR, PRIOR, DepthOdds, Floats, Ints
+from peregrine.spec.depth_odds import DepthOdds
+from peregrine.spec.odds import EDGES, MEMORY, MOST, OWN_MEMORY, OWN_PRIOR, PRIOR, Floats, Ints
 
 RECENT = 8  # rounds of a request that are kept
 SAMPLES = 64  # rows times rounds that a plan looks at, at least; or all that are kept

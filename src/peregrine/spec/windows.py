@@ -17,7 +17,7 @@ from torch import Tensor
 
 from peregrine.attention.metadata import AttentionMetadata
 from peregrine.attention.window import Window
-from peregrine.kernels.round import WindowTensors
+from peregrine.kernels.round import GateRule, WindowTensors
 from peregrine.spec.links import Branched
 from peregrine.spec.row_pages import RowPages
 
@@ -161,11 +161,24 @@ class Offered:
         self.windows = self.paths = Windows.of(lens)
 
 
+class Ruled(Protocol):
+    """A plan of one row that need not be asked between the drafter's steps."""
+
+    rule: GateRule
+
+    def take(self, passed: Tensor) -> None:
+        """Drafts were made: how many, and what the drafter says of each [1 + K]. It will be overwritten."""
+
+
 class Plan(Layout, Protocol):
     """What the host chose for one round. A drafter reports its drafts to it, and asks it before every further step."""
 
     ranks: int  # how many of the likeliest tokens of each step it wants to know; 1: the draft's chance alone
     drafts: int | None  # all rows get so many, and nothing is asked of it; None: it is asked before every further step
+
+    @property
+    def ruled(self) -> Ruled | None:
+        """Itself, if a row alone gets drafts by a rule that is known before the round."""
 
     def add(self, chances: Tensor, ranked: tuple[Tensor, Tensor] | None = None) -> None:
         """One more draft for every row that is drafted for; chances [n] are the drafter's own.

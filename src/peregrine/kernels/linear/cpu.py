@@ -19,7 +19,7 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from peregrine.kernels.linear.reference import DenseWeight, WeightFormat
-from peregrine.kernels.runtime.cpu import FLOAT32, numba_ready, pieces_for
+from peregrine.kernels.runtime.cpu import FLOAT32, is_recording, numba_ready, pieces_for
 from peregrine.kernels.runtime.cpu_jit import (
     BFLOAT16,
     FLOAT,
@@ -29,6 +29,7 @@ from peregrine.kernels.runtime.cpu_jit import (
     claim,
     counted_loop,
     cpu_kernel,
+    floats_at,
     fused_multiply_add,
     load_vector,
     load_widened,
@@ -100,7 +101,27 @@ class PanelWeight(WeightFormat):
         else:
             wide = x.new_empty((pieces, width, PANEL) if num_rows > WIDEN_ROWS else 0)  # a panel for each thread
             _linear_bf16(pieces, *pointers, *shape, wide.data_ptr())
-        return y if columns == self.num_outputs else y[:, : self.num_outputs].contiguous()
+        return y if columns == self.num_outputs else _without_padding(y, self.num_outputs)
+
+
+def _without_padding(y: Tensor, num_outputs: int) -> Tensor:
+    """The first outputs of y [N, O]; where kernel calls are recorded, copied by a kernel."""
+    if not is_recording():
+        return y[:, :num_outputs].contiguous()
+    trimmed = y.new_empty(len(y), num_outputs)
+    _trim(1, y.data_ptr(), trimmed.data_ptr(), len(y), y.shape[1], num_outputs)
+    return trimmed
+
+
+@cpu_kernel("qqqqq")
+def _trim(block):  # type: ignore[no-untyped-def]
+    source, target, rows, columns, kept = arguments_of(block, 5)
+    if claim(words_of(block)) != 0:
+        return
+    y, trimmed = floats_at(source, (rows, columns)), floats_at(target, (rows, kept))
+    for i in range(rows):
+        for j in range(kept):
+            trimmed[i, j] = y[i, j]
 
 
 def _tile(rows: int, weight: ir.Type) -> Any:

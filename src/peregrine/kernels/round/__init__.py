@@ -3,6 +3,7 @@
 from peregrine.kernels.round.allot import WindowTensors, allot_windows
 from peregrine.kernels.round.answers import AnswerPool, add_answer, find_answers
 from peregrine.kernels.round.drafts import keep_drafts, move_path
+from peregrine.kernels.round.gate import Gate, GateRule, pass_gate
 from peregrine.kernels.round.ngram import find_repeats
 from peregrine.kernels.round.places import (
     AheadPlaces,
@@ -36,6 +37,8 @@ __all__ = [
     "AnswerPool",
     "Ends",
     "Frontier",
+    "Gate",
+    "GateRule",
     "Growth",
     "Nodes",
     "PathPlaces",
@@ -51,6 +54,7 @@ __all__ = [
     "grow",
     "keep_drafts",
     "move_path",
+    "pass_gate",
     "path_places",
     "select",
     "slots_of",

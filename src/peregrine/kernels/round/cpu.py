@@ -1,10 +1,24 @@
-"""The verdict compiled for the CPU: one pass over a row, where the torch twin needs some sixty small operations."""
+"""The verdict and the drafts that are kept, compiled for the CPU.
+
+A verdict is one pass over a row, where the torch twin needs some sixty small operations.
+"""
 
 import torch
 from torch import Tensor
 
+from peregrine.kernels.round.gate import Gate
 from peregrine.kernels.round.verdict import FINISH_FAULT, FINISH_LENGTH, FINISH_NONE, FINISH_STOP, HEADER, Ends, Nodes
-from peregrine.kernels.runtime.cpu_jit import bytes_at, claim, cpu_kernel, longs_at, words_of
+from peregrine.kernels.runtime.cpu import CLOSED
+from peregrine.kernels.runtime.cpu_jit import (
+    arguments_of,
+    bytes_at,
+    claim,
+    cpu_kernel,
+    doubles_at,
+    floats_at,
+    longs_at,
+    words_of,
+)
 
 
 def commit(choices: Tensor, nodes: Nodes, ends: Ends, history: Tensor, depth: int) -> Tensor:
@@ -21,6 +35,58 @@ def commit(choices: Tensor, nodes: Nodes, ends: Ends, history: Tensor, depth: in
         *(table.data_ptr(), num_rows, num_nodes, depth + 1, ends.stop_ids.shape[1]),
     )
     return table
+
+
+def keep_drafts(window_tokens: Tensor, offered: Tensor, caps: Tensor, tokens: Tensor, depth: int) -> None:
+    """See `drafts.py`: drafts of a chain, as many for every row."""
+    num_rows, num_drafts = tokens.shape
+    if window_tokens.shape != (num_rows, 1 + num_drafts):
+        raise ValueError(f"windows have shape {tuple(window_tokens.shape)}, drafts have {tuple(tokens.shape)}")
+    pointers = (x.data_ptr() for x in (window_tokens, offered, caps, tokens))
+    _keep(1, *pointers, window_tokens.stride(0), *tokens.stride(), num_rows, num_drafts, depth)
+
+
+@cpu_kernel("q" * 10)
+def _keep(block):  # type: ignore[no-untyped-def]
+    windows, offered, caps, drafts, pitch, row_pitch, step_pitch, rows, count, depth = arguments_of(block, 10)
+    if claim(words_of(block)) != 0:
+        return
+    for r in range(rows):
+        window = longs_at(windows + r * pitch * 8, 1 + count)
+        for i in range(count):
+            window[1 + i] = longs_at(drafts + (r * row_pitch + i * step_pitch) * 8, 1)[0]
+        longs_at(offered, rows)[r] = min(longs_at(caps, rows)[r], depth)
+
+
+def pass_gate(gate: Gate, depth: int, chance: Tensor, offered: Tensor, caps: Tensor) -> None:
+    """See `gate.py`."""
+    memory = gate.words, gate.state, gate.passed, chance, offered, caps
+    _gate(1, *(x.data_ptr() for x in memory), depth, gate.depth, gate.num_edges, gate.num_levels)
+
+
+@cpu_kernel("q" * 10)
+def _gate(block):  # type: ignore[no-untyped-def]
+    words, states, passed, chance, offered, caps, depth, most, edges, levels = arguments_of(block, 10)
+    chances, least = edges, edges + levels * (edges + 1)
+    spent = least + most
+    rule, state, told = doubles_at(words, spent + most + 1), doubles_at(states, 3), doubles_at(passed, 1 + most)
+    if depth == 0:
+        state[0], state[1], state[2] = 1.0, 0.0, 0.0
+        longs_at(offered, 1)[0] = 0
+    elif told[0] < depth or state[0] <= rule[least + depth - 1]:
+        return  # it was closed before: all calls are being recorded
+    said = floats_at(chance, 1)[0]
+    place = 0
+    while place < edges and rule[place] <= said:
+        place += 1
+    state[0] *= rule[chances + min(depth, levels - 1) * (edges + 1) + place]
+    state[1] += state[0]
+    told[0], told[1 + depth] = depth + 1, said
+    if state[1] - rule[spent + depth + 1] > state[2]:
+        state[2] = state[1] - rule[spent + depth + 1]
+        longs_at(offered, 1)[0] = min(longs_at(caps, 1)[0], depth + 1)
+    if state[0] <= rule[least + depth]:
+        longs_at(words_of(block)[0], 1)[0] = CLOSED
 
 
 @cpu_kernel("q" * 23)

@@ -7,9 +7,11 @@ from torch import Tensor
 
 from peregrine.kernels.round.places import slots_of
 from peregrine.kernels.round.verdict import Verdict
+from peregrine.kernels.runtime.cpu import NUMBA_PRESENT
 from peregrine.kernels.runtime.dispatch import DeviceFile
 from peregrine.kernels.runtime.gpu import triton_ready
 
+_cpu = DeviceFile("peregrine.kernels.round.cpu")
 _triton = DeviceFile("peregrine.kernels.round.drafts_triton")
 
 Copies = Sequence[tuple[Tensor, Tensor]]  # (from, to), both [R, T] i64
@@ -24,6 +26,8 @@ def keep_drafts(
     """
     if triton_ready(tokens):
         _triton.keep_drafts(window_tokens, offered, caps, tokens, depths, links)
+    elif NUMBA_PRESENT and tokens.is_cpu and isinstance(depths, int) and not links:
+        _cpu.keep_drafts(window_tokens, offered, caps, tokens, depths)
     else:
         keep_drafts_torch(window_tokens, offered, caps, tokens, depths, links)
 

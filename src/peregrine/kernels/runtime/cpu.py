@@ -24,6 +24,7 @@ NUMBA_PRESENT = importlib.util.find_spec("numba") is not None
 FLOAT32 = torch.float32
 FOLDERS = "linear", "norm", "residual", "rope", "activation", "attention", "sampling", "round"
 COMPILED = (*(f"{folder}.cpu" for folder in FOLDERS), "round.places_cpu")
+CLOSED = -1  # in the claim counter of a recorded call: those after it are not made
 PIECES_PER_THREAD = 4  # enough to even out threads of unlike speed; long pieces read memory faster
 
 
@@ -118,7 +119,7 @@ def _run(function: Callable[..., None], *arguments: Any) -> None:
 
 
 class Replay:
-    """Recorded calls, made again in order without Python between them."""
+    """Recorded calls, made again in order without Python between them, up to one that leaves its counter CLOSED."""
 
     def __init__(self, calls: Sequence[Call]) -> None:
         self._calls = calls

@@ -101,6 +101,12 @@ def floats_at(address, shape):  # type: ignore[no-untyped-def]
 
 
 @njit
+def doubles_at(address, shape):  # type: ignore[no-untyped-def]
+    """The float64 array of this shape that starts at an address."""
+    return carray(_pointer(address), shape, types.float64)
+
+
+@njit
 def bytes_at(address, count):  # type: ignore[no-untyped-def]
     """Memory as an array of bytes."""
     return carray(_pointer(address), count, types.uint8)

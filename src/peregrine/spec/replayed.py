@@ -1,0 +1,183 @@
+"""Rounds on a CPU as replays of recorded calls: what the target does, how the drafter reads it, and its drafts.
+
+Where all rows have windows of one length, a round makes the same kernel calls on the same memory every time: seats,
+pages and sampling parameters stay where they are, and only their contents change. The Python between those calls takes
+a third of a small model's round. As with CUDA graphs, what is replayed is what `verify`, `decide` and the drafter did
+when they were recorded.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from peregrine.kernels.round import Gate, Verdict, WindowPlaces
+from peregrine.kernels.runtime.cpu_graph import CpuGraphs, Step
+from peregrine.kernels.sampling import Features
+from peregrine.models.parallel import ALONE
+from peregrine.spec.bound import BoundModel
+from peregrine.spec.chain import ChainDrafter
+from peregrine.spec.judge import Judge
+from peregrine.spec.links import Branched
+from peregrine.spec.round import Logprobs, Mark, Verified, decide, logprobs_of_path, propose, seen_by, verify
+from peregrine.spec.state import Rows, RowState, SeatState
+from peregrine.spec.types import Drafter, Seen
+from peregrine.spec.windows import Offered, Plan, Ruled, Windows
+
+KEPT = 4  # times the tokens of the largest recorded round: what all that are kept may have
+
+
+@dataclass(slots=True)
+class EvenLayout:
+    """Windows of one length; see `spec.windows.Layout`."""
+
+    windows: Windows
+    rests: bool
+    rows: Tensor | None = None
+    branched: Branched | None = None
+
+    @property
+    def paths(self) -> Windows:
+        return self.windows
+
+
+Key = tuple[int, int, bool, Features]  # rows, tokens of each, whether they rest, and how tokens are chosen
+
+
+@dataclass(frozen=True, slots=True)
+class EvenRound:
+    """What all rounds with the same key have in common."""
+
+    key: Key
+    layout: EvenLayout
+    state: RowState
+    tokens: Tensor  # [R * T] of the windows
+    gathered: Tensor | None  # the same as [R, T], to be written before each round; None: they are the seats' own
+    read: Step  # what the target does
+
+
+class ReplayedRounds:
+    """Runs rounds of even windows as `run_round` does; sizes that were not seen before are recorded."""
+
+    def __init__(self, target: BoundModel, drafter: Drafter, judge: Judge, seats: SeatState) -> None:
+        self.target, self.drafter, self.judge, self.seats = target, drafter, judge, seats
+        max_tokens = target.decoder.graphs.max_rows
+        self._graphs = CpuGraphs(max_tokens, KEPT * max_tokens)
+        self._rounds: dict[Key, EvenRound] = {}
+        self._gate: Gate | None = None
+
+    @staticmethod
+    def of(target: BoundModel, drafter: Drafter, judge: Judge, seats: SeatState) -> "ReplayedRounds | None":
+        """None where a round does more than call compiled kernels."""
+        decoder = target.decoder
+        can_replay = decoder.is_recordable and decoder.ranks is ALONE and seats.shape.is_chain
+        return ReplayedRounds(target, drafter, judge, seats) if can_replay else None
+
+    def serves(self, rows: Rows, features: Features, plan: Plan | Offered | None) -> bool:
+        """Whether all windows have one length, few tokens in all, and are judged by compiled kernels alone."""
+        if plan is None:
+            tokens = rows.count * (rows.nodes or self.seats.shape.nodes)
+        elif plan.branched is None and plan.windows.is_uniform:
+            tokens = plan.windows.window.num_tokens
+        else:
+            return False
+        return tokens <= self._graphs.max_rows and not features.adjusted
+
+    def run(
+        self, rows: Rows, features: Features, mark: Mark, plan: Plan | Offered | None
+    ) -> tuple[Verdict, Logprobs | None]:
+        """See `run_round`."""
+        mark("verify")
+        nodes = rows.nodes or self.seats.shape.nodes
+        key = (rows.count, nodes, False, features)
+        if plan is not None:
+            key = (rows.count, plan.windows.width, plan.rests, features)
+        even = self._rounds.get(key) or self._prepare(key)
+        if even.gathered is not None:
+            even.gathered.copy_(even.state.window_tokens)
+        table, logits, *read = self._graphs.run(key, even.read, even.tokens)
+        verdict, logprobs = Verdict(table.clone()), None  # kept until it is read, and the next round writes over it
+        if features.logprobs is not None:
+            logprobs = logprobs_of_path(logits, verdict, even.state, features)
+        mark("propose")
+        planned = None if isinstance(plan, Offered) else plan
+        if not self._is_drafted(even, planned, nodes - 1, read):
+            places, taps = WindowPlaces(*read[:4]), read[4] if len(read) > 4 else None
+            verified = Verified(places, logits, taps, plan, None)
+            propose(verified, verdict, self.drafter, self.seats, rows, features, planned)
+        return verdict, logprobs
+
+    def _prepare(self, key: Key) -> EvenRound:
+        """Rounds with this key; rows have their whole lines in the seats, whatever their lengths are."""
+        count, width, rests, features = key
+        rows, layout = Rows(count, self.seats.max_places, width), EvenLayout(Windows.of((width,) * count), rests)
+        state = self.seats.view(rows)
+
+        def read(tokens: Tensor) -> tuple[Tensor, ...]:
+            verified = verify(self.target, self.drafter, self.seats, rows, layout, tokens)
+            verdict, _ = decide(verified, self.target, self.judge, self.seats, rows, replace(features, logprobs=None))
+            places, taps = verified.places, () if verified.taps is None else (verified.taps,)
+            where = places.past_lens, places.positions, places.next_positions, places.slots
+            return verdict.table, verified.logits, *where, *taps
+
+        with torch.inference_mode(False):  # kept beyond the call
+            tokens, gathered = state.window_tokens.flatten(), None
+            if tokens.data_ptr() != state.window_tokens.data_ptr() or not tokens.is_contiguous():
+                gathered = torch.empty(count, width, dtype=torch.int64)
+                tokens = gathered.flatten()
+        self._rounds[key] = EvenRound(key, layout, state, tokens, gathered, read)
+        return self._rounds[key]
+
+    def _is_drafted(self, even: EvenRound, plan: Plan | None, usual: int, read: list[Tensor]) -> bool:
+        """Let the drafter read the path and make its drafts: as many as are usual or planned, or up to a rule.
+
+        False, and nothing is done, where neither is so, or the drafter is none that can be replayed.
+        """
+        drafter = self.drafter
+        if even.layout.rests or not drafter.shape.depth:
+            return True
+        if not isinstance(drafter, ChainDrafter) or len(read) < 5:
+            return False
+        drafts = usual if plan is None else plan.drafts if plan.rows is None else None
+        if drafts is None and (plan is None or plan.ruled is None):
+            return False
+
+        def path(taps: Tensor, past_lens: Tensor) -> tuple[Tensor, ...]:
+            return (drafter.read(self._seen(even, past_lens, taps)),)
+
+        (hidden,) = self._graphs.run((even.key, "path"), path, read[4], read[0])
+        if drafts is not None:
+            self._draft(even, drafter, drafts, hidden)
+        elif plan is not None and plan.ruled is not None:
+            self._draft_ruled(even, drafter, plan, plan.ruled, hidden)
+        return True
+
+    def _seen(self, even: EvenRound, past_lens: Tensor, taps: Tensor | None, plan: Plan | None = None) -> Seen:
+        return seen_by(even.state, past_lens, taps, even.key[3], self.drafter.shape.depth, None, even.layout, plan)
+
+    def _draft(self, even: EvenRound, drafter: ChainDrafter, drafts: int, hidden: Tensor) -> None:
+        """So many drafts for every row, whose newest entries have these hidden states [R, H]."""
+
+        def draft(hidden: Tensor) -> tuple[Tensor, ...]:
+            rows = Rows(len(hidden), self.seats.max_places, 1 + drafts)
+            made = drafter.draft(self._seen(even, even.state.past_lens, None), hidden, drafts)
+            self.seats.view(rows).keep(made)
+            return ()
+
+        self._graphs.run((even.key[3], drafts), draft, hidden)
+
+    def _draft_ruled(self, even: EvenRound, drafter: ChainDrafter, plan: Plan, ruled: Ruled, hidden: Tensor) -> None:
+        """Drafts for a row alone, while its rule lets them through."""
+        if self._gate is None:
+            self._gate = Gate(ruled.rule, drafter.shape.depth)
+        gate = self._gate
+        gate.set(ruled.rule)
+
+        def draft(hidden: Tensor) -> tuple[Tensor, ...]:
+            whole = self.seats.view(Rows(1, self.seats.max_places))
+            seen = self._seen(even, even.state.past_lens, None, plan)
+            drafter.draft_ruled(seen, hidden, gate, whole.window_tokens, whole.offered, whole.draft_caps)
+            return ()
+
+        self._graphs.run((even.key[3], "ruled"), draft, hidden)
+        ruled.take(gate.passed)
