@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from peregrine.spec.odds import ALIKE, FIRST_GUESS, PRIOR, Guess, Odds, RequestOdds
+from peregrine.spec.odds import ALIKE, DEPTH_PRIOR, FIRST_GUESS, Guess, Odds, RequestOdds
 from spec.verdicts import judge_counts
 
 
@@ -61,7 +61,7 @@ def test_many_verdicts_at_once() -> None:
     odds, own = Odds(), RequestOdds()
     judge_counts(odds, {(3, 2): 4, (1, 0): 2, (3, 3): 1}, own)
     tried, right = [7.0, 5.0, 5.0], [5.0, 5.0, 1.0]
-    expected, weight = FIRST_GUESS, PRIOR
+    expected, weight = FIRST_GUESS, DEPTH_PRIOR
     for depth in range(3):
         expected, weight = (right[depth] + weight * expected) / (tried[depth] + weight), ALIKE
         assert odds.chance_at(depth) == pytest.approx(expected)

@@ -98,6 +98,14 @@ def test_another_number_of_drafts_is_tried_now_and_then() -> None:
     assert OFTEN <= gaps[0] < gaps[-1]
 
 
+def test_what_is_best_comes_before_less_is_tried() -> None:
+    """Else the first trial is of what teaches least, and costs the reading of what was missed."""
+    steady, requests, odds = SteadyRounds(some_costs(0.3)), some_requests(2), some_odds(60)
+    first, second = (steady.choose(requests, lambda _: odds, 1, number, goes_on=True) for number in (0, 16))
+    assert (first.drafts, first.is_trial) == (1, False)
+    assert (second.drafts, second.is_trial) == (0, True)
+
+
 def test_trials_cost_a_small_share_of_the_time() -> None:
     steady, requests, odds = SteadyRounds(some_costs(5.0)), some_requests(8), some_odds(10)
     for number in range(0, 1 << 15, 16):

@@ -125,6 +125,8 @@ class SteadyRounds:
         for drafts in (best - 1, best + 1):
             if not 0 <= drafts < len(rates) or (drafts and self.missed.tokens_at_once(requests)):
                 continue
+            if drafts < best and self._taken.get(rows) != best:  # first the best itself: who drafts less learns less
+                continue
             pair, given = (rows, min(best, drafts), max(best, drafts)), rates[drafts] / rates[best]
             if given > NEARLY and pair not in self._changed and not missed:
                 return drafts

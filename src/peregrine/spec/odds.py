@@ -21,6 +21,7 @@ Ints = NDArray[np.int64]
 EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)  # of ranges of the drafter's own probability
 DEPTHS = 4  # deeper drafts count as the deepest of these
 PRIOR = 4.0  # drafts that the first guess counts for
+DEPTH_PRIOR = 32.0  # the same of first drafts, whatever is said of them: a few requests say little of others
 FIRST_GUESS = 0.6  # of drafters that say nothing themselves
 MEMORY = 500.0  # drafts after which older ones begin to count less
 ALIKE = 12.0  # drafts for which it counts that those of a depth are as often right as those before them
@@ -136,7 +137,7 @@ class Odds:
 
     def chances_by_depth(self, most: int) -> list[float]:
         """The chances of drafts whatever the drafter says; where few had a verdict, that of the depth before."""
-        chance, weight, chances = FIRST_GUESS, PRIOR, list[float]()
+        chance, weight, chances = FIRST_GUESS, DEPTH_PRIOR, list[float]()
         for level in range(min(most, DEPTHS)):
             count = self.depths.get(level)
             if count is not None:
