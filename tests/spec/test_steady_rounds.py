@@ -100,7 +100,7 @@ def test_another_number_of_drafts_is_tried_now_and_then() -> None:
 
 def test_what_is_best_comes_before_less_is_tried() -> None:
     """Else the first trial is of what teaches least, and costs the reading of what was missed."""
-    steady, requests, odds = SteadyRounds(some_costs(0.3)), some_requests(2), some_odds(60)
+    steady, requests, odds = SteadyRounds(some_costs(1.5)), some_requests(2), some_odds(60)
     first, second = (steady.choose(requests, lambda _: odds, 1, number, goes_on=True) for number in (0, 16))
     assert (first.drafts, first.is_trial) == (1, False)
     assert (second.drafts, second.is_trial) == (0, True)
