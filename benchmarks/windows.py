@@ -93,7 +93,7 @@ class Cell:
                 outputs = llm.generate(prompts, params, progress=False)
                 took = clock() - begun
                 texts[name] = [output.token_ids for output in outputs]
-                if turn - turns.start >= args.warm:
+                if turn - turns.start >= -(-args.warm // self.rows):
                     self.seconds[name].append(took)
                     self.won[name] += sum(output.stats.accepted for output in outputs)
                     self.rounds[name] += sum(output.stats.rounds for output in outputs)
@@ -132,7 +132,7 @@ def main() -> None:
     parser.add_argument("--fixed", type=int, nargs="+", default=[0, 1, 2, 3, 5], help="fixed numbers of drafts")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--requests", type=int, default=64, help="of every cell, as many at a time as it has rows")
-    parser.add_argument("--warm", type=int, default=2, help="turns before those that are timed: sizes are recorded")
+    parser.add_argument("--warm", type=int, default=16, help="requests before those that are timed: sizes are recorded")
     parser.add_argument("--first-text", type=int, default=0, help="number of the first turn's texts")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--clock", choices=sorted(CLOCKS), default="wall")
@@ -154,7 +154,7 @@ def main() -> None:
             gc.collect()
             gc.freeze()  # as the server does: a collection takes as long as a turn, and falls on any engine
             for cell in cells:
-                turns = args.warm + -(-args.requests // (2 * cell.rows))
+                turns = -(-args.warm // cell.rows) + -(-args.requests // (2 * cell.rows))
                 cell.measure(engines, range(half * turns, (1 + half) * turns), args)
                 if half:
                     print(json.dumps(cell.result(args.tokens)), flush=True)

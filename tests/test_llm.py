@@ -164,3 +164,16 @@ def test_bfloat16_on_a_cpu_holds_weights_and_computes_in_float32() -> None:
         chosen = next(decision for decision in made.decisions if decision.field == "dtype")
     assert (chosen.value, "arithmetic is float32" in chosen.because) == ("bfloat16", True)
     assert store.keys.dtype is decoder.embedding.dtype is torch.float32
+
+
+def test_requests_of_one_call_begin_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their prompts share a chunk: one that began alone would hold up the others, and be planned as if it stayed so."""
+    monkeypatch.setattr("peregrine.llm.TOGETHER_S", 60.0)
+    with LLM("merlin", num_pages=100) as llm:
+        seen, step = list[int](), llm.engine.step
+        monkeypatch.setattr(llm.engine, "step", lambda: (seen.append(llm.engine.num_requests), step())[1])
+        llm.generate(["Once", "Tom", "A dog"], SamplingParams(max_tokens=2, temperature=0), progress=False)
+        assert seen[0] == 3
+        monkeypatch.setattr("peregrine.llm.TOGETHER_S", 0.0)
+        outputs = llm.generate(["Once", "Tom", "A dog"], SamplingParams(max_tokens=2, temperature=0), progress=False)
+        assert len(outputs) == 3

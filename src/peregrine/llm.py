@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import queue
+import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
@@ -25,6 +26,7 @@ from peregrine.spec.planner import Costs
 from peregrine.text.chat import encode_chat
 
 Params = SamplingParams | Mapping[str, object] | None
+TOGETHER_S = 0.005  # requests of one call that are ready within this time begin together
 
 
 class LLM:
@@ -88,15 +90,22 @@ class LLM:
         results: queue.SimpleQueue[Delta | EngineFault] = queue.SimpleQueue()
         outputs: dict[int, Output] = {}  # by index of the job
         requests: dict[int, tuple[int, Request]] = {}  # by request id: index of the job, request
+        prepared: list[Request] = []  # and not started
+        began = time.perf_counter()
         try:
             for index, (encode, one) in enumerate(jobs):
                 try:
-                    request = self.loop.submit(encode(), one, results.put, streams=False)
-                    requests[request.id] = index, request
+                    prepared.append(self.loop.prepare(encode(), one))
+                    prepared[-1].wait_for_end()
+                    requests[prepared[-1].id] = index, prepared[-1]
                 except RequestError as error:
                     if len(encoders) == 1:
                         raise
                     outputs[index] = Output(-1, [], "", [], "error", error=str(error))
+                if time.perf_counter() - began > TOGETHER_S:
+                    self.loop.start(results.put, *prepared)
+                    prepared, began = [], time.perf_counter()
+            self.loop.start(results.put, *prepared)
             hidden = not progress or len(jobs) == 1
             with tqdm(total=len(jobs), initial=len(outputs), unit="prompt", disable=hidden) as bar:
                 while len(outputs) < len(jobs):

@@ -56,13 +56,18 @@ def test_replayed_rounds_have_the_same_bits(model: Path, options: dict[str, obje
     assert sum(map(len, recorded)) >= 4, "of several numbers of rows"
 
 
-@pytest.mark.parametrize("params", [{"repetition_penalty": 1.3}, {"min_tokens": 5}, {"logit_bias": {5: 2.0}}])
-def test_scores_that_torch_adjusts_are_not_replayed(params: dict[str, object]) -> None:
-    replayed, called = replayed_and_not(tiny_model(), {"drafter": "none"})
-    case = Case(CASES[0].prompt, SamplingParams(max_tokens=12, temperature=0.0, **params))  # type: ignore[arg-type]
-    assert tokens(run(replayed, [case])) == tokens(run(called, [case]))
+@pytest.mark.parametrize("options", [{"drafter": "none"}, {"drafter": str(eagle3_head()), "windows": "fixed"}])
+@pytest.mark.parametrize("params", [{"repetition_penalty": 1.3}, {"min_tokens": 5}, {"regex": "[a-e]{3,9}"}])
+def test_scores_that_torch_adjusts_are_replayed_up_to_the_logits(
+    options: dict[str, object], params: dict[str, object]
+) -> None:
+    replayed, called = replayed_and_not(tiny_model(), options)
+    some = [Case(case.prompt, SamplingParams(max_tokens=12, temperature=0.0, **params)) for case in CASES[:3]]  # type: ignore[arg-type]
+    assert tokens(run(replayed, some)) == tokens(run(called, some))
     assert replayed.runner.rounds.replayed is not None
-    assert not replayed.runner.rounds.replayed._rounds
+    recorded = replayed.runner.rounds.replayed._graphs._graphs.values()
+    assert any("scored" in name for graphs in recorded for name in graphs)  # type: ignore[operator]
+    assert all(graph.complete for graphs in recorded for graph in graphs.values())
 
 
 def test_rounds_larger_than_a_graph_are_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,24 +44,28 @@ class EngineLoop:
         self._thread = threading.Thread(target=self._run, name="peregrine-engine", daemon=True)
         self._thread.start()
 
-    def submit(self, prompt: list[int], params: SamplingParams, sink: Sink, streams: bool = True) -> Request:
-        """Admit a request in the caller's thread (RequestError is raised here) and hand it to the engine.
-
-        If it does not stream, its sink gets the last delta alone.
-        """
-        self._check_process()
-        request = self.engine.prepare(prompt, params)
-        if not streams:
-            request.wait_for_end()
-        self.start(request, sink)
+    def submit(self, prompt: list[int], params: SamplingParams, sink: Sink) -> Request:
+        """Admit a request in the caller's thread (RequestError is raised here) and hand it to the engine."""
+        request = self.prepare(prompt, params)
+        self.start(sink, request)
         return request
 
-    def start(self, request: Request, sink: Sink) -> None:
-        """Hand a prepared request to the engine."""
+    def prepare(self, prompt: list[int], params: SamplingParams) -> Request:
+        """Admit a request in the caller's thread: RequestError is raised here."""
+        self._check_process()
+        return self.engine.prepare(prompt, params)
+
+    def start(self, sink: Sink, *requests: Request) -> None:
+        """Hand prepared requests to the engine, which begins with all of them."""
         with self._entrance:  # a sink added after the engine's end would never be called
             self._check_open()
-            self._sinks[request.id] = sink
-        self._inbox.put(lambda: self.engine.enqueue(request))
+            self._sinks |= {request.id: sink for request in requests}
+
+        def enqueue() -> None:
+            for request in requests:
+                self.engine.enqueue(request)
+
+        self._inbox.put(enqueue)
 
     def abort(self, request: Request) -> None:
         """End a request soon; unless it has ended, its sink gets a last delta with finish_reason "abort"."""

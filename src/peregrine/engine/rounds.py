@@ -117,14 +117,18 @@ class Rounds:
     ) -> tuple[Verdict, Logprobs | None]:
         """One round; see `run_round`."""
         parts, read = (self.target, self.drafter, self.judge, self.seats), plan or self._offered(rows)
-        if self.replayed is not None and self.replayed.serves(rows, features, read):
+        if self.replayed is not None and self.replayed.serves(rows, read):
             return self.replayed.run(rows, features, mark, read)
         return run_round(*parts, rows, self._own(features), mark, read)
 
     @led
     def verify(self, rows: Rows, plan: Plan | None = None) -> Verified:
         """The first part of a round."""
-        verified = verify(self.target, self.drafter, self.seats, rows, plan or self._offered(rows))
+        read = plan or self._offered(rows)
+        if self.replayed is not None and self.replayed.serves(rows, read):
+            verified = self.replayed.verify(rows, read)
+        else:
+            verified = verify(self.target, self.drafter, self.seats, rows, read)
         self.begun = verified, plan
         return verified
 

@@ -157,7 +157,7 @@ class Gateway:
         self._replies.add(reply)
         try:
             for index, request in enumerate(requests):
-                self.llm.loop.start(request, self._sink(reply, index))
+                self.llm.loop.start(self._sink(reply, index), request)
                 self._requests[request.id] = request
                 self.idle.clear()
             yield reply

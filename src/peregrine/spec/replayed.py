@@ -6,6 +6,7 @@ a third of a small model's round. As with CUDA graphs, what is replayed is what 
 when they were recorded.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -53,7 +54,14 @@ class EvenRound:
     state: RowState
     tokens: Tensor  # [R * T] of the windows
     gathered: Tensor | None  # the same as [R, T], to be written before each round; None: they are the seats' own
-    read: Step  # what the target does
+    score: Step  # what the target does, up to the logits
+    judge: Step  # and up to the verdict
+
+    def window(self) -> Tensor:
+        """The tokens of the round to come."""
+        if self.gathered is not None:
+            self.gathered.copy_(self.state.window_tokens)
+        return self.tokens
 
 
 class ReplayedRounds:
@@ -73,70 +81,82 @@ class ReplayedRounds:
         can_replay = decoder.is_recordable and decoder.ranks is ALONE and seats.shape.is_chain
         return ReplayedRounds(target, drafter, judge, seats) if can_replay else None
 
-    def serves(self, rows: Rows, features: Features, plan: Plan | Offered | None) -> bool:
-        """Whether all windows have one length, few tokens in all, and are judged by compiled kernels alone."""
+    def serves(self, rows: Rows, plan: Plan | Offered | None) -> bool:
+        """Whether all windows have one length, and few tokens in all."""
         if plan is None:
             tokens = rows.count * (rows.nodes or self.seats.shape.nodes)
         elif plan.branched is None and plan.windows.is_uniform:
             tokens = plan.windows.window.num_tokens
         else:
             return False
-        return tokens <= self._graphs.max_rows and not features.adjusted
+        return tokens <= self._graphs.max_rows
 
     def run(
         self, rows: Rows, features: Features, mark: Mark, plan: Plan | Offered | None
     ) -> tuple[Verdict, Logprobs | None]:
         """See `run_round`."""
         mark("verify")
-        nodes = rows.nodes or self.seats.shape.nodes
-        key = (rows.count, nodes, False, features)
-        if plan is not None:
-            key = (rows.count, plan.windows.width, plan.rests, features)
-        even = self._rounds.get(key) or self._prepare(key)
-        if even.gathered is not None:
-            even.gathered.copy_(even.state.window_tokens)
-        table, logits, *read = self._graphs.run(key, even.read, even.tokens)
-        verdict, logprobs = Verdict(table.clone()), None  # kept until it is read, and the next round writes over it
-        if features.logprobs is not None:
-            logprobs = logprobs_of_path(logits, verdict, even.state, features)
+        if features.adjusted:  # by torch: not to be replayed
+            verified, even = self.verify(rows, plan), self._even(rows, features, plan)
+            verdict, logprobs = decide(verified, self.target, self.judge, self.seats, rows, features, mark)
+        else:
+            even, logprobs = self._even(rows, features, plan), None
+            table, *outputs = self._graphs.run(even.key, even.judge, even.window())
+            verified = verified_from(outputs, plan)
+            verdict = Verdict(table.clone())  # kept until it is read, and the next round writes over it
+            if features.logprobs is not None:
+                logprobs = logprobs_of_path(verified.logits, verdict, even.state, features)
         mark("propose")
         planned = None if isinstance(plan, Offered) else plan
-        if not self._is_drafted(even, planned, nodes - 1, read):
-            places, taps = WindowPlaces(*read[:4]), read[4] if len(read) > 4 else None
-            verified = Verified(places, logits, taps, plan, None)
+        if not self._replay_drafter(even, planned, (rows.nodes or self.seats.shape.nodes) - 1, verified):
             propose(verified, verdict, self.drafter, self.seats, rows, features, planned)
         return verdict, logprobs
+
+    def verify(self, rows: Rows, plan: Plan | Offered | None) -> Verified:
+        """See `spec.round.verify`. What it returns is overwritten by the next round of this size."""
+        even = self._even(rows, Features(), plan)
+        return verified_from(self._graphs.run((even.key, "scored"), even.score, even.window()), plan)
+
+    def _even(self, rows: Rows, features: Features, plan: Plan | Offered | None) -> EvenRound:
+        key = (rows.count, rows.nodes or self.seats.shape.nodes, False, features)
+        if plan is not None:
+            key = (rows.count, plan.windows.width, plan.rests, features)
+        return self._rounds.get(key) or self._prepare(key)
 
     def _prepare(self, key: Key) -> EvenRound:
         """Rounds with this key; rows have their whole lines in the seats, whatever their lengths are."""
         count, width, rests, features = key
         rows, layout = Rows(count, self.seats.max_places, width), EvenLayout(Windows.of((width,) * count), rests)
-        state = self.seats.view(rows)
+        state, plain = self.seats.view(rows), replace(features, logprobs=None)
 
-        def read(tokens: Tensor) -> tuple[Tensor, ...]:
-            verified = verify(self.target, self.drafter, self.seats, rows, layout, tokens)
-            verdict, _ = decide(verified, self.target, self.judge, self.seats, rows, replace(features, logprobs=None))
-            places, taps = verified.places, () if verified.taps is None else (verified.taps,)
-            where = places.past_lens, places.positions, places.next_positions, places.slots
-            return verdict.table, verified.logits, *where, *taps
+        def verified(tokens: Tensor) -> Verified:
+            return verify(self.target, self.drafter, self.seats, rows, layout, tokens)
+
+        def score(tokens: Tensor) -> tuple[Tensor, ...]:
+            return scored(verified(tokens))
+
+        def judge_window(tokens: Tensor) -> tuple[Tensor, ...]:
+            read = verified(tokens)
+            verdict, _ = decide(read, self.target, self.judge, self.seats, rows, plain)
+            return verdict.table, *scored(read)
 
         with torch.inference_mode(False):  # kept beyond the call
             tokens, gathered = state.window_tokens.flatten(), None
             if tokens.data_ptr() != state.window_tokens.data_ptr() or not tokens.is_contiguous():
                 gathered = torch.empty(count, width, dtype=torch.int64)
                 tokens = gathered.flatten()
-        self._rounds[key] = EvenRound(key, layout, state, tokens, gathered, read)
+        self._rounds[key] = EvenRound(key, layout, state, tokens, gathered, score, judge_window)
         return self._rounds[key]
 
-    def _is_drafted(self, even: EvenRound, plan: Plan | None, usual: int, read: list[Tensor]) -> bool:
-        """Let the drafter read the path and make its drafts: as many as are usual or planned, or up to a rule.
+    def _replay_drafter(self, even: EvenRound, plan: Plan | None, usual: int, verified: Verified) -> bool:
+        """Replay how the drafter reads the path and drafts: as many as are usual or planned, or up to a rule.
 
         False, and nothing is done, where neither is so, or the drafter is none that can be replayed.
         """
-        drafter = self.drafter
+        drafter, taps = self.drafter, verified.taps
         if even.layout.rests or not drafter.shape.depth:
             return True
-        if not isinstance(drafter, ChainDrafter) or len(read) < 5:
+        if not isinstance(drafter, ChainDrafter) or taps is None:
             return False
         drafts = usual if plan is None else plan.drafts if plan.rows is None else None
         if drafts is None and (plan is None or plan.ruled is None):
@@ -145,7 +165,7 @@ class ReplayedRounds:
         def path(taps: Tensor, past_lens: Tensor) -> tuple[Tensor, ...]:
             return (drafter.read(self._seen(even, past_lens, taps)),)
 
-        (hidden,) = self._graphs.run((even.key, "path"), path, read[4], read[0])
+        (hidden,) = self._graphs.run((even.key, "path"), path, taps, verified.places.past_lens)
         if drafts is not None:
             self._draft(even, drafter, drafts, hidden)
         elif plan is not None and plan.ruled is not None:
@@ -181,3 +201,15 @@ class ReplayedRounds:
 
         self._graphs.run((even.key[3], "ruled"), draft, hidden)
         ruled.take(gate.passed)
+
+
+def scored(verified: Verified) -> tuple[Tensor, ...]:
+    """The tensors of what was verified, as a graph returns them."""
+    places, taps = verified.places, () if verified.taps is None else (verified.taps,)
+    return verified.logits, places.past_lens, places.positions, places.next_positions, places.slots, *taps
+
+
+def verified_from(outputs: Sequence[Tensor], plan: Plan | Offered | None) -> Verified:
+    """What was verified, from what a graph returned."""
+    logits, past_lens, positions, following, slots, *taps = outputs
+    return Verified(WindowPlaces(past_lens, positions, following, slots), logits, taps[0] if taps else None, plan, None)
