@@ -98,6 +98,14 @@ def test_another_number_of_drafts_is_tried_now_and_then() -> None:
     assert OFTEN <= gaps[0] < gaps[-1]
 
 
+def test_drafts_that_would_not_pay_if_they_were_right_are_not_tried() -> None:
+    """A second token costs as much as the first: two tokens in twice the time are never better, whatever the odds."""
+    costs = RoundCosts({1: 1.0, 64: 64.0}, {1: 0.2, 2: 0.4}, {1: 0.1}, 3)
+    steady, requests, odds = SteadyRounds(costs), some_requests(4), some_odds(60)
+    assert not any(steady.choose(requests, lambda _: odds, 2, n, goes_on=True).drafts for n in range(0, 1 << 16, 16))
+    assert not steady.is_trial_due(4, 1 << 20)
+
+
 def test_what_is_best_comes_before_less_is_tried() -> None:
     """Else the first trial is of what teaches least, and costs the reading of what was missed."""
     steady, requests, odds = SteadyRounds(some_costs(1.5)), some_requests(2), some_odds(60)

@@ -105,7 +105,8 @@ class SteadyRounds:
         drafts = now
         fresh = all(r.missed is None and r.limit - r.num_tokens >= LASTING * TRIAL for r in requests)
         if goes_on or fresh:
-            drafts = now if self._tries else self._trial(requests, usual, now, number)
+            certain = [rows * (1 + count) / ms for count, ms in enumerate(times)]  # if every draft were right
+            drafts = now if self._tries else self._trial(requests, usual, certain, now, number)
         self._tries = drafts != now  # then the best again: rounds are compared on the way there and back
         before, self._taken[rows] = self._taken.get(rows, drafts), drafts
         self._changed[rows, min(before, drafts), max(before, drafts)] = number
@@ -115,15 +116,20 @@ class SteadyRounds:
         """Whether as many new requests would try another number of drafts."""
         return number >= self._due.get(rows, 0)
 
-    def _trial(self, requests: Sequence[Request], rates: Sequence[float], best: int, number: int) -> int:
+    def _trial(
+        self, requests: Sequence[Request], rates: Sequence[float], certain: Sequence[float], best: int, number: int
+    ) -> int:
         """One draft more or less than the best, if its trial is due, or the best.
 
-        The less often the more it costs, and the more often it was tried before.
+        The less often the more it costs, and the more often it was tried before; and never if it would give less than
+        the best even if every draft were right.
         """
         rows, measured, due = len(requests), self.measured, math.inf
         missed = self.missed.ms(requests) / measured.steady_ms(rows, 0)  # rounds to read it
         for drafts in (best - 1, best + 1):
             if not 0 <= drafts < len(rates) or (drafts and self.missed.tokens_at_once(requests)):
+                continue
+            if certain[drafts] < rates[best] and drafts > best:
                 continue
             if drafts < best and self._taken.get(rows) != best:  # first the best itself: who drafts less learns less
                 continue
