@@ -41,7 +41,8 @@ def test_a_missing_peer_is_named(name: str, package: str, tmp_path: Path, monkey
 def test_stages_add_up_to_rounds_and_tokens_agree() -> None:
     plan = offline.Plan(rows=(2,), tokens=8, repeats=2)
     peer = CountingPeer()
-    with LLM("merlin", num_pages=100) as fast, LLM("merlin", num_pages=100, drafter="none") as slow:
+    drafts = {"num_drafts": 3, "windows": "fixed"}
+    with LLM("merlin", num_pages=100, **drafts) as fast, LLM("merlin", num_pages=100, drafter="none") as slow:
         line = offline.measure_rows(plan, 2, slow, fast, peer)
         assert fast.engine.runner.mark is no_mark  # left as it was
     assert line["identical"] is True

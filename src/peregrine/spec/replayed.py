@@ -25,7 +25,7 @@ from peregrine.spec.state import Rows, RowState, SeatState
 from peregrine.spec.types import Drafter, Seen
 from peregrine.spec.windows import Offered, Plan, Ruled, Windows
 
-KEPT = 4  # times the tokens of the largest recorded round: what all that are kept may have
+KEPT = 2  # times the tokens of the largest recorded round: what all that are kept may have
 
 
 @dataclass(slots=True)
