@@ -430,7 +430,7 @@ def test_verdicts_of_a_request_alone_are_counted_when_rounds_are_decided() -> No
     alone.plan([request], 3)
     verified = alone.plan([request], 3)
     verified.read = Said([0.95, 0.85, 0.75])
-    alone.note(verified, [2, 1, 0, 0], RoundTimes(4.0, 0.2, []))
+    alone.note(verified, np.array([[2, 1, 0, 0]]), RoundTimes(4.0, 0.2, []))
     assert not odds.tenths[9][0]
     record = PlanRecord()
     alone.learn(lambda _: odds, lambda _: rate, record)

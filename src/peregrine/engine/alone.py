@@ -15,9 +15,9 @@ from peregrine.engine.request import Request
 from peregrine.engine.round_costs import PastRound, RoundCosts
 from peregrine.engine.round_times import RoundTimes
 from peregrine.engine.steady import OddsOf, RateOf
-from peregrine.kernels.round import FINISH_NONE, GateRule
+from peregrine.kernels.round import FINISH_NONE, HEADER, GateRule
 from peregrine.spec.links import Branched
-from peregrine.spec.odds import EDGES, Odds, RequestOdds, survivals_of
+from peregrine.spec.odds import EDGES, Ints, Odds, RequestOdds, survivals_of
 from peregrine.spec.planner import Costs
 from peregrine.spec.windows import Windows
 
@@ -48,9 +48,10 @@ class Said:
 
     @property
     def values(self) -> list[float]:
-        if self._passed is not None:
-            made, *said = self._passed.tolist()
-            self._passed, self._values = None, said[: int(made)]
+        if (passed := self._passed) is not None:  # metrics ask from threads of their own
+            made, *said = passed.tolist()
+            self._values = said[: int(made)]
+            self._passed = None
         return self._values
 
 
@@ -61,7 +62,6 @@ class LonePlan:
     drafts: int | None = None
     rows: Tensor | None = None
     branched: Branched | None = None
-    expected = 0.0  # tokens of this round; they are counted when its verdict is taken in
 
     def __init__(self, rule: GateRule, length: int, requests: Sequence[Request] = (), read: Said | None = None) -> None:
         self.rule, self.requests, self.drafted = rule, tuple(requests), [0]
@@ -96,6 +96,16 @@ class LonePlan:
         """Of the drafts that it makes."""
         return self.rule.survivals(self.said.values)
 
+    @property
+    def verified(self) -> list[float]:
+        """What was said of the drafts that this round verifies."""
+        return self.read.values[: self.offered[0]]
+
+    @property
+    def expected(self) -> float:
+        """Tokens of this round."""
+        return 1.0 + sum(self.rule.survivals(self.verified))
+
     def force(self, forced: Tensor) -> None:
         """A request with a grammar has other plans."""
 
@@ -107,7 +117,7 @@ class LoneRounds:
         self.measured = measured
         self.rule: GateRule | None = None  # None: rounds are planned otherwise
         self._last: LonePlan | None = None  # whose drafts are in the window
-        self._rounds: list[tuple[LonePlan, list[int], RoundTimes]] = []  # verdicts and times to take in
+        self._rounds: list[tuple[LonePlan, Ints, RoundTimes]] = []  # verdicts and times to take in
 
     def plan(self, requests: Sequence[Request], offered: int) -> LonePlan:
         """The next round of a request whose window offers so many drafts."""
@@ -131,9 +141,14 @@ class LoneRounds:
             request.guesses = [odds.guess(depth, said, request.odds, counts=False) for depth, said in made]
             request.ranked, self._last = [], None
 
-    def note(self, plan: LonePlan, line: list[int], times: RoundTimes) -> None:
-        """Keep the line of a round's verdict, and its times."""
-        self._rounds.append((plan, line, times))
+    def note(self, plan: LonePlan, table: Ints, times: RoundTimes) -> None:
+        """Keep a round's verdict [1, columns], and its times."""
+        self._rounds.append((plan, table, times))
+
+    def count(self, record: PlanRecord) -> None:
+        """Count the rounds that are kept, as they will be when they are taken in."""
+        for plan, table, _ in self._rounds.copy():
+            record.note(plan.windows.lens, int(table[0, 0]), plan.expected)
 
     def learn(self, odds_of: OddsOf, rate_of: RateOf, record: PlanRecord) -> None:
         """Take in the rounds that were kept.
@@ -141,11 +156,12 @@ class LoneRounds:
         Their tokens count for the rate of rounds that are planned draft by draft.
         """
         past, took = list[PastRound](), 0.0
-        for plan, line, times in self._rounds:
-            (request,), right, ended = plan.requests, line[1], line[3] != FINISH_NONE
-            read, made = plan.read.values[: plan.offered[0]], plan.said.values
+        for plan, table, times in self._rounds:
+            won, right, _, finish = table[0, :HEADER].tolist()
+            (request,), ended = plan.requests, finish != FINISH_NONE
+            read, made = plan.verified, plan.said.values
             odds = odds_of(request)
-            record.expected_tokens += 1.0 + sum(plan.rule.survivals(read))
+            record.note(plan.windows.lens, won, plan.expected)
             odds.judge_line(read[: right + (not ended)], right, request.odds)
             odds.count_made(made)
             past.append(PastRound(1 + len(read), 1, len(made), times, right + 1, rate_of(plan.requests)))

@@ -16,12 +16,12 @@ class PlanRecord:
     expected_ms: float = 0.0  # of the rounds that were timed
     ms: float = 0.0
 
-    def note(self, lens: Sequence[int], tokens: int, expected: float) -> None:
-        """Count a round whose windows have one length, or are what there was of it."""
-        self.windows[lens[0]] += len(lens)
-        self.rounds["drafts" if lens[0] > 1 else "plain"] += 1
+    def note(self, lens: Sequence[int], tokens: int, expected: float, rounds: int = 1) -> None:
+        """Count rounds whose windows have one length, or are what there was of it; they gave so many tokens in all."""
+        self.windows[lens[0]] += rounds * len(lens)
+        self.rounds["drafts" if lens[0] > 1 else "plain"] += rounds
         self.tokens += tokens
-        self.expected_tokens += expected
+        self.expected_tokens += rounds * expected
 
     def note_rests(self, rows: int, rounds: int) -> None:
         """Count rounds in which all rows rested."""

@@ -78,6 +78,8 @@ class WindowPlanner:
         record, plan = self._record.copy(), self._again
         if plan is not None and plan.rests:
             record.note_rests(len(plan.requests), self._rested)
+        self.steady.count(record)
+        self.alone.count(record)
         return record
 
     def odds(self, request: Request) -> Odds:
@@ -275,15 +277,12 @@ class WindowPlanner:
 
         Drafts after the first wrong one have no verdict.
         """
-        record, lens = self._record, plan.windows.lens
-        if not isinstance(plan, RoundPlan):
-            record.note(lens, sum(table[:, 0].tolist()), plan.expected)
         if isinstance(plan, SteadyPlan):
             return self.steady.note(plan, table, times)
         assert times is not None, "only rounds that repeat a plan may not be timed"
-        lines = table.tolist()
         if isinstance(plan, LonePlan):
-            return self.alone.note(plan, lines[0], times)
+            return self.alone.note(plan, table, times)
+        record, lens, lines = self._record, plan.windows.lens, table.tolist()
         plan.judge(lines, self.branching)
         record.windows.update(lens)
         won, tokens, rate = sum(line[1] + 1 for line in lines), sum(lens), None

@@ -167,6 +167,11 @@ class SteadyRounds:
         """Keep a round's verdict: [R, columns]; and its times, if it was timed."""
         self._rounds.append((plan, table, times))
 
+    def count(self, record: PlanRecord) -> None:
+        """Count the rounds that are kept, as they will be when they are taken in."""
+        for plan, table, _ in self._rounds.copy():
+            record.note(plan.windows.lens, int(table[:, 0].sum()), plan.expected)
+
     def learn(self, odds_of: OddsOf, rate_of: RateOf, record: PlanRecord) -> None:
         """Take in the rounds that were kept."""
         past, took = list[PastRound](), 0.0
@@ -181,6 +186,7 @@ class SteadyRounds:
                 tried, good = (deeper(part[:, rows], max(lens) - 1) for part in (known, right))
                 odds.judge_rounds(len(rounds), tried, good, [plan.requests[row].odds for row in rows])
             rate, tokens = rate_of(plan.requests), won.sum(axis=1).tolist()
+            record.note(lens, sum(tokens), plan.expected, len(rounds))
             for (_, _, times), count in zip(rounds, tokens, strict=True):
                 if times is not None:
                     past.append(PastRound(sum(lens), len(lens), plan.drafts or 0, times, count, rate))

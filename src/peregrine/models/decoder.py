@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from peregrine.attention import Attend, LayerAttention
 from peregrine.kernels.activation import soft_cap
-from peregrine.kernels.residual import Residual, embed_residual, join_columns
+from peregrine.kernels.copy import join_columns
+from peregrine.kernels.residual import Residual, embed_residual
 from peregrine.kernels.runtime.cpu import is_recording
 from peregrine.kernels.runtime.cpu_graph import CpuGraphs
 from peregrine.models.config import ModelConfig

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from peregrine.kernels.copy import copy_into
 from peregrine.kernels.round import Gate, Verdict, WindowPlaces
 from peregrine.kernels.runtime.cpu_graph import CpuGraphs, Step
 from peregrine.kernels.sampling import Features
@@ -25,7 +26,7 @@ from peregrine.spec.state import Rows, RowState, SeatState
 from peregrine.spec.types import Drafter, Seen
 from peregrine.spec.windows import Offered, Plan, Ruled, Windows
 
-KEPT = 2  # times the tokens of the largest recorded round: what all that are kept may have
+KEPT = 16  # times the tokens of the largest recorded round: what all that are kept may have; each is a list of calls
 
 
 @dataclass(slots=True)
@@ -42,7 +43,7 @@ class EvenLayout:
         return self.windows
 
 
-Key = tuple[int, int, bool, Features]  # rows, tokens of each, whether they rest, and how tokens are chosen
+Key = tuple[int, int, bool, Features]  # rows, tokens of each, whether they rest, how tokens are chosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +53,9 @@ class EvenRound:
     key: Key
     layout: EvenLayout
     state: RowState
-    tokens: Tensor  # [R * T] of the windows
-    gathered: Tensor | None  # the same as [R, T], to be written before each round; None: they are the seats' own
+    tokens: Tensor  # [R * T] of the windows, where the steps read them
     score: Step  # what the target does, up to the logits
     judge: Step  # and up to the verdict
-
-    def window(self) -> Tensor:
-        """The tokens of the round to come."""
-        if self.gathered is not None:
-            self.gathered.copy_(self.state.window_tokens)
-        return self.tokens
 
 
 class ReplayedRounds:
@@ -70,8 +64,10 @@ class ReplayedRounds:
     def __init__(self, target: BoundModel, drafter: Drafter, judge: Judge, seats: SeatState) -> None:
         self.target, self.drafter, self.judge, self.seats = target, drafter, judge, seats
         max_tokens = target.decoder.graphs.max_rows
-        self._graphs = CpuGraphs(max_tokens, KEPT * max_tokens)
+        # Of the target, and of the drafter, which reads what the target's has left.
+        self._graphs, self._drafts = (CpuGraphs(max_tokens, KEPT * max_tokens, shares_outputs=True) for _ in range(2))
         self._rounds: dict[Key, EvenRound] = {}
+        self._hidden: dict[int, Tensor] = {}  # [R, H] of the newest entries of so many rows, which drafts begin with
         self._gate: Gate | None = None
 
     @staticmethod
@@ -101,7 +97,7 @@ class ReplayedRounds:
             verdict, logprobs = decide(verified, self.target, self.judge, self.seats, rows, features, mark)
         else:
             even, logprobs = self._even(rows, features, plan), None
-            table, *outputs = self._graphs.run(even.key, even.judge, even.window())
+            table, *outputs = self._graphs.run(even.key, even.judge, even.tokens)
             verified = verified_from(outputs, plan)
             verdict = Verdict(table.clone())  # kept until it is read, and the next round writes over it
             if features.logprobs is not None:
@@ -115,9 +111,10 @@ class ReplayedRounds:
     def verify(self, rows: Rows, plan: Plan | Offered | None) -> Verified:
         """See `spec.round.verify`. What it returns is overwritten by the next round of this size."""
         even = self._even(rows, Features(), plan)
-        return verified_from(self._graphs.run((even.key, "scored"), even.score, even.window()), plan)
+        return verified_from(self._graphs.run((even.key, "scored"), even.score, even.tokens), plan)
 
     def _even(self, rows: Rows, features: Features, plan: Plan | Offered | None) -> EvenRound:
+        features = features if features.logprobs is None else replace(features, logprobs=None)
         key = (rows.count, rows.nodes or self.seats.shape.nodes, False, features)
         if plan is not None:
             key = (rows.count, plan.windows.width, plan.rests, features)
@@ -127,9 +124,11 @@ class ReplayedRounds:
         """Rounds with this key; rows have their whole lines in the seats, whatever their lengths are."""
         count, width, rests, features = key
         rows, layout = Rows(count, self.seats.max_places, width), EvenLayout(Windows.of((width,) * count), rests)
-        state, plain = self.seats.view(rows), replace(features, logprobs=None)
+        state = self.seats.view(rows)
 
         def verified(tokens: Tensor) -> Verified:
+            if gathered is not None:
+                copy_into(gathered, state.window_tokens)
             return verify(self.target, self.drafter, self.seats, rows, layout, tokens)
 
         def score(tokens: Tensor) -> tuple[Tensor, ...]:
@@ -137,15 +136,14 @@ class ReplayedRounds:
 
         def judge_window(tokens: Tensor) -> tuple[Tensor, ...]:
             read = verified(tokens)
-            verdict, _ = decide(read, self.target, self.judge, self.seats, rows, plain)
+            verdict, _ = decide(read, self.target, self.judge, self.seats, rows, features)
             return verdict.table, *scored(read)
 
         with torch.inference_mode(False):  # kept beyond the call
-            tokens, gathered = state.window_tokens.flatten(), None
-            if tokens.data_ptr() != state.window_tokens.data_ptr() or not tokens.is_contiguous():
-                gathered = torch.empty(count, width, dtype=torch.int64)
-                tokens = gathered.flatten()
-        self._rounds[key] = EvenRound(key, layout, state, tokens, gathered, score, judge_window)
+            tokens, gathered = state.window_tokens, None
+            if not tokens.is_contiguous():
+                tokens = gathered = torch.empty(count, width, dtype=torch.int64)
+        self._rounds[key] = EvenRound(key, layout, state, tokens.view(-1), score, judge_window)
         return self._rounds[key]
 
     def _replay_drafter(self, even: EvenRound, plan: Plan | None, usual: int, verified: Verified) -> bool:
@@ -162,10 +160,17 @@ class ReplayedRounds:
         if drafts is None and (plan is None or plan.ruled is None):
             return False
 
-        def path(taps: Tensor, past_lens: Tensor) -> tuple[Tensor, ...]:
-            return (drafter.read(self._seen(even, past_lens, taps)),)
+        rows = even.key[0]
 
-        (hidden,) = self._graphs.run((even.key, "path"), path, taps, verified.places.past_lens)
+        def path(taps: Tensor, past_lens: Tensor) -> tuple[Tensor, ...]:
+            read = drafter.read(self._seen(even, past_lens, taps))
+            if rows not in self._hidden:
+                self._hidden[rows] = torch.empty_like(read)
+            copy_into(self._hidden[rows], read)
+            return ()
+
+        self._drafts.run((even.key, "path"), path, taps, verified.places.past_lens)
+        hidden = self._hidden[rows]
         if drafts is not None:
             self._draft(even, drafter, drafts, hidden)
         elif plan is not None and plan.ruled is not None:
@@ -184,7 +189,7 @@ class ReplayedRounds:
             self.seats.view(rows).keep(made)
             return ()
 
-        self._graphs.run((even.key[3], drafts), draft, hidden)
+        self._drafts.run((even.key[3], drafts), draft, hidden)
 
     def _draft_ruled(self, even: EvenRound, drafter: ChainDrafter, plan: Plan, ruled: Ruled, hidden: Tensor) -> None:
         """Drafts for a row alone, while its rule lets them through."""
@@ -199,7 +204,7 @@ class ReplayedRounds:
             drafter.draft_ruled(seen, hidden, gate, whole.window_tokens, whole.offered, whole.draft_caps)
             return ()
 
-        self._graphs.run((even.key[3], "ruled"), draft, hidden)
+        self._drafts.run((even.key[3], "ruled"), draft, hidden)
         ruled.take(gate.passed)
 
 

@@ -18,8 +18,9 @@ from numba import njit, types
 from numba.extending import intrinsic
 from torch import Tensor
 
+from peregrine.kernels.copy import copy_into
 from peregrine.kernels.linear.reference import DenseWeight, WeightFormat
-from peregrine.kernels.runtime.cpu import FLOAT32, is_recording, numba_ready, pieces_for
+from peregrine.kernels.runtime.cpu import FLOAT32, numba_ready, pieces_for
 from peregrine.kernels.runtime.cpu_jit import (
     BFLOAT16,
     FLOAT,
@@ -29,7 +30,6 @@ from peregrine.kernels.runtime.cpu_jit import (
     claim,
     counted_loop,
     cpu_kernel,
-    floats_at,
     fused_multiply_add,
     load_vector,
     load_widened,
@@ -105,23 +105,10 @@ class PanelWeight(WeightFormat):
 
 
 def _without_padding(y: Tensor, num_outputs: int) -> Tensor:
-    """The first outputs of y [N, O]; where kernel calls are recorded, copied by a kernel."""
-    if not is_recording():
-        return y[:, :num_outputs].contiguous()
+    """The first outputs of y [N, O]."""
     trimmed = y.new_empty(len(y), num_outputs)
-    _trim(1, y.data_ptr(), trimmed.data_ptr(), len(y), y.shape[1], num_outputs)
+    copy_into(trimmed, y[:, :num_outputs])
     return trimmed
-
-
-@cpu_kernel("qqqqq")
-def _trim(block):  # type: ignore[no-untyped-def]
-    source, target, rows, columns, kept = arguments_of(block, 5)
-    if claim(words_of(block)) != 0:
-        return
-    y, trimmed = floats_at(source, (rows, columns)), floats_at(target, (rows, kept))
-    for i in range(rows):
-        for j in range(kept):
-            trimmed[i, j] = y[i, j]
 
 
 def _tile(rows: int, weight: ir.Type) -> Any:

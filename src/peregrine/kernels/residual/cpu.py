@@ -1,7 +1,5 @@
 """The residual stream: plus an update, and some of its rows. Compiled kernels can be part of a recorded step."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -28,27 +26,6 @@ def take_rows(values: Tensor, rows: Tensor) -> Tensor:
     size = values.stride(0) * values.element_size() // 8
     _take(1, values.data_ptr(), rows.data_ptr(), taken.data_ptr(), len(values), len(rows), size)
     return taken
-
-
-def join_columns(parts: Sequence[Tensor]) -> Tensor:
-    """torch.cat(parts, dim=1) of parts [N, H] float32 on the CPU."""
-    rows, width = parts[0].shape
-    joined = parts[0].new_empty(rows, len(parts) * width)
-    for i, part in enumerate(parts):
-        target = joined.data_ptr() + 4 * i * width
-        _place(1, part.contiguous().data_ptr(), target, rows, width, joined.stride(0))
-    return joined
-
-
-@cpu_kernel("qqqqq")
-def _place(block):  # type: ignore[no-untyped-def]
-    part, joined, rows, width, stride = arguments_of(block, 5)
-    if claim(words_of(block)) != 0:
-        return
-    for i in range(rows):
-        source, target = floats_at(part + 4 * i * width, width), floats_at(joined + 4 * i * stride, width)
-        for j in range(width):
-            target[j] = source[j]
 
 
 @cpu_kernel("qqqqqq")

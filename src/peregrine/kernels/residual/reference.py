@@ -106,14 +106,6 @@ def embed_rows(tokens: Tensor, table: Tensor) -> Tensor:
     return take_rows(table, tokens) if is_recording() else F.embedding(tokens, table)
 
 
-def join_columns(parts: list[Tensor]) -> Tensor:
-    """Parts [N, H] side by side: [N, len(parts) * H]; where kernel calls are recorded, by a kernel."""
-    if is_recording() and numba_ready(*parts):
-        joined: Tensor = _cpu.join_columns(parts)
-        return joined
-    return torch.cat(parts, dim=1)
-
-
 def add_rows(update: Tensor, values: Tensor) -> Tensor:
     """update + values, both [N, H]; on a CPU by a kernel, which can be part of a recorded step."""
     total: Tensor = _cpu.add(update, values) if numba_ready(update, values) else update + values

@@ -22,7 +22,7 @@ from peregrine.log import logger
 
 NUMBA_PRESENT = importlib.util.find_spec("numba") is not None
 FLOAT32 = torch.float32
-FOLDERS = "linear", "norm", "residual", "rope", "activation", "attention", "sampling", "round"
+FOLDERS = "linear", "norm", "copy", "residual", "rope", "activation", "attention", "sampling", "round"
 COMPILED = (*(f"{folder}.cpu" for folder in FOLDERS), "round.places_cpu")
 CLOSED = -1  # in the claim counter of a recorded call: those after it are not made
 PIECES_PER_THREAD = 4  # enough to even out threads of unlike speed; long pieces read memory faster

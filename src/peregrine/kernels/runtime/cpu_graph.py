@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from peregrine.kernels.runtime.cpu import Replay, is_recording, record_calls
+from peregrine.kernels.runtime.cpu_arena import Arena
 
 aten = torch.ops.aten
 ALLOCATIONS = {aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default}  # allocate, write nothing
@@ -59,15 +60,15 @@ def count_recorded() -> int:
 class CpuGraph:
     """One recorded run of a function, to be replayed: for inputs of the same shapes, into the same output tensors."""
 
-    def __init__(self, step: Step, inputs: Sequence[Tensor]) -> None:
+    def __init__(self, step: Step, inputs: Sequence[Tensor], arena: Arena | None = None) -> None:
         self.inputs = tuple(inputs)
+        self._arena = arena or Arena()  # of what is computed on the way; it must live as long as the graph
         _Recorded.count += 1
-        keeper = _Keeper()
-        with record_calls() as calls, keeper:
+        watch = _Watch(self._arena)
+        with record_calls() as calls, watch:
             self.outputs = step(*inputs)
         self._replay = Replay(calls)
-        self._memory = keeper.made
-        self.complete = not keeper.unknown  # False: it did something that cannot be replayed
+        self.complete = not watch.unknown  # False: it did something that cannot be replayed
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Replay for these inputs; the outputs are overwritten by the next replay."""
@@ -78,12 +79,12 @@ class CpuGraph:
         return self.outputs
 
 
-class _Keeper(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Keeps every tensor that is made, so that recorded addresses stay valid, and notices work done by torch itself."""
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Places what is allocated in an arena, so that recorded addresses stay valid, and notices work of torch itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, arena: Arena) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.made: list[Any] = []
+        self.arena = arena
         self.unknown: list[Any] = []
 
     @classmethod
@@ -95,8 +96,9 @@ class _Keeper(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.made.append(result)
-        if func not in ALLOCATIONS and not _is_view(func, args, result):
+        if func in ALLOCATIONS:
+            return self.arena.like(result)
+        if not _is_view(func, args, result):
             self.unknown.append(func)
         return result
 
@@ -113,13 +115,18 @@ def _is_view(func: Any, args: tuple[Any, ...], result: Any) -> bool:
 class CpuGraphs:
     """The CPU graphs of some functions that belong together, for each number of rows that they were run with.
 
-    When they hold the memory of too many rows, the graphs of the least recently used number are dropped. A graph keeps
-    the inputs it was recorded with and writes later ones over them; if somebody else needs those, it must have copies.
+    They share the memory of what they compute on the way. When their outputs are those of too many rows, the graphs of
+    the least recently used number are dropped. A graph keeps the inputs it was recorded with and writes later ones over
+    them; if somebody else needs those, it must have copies. Where no outputs are needed after the next replay, whatever
+    it is of, they share their outputs' memory, too.
     """
 
-    def __init__(self, max_rows: int, kept_rows: int | None = None, copies_inputs: bool = False) -> None:
+    def __init__(
+        self, max_rows: int, kept_rows: int | None = None, copies_inputs: bool = False, shares_outputs: bool = False
+    ) -> None:
         self.max_rows, self.kept_rows = max_rows, 8 * max_rows if kept_rows is None else kept_rows
-        self.copies_inputs = copies_inputs
+        self.copies_inputs, self.shares_outputs = copies_inputs, shares_outputs
+        self.arena = Arena()
         self._uses: Counter[tuple[int, Hashable]] = Counter()
         self._graphs: dict[int, dict[Hashable, CpuGraph]] = {}  # number of rows -> name of the function -> graph
 
@@ -144,5 +151,8 @@ class CpuGraphs:
             return graph(*inputs) if graph.complete else step(*inputs)
         while sum(self._graphs) > self.kept_rows:
             del self._graphs[next(iter(self._graphs))]
-        graphs[name] = CpuGraph(step, [value.clone() for value in inputs] if self.copies_inputs else inputs)
-        return graphs[name].outputs
+        kept = [value.clone() for value in inputs] if self.copies_inputs else inputs
+        graph = graphs[name] = CpuGraph(step, kept, self.arena)
+        if self.shares_outputs:
+            self.arena.share(graph.outputs)
+        return graph.outputs
