@@ -15,7 +15,7 @@ from peregrine.kernels.attention.reference import BLOCK, paged_attention_torch, 
 from peregrine.kernels.runtime.cpu import NUMBA_PRESENT
 
 if TYPE_CHECKING:
-    from peregrine.kernels.attention.cpu import CpuKV, CpuPlan
+    from peregrine.kernels.attention.plan_cpu import CpuKV, CpuPlan
 
 needs_numba = pytest.mark.skipif(not NUMBA_PRESENT, reason="needs numba")
 
@@ -74,14 +74,14 @@ def test_half_precision_computes_in_float32(dtype: torch.dtype) -> None:
 
 def stored(keys: Tensor, values: Tensor) -> "CpuKV":
     """One layer's keys and values [slots, Hkv, D], as compiled kernels take them."""
-    from peregrine.kernels.attention.cpu import CpuKV
+    from peregrine.kernels.attention.plan_cpu import CpuKV
 
     return CpuKV(keys.data_ptr(), values.data_ptr(), *values.shape[1:], values.stride(0))
 
 
 def plans(depths: list[int], words: list[int] | None) -> tuple["CpuPlan", attention.QueryPlan]:
     """Plans of two rows for the kernel and for its twin; with ancestor words the windows are trees."""
-    from peregrine.kernels.attention.cpu import plan_cpu
+    from peregrine.kernels.attention.plan_cpu import plan_cpu
 
     table, past_lens = torch.tensor([[1, 5, 3, 9], [2, 4, 0, 0]], dtype=torch.int32), torch.tensor([50, 17])
     positions, count = (past_lens[:, None] + torch.tensor(depths)).flatten(), len(depths)
@@ -128,7 +128,7 @@ def test_values_may_be_the_first_part_of_their_keys(is_tree: bool, value_dim: in
 
 @needs_numba
 def test_keys_that_hold_their_values_are_written_once() -> None:
-    from peregrine.kernels.attention.cpu import write_cpu
+    from peregrine.kernels.attention.plan_cpu import write_cpu
 
     keys, k = torch.zeros(32, 1, 24), torch.randn(2, 1, 24)
     write_cpu(stored(keys, keys[..., :16]), torch.tensor([3, 30]), k, torch.full((2, 1, 16), torch.nan))
@@ -138,7 +138,8 @@ def test_keys_that_hold_their_values_are_written_once() -> None:
 
 @needs_numba
 def test_threads_do_not_change_bits() -> None:
-    from peregrine.kernels.attention.cpu import paged_attention_cpu, plan_cpu
+    from peregrine.kernels.attention.cpu import paged_attention_cpu
+    from peregrine.kernels.attention.plan_cpu import plan_cpu
 
     torch.manual_seed(0)
     keys, values = torch.randn(2, 608, 1, 64)
@@ -159,7 +160,8 @@ def test_threads_do_not_change_bits() -> None:
 
 @needs_numba
 def test_a_position_past_the_table_reads_the_table_and_no_further() -> None:
-    from peregrine.kernels.attention.cpu import paged_attention_cpu, plan_cpu
+    from peregrine.kernels.attention.cpu import paged_attention_cpu
+    from peregrine.kernels.attention.plan_cpu import plan_cpu
 
     keys, values = torch.randn(2, 32, 1, 16)
     q = torch.randn(2, 1, 16)
@@ -171,7 +173,8 @@ def test_a_position_past_the_table_reads_the_table_and_no_further() -> None:
 
 @needs_numba
 def test_sizes_that_do_not_fit_the_plan_are_refused() -> None:
-    from peregrine.kernels.attention.cpu import paged_attention_cpu, plan_cpu, write_cpu
+    from peregrine.kernels.attention.cpu import paged_attention_cpu
+    from peregrine.kernels.attention.plan_cpu import plan_cpu, write_cpu
 
     keys, values = torch.zeros(2, 32, 1, 16)
     plan = plan_cpu(torch.tensor([3]), torch.tensor([0, 1]), torch.tensor([3]), 1, torch.tensor([[1]]), 16, None)

@@ -8,7 +8,7 @@ from peregrine.kernels.activation.reference import silu_mul
 from peregrine.kernels.linear import pack_weight
 from peregrine.kernels.norm.reference import add_rms_norm
 from peregrine.kernels.runtime.cpu import NUMBA_PRESENT
-from peregrine.kernels.runtime.cpu_graph import FEW, RECORDED_USE, CpuGraph, CpuGraphs, record_at_once
+from peregrine.kernels.runtime.cpu_graph import RECORDED_USE, CpuGraph, CpuGraphs, record_at_once
 
 pytestmark = pytest.mark.skipif(not NUMBA_PRESENT, reason="needs numba")
 
@@ -61,7 +61,7 @@ def test_work_done_by_torch_is_noticed(mlp) -> None:
 
 def test_graphs_run_what_cannot_be_recorded(mlp) -> None:
     step, clean = mlp
-    graphs = CpuGraphs(max_rows=8, kept_rows=5)
+    graphs = CpuGraphs(max_rows=8, kept_rows=5, few=8)
     for seed in range(2 + RECORDED_USE):
         for rows in (1, 2, 3, 20):
             for index, function in enumerate((step, clean)):
@@ -106,7 +106,8 @@ def test_a_graph_with_copies_of_its_inputs_leaves_them_alone(mlp) -> None:
 def test_what_is_seldom_run_is_not_recorded(mlp) -> None:
     """To record takes longer than a few replays save: windows have many numbers of tokens, some of them seldom seen."""
     _, clean = mlp
-    graphs, many = CpuGraphs(max_rows=32), FEW + 1
+    few, many = 20, 21
+    graphs = CpuGraphs(max_rows=32, few=few)
     for use in range(1, 2 + RECORDED_USE):
         graphs.run("mlp", clean, *draw(many, use))
         assert list(graphs._graphs) == ([many] if use >= RECORDED_USE else [])
@@ -115,5 +116,5 @@ def test_what_is_seldom_run_is_not_recorded(mlp) -> None:
         graphs.run("mlp", clean, *draw(many + 2, 0))
     graphs.run("mlp", clean, *draw(many + 3, 0))
     assert list(graphs._graphs) == [many, many + 2]
-    graphs.run("mlp", clean, *draw(FEW, 0))
-    assert list(graphs._graphs)[-1] == FEW, "windows of one request are recorded at once"
+    graphs.run("mlp", clean, *draw(few, 0))
+    assert list(graphs._graphs)[-1] == few, "few rows are recorded at once"

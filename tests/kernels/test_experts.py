@@ -293,11 +293,11 @@ def test_few_rows_give_the_same_outputs_without_a_plan(
 @settings(max_examples=15, deadline=None)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=150), st.sampled_from([16, 32]), st.booleans())
 def test_a_plan_sorts_pairs_and_cuts_blocks(numbers: list[int], rows: int, ranked: bool) -> None:
-    from peregrine.kernels.moe import triton as experts_gpu
+    from peregrine.kernels.moe import plan_triton
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(experts_gpu, "MAX_RANKED", 4096 if ranked else 0)
-        order, blocks = experts_gpu.plan(torch.tensor(numbers, dtype=torch.int32)[:, None], 10, rows)
+        patch.setattr(plan_triton, "MAX_RANKED", 4096 if ranked else 0)
+        order, blocks = plan_triton.plan(torch.tensor(numbers, dtype=torch.int32)[:, None], 10, rows)
     assert order.tolist() == sorted(range(len(numbers)), key=lambda pair: (numbers[pair], pair))
     expected, start = [], 0
     for expert in sorted(set(numbers)):
@@ -305,7 +305,7 @@ def test_a_plan_sorts_pairs_and_cuts_blocks(numbers: list[int], rows: int, ranke
         expected += [[expert, first, last] for first in range(start, last, rows)]
         start = last
     count = int(blocks[0])
-    assert count == len(expected) <= experts_gpu.most_blocks(len(numbers), 10, rows)
+    assert count == len(expected) <= plan_triton.most_blocks(len(numbers), 10, rows)
     assert blocks[1 : 1 + 3 * count].view(-1, 3).tolist() == expected
 
 

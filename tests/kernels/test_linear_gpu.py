@@ -368,7 +368,8 @@ def test_many_rows_have_a_plan_of_their_own(
     [
         (192, 4096, 14336, False, Tile(128, 64, 64, 4, 6, 2, tail=64)),
         (129, 4096, 14336, False, Tile(128, 64, 64, 4, 6, 2, tail=64)),
-        (193, 4096, 14336, False, Tile(256, 64, 64, 8, 5, 2)),
+        (193, 4096, 14336, False, Tile(128, 64, 64, 4, 5, 2, tail=128)),
+        (256, 6144, 4096, False, Tile(128, 64, 64, 4, 5, 1, tail=128)),
         (192, 6144, 4096, False, Tile(128, 64, 64, 4, 6, 1, tail=64)),
         (192, 128256, 4096, False, None),
         (192, 16384, 4096, False, None),  # more than the device computes at once

@@ -27,7 +27,7 @@ if not NUMBA_PRESENT:
 from numba import njit
 
 from peregrine.kernels.sampling import cpu as choose_cpu
-from peregrine.kernels.sampling.cpu import noise_bound, noise_of
+from peregrine.kernels.sampling.noise_cpu import noise_bound, noise_of
 
 SAMPLED, FILTERED = Features(sampled=True), Features(sampled=True, filtered=True)
 WIDTHS = (1, 2, 15, 63, 64, 65, 129, 1003)  # blocks are of 64

@@ -43,7 +43,8 @@ class NumbaBackend:
     def bind(self, store: KVStore, layers: Sequence[LayerAttention], metadata: AttentionMetadata) -> Attend:
         """Plan one forward for all layers; the returned callable stores keys and values, then attends."""
         # Imports numba, which is slow and may be absent.
-        from peregrine.kernels.attention.cpu import CpuKV, paged_attention_cpu, plan_cpu, write_cpu
+        from peregrine.kernels.attention.cpu import paged_attention_cpu
+        from peregrine.kernels.attention.plan_cpu import CpuKV, plan_cpu, write_cpu
 
         plan = plan_cpu(
             metadata.positions,

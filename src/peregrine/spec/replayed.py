@@ -26,6 +26,7 @@ from peregrine.spec.state import Rows, RowState, SeatState
 from peregrine.spec.types import Drafter, Seen
 from peregrine.spec.windows import Offered, Plan, Ruled, Windows
 
+FEW = 20  # tokens of rounds that are recorded at once: windows of one or two requests, of every length, come again soon
 KEPT = 16  # times the tokens of the largest recorded round: what all that are kept may have; each is a list of calls
 
 
@@ -65,7 +66,9 @@ class ReplayedRounds:
         self.target, self.drafter, self.judge, self.seats = target, drafter, judge, seats
         max_tokens = target.decoder.graphs.max_rows
         # Of the target, and of the drafter, which reads what the target's has left.
-        self._graphs, self._drafts = (CpuGraphs(max_tokens, KEPT * max_tokens, shares_outputs=True) for _ in range(2))
+        self._graphs, self._drafts = (
+            CpuGraphs(max_tokens, KEPT * max_tokens, shares_outputs=True, few=FEW) for _ in range(2)
+        )
         self._rounds: dict[Key, EvenRound] = {}
         self._hidden: dict[int, Tensor] = {}  # [R, H] of the newest entries of so many rows, which drafts begin with
         self._gate: Gate | None = None

@@ -84,8 +84,8 @@ HOPPER_TABLES = {
 # For up to 256 rows all of them may share a tile on Hopper: its (rows, tail), then the entries of a table. Such a
 # tile is taken where the device computes all tiles of a weight at once.
 TALL_TILES: dict[str, dict[tuple[int, int], tuple[int, int, int, int]]] = {
-    "plain": {(128, 64): (64, 64, 4, 6), (256, 0): (64, 64, 8, 5)},
-    "split": {(128, 64): (64, 64, 4, 6), (256, 0): (64, 64, 8, 5)},
+    "plain": {(128, 64): (64, 64, 4, 6), (128, 128): (64, 64, 4, 5)},
+    "split": {(128, 64): (64, 64, 4, 6), (128, 128): (64, 64, 4, 5)},
 }
 
 

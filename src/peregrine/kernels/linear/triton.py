@@ -163,7 +163,8 @@ def _run_large(
 ) -> None:
     # Imports Gluon, which other devices do not need.
     from peregrine.kernels.linear.hopper import tiled
-    from peregrine.kernels.linear.hopper_large import CHUNK, DEPTH, HEIGHT, large_kernel, weight_tiles
+    from peregrine.kernels.linear.hopper_large import large_kernel
+    from peregrine.kernels.linear.hopper_ring import CHUNK, DEPTH, HEIGHT, weight_tiles
 
     def in_chunks(matrix: Tensor) -> Any:
         return tiled(matrix, HEIGHT.value, CHUNK.value)

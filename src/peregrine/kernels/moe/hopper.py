@@ -6,7 +6,7 @@
     down      a grouped linear over all blocks, with the router's weight of each pair
 
 A tile of a linear is one block by COLS outputs of its expert. Programs are persistent: each computes tile after tile,
-as in `linear/hopper_large.py`. One warp copies tiles by TMA; two groups of four warps multiply and store, each one half
+as in `linear/hopper_ring.py`. One warp copies tiles by TMA; two groups of four warps multiply and store, each one half
 of the block's places. The last block of an expert is seldom full. Places without a pair hold undefined values that
 nothing reads, and a group whose half holds no pair does not multiply.
 """
@@ -18,18 +18,16 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from peregrine.kernels.linear.hopper import tiled
-from peregrine.kernels.linear.hopper_large import (
+from peregrine.kernels.linear.hopper_chunks import in_chunks, pick, store_chunk
+from peregrine.kernels.linear.hopper_ring import (
     CHUNK,
     COLS,
     DEPTH,
     HEIGHT,
-    in_chunks,
     multiply,
     new_ring,
-    pick,
     request_inputs,
     request_weights,
-    store_chunk,
     weight_tiles,
 )
 from peregrine.kernels.moe.gather_triton import gated, gather

@@ -1,7 +1,7 @@
 """Which tensors the compiled CPU kernels take, and how a compiled body is called, recorded and called again.
 
-numba is optional and slow to import: only `cpu_cache.py`, `cpu_jit.py`, `cpu_team.py`, `cpu_words.py` and the folders'
-`cpu.py` files import it, and those are imported at the first call that needs them.
+numba is optional and slow to import: only `cpu_cache.py`, `cpu_jit.py`, `cpu_team.py`, `cpu_words.py` and files whose
+names end in `cpu.py` import it, and those are imported at the first call that needs them.
 """
 
 import ctypes
@@ -23,7 +23,8 @@ from peregrine.log import logger
 NUMBA_PRESENT = importlib.util.find_spec("numba") is not None
 FLOAT32 = torch.float32
 FOLDERS = "linear", "norm", "copy", "residual", "rope", "activation", "attention", "sampling", "round"
-COMPILED = (*(f"{folder}.cpu" for folder in FOLDERS), "round.places_cpu")
+FURTHER = "attention.plan_cpu", "round.places_cpu", "sampling.filters_cpu", "sampling.shares_cpu"
+COMPILED = (*(f"{folder}.cpu" for folder in FOLDERS), *FURTHER)
 CLOSED = -1  # in the claim counter of a recorded call: those after it are not made
 PIECES_PER_THREAD = 4  # enough to even out threads of unlike speed; long pieces read memory faster
 

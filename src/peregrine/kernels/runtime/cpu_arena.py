@@ -8,6 +8,7 @@ is no other step's.
 """
 
 import weakref
+from bisect import bisect, insort
 from collections.abc import Iterable
 from itertools import count
 
@@ -20,62 +21,72 @@ CHUNK = 1 << 18  # bytes that are added at a time, at least
 ALIGNED = 64  # bytes: a line of the cache
 
 Bytes = NDArray[np.uint8]
-Block = tuple[int, int]  # the addresses of its first byte, and after its last
 
 
 class Arena:
-    """Blocks of memory, each for as long as its tensor lives."""
+    """Blocks of memory, each for as long as its tensor lives; they are known by the address of their first byte."""
 
     def __init__(self) -> None:
-        self._chunks: list[Bytes] = []
-        self._blocks: dict[int, Block] = {}  # in use, by number
+        self._chunks: list[tuple[int, Bytes]] = []  # by address
+        self._gaps: list[tuple[int, int]] = []  # free memory: (first, end), ascending and never adjacent
+        self._blocks: dict[int, tuple[int, int]] = {}  # in use: first -> (end, number)
         self._numbers = count()
 
     @property
     def num_bytes(self) -> int:
-        return sum(len(chunk) for chunk in self._chunks)
+        return sum(len(chunk) for _, chunk in self._chunks)
 
     def like(self, tensor: Tensor) -> Tensor:
         """A tensor of the same shape and type in the arena; the given one, if it is empty or not dense."""
-        if not tensor.nbytes or not tensor.is_contiguous():
+        size = tensor.nbytes
+        if not size or not tensor.is_contiguous():
             return tensor
-        memory = self._take(-(-tensor.nbytes // ALIGNED) * ALIGNED)
-        return torch.from_numpy(memory)[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        first, number = self._take(-(-size // ALIGNED) * ALIGNED), next(self._numbers)
+        low, chunk = self._chunks[bisect(self._chunks, first, key=lambda held: held[0]) - 1]
+        memory = chunk[first - low : first - low + size]
+        self._blocks[first] = first + -(-size // ALIGNED) * ALIGNED, number
+        weakref.finalize(memory, give_back, weakref.ref(self), first, number).atexit = False
+        return torch.from_numpy(memory).view(tensor.dtype).view(tensor.shape)  # its storage refers to the array
 
     def share(self, tensors: Iterable[Tensor]) -> None:
         """Let other steps have the memory of these tensors, though they are still in use."""
-        first_bytes = {tensor.untyped_storage().data_ptr() for tensor in tensors}
-        self._blocks = {number: block for number, block in self._blocks.items() if block[0] not in first_bytes}
+        for first in {tensor.untyped_storage().data_ptr() for tensor in tensors}:
+            if first in self._blocks:
+                self.free(first, self._blocks[first][1])
 
-    def _take(self, size: int) -> Bytes:
-        for chunk in self._chunks:
-            low = address(chunk)
-            start, high = low, low + len(chunk)
-            for used, end in sorted(block for block in self._blocks.values() if low <= block[0] < high):
-                if used - start >= size:
-                    break
-                start = end
-            if high - start >= size:
-                return self._block(chunk[start - low : start - low + size])
-        memory: Bytes = torch.empty(max(size, CHUNK) + ALIGNED, dtype=torch.uint8).numpy()
-        skipped = -address(memory) % ALIGNED
-        self._chunks.append(memory[skipped : skipped + max(size, CHUNK)])
-        return self._block(self._chunks[-1][:size])
+    def free(self, first: int, number: int) -> None:
+        """Add a block to the gaps, unless it was freed before: then another may be in its place."""
+        end, current = self._blocks.get(first, (0, None))
+        if current != number:
+            return
+        del self._blocks[first]
+        place = bisect(self._gaps, (first, end))
+        if place < len(self._gaps) and self._gaps[place][0] == end:
+            end = self._gaps.pop(place)[1]
+        if place and self._gaps[place - 1][1] == first:
+            first = self._gaps.pop(place - 1)[0]
+        insort(self._gaps, (first, end))
 
-    def _block(self, memory: Bytes) -> Bytes:
-        """Count these bytes as used until the array is gone, to which the storage of a tensor refers."""
-        number, low = next(self._numbers), address(memory)
-        self._blocks[number] = low, low + len(memory)
-        weakref.finalize(memory, give_back, weakref.ref(self), number).atexit = False
-        return memory
+    def _take(self, size: int) -> int:
+        """The first byte of the first gap that has so many, without them from now on."""
+        for place, (first, end) in enumerate(self._gaps):
+            if end - first >= size:
+                self._gaps[place : place + 1] = [(first + size, end)] if end - first > size else []
+                return first
+        memory: Bytes = torch.empty(max(size, CHUNK) + 2 * ALIGNED, dtype=torch.uint8).numpy()
+        skipped = ALIGNED - address(memory) % ALIGNED  # and the rest is left at the end: chunks are never adjacent
+        chunk = memory[skipped : skipped + max(size, CHUNK)]
+        insort(self._chunks, (address(chunk), chunk), key=lambda held: held[0])
+        insort(self._gaps, (address(chunk), address(chunk) + len(chunk)))
+        return self._take(size)
 
 
-def give_back(arena: "weakref.ref[Arena]", number: int) -> None:
+def give_back(arena: "weakref.ref[Arena]", first: int, number: int) -> None:
     """A block's tensor is gone."""
     if (alive := arena()) is not None:
-        alive._blocks.pop(number, None)
+        alive.free(first, number)
 
 
 def address(memory: Bytes) -> int:
     """Of the first byte."""
-    return int(memory.__array_interface__["data"][0])
+    return int(memory.ctypes.data)

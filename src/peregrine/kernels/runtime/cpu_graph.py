@@ -10,6 +10,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,7 +23,6 @@ from peregrine.kernels.runtime.cpu_arena import Arena
 aten = torch.ops.aten
 ALLOCATIONS = {aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default}  # allocate, write nothing
 RECORDED_USE = 7  # to record takes as long as seven replays save: not worth it for a number of rows that is seldom seen
-FEW = 20  # rows that are recorded at their first use: windows of one or two requests, of every length, come again soon
 
 Step = Callable[..., tuple[Tensor, ...]]
 
@@ -103,8 +103,17 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
+@cache
+def _makes_views(func: Any) -> bool:
+    """Whether an operation always returns views, and changes nothing."""
+    alias = [found.alias_info for found in func._schema.returns]
+    return not func._schema.is_mutable and bool(alias) and all(alias)
+
+
 def _is_view(func: Any, args: tuple[Any, ...], result: Any) -> bool:
     """Whether an operation changed nothing and returned only views of its arguments' memory."""
+    if _makes_views(func):
+        return True
     if not isinstance(result, Tensor | list | tuple):  # a number that Python reads
         return False
     given = {value.untyped_storage().data_ptr() for value in args if isinstance(value, Tensor)}
@@ -118,14 +127,20 @@ class CpuGraphs:
     They share the memory of what they compute on the way. When their outputs are those of too many rows, the graphs of
     the least recently used number are dropped. A graph keeps the inputs it was recorded with and writes later ones over
     them; if somebody else needs those, it must have copies. Where no outputs are needed after the next replay, whatever
-    it is of, they share their outputs' memory, too.
+    it is of, they share their outputs' memory, too. `few` rows or fewer are recorded at their first use.
     """
 
     def __init__(
-        self, max_rows: int, kept_rows: int | None = None, copies_inputs: bool = False, shares_outputs: bool = False
+        self,
+        max_rows: int,
+        kept_rows: int | None = None,
+        *,
+        copies_inputs: bool = False,
+        shares_outputs: bool = False,
+        few: int = 0,
     ) -> None:
         self.max_rows, self.kept_rows = max_rows, 8 * max_rows if kept_rows is None else kept_rows
-        self.copies_inputs, self.shares_outputs = copies_inputs, shares_outputs
+        self.copies_inputs, self.shares_outputs, self.few = copies_inputs, shares_outputs, few
         self.arena = Arena()
         self._uses: Counter[tuple[int, Hashable]] = Counter()
         self._graphs: dict[int, dict[Hashable, CpuGraph]] = {}  # number of rows -> name of the function -> graph
@@ -141,7 +156,7 @@ class CpuGraphs:
             return step(*inputs)
         graphs = self._graphs.get(num_rows, {})
         graph = graphs.get(name)
-        if graph is None and num_rows > FEW:
+        if graph is None and num_rows > self.few:
             self._uses[num_rows, name] += 1
             if self._uses[num_rows, name] < RECORDED_USE and not _hurry.at_once:
                 return step(*inputs)

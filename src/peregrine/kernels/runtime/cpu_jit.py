@@ -17,7 +17,7 @@ from peregrine.kernels.runtime.cpu_team import CpuTeam
 
 TEAM = CpuTeam()
 MAX_WORDS = 32
-INT64 = ir.IntType(64)
+INT32, INT64 = ir.IntType(32), ir.IntType(64)
 FLOAT, BFLOAT16 = ir.FloatType(), ir.IntType(16)  # a bfloat16 is the upper half of a float
 ROUND = 12582912.0  # 1.5 * 2**23: added to a float, it leaves the nearest integer in the low bits
 LN2_HIGH, LN2_LOW = 0.693145751953125, 1.428606765330187045e-06
@@ -145,6 +145,12 @@ def broadcast_lane(builder: ir.IRBuilder, vector: ir.Value, lane: int, width: in
     """A vector of `width` copies of one lane."""
     lanes = ir.Constant(ir.VectorType(ir.IntType(32), width), [lane] * width)
     return builder.shuffle_vector(vector, ir.Constant(vector.type, ir.Undefined), lanes)
+
+
+def broadcast(builder: ir.IRBuilder, value: ir.Value, width: int) -> ir.Value:
+    """A vector of `width` copies of a number."""
+    one = ir.Constant(ir.VectorType(value.type, 1), ir.Undefined)
+    return broadcast_lane(builder, builder.insert_element(one, value, INT32(0)), 0, width)
 
 
 def fused_multiply_add(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:

@@ -12,7 +12,7 @@ from peregrine.kernels.runtime.dispatch import DeviceFile
 from peregrine.kernels.runtime.gpu import triton_ready
 from peregrine.kernels.sampling.params import COLDEST, MASS, SamplingTensors
 
-_cpu = DeviceFile("peregrine.kernels.sampling.cpu")
+_cpu = DeviceFile("peregrine.kernels.sampling.filters_cpu")
 _triton = DeviceFile("peregrine.kernels.sampling.triton")
 
 

@@ -23,6 +23,7 @@ from peregrine.kernels.sampling.noise import gumbel
 from peregrine.kernels.sampling.params import MASS, Context, Features, Masks, SamplingTensors
 
 _cpu = DeviceFile("peregrine.kernels.sampling.cpu")
+_shares = DeviceFile("peregrine.kernels.sampling.shares_cpu")
 _triton = DeviceFile("peregrine.kernels.sampling.triton")
 _filters_triton = DeviceFile("peregrine.kernels.sampling.filters_triton")
 _logprobs_triton = DeviceFile("peregrine.kernels.sampling.logprobs_triton")
@@ -229,7 +230,7 @@ def pick_torch(
 def top_chances(scores: Tensor) -> Tensor:
     """The largest probability of each line of scores: [n, V] -> [n] f32; 0 where scores are not numbers."""
     if numba_ready(scores):
-        chances: Tensor = _cpu.top_chances(scores)
+        chances: Tensor = _shares.top_chances(scores)
         return chances
     return top_chances_torch(scores)
 
@@ -253,7 +254,7 @@ def ranked(
     """
     scores = pick_scores(draft_logits, positions, target_ids, sampling, features)[:, 0]
     if numba_ready(scores):
-        ids, shares = _cpu.ranked(scores, target_ids, count)
+        ids, shares = _shares.ranked(scores, target_ids, count)
         return ids, shares
     return ranked_torch(scores, target_ids, count)
 

@@ -124,7 +124,7 @@ class Eagle3Layer(nn.Module):
     def __init__(self, config: ModelConfig, split: bool, norm_before_residual: bool, ranks: Ranks = ALONE) -> None:
         super().__init__()
         self.norm_before_residual = norm_before_residual
-        self.graphs = CpuGraphs(max_rows=MAX_GRAPH_ROWS)
+        self.graphs = CpuGraphs(max_rows=MAX_GRAPH_ROWS, copies_inputs=True)  # those are others' drafts and states
         self.input_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.hidden_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.attention = Attention(config, 0, 2 * config.hidden_size, split, ranks)
@@ -182,8 +182,7 @@ class Eagle3Layer(nn.Module):
             qkv = self.attention.project(Residual(both, both), positions, table)
             return qkv.q, qkv.k, qkv.v, both[:, hidden.shape[1] :]
 
-        # A graph keeps its first inputs and writes later ones over them: the tokens are somebody's drafts.
-        q, k, v, normed = self.graphs.run(PROJECT, step, hidden, tokens.clone(), positions)
+        q, k, v, normed = self.graphs.run(PROJECT, step, hidden, tokens, positions)
         return QKV(q, k, v), normed
 
     def _after_attention(self, attended: Tensor, values: Tensor, next_norm: RMSNorm | None) -> Residual:

@@ -1,0 +1,251 @@
+"""How Hopper's kernels for many rows finish the sums of a tile, in Gluon: in chunks of CHUNK outputs.
+
+A chunk is divided by the norm, gated or added to the residual stream, as `epilogue.py` says, and leaves through shared
+memory.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+
+from peregrine.kernels.linear.epilogue import gated, reset_squares
+from peregrine.kernels.linear.hopper_ring import CHUNK, HEIGHT
+from peregrine.kernels.residual.reference import MAX_SQUARE, SQUARE_UNIT
+from peregrine.kernels.residual.triton import counted_square, fine_square, is_small, root_mean_square, weighted
+from peregrine.kernels.runtime.layouts import product_layout
+
+SQUARE_ROOT_OF_UNIT = gl.constexpr(SQUARE_UNIT**0.5)
+MAX_UNITS = gl.constexpr(MAX_SQUARE * SQUARE_UNIT)
+
+
+@gluon.jit
+def halves(total):  # type: ignore[no-untyped-def]
+    """Left and right half of the columns."""
+    WIDTH: gl.constexpr = total.shape[1] // 2
+    product: gl.constexpr = product_layout(WIDTH)
+    left, right = gl.split(gl.permute(gl.reshape(total, [HEIGHT, 2, WIDTH]), [0, 2, 1]))
+    return gl.convert_layout(left, product, assert_trivial=True), gl.convert_layout(right, product, assert_trivial=True)
+
+
+@gluon.jit
+def cut(total):  # type: ignore[no-untyped-def]
+    """Columns in chunks."""
+    if total.shape[1] == CHUNK:
+        chunks = (total,)
+    else:
+        left, right = halves(total)
+        if total.shape[1] == 2 * CHUNK:  # noqa: SIM108
+            chunks = (left, right)  # type: ignore[assignment]
+        else:
+            chunks = halves(left) + halves(right)
+    return chunks
+
+
+@gluon.jit
+def in_chunks(total, GATE: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Columns of a tile in chunks: (sums, or gates; ups)."""
+    if GATE:
+        WIDTH: gl.constexpr = total.shape[1] // 2
+        product: gl.constexpr = product_layout(WIDTH)
+        gate, up = gl.split(gl.permute(gl.reshape(total, [HEIGHT, WIDTH // 8, 2, 8]), [0, 1, 3, 2]))
+        gate = gl.convert_layout(gl.reshape(gate, [HEIGHT, WIDTH]), product, assert_trivial=True)
+        up = gl.convert_layout(gl.reshape(up, [HEIGHT, WIDTH]), product, assert_trivial=True)
+        chunks, ups = cut(gate), cut(up)
+    else:
+        chunks = cut(total)
+        ups = chunks
+    return chunks, ups
+
+
+@gluon.jit
+def pick(chunks, c):  # type: ignore[no-untyped-def]
+    """The chunk of a number that is known at run time: code that is repeated would not fit the instruction cache."""
+    if len(chunks) == 3:
+        chunk = gl.where(c == 0, chunks[0], gl.where(c == 1, chunks[1], chunks[2]))
+    elif len(chunks) == 4:
+        chunk = gl.where(c < 2, gl.where(c == 0, chunks[0], chunks[1]), gl.where(c == 2, chunks[2], chunks[3]))
+    elif len(chunks) == 2:
+        chunk = gl.where(c == 0, chunks[0], chunks[1])
+    else:
+        chunk = chunks[0]
+    return chunk
+
+
+@gluon.jit
+def places(base, chunk):  # type: ignore[no-untyped-def]
+    """Pointers to the elements of a chunk that lies at `base` in blocks of 8 by 8, each of them what a warp holds."""
+    layout: gl.constexpr = chunk.type.layout
+    rows, cols = gl.arange(0, HEIGHT, gl.SliceLayout(1, layout)), gl.arange(0, CHUNK, gl.SliceLayout(0, layout))
+    return base + ((rows // 8 * (8 * CHUNK) + rows % 8 * 8)[:, None] + (cols // 8 * 64 + cols % 8)[None, :])
+
+
+@gluon.jit
+def rounded(values, NUMBER: gl.constexpr):  # type: ignore[no-untyped-def]
+    """`values.to(NUMBER)`, two at a time: of values that are needed again the compiler would convert one at a time."""
+    if gl.bfloat16 == NUMBER:
+        both = gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [values], gl.bfloat16, True, 2)
+    else:
+        both = gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [values], gl.float16, True, 2)
+    return both
+
+
+@gluon.jit
+def column_values(vector, col, chunk, N: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The values of a vector [N] for the columns of a chunk; past the last column they are those of others."""
+    cols = gl.arange(0, CHUNK, gl.SliceLayout(0, chunk.type.layout))
+    # Most weights need one remainder for the whole chunk.
+    return gl.load(vector + (col + cols) % N) if N % CHUNK else gl.load(vector + col % N + cols)
+
+
+@gluon.jit
+def row_factors(squares, row, eps, K: gl.constexpr, SCALE: gl.constexpr):  # type: ignore[no-untyped-def]
+    """What HEIGHT rows are multiplied with: the second half of their norm."""
+    rows = row + gl.arange(0, HEIGHT, gl.SliceLayout(1, product_layout(CHUNK)))
+    if SCALE:
+        coarse = gl.load(squares + 2 * rows)
+        fine = gl.load(squares + 2 * rows + 1)
+        factors = 1.0 / root_mean_square(coarse, fine, eps, K)
+    else:
+        factors = rows.to(gl.float32)
+    return factors
+
+
+@gluon.jit
+def store_chunk(values, row, col, out_desc, buffer):  # type: ignore[no-untyped-def]
+    """One chunk [HEIGHT, CHUNK] leaves through one of two buffers in shared memory, which take turns."""
+    tma.store_wait(1)
+    gl.thread_barrier()
+    buffer.store(values.to(out_desc.dtype))
+    fence_async_shared()
+    gl.thread_barrier()
+    tma.async_copy_shared_to_global(out_desc, [row, col], buffer)
+
+
+@gluon.jit
+def finish_chunk(  # type: ignore[no-untyped-def]
+    total,
+    up,
+    factor,
+    row,
+    col,
+    bias,
+    out_desc,
+    buffer,
+    N: gl.constexpr,
+    SCALE: gl.constexpr,
+    BIAS: gl.constexpr,
+    GATE: gl.constexpr,
+):
+    """`finish_outputs` without a residual for one chunk [HEIGHT, CHUNK], which leaves through shared memory."""
+    if SCALE:
+        total = total * factor[:, None]
+    if BIAS:
+        total += column_values(bias, col, total, N).to(gl.float32)[None, :]
+    if GATE:
+        if SCALE:
+            up = up * factor[:, None]
+        if BIAS:
+            up += column_values(bias + N, col, up, N).to(gl.float32)[None, :]
+        total = gated(total, up)
+    store_chunk(total, row, col, out_desc, buffer)
+
+
+@gluon.jit
+def column_sums(values):  # type: ignore[no-untyped-def]
+    """[HEIGHT, CHUNK] -> [HEIGHT, 8], the sums of columns that are 8 apart: each thread has all of them."""
+    return gl.sum(gl.reshape(values, [HEIGHT, CHUNK // 8, 8]), axis=1)
+
+
+@gluon.jit
+def add_chunk(  # type: ignore[no-untyped-def]
+    total, residual, weights, bias, row, col, out_desc, scaled_desc, buffer, N: gl.constexpr, BIAS: gl.constexpr
+):
+    """`finish_outputs` with a residual for one chunk [HEIGHT, CHUNK]: the sum leaves in place of the residual, the sum
+    scaled through a buffer.
+
+    Returns `column_sums` of the squares in units, as whole numbers and as they are. Threads wait for each other here as
+    little as can be; whether all squares can be counted and no row is small, which is nearly always so, is asked once a
+    tile (`finish_squares`).
+    """
+    layout: gl.constexpr = total.type.layout
+    if BIAS:
+        total += column_values(bias, col, total, N).to(gl.float32)[None, :]
+    result = rounded(total + residual.load(layout).to(gl.float32), out_desc.dtype)
+    value = counted(result, col, N)
+    units = value * SQUARE_ROOT_OF_UNIT
+    units = units * units
+    prepared = (value * weights.to(gl.float32)[None, :]).to(out_desc.dtype)
+    tma.store_wait(2)  # what the chunk before last has left in this buffer is on its way
+    gl.thread_barrier()
+    residual.store(result)
+    buffer.store(prepared)
+    fence_async_shared()
+    gl.thread_barrier()
+    tma.async_copy_shared_to_global(out_desc, [row, col], residual)
+    tma.async_copy_shared_to_global(scaled_desc, [row, col], buffer)
+    return column_sums(units.to(gl.int64)), column_sums(units)
+
+
+@gluon.jit
+def counted(values, col, N: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The values of a chunk in float32; 0 in columns past the last."""
+    values = values.to(gl.float32)
+    if N % CHUNK:
+        cols = col + gl.arange(0, CHUNK, gl.SliceLayout(0, values.type.layout))
+        values = gl.where((cols < N)[None, :], values, 0.0)
+    return values
+
+
+@gluon.jit
+def when_written(rows):  # type: ignore[no-untyped-def]
+    """`rows`, once all TMA stores so far are in memory: `tma.store_wait` returns when shared memory has been read."""
+    wait: gl.constexpr = "cp.async.bulk.wait_group 0; mov.b32 $0, $1;"
+    return gl.inline_asm_elementwise(wait, "=r,r", [rows], gl.int32, False, 1)
+
+
+@gluon.jit
+def finish_squares(  # type: ignore[no-untyped-def]
+    whole,
+    units,
+    residual,
+    norm,
+    row,
+    own,
+    col,
+    squares,
+    stale_squares,
+    M,
+    scaled_desc,
+    buffer,
+    CHUNKS: gl.constexpr,
+    N: gl.constexpr,
+):
+    """Add the sums of squares of a tile's rows in memory, from `column_sums` of all its chunks.
+
+    Where the sum of a row's squares is within bounds, so are all values. Where it is not, the values are read again
+    from shared memory: the path is seldom taken and must not hold registers that the other one needs.
+    """
+    coarse = gl.sum(whole, axis=1)
+    rows = row + gl.arange(0, HEIGHT, coarse.type.layout)
+    is_odd = (rows >= own) & is_small(coarse, N) | ~(gl.sum(units, axis=1) <= MAX_UNITS)
+    if gl.max(is_odd.to(gl.int32), axis=0) > 0:
+        layout: gl.constexpr = product_layout(CHUNK)
+        coarse, fine = coarse * 0, coarse * 0
+        rows = when_written(rows)
+        for n in range(CHUNKS):
+            at = col + n * CHUNK
+            again = counted(residual.index(n).load(layout), at, N)
+            weight = column_values(norm, at, again, N).to(gl.float32)[None, :]
+            tma.store_wait(0)
+            gl.thread_barrier()
+            buffer.store(weighted(again, weight).to(scaled_desc.dtype))
+            fence_async_shared()
+            gl.thread_barrier()
+            tma.async_copy_shared_to_global(scaled_desc, [row, at], buffer)
+            coarse += gl.convert_layout(gl.sum(counted_square(again), axis=1), coarse.type.layout)
+            fine += gl.convert_layout(gl.sum(fine_square(again), axis=1), coarse.type.layout)
+        is_fine = (rows >= own) & is_small(coarse, N)
+        gl.atomic_add(squares + 2 * rows + 1, fine, mask=is_fine, sem="relaxed")
+    gl.atomic_add(squares + 2 * rows, coarse, mask=rows >= own, sem="relaxed")
+    if col == 0:
+        reset_squares(stale_squares, rows, M)
