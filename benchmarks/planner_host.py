@@ -12,6 +12,7 @@ import argparse
 import json
 import time
 from collections import Counter
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from peregrine.engine.round_costs import RoundCosts
 from peregrine.engine.round_times import RoundTimes
 from peregrine.engine.runner import TIMED
 from peregrine.engine.steady import SteadyPlan
+from peregrine.kernels.round import GateRule
 from peregrine.sampling import SamplingParams
 from peregrine.spec.ahead import RowCosts, token_sizes
 
@@ -68,8 +70,31 @@ def unrecorded_us(rows: int, rounds: int, chance: float, wanted: str) -> float:
     """Of the planner of a CPU's rounds; the first half of them only teaches it. `chance` is what the drafter says.
 
     Rounds are planned draft by draft, or have one number of drafts for all rows, where the former are made to look fast
-    or slow. Tokens cost little, so that drafts pay if they are right, whatever the number of rows.
+    or slow. Tokens cost little, so that drafts pay if they are right, whatever the number of rows. The planner's clock
+    says what such rounds would take.
     """
+    with patch("peregrine.engine.planning.time", Clock()) as clock:
+        return planned_us(rows, rounds, chance, wanted, clock)
+
+
+class Clock:
+    """Stands in for `time`."""
+
+    seconds = 0.0
+
+    def perf_counter(self) -> float:
+        return self.seconds
+
+
+def drafts_by(rule: GateRule, chance: float) -> int:
+    """How many drafts are made of which this is said each."""
+    survivals = rule.survivals([chance] * DEPTH)
+    return next(
+        (n for n, (least, last) in enumerate(zip(rule.least, survivals, strict=False), 1) if last <= least), DEPTH
+    )
+
+
+def planned_us(rows: int, rounds: int, chance: float, wanted: str, clock: Clock) -> float:
     verify = {size: 3.0 + 0.05 * size for size in (1, 4, 16, 64)}
     costs = RoundCosts(verify, {1: 0.02, 2: 0.04}, {1: 0.3, 16: 0.4}, DEPTH, {1: 0.3, 16: 0.4})
     planner, requests = WindowPlanner(DEPTH, costs, looks_up=False), requests_of(rows)
@@ -80,15 +105,22 @@ def unrecorded_us(rows: int, rounds: int, chance: float, wanted: str) -> float:
         began = time.thread_time()
         repeated = planner.repeat(requests)
         plan = repeated or planner.plan(requests, offered)
-        if isinstance(plan, SteadyPlan):
+        if isinstance(plan, LonePlan):  # a kernel makes the drafts and follows the rule
+            paused = time.thread_time()
+            made = drafts_by(plan.rule, chance)
+            passed, offered = torch.tensor([float(made)] + [chance] * DEPTH), [made]
+            began += time.thread_time() - paused
+            plan.take(passed)
+        elif isinstance(plan, SteadyPlan):
             offered = [plan.drafts or 0] * rows
         else:
-            made = len(plan.drafted) > 0
-            while made and (plan.add(said[plan.rows] if plan.rows is not None else said), plan.go_on())[1]:
+            drafts_on = len(plan.drafted) > 0
+            while drafts_on and (plan.add(said[plan.rows] if plan.rows is not None else said), plan.go_on())[1]:
                 pass
-            offered = [plan.depths()] if isinstance(plan, LonePlan) else [len(line) for line in plan.guesses]
+            offered = [len(line) for line in plan.guesses]
         ended = time.thread_time()
         drafts = np.array(plan.windows.lens) - 1
+        clock.seconds += 1e-3 * (3.0 + 0.05 * sum(plan.windows.lens) + 0.35 * max(offered))
         right = np.minimum((dice.random((rows, DEPTH)) < chance).cumprod(axis=1).sum(axis=1), drafts)
         table = np.stack([1 + right, right, drafts, np.zeros_like(right)], axis=1)
         times = None if repeated and done % TIMED else RoundTimes(6.0, 1.0, [], 0.2)
