@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peregrine.engine.alone import LonePlan, LoneRounds, Said, lone_rule
+from peregrine.engine.alone import LonePlan, LoneRounds, lone_rule
 from peregrine.engine.build import Built
 from peregrine.engine.plan_record import PlanRecord
 from peregrine.engine.planned_rates import PlannedRate
@@ -410,7 +410,7 @@ def test_a_request_alone_is_planned_by_gates_and_beside_others_otherwise() -> No
     again = planner.plan([first], [2])
     assert again.windows.lens == (3,)
     assert isinstance(again, LonePlan)
-    assert again.read.values == pytest.approx([0.95, 0.9])
+    assert again.read == pytest.approx([0.95, 0.9])
     again.add(torch.tensor([0.6]))
     beside = planner.plan([first, second], [1, 0])
     assert not isinstance(beside, LonePlan)
@@ -429,7 +429,7 @@ def test_verdicts_of_a_request_alone_are_counted_when_rounds_are_decided() -> No
         plan.add(torch.tensor([chance]))
     alone.plan([request], 3)
     verified = alone.plan([request], 3)
-    verified.read = Said([0.95, 0.85, 0.75])
+    verified.read = [0.95, 0.85, 0.75]
     alone.note(verified, np.array([[2, 1, 0, 0]]), RoundTimes(4.0, 0.2, []))
     assert not odds.tenths[9][0]
     record = PlanRecord()

@@ -33,28 +33,6 @@ def lone_rule(costs: Costs, odds: Odds, own: RequestOdds, rate: float, depth: in
     return GateRule(EDGES, odds.chances_with(own), (*least, inf), tuple(spent))
 
 
-class Said:
-    """What the drafter said of the drafts of a chain; it is read from memory when somebody asks."""
-
-    __slots__ = ("_passed", "_values")
-
-    def __init__(self, values: Sequence[float] = ()) -> None:
-        self._passed: Tensor | None = None
-        self._values = list(values)
-
-    def keep(self, passed: Tensor) -> None:
-        """How many drafts there are, and what is said of each; a copy is kept."""
-        self._passed = passed.clone()
-
-    @property
-    def values(self) -> list[float]:
-        if (passed := self._passed) is not None:  # metrics ask from threads of their own
-            made, *said = passed.tolist()
-            self._values = said[: int(made)]
-            self._passed = None
-        return self._values
-
-
 class LonePlan:
     """The plan of one round; see `spec.windows.Plan`."""
 
@@ -63,12 +41,14 @@ class LonePlan:
     rows: Tensor | None = None
     branched: Branched | None = None
 
-    def __init__(self, rule: GateRule, length: int, requests: Sequence[Request] = (), read: Said | None = None) -> None:
+    def __init__(
+        self, rule: GateRule, length: int, requests: Sequence[Request] = (), read: Sequence[float] = ()
+    ) -> None:
         self.rule, self.requests, self.drafted = rule, tuple(requests), [0]
         self.windows = self.paths = Windows.of((length,))
         self.offered = [length - 1]
-        self.read = read or Said()  # of the drafts in the window, of which this round verifies the first ones
-        self.said = Said()  # of those that it makes
+        self.read = read  # what is said of the drafts in the window, of which this round verifies the first ones
+        self.said: list[float] = []  # and of those that it makes
 
     def __reduce__(self) -> tuple[type["LonePlan"], tuple[GateRule, int]]:
         """Ranks that follow need no request."""
@@ -79,10 +59,11 @@ class LonePlan:
         return self
 
     def take(self, passed: Tensor) -> None:
-        self.said.keep(passed)
+        made, *said = passed.tolist()  # now: the next round writes over it
+        self.said = said[: int(made)]
 
     def add(self, chances: Tensor, ranked: tuple[Tensor, Tensor] | None = None) -> None:
-        self.said.values.extend(chances.tolist())
+        self.said.extend(chances.tolist())
 
     def go_on(self) -> bool:
         survivals = self.survivals
@@ -94,12 +75,12 @@ class LonePlan:
     @property
     def survivals(self) -> list[float]:
         """Of the drafts that it makes."""
-        return self.rule.survivals(self.said.values)
+        return self.rule.survivals(self.said)
 
     @property
-    def verified(self) -> list[float]:
+    def verified(self) -> Sequence[float]:
         """What was said of the drafts that this round verifies."""
-        return self.read.values[: self.offered[0]]
+        return self.read[: self.offered[0]]
 
     @property
     def expected(self) -> float:
@@ -127,7 +108,7 @@ class LoneRounds:
             said = last.said
         else:
             guesses = requests[0].guesses
-            said = Said([guess.chance if guess.said is None else guess.said for guess in guesses])
+            said = [guess.chance if guess.said is None else guess.said for guess in guesses]
             count = self.rule.verified(survivals_of(guesses[:offered]))
         self._last = LonePlan(self.rule, 1 + count, requests, said)
         return self._last
@@ -137,7 +118,7 @@ class LoneRounds:
         if self._last is not None:
             (request,) = self._last.requests
             odds = odds_of(request)
-            made = enumerate(self._last.said.values)
+            made = enumerate(self._last.said)
             request.guesses = [odds.guess(depth, said, request.odds, counts=False) for depth, said in made]
             request.ranked, self._last = [], None
 
@@ -159,7 +140,7 @@ class LoneRounds:
         for plan, table, times in self._rounds:
             won, right, _, finish = table[0, :HEADER].tolist()
             (request,), ended = plan.requests, finish != FINISH_NONE
-            read, made = plan.verified, plan.said.values
+            read, made = plan.verified, plan.said
             odds = odds_of(request)
             record.note(plan.windows.lens, won, plan.expected)
             odds.judge_line(read[: right + (not ended)], right, request.odds)
