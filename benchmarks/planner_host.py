@@ -140,6 +140,9 @@ def main() -> None:
     parser.add_argument("--cpu-rows", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--rounds", type=int, default=1000)
     args = parser.parse_args()
+    for name, given in vars(args).items():
+        if min(given if isinstance(given, list) else [given]) < 1:
+            parser.error(f"--{name.replace('_', '-')}: {given} is not above 0")
     for rows in args.rows:
         found = recorded_us(rows, args.rounds)
         print(json.dumps({"rows": rows, "us_per_round": round(found, 1), "limit_us": 20 + 0.2 * rows}))

@@ -45,6 +45,9 @@ def test_memory_is_used_again() -> None:
     arena.share([second.view(10, 10)])
     assert arena.like(torch.empty(100, dtype=torch.int64)).data_ptr() in (where, second.data_ptr())
     assert arena.num_bytes == CHUNK
+    turned = arena.like(torch.empty(6, 4).T)
+    assert turned.stride() == (1, 4), "what is not dense has its place, too: recorded kernels write there"
+    assert place(turned)[0] in arena._blocks
     empty = torch.empty(0)
     assert arena.like(empty) is empty
 

@@ -22,6 +22,7 @@ from peregrine.kernels.attention import plan
 from peregrine.kernels.attention.blocks import LOG2_E, LOWEST, find_tile_fn
 from peregrine.kernels.attention.hopper import copy_blocks, next_top, split_start
 from peregrine.kernels.runtime.layouts import product_layout
+from peregrine.kernels.runtime.rounding import rounded
 
 WIDTH = gl.constexpr(plan.HOPPER_COLUMN)
 BLOCK = gl.constexpr(plan.BLOCK)
@@ -115,16 +116,6 @@ def copy_tiles(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def rounded_here(values, NUMBER: gl.constexpr):  # type: ignore[no-untyped-def]
-    """`values.to(NUMBER)`, computed here: the compiler would do it after the products that it should go along with."""
-    if gl.bfloat16 == NUMBER:
-        both = gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [values], gl.bfloat16, False, 2)
-    else:
-        both = gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [values], gl.float16, False, 2)
-    return both
-
-
-@gluon.jit
 def larger_halves(scores):  # type: ignore[no-untyped-def]
     """The larger of the left and the right half of the columns: many short chains instead of a long one."""
     WIDE: gl.constexpr = scores.shape[1] // 2
@@ -146,7 +137,7 @@ def weigh(scores, m_i, start, limit, min_limit, begins, factor, NUMBER: gl.const
     m_i = gl.where(begins, LOWEST, m_i)
     new_m = next_top(m_i, largest * factor)
     weights = gl.exp2(gl.fma(scores, factor, -new_m[:, None]))
-    return rounded_here(weights, NUMBER), new_m, gl.exp2(m_i - new_m)
+    return rounded(weights, NUMBER, False), new_m, gl.exp2(m_i - new_m)
 
 
 @gluon.jit

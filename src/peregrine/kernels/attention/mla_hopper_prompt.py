@@ -28,9 +28,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from peregrine.kernels.attention import plan
 from peregrine.kernels.attention.blocks import LOG2_E, LOWEST
 from peregrine.kernels.attention.hopper import BLOCK, WIDTH, slots_of
-from peregrine.kernels.attention.hopper_prompt import rounded_here
 from peregrine.kernels.attention.mla_hopper import find_tile, key_limits, power_of_two, rows_of_tile
 from peregrine.kernels.runtime.layouts import product_layout
+from peregrine.kernels.runtime.rounding import rounded
 
 ROWS = gl.constexpr(plan.TALL_TILE)
 PAIR = gl.constexpr(2 * plan.HOPPER_COLUMN)  # columns of a latent that are copied and added at a time
@@ -167,7 +167,7 @@ def attend_splits(  # type: ignore[no-untyped-def]
             own_m = gl.maximum(first_m, largest)
             row_stats.index(SPLIT_M).store(own_m)
             row_stats.index(KEPT).store(power_of_two(first_m - own_m))
-        p = rounded_here(gl.exp2(scores - own_m[:, None]), NUMBER)
+        p = rounded(gl.exp2(scores - own_m[:, None]), NUMBER, False)
         own_p.store(p)
         fence_async_shared()
         gl.thread_barrier()

@@ -13,6 +13,7 @@ from peregrine.kernels.linear.hopper_ring import CHUNK, HEIGHT
 from peregrine.kernels.residual.reference import MAX_SQUARE, SQUARE_UNIT
 from peregrine.kernels.residual.triton import counted_square, fine_square, is_small, root_mean_square, weighted
 from peregrine.kernels.runtime.layouts import product_layout
+from peregrine.kernels.runtime.rounding import rounded
 
 SQUARE_ROOT_OF_UNIT = gl.constexpr(SQUARE_UNIT**0.5)
 MAX_UNITS = gl.constexpr(MAX_SQUARE * SQUARE_UNIT)
@@ -77,16 +78,6 @@ def places(base, chunk):  # type: ignore[no-untyped-def]
     layout: gl.constexpr = chunk.type.layout
     rows, cols = gl.arange(0, HEIGHT, gl.SliceLayout(1, layout)), gl.arange(0, CHUNK, gl.SliceLayout(0, layout))
     return base + ((rows // 8 * (8 * CHUNK) + rows % 8 * 8)[:, None] + (cols // 8 * 64 + cols % 8)[None, :])
-
-
-@gluon.jit
-def rounded(values, NUMBER: gl.constexpr):  # type: ignore[no-untyped-def]
-    """`values.to(NUMBER)`, two at a time: of values that are needed again the compiler would convert one at a time."""
-    if gl.bfloat16 == NUMBER:
-        both = gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [values], gl.bfloat16, True, 2)
-    else:
-        both = gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [values], gl.float16, True, 2)
-    return both
 
 
 @gluon.jit
@@ -170,7 +161,7 @@ def add_chunk(  # type: ignore[no-untyped-def]
     layout: gl.constexpr = total.type.layout
     if BIAS:
         total += column_values(bias, col, total, N).to(gl.float32)[None, :]
-    result = rounded(total + residual.load(layout).to(gl.float32), out_desc.dtype)
+    result = rounded(total + residual.load(layout).to(gl.float32), out_desc.dtype, True)
     value = counted(result, col, N)
     units = value * SQUARE_ROOT_OF_UNIT
     units = units * units

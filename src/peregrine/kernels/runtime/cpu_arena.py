@@ -37,16 +37,18 @@ class Arena:
         return sum(len(chunk) for _, chunk in self._chunks)
 
     def like(self, tensor: Tensor) -> Tensor:
-        """A tensor of the same shape and type in the arena; the given one, if it is empty or not dense."""
-        size = tensor.nbytes
-        if not size or not tensor.is_contiguous():
+        """A tensor of the same shape, strides and type in the arena; the given one, if it has no memory."""
+        size = tensor.untyped_storage().nbytes()
+        if not size:
             return tensor
-        first, number = self._take(-(-size // ALIGNED) * ALIGNED), next(self._numbers)
+        whole, number = -(-size // ALIGNED) * ALIGNED, next(self._numbers)
+        first = self._take(whole)
         low, chunk = self._chunks[bisect(self._chunks, first, key=lambda held: held[0]) - 1]
         memory = chunk[first - low : first - low + size]
-        self._blocks[first] = first + -(-size // ALIGNED) * ALIGNED, number
+        self._blocks[first] = first + whole, number
         weakref.finalize(memory, give_back, weakref.ref(self), first, number).atexit = False
-        return torch.from_numpy(memory).view(tensor.dtype).view(tensor.shape)  # its storage refers to the array
+        held = torch.from_numpy(memory).view(tensor.dtype)  # its storage refers to the array
+        return held.as_strided(tensor.shape, tensor.stride())
 
     def share(self, tensors: Iterable[Tensor]) -> None:
         """Let other steps have the memory of these tensors, though they are still in use."""
