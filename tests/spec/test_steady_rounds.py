@@ -10,7 +10,7 @@ from peregrine.engine.periods import LEAST, TABLE, Periods
 from peregrine.engine.planning import WindowPlanner
 from peregrine.engine.request import Request
 from peregrine.engine.round_costs import RoundCosts
-from peregrine.engine.steady import OFTEN, SPENT, TRIAL, SteadyRounds
+from peregrine.engine.steady import APART, CHANGED, OFTEN, SPENT, TRIAL, SteadyRounds, best_of
 from peregrine.sampling import SamplingParams
 from peregrine.spec.odds import Odds, RequestOdds
 from spec.verdicts import judge_counts
@@ -173,8 +173,33 @@ def test_requests_without_drafts_are_not_planned_in_every_round() -> None:
     assert planned < 10
 
 
-@pytest.mark.parametrize(("left", "missed", "tries"), [(400, None, True), (400, 3, False), (20, None, False)])
-def test_of_requests_that_changed_only_new_ones_try_another_number(left: int, missed: int | None, tries: bool) -> None:
+@pytest.mark.parametrize(
+    ("left", "missed", "goes_on", "tries"),
+    [
+        (400, None, False, True),
+        (400, 3, False, False),
+        (400, None, True, True),
+        (20, None, False, False),
+        (20, None, True, False),
+    ],
+)
+def test_requests_that_are_about_to_end_or_have_changed_try_nothing(
+    left: int, missed: int | None, goes_on: bool, tries: bool
+) -> None:
     steady, requests, odds = SteadyRounds(some_costs()), some_requests(8, limit=6 + left), some_odds(60)
     requests[0].missed = missed
-    assert steady.choose(requests, lambda _: odds, 1, 0, goes_on=False).is_trial == tries
+    assert steady.choose(requests, lambda _: odds, 1, 0, goes_on=goes_on).is_trial == tries
+
+
+@given(rates=st.lists(st.floats(0.5, 2), min_size=1, max_size=5), rows=st.integers(1, 4), present=st.integers(0, 6))
+def test_drafts_of_several_rows_must_give_clearly_more_than_none(rates: list[float], rows: int, present: int) -> None:
+    fresh, kept = best_of(rates, rows, None), best_of(rates, rows, present)
+    if rows == 1:
+        assert rates[fresh] == max(rates)
+    elif fresh:
+        assert rates[fresh] == max(rates[1:]) > APART * rates[0]
+    else:
+        assert max(rates[1:], default=0.0) <= APART * rates[0]
+    assert kept in (fresh, present)
+    worth = [rates[0] * (1 if rows == 1 else APART), *rates[1:]]
+    assert worth[fresh] < CHANGED * worth[kept]

@@ -15,7 +15,7 @@ ASSETS = Path(peregrine.__file__).parent / "assets"
 HEAD = ASSETS / "merlin" / "eagle3"
 FILES = {  # name: (bytes, sha256)
     "merlin/eagle3/config.json": (799, "39b8ecb343f6bd9de613d1c4b05efb7c5decbcfc5c9d873cc01fca0af19dc893"),
-    "merlin/eagle3/model.safetensors": (7_991_184, "46338c29a2e3ceede6c20bf91e1d50ff8dfa207e98254c2aa039bb9d997453eb"),
+    "merlin/eagle3/model.safetensors": (7_991_184, "5cc36097c565d08a38cd08e5d5786f06158cac6f6b0de33b29e0c2ac62a196bb"),
     "smollm2/eagle3/config.json": (805, "a42b8d53e2e5a7fb70578f5249fe40928af1baa0463443ed21f71897f97d6924"),
     "smollm2/eagle3/model.safetensors": (
         19_732_408,

@@ -327,6 +327,7 @@ def test_merlin_is_made_end_to_end_and_finds_its_head(toy: Path, tmp_path: Path)
         PretrainOptions(row_len=64, batch_rows=4, steps=2, eval_every=2, save_every=2, epoch_tokens=20_000),
         head_tokens=2500,
         head_steps=2,
+        head_rows=32,
         device="cpu",
         shape=SHAPE,
         draft_vocab="auto",

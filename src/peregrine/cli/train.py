@@ -72,8 +72,8 @@ def add_merlin(kinds: Commands) -> None:
     parser.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="for the model")
     parser.add_argument("--work", type=Path, metavar="FOLDER", help="kept between stages (default: OUT.work)")
     parser.add_argument("--steps", type=at_least(1), metavar="N", help="updates of the target (default: 3600)")
-    add_number(parser, "--head-tokens", 8_000_000, "to sample for the head")
-    add_number(parser, "--head-steps", 3000, "updates of the head")
+    add_number(parser, "--head-tokens", 24_000_000, "to sample for the head")
+    add_number(parser, "--head-steps", 16_000, "updates of the head")
     parser.add_argument("--device", default="auto", metavar="DEVICE", help="auto, cpu, cuda or cuda:INDEX")
 
 

@@ -26,9 +26,12 @@ from peregrine.spec.state import Rows
 OddsOf = Callable[[Request], Odds]
 RateOf = Callable[[Sequence[Request]], PlannedRate | None]
 CHANGED = 1.005  # times as many tokens, by which another number of drafts must be better: to change costs time
+# Times as many tokens, by which drafts must be better than none where there are several rows: with drafts they get on
+# unequally, so that requests that began together end one after another, and the last rounds have fewer rows.
+APART = 1.03
 NEARLY = 0.9  # of what the best gives: another number of drafts with as much is tried at once
 OFTEN, SPENT = 128, 1e-3  # rounds between trials, at least, and the share of their time that trials may cost
-TRIAL, LASTING = 9, 4  # rounds for which it is tried, and how many times as many tokens new requests must have left
+TRIAL, LASTING = 9, 4  # rounds for which it is tried, and how many times as many tokens requests must have left
 UNLIKE = 1.2  # times as often as another's a row's first draft is right, where rows may deserve their own numbers
 OWN_PRIOR = 48.0  # drafts for which it counts that a request is like others: one number is chosen for many rounds
 
@@ -83,8 +86,8 @@ class SteadyRounds:
         Chances are by depth alone, and of a request by its own record. It is the number with the most tokens per
         millisecond, or no draft if that is not worth it any more for what these requests have left; or another one that
         was not tried for long, since nothing is learnt of what is not tried. `number` is that of the round among those
-        of as many rows. Of requests that have just changed, and do not go on, many are about to end: others are tried
-        only if all have just begun.
+        of as many rows. Requests that are about to end try nothing, nor those that have just changed and were not
+        drafted for.
         """
         rows, last = len(requests), self._last.get(len(requests), self._present)
         if last is not None:
@@ -93,18 +96,13 @@ class SteadyRounds:
         rooms = [request.limit - request.num_tokens - 1 for request in requests]  # for drafts, in the next round
         times = self.measured.steady_times(rows, most)
         usual = [tokens / ms for tokens, ms in zip(added(lines, [most] * rows), times, strict=True)]
-        best = max(range(1 + most), key=usual.__getitem__)
-        if last is not None and last <= most and usual[best] < CHANGED * usual[last]:
-            best = last
-        self._last[rows] = self._present = best
+        self._last[rows] = self._present = best = best_of(usual, rows, last)
         won = added(lines, rooms)
         rates = [tokens / ms for tokens, ms in zip(won, times, strict=True)]
         rates[1:] = self.missed.net(requests, rates[1:])
-        now = max(range(1 + most), key=rates.__getitem__)
-        now = best if rates[now] < CHANGED * rates[best] else now
-        drafts = now
-        fresh = all(r.missed is None and r.limit - r.num_tokens >= LASTING * TRIAL for r in requests)
-        if goes_on or fresh:
+        drafts = now = best_of(rates, rows, best)
+        lasts = all(r.limit - r.num_tokens >= LASTING * TRIAL for r in requests)
+        if lasts and (goes_on or all(r.missed is None for r in requests)):
             certain = [rows * (1 + count) / ms for count, ms in enumerate(times)]  # if every draft were right
             drafts = now if self._tries else self._trial(requests, usual, certain, now, number)
         self._tries = drafts != now  # then the best again: rounds are compared on the way there and back
@@ -194,6 +192,14 @@ class SteadyRounds:
         self._rounds.clear()
         record.expected_ms += self.measured.learn_steady(past, alone=False)
         record.ms += took
+
+
+def best_of(rates: Sequence[float], rows: int, present: int | None) -> int:
+    """The number of drafts with the most tokens per millisecond; the present one, unless that is clearly better."""
+    worth = [rates[0] * (APART if rows > 1 else 1.0), *rates[1:]]
+    best = max(range(len(worth)), key=worth.__getitem__)
+    keeps = present is not None and present < len(worth) and worth[best] < CHANGED * worth[present]
+    return present if keeps and present is not None else best
 
 
 def added(lines: Sequence[Sequence[float]], rooms: Sequence[int]) -> list[float]:

@@ -54,13 +54,14 @@ class MerlinOrder:
     options: PretrainOptions = field(default_factory=PretrainOptions)
     shape: Shape = field(default_factory=Shape)
     device: str = "auto"
-    head_tokens: int = 8_000_000
-    head_steps: int = 3000
+    head_tokens: int = 24_000_000
+    head_steps: int = 16_000
+    head_rows: int = 64  # of one of its updates
     draft_vocab: str = "4096"
     mlp: int = 2048  # inner size of the head's MLP
     max_tokens: int = 224
     prompt_tokens: int = 192
-    text_tokens: int = 20_000_000
+    text_tokens: int = 45_000_000
     eval_prompts: int = 64
     eval_tokens: int = 128
 
@@ -77,7 +78,7 @@ def make_merlin(order: MerlinOrder) -> None:
             data=(order.data,),
             out=made,
             plan=SamplingPlan(order.head_tokens, order.max_tokens, order.prompt_tokens, rows),
-            options=HeadOptions(steps=order.head_steps),
+            options=HeadOptions(steps=order.head_steps, batch_rows=order.head_rows),
             draft_vocab=order.draft_vocab,
             mlp=order.mlp,
             device=order.device,
