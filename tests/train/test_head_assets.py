@@ -48,7 +48,7 @@ PROMPTS = (  # (text, is a chat)
     ("def is_even(n):", False),
 )
 # Tokens per round with a chain of 3, bonus included; kernels with other rounding move it a little.
-GREEDY_BAND, SAMPLED_BAND = (3.06, 3.26), (2.81, 3.01)
+GREEDY_BAND, SAMPLED_BAND = (3.08, 3.28), (2.85, 3.05)
 
 
 @pytest.mark.parametrize("name", FILES)

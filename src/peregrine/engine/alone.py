@@ -17,7 +17,7 @@ from peregrine.engine.round_times import RoundTimes
 from peregrine.engine.steady import OddsOf, RateOf
 from peregrine.kernels.round import FINISH_NONE, HEADER, GateRule
 from peregrine.spec.links import Branched
-from peregrine.spec.odds import EDGES, Ints, Odds, RequestOdds, survivals_of
+from peregrine.spec.odds import EDGES, Floats, Ints, Odds, RequestOdds, survivals_of
 from peregrine.spec.planner import Costs
 from peregrine.spec.windows import Windows
 
@@ -58,7 +58,7 @@ class LonePlan:
     def ruled(self) -> "LonePlan":
         return self
 
-    def take(self, passed: Tensor) -> None:
+    def take(self, passed: Floats) -> None:
         made, *said = passed.tolist()  # now: the next round writes over it
         self.said = said[: int(made)]
 
@@ -98,7 +98,8 @@ class LoneRounds:
         self.measured = measured
         self.rule: GateRule | None = None  # None: rounds are planned otherwise
         self._last: LonePlan | None = None  # whose drafts are in the window
-        self._rounds: list[tuple[LonePlan, Ints, RoundTimes]] = []  # verdicts and times to take in
+        # Verdicts to take in, and times, if a round was timed.
+        self._rounds: list[tuple[LonePlan, Ints, RoundTimes | None]] = []
 
     def plan(self, requests: Sequence[Request], offered: int) -> LonePlan:
         """The next round of a request whose window offers so many drafts."""
@@ -122,8 +123,8 @@ class LoneRounds:
             request.guesses = [odds.guess(depth, said, request.odds, counts=False) for depth, said in made]
             request.ranked, self._last = [], None
 
-    def note(self, plan: LonePlan, table: Ints, times: RoundTimes) -> None:
-        """Keep a round's verdict [1, columns], and its times."""
+    def note(self, plan: LonePlan, table: Ints, times: RoundTimes | None) -> None:
+        """Keep a round's verdict [1, columns], and its times, if it was timed."""
         self._rounds.append((plan, table, times))
 
     def count(self, record: PlanRecord) -> None:
@@ -145,8 +146,9 @@ class LoneRounds:
             record.note(plan.windows.lens, won, plan.expected)
             odds.judge_line(read[: right + (not ended)], right, request.odds)
             odds.count_made(made)
-            past.append(PastRound(1 + len(read), 1, len(made), times, right + 1, rate_of(plan.requests)))
-            took += times.ms
+            if times is not None:
+                past.append(PastRound(1 + len(read), 1, len(made), times, right + 1, rate_of(plan.requests)))
+                took += times.ms
         self._rounds.clear()
         record.expected_ms += self.measured.learn_steady(past, alone=True)
         record.ms += took

@@ -222,7 +222,7 @@ class Engine:
         """Rows whose pages may not hold what they can reach: since they were counted, each round took the most."""
         spare = self._spare[: len(self.running)]
         spare -= self._most_accepted
-        return np.flatnonzero(spare < 0).tolist()
+        return (spare < 0).nonzero()[0].tolist()
 
     def _preempt(self, request: Request) -> None:
         """Free the request's pages and queue it first; its tokens are read again later and do not change."""

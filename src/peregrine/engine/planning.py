@@ -279,9 +279,9 @@ class WindowPlanner:
         """
         if isinstance(plan, SteadyPlan):
             return self.steady.note(plan, table, times)
-        assert times is not None, "only rounds that repeat a plan may not be timed"
         if isinstance(plan, LonePlan):
             return self.alone.note(plan, table, times)
+        assert times is not None, "only rounds that are taken in together may not be timed"
         record, lens, lines = self._record, plan.windows.lens, table.tolist()
         plan.judge(lines, self.branching)
         record.windows.update(lens)

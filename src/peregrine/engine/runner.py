@@ -43,7 +43,7 @@ VARIANTS = (
 # The round of a batch with a grammar, in two parts: the host computes masks while the first one runs.
 MASKED = replace(VARIANTS[-1], masked=True)
 VERIFY = "verify"
-TIMED = 4  # of so many rounds that repeat a plan, one is timed
+TIMED = 4  # of so many rounds whose verdicts are taken in together, one is timed
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,8 @@ class Runner:
         self.first: FirstRound | None = None  # of a request that runs alone
         self.watch = Stopwatch()
         self._masks: MaskWriter | None = None  # made for the first batch with a grammar
-        self.device = rounds.device
+        self.device, offered = rounds.device, rounds.seats.buffers.fields["offered"]
+        self._offered = offered.numpy() if offered.device.type == "cpu" else None  # read before each planned round
         self.eager = False  # True: recorded graphs are not used; for benchmarks whose host must see a round's values
         # Besides run_round's stages: "launch", "copy" (results to the host), "launched", "wait", "read"; and where a
         # round has two parts, "windows sent", then "masks" and "settle" between them.
@@ -177,7 +178,7 @@ class Runner:
         planned: tuple[AnyPlan, RoundTimes | None] | AheadPlan | None = foreseen
         if plan is not None and (repeated is None or not repeated.rests):  # else there is nothing to learn
             stamps = plan.stamps if isinstance(plan, RoundPlan) else ()
-            timed = repeated is None or self.launched % TIMED == 0
+            timed = isinstance(plan, RoundPlan) or self.launched % TIMED == 0
             usual = count_recorded() == recorded
             planned = plan, self.watch.times(began, planned_at, stamps, usual, timed)
         self.in_flight.append(RoundInFlight(list(requests), packed, values, windows, ready, said, planned))
@@ -190,8 +191,8 @@ class Runner:
 
     def _plan(self, planner: WindowPlanner, requests: list[Request], rows: Rows) -> AnyPlan:
         """The windows of the next round."""
-        offered = self.seats.view(rows).offered
-        held = offered.tolist()
+        assert self._offered is not None
+        held = self._offered[: rows.count].tolist()
         plan = planner.plan(requests, held)
         if plan.offered != held:
             self.seats.offer(plan.offered)
@@ -276,7 +277,7 @@ class Runner:
         if flight.ready is not None:
             flight.ready.synchronize()
         self.mark("read")
-        requests, verdict = flight.requests, flight.verdict[: len(flight.requests)].numpy()  # pads come last
+        requests, verdict = flight.requests, flight.verdict.numpy()[: len(flight.requests)]  # pads come last
         lines, accept = verdict.tolist(), verdict[:, 0]
         if isinstance(flight.planned, AheadPlan) and self.ahead is not None:
             self.ahead[0].learn(flight.planned, verdict, None if flight.said is None else flight.said.numpy())

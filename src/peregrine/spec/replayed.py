@@ -208,7 +208,7 @@ class ReplayedRounds:
             return ()
 
         self._drafts.run((even.key[3], "ruled"), draft, hidden)
-        ruled.take(gate.passed)
+        ruled.take(gate.seen)
 
 
 def scored(verified: Verified) -> tuple[Tensor, ...]:

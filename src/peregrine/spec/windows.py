@@ -166,7 +166,7 @@ class Ruled(Protocol):
 
     rule: GateRule
 
-    def take(self, passed: Tensor) -> None:
+    def take(self, passed: NDArray[np.float64]) -> None:
         """Drafts were made: how many, and what the drafter says of each [1 + K]. It will be overwritten."""
 
 
