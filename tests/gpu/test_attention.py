@@ -127,7 +127,7 @@ def test_a_value_that_is_not_finite_is_stored_as_zero_with_a_nan_key() -> None:
 
 @pytest.mark.parametrize("past", [100, 2040, 33000])
 def test_the_number_of_programs_changes_no_bit(past: int) -> None:
-    from peregrine.kernels.attention.kv_write_triton import plan_gpu
+    from peregrine.kernels.attention.plan_triton import plan_gpu
     from peregrine.kernels.attention.triton import dense_attention
 
     forward = opened(on_gpu([chain(past, 4, LLAMA), chain(past // 2, 4, LLAMA)]))
@@ -226,7 +226,7 @@ def test_the_host_never_waits() -> None:
 
 def test_taller_tiles_of_the_context_kernel(capsys: pytest.CaptureFixture[str]) -> None:
     """All tile heights are correct; prints which have the bits of 16 rows, and how fast they read."""
-    from peregrine.kernels.attention.kv_write_triton import plan_gpu
+    from peregrine.kernels.attention.plan_triton import plan_gpu
     from peregrine.kernels.attention.triton import dense_attention
 
     row = chain(1000, 1024, LLAMA)
@@ -260,7 +260,7 @@ def test_prompts_on_hopper_have_the_bits_of_the_other_kernels(heads: tuple[int, 
     """
     if torch.cuda.get_device_capability()[0] != HOPPER:
         pytest.skip("Hopper's own kernel")
-    from peregrine.kernels.attention.kv_write_triton import plan_gpu
+    from peregrine.kernels.attention.plan_triton import plan_gpu
     from peregrine.kernels.attention.triton import dense_attention
 
     tall, own = (

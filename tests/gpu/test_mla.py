@@ -43,8 +43,8 @@ def opened(rows: list[Row]) -> Forward:
 
 def outputs_by_tile(forward: Forward, tiles: tuple[tuple[int, bool], ...] = TILES) -> Iterator[tuple[str, Tensor]]:
     """(name, output) of the call with every tile height, by one program and by several."""
-    from peregrine.kernels.attention.kv_write_triton import plan_gpu
     from peregrine.kernels.attention.mla_triton import mla_attention
+    from peregrine.kernels.attention.plan_triton import plan_gpu
 
     m = forward.metadata
     plan = plan_gpu(m.positions, m.q_starts, m.past_lens, m.page_table, m.page_size, m.ancestors)
@@ -133,8 +133,8 @@ def test_a_prompt_may_be_read_in_chunks() -> None:
 )
 def test_prompts_have_the_bits_of_the_triton_kernel(heads: tuple[int, ...], page_size: int) -> None:
     """Rows of any length after any past, NaN in all that no query sees; repeated, since a race differs sometimes."""
-    from peregrine.kernels.attention.kv_write_triton import plan_gpu
     from peregrine.kernels.attention.mla_triton import mla_attention
+    from peregrine.kernels.attention.plan_triton import plan_gpu
 
     for rows in ([(0, 300)], [(16_880, 20), (30_000, 9)], [(0, 5), (100, 70), (63, 1), (64, 129), (8191, 64), (0, 33)]):
         forward = lay_out(on_gpu([chain(*row, heads) for row in rows]), Layout(page_size=page_size, poison=True))
@@ -196,7 +196,7 @@ def rope_of(tokens: int) -> DeferredMLARope:
 
 
 def test_one_launch_rotates_and_stores_as_the_twin_does() -> None:
-    from peregrine.kernels.attention.kv_write_triton import mla_rope_write_kv
+    from peregrine.kernels.attention.mla_write_triton import mla_rope_write_kv
 
     deferred = rope_of(300)
     k = torch.randn(300, 1, 576, device=DEVICE, dtype=torch.bfloat16)

@@ -24,18 +24,11 @@ from peregrine.kernels.round.tree import Frontier, Growth, grow, grow_torch, sel
 from peregrine.kernels.round.verdict import HEADER, Ends, Nodes, Verdict, commit, commit_torch
 from peregrine.kernels.sampling import reference
 from peregrine.kernels.sampling import triton as choose_triton
+from peregrine.kernels.sampling.drafts import pick, pick_torch
 from peregrine.kernels.sampling.filters import divisors, lowest_kept_torch
 from peregrine.kernels.sampling.filters_triton import lowest_kept
 from peregrine.kernels.sampling.params import Context, Features, SamplingTensors
-from peregrine.kernels.sampling.reference import (
-    adjust,
-    choose,
-    choose_torch,
-    logprobs,
-    logprobs_torch,
-    pick,
-    pick_torch,
-)
+from peregrine.kernels.sampling.reference import adjust, choose, choose_torch, logprobs, logprobs_torch
 from peregrine.synthetic.accept import bend_choices, bend_choices_torch
 
 VOCAB_SIZES = (128_256, 32_000, 151_936)

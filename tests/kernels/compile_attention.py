@@ -13,6 +13,7 @@ from triton.compiler import ASTSource
 
 from kernels.compile_kernels import UNFENCED
 from peregrine.kernels.attention import kv_write_triton as kv_write
+from peregrine.kernels.attention import plan_triton
 from peregrine.kernels.attention import triton as kernels
 from peregrine.kernels.attention.blocks import SAME_BITS
 from peregrine.kernels.attention.plan import BLOCK, TALL_TILE, TILE
@@ -65,4 +66,4 @@ if __name__ == "__main__":
         known = SHAPE | features | {"MERGED": 1}
         compile_kernel(kernels.merge_kernel, known, "*bf16", enable_fp_fusion=False, num_warps=1)
     compile_kernel(kv_write.write_kernel, COPY, "*fp8e4nv", num_warps=1)
-    compile_kernel(kv_write.paths_kernel, {"PAGE": 16}, "*bf16", num_warps=1)
+    compile_kernel(plan_triton.paths_kernel, {"PAGE": 16}, "*bf16", num_warps=1)

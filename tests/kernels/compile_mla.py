@@ -72,7 +72,7 @@ def compile_attention(heads: int, rank: int, rope: int, tile: int, everything: b
 
 def compile_parts(heads: int, nope: int, rank: int, rope: int) -> None:
     """The kernels around attention: rotation with the KV write, and the per-head linears before and after."""
-    from peregrine.kernels.attention import kv_write_triton as kv_write
+    from peregrine.kernels.attention import mla_write_triton as mla_write
     from peregrine.kernels.attention.mla import DeferredMLARope
     from peregrine.kernels.linear.per_head_triton import TritonPerHead
 
@@ -80,8 +80,8 @@ def compile_parts(heads: int, nope: int, rank: int, rope: int) -> None:
     projected, k, keys = half(3, heads, nope + rope), half(3, 1, rank + rope), half(32, 1, rank + rope)
     q = half(3, heads, rank + rope)
     deferred = DeferredMLARope(projected[..., nope:], tokens, tokens, table, half(rank), 1e-6)
-    kv_write.mla_rope_write_kv(keys, tokens, q, k, deferred)
-    kv_write.mla_write_kv(keys, tokens, k, rank)
+    mla_write.mla_rope_write_kv(keys, tokens, q, k, deferred)
+    mla_write.mla_write_kv(keys, tokens, k, rank)
     TritonPerHead(half(heads, rank, nope)).linear(projected[..., :nope], q[..., :rank])
     TritonPerHead(half(heads, nope, rank)).linear(half(300, heads, rank))
 

@@ -21,8 +21,9 @@ if not (TRITON_PRESENT and triton_interprets()):
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
 
 from peregrine.kernels.attention import GpuPlan, Kernel, Launch, StoredKV
-from peregrine.kernels.attention.kv_write_triton import plan_gpu, write_kv
+from peregrine.kernels.attention.kv_write_triton import write_kv
 from peregrine.kernels.attention.plan import BLOCK, TILE, num_splits, split_of_index, start_of_split
+from peregrine.kernels.attention.plan_triton import plan_gpu
 from peregrine.kernels.attention.triton import dense_attention
 
 LAYER = LayerAttention(0.2, None, None)

@@ -24,9 +24,9 @@ import triton
 
 from peregrine.kernels.attention import GpuPlan, Kernel, Launch, mla_num_splits, mla_triton
 from peregrine.kernels.attention import plan as plans
-from peregrine.kernels.attention.kv_write_triton import plan_gpu
 from peregrine.kernels.attention.mla_triton import mla_attention
 from peregrine.kernels.attention.plan import BLOCK, MLA_MAX_SPLITS, mla_max_keys, mla_split_width
+from peregrine.kernels.attention.plan_triton import plan_gpu
 
 RANK = 32
 HEADS = (4, 1, RANK + 16, RANK)

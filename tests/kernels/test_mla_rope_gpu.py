@@ -13,7 +13,7 @@ from peregrine.kernels.runtime.gpu import TRITON_PRESENT
 if not (TRITON_PRESENT and triton_interprets()):
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
 
-from peregrine.kernels.attention.kv_write_triton import mla_rope_write_kv, mla_write_kv
+from peregrine.kernels.attention.mla_write_triton import mla_rope_write_kv, mla_write_kv
 
 POSITIONS = 50
 

@@ -8,7 +8,8 @@ import torch
 
 from kernels.exact_sampling import Params, assert_drawn_from, context_of, distribution, legal_at, masks_of, sampling_of
 from peregrine.errors import EngineFault
-from peregrine.kernels.sampling.reference import Context, Features, choose, choose_torch, logprobs, pick_scores, process
+from peregrine.kernels.sampling.drafts import pick_scores
+from peregrine.kernels.sampling.reference import Context, Features, choose, choose_torch, logprobs, process
 
 ALL = Features(sampled=True, filtered=True, penalised=True, biased=True, min_len=True)
 LOGITS = np.array([1.0, 2.5, -0.5, 0.3, 2.0, 1.5, -2.0, 0.9, 1.1])

@@ -6,12 +6,7 @@ import torch
 
 from kernels.exact_sampling import Params, sampling_of
 from peregrine.kernels.runtime.cpu import NUMBA_PRESENT
-from peregrine.kernels.sampling.filters import MASS, lowest_kept, lowest_kept_torch, masses, masses_torch
-from peregrine.kernels.sampling.noise import gumbel
-from peregrine.kernels.sampling.reference import (
-    Features,
-    choose,
-    choose_torch,
+from peregrine.kernels.sampling.drafts import (
     pick,
     pick_scores,
     pick_scores_torch,
@@ -20,6 +15,9 @@ from peregrine.kernels.sampling.reference import (
     top_chances,
     top_chances_torch,
 )
+from peregrine.kernels.sampling.filters import MASS, lowest_kept, lowest_kept_torch, masses, masses_torch
+from peregrine.kernels.sampling.noise import gumbel
+from peregrine.kernels.sampling.reference import Features, choose, choose_torch
 
 if not NUMBA_PRESENT:
     pytest.skip("numba is not installed", allow_module_level=True)

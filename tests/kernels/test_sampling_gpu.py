@@ -9,17 +9,10 @@ from hypothesis import strategies as st
 
 from kernels.exact_sampling import Params, context_of, masks_of, sampling_of
 from kernels.interpreted import needs_interpreter, send_to_triton
+from peregrine.kernels.sampling.drafts import pick, pick_torch
 from peregrine.kernels.sampling.noise import gumbel_torch
 from peregrine.kernels.sampling.params import Context, Features, Masks
-from peregrine.kernels.sampling.reference import (
-    adjust,
-    choose,
-    choose_torch,
-    logprobs,
-    logprobs_torch,
-    pick,
-    pick_torch,
-)
+from peregrine.kernels.sampling.reference import adjust, choose, choose_torch, logprobs, logprobs_torch
 
 pytestmark = needs_interpreter
 

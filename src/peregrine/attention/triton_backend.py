@@ -19,6 +19,8 @@ from peregrine.kernels.runtime.gpu import HOPPER, TRITON_PRESENT, generation
 _dense = DeviceFile("peregrine.kernels.attention.triton")
 _mla = DeviceFile("peregrine.kernels.attention.mla_triton")
 _kv_write = DeviceFile("peregrine.kernels.attention.kv_write_triton")
+_mla_write = DeviceFile("peregrine.kernels.attention.mla_write_triton")
+_plan = DeviceFile("peregrine.kernels.attention.plan_triton")
 
 DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 ON_CUDA = Traits(
@@ -72,7 +74,7 @@ class TritonBackend:
 
     def bind(self, store: KVStore, layers: Sequence[LayerAttention], metadata: AttentionMetadata) -> Attend:
         """Plan one forward for all layers; the returned callable stores keys and values, then attends."""
-        plan = _kv_write.plan_gpu(
+        plan = _plan.plan_gpu(
             metadata.positions,
             metadata.q_starts,
             metadata.past_lens,
@@ -108,10 +110,10 @@ class TritonBackend:
             assert own.window is None, "MLA has no sliding window"
             assert own.sinks is None, "MLA has no sinks"
             if rope is None:
-                _kv_write.mla_write_kv(keys, slots, k, rank)
+                _mla_write.mla_write_kv(keys, slots, k, rank)
             else:
                 assert isinstance(rope, DeferredMLARope), "keys hold their values"
-                q = _kv_write.mla_rope_write_kv(keys, slots, q, k, rope)
+                q = _mla_write.mla_rope_write_kv(keys, slots, q, k, rope)
             if not len(q):
                 return q[..., :rank]
             out: Tensor = _mla.mla_attention(q, keys, plan, launch_for(own, q), rank, own.scale)

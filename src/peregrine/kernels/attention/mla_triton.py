@@ -9,8 +9,9 @@ depend on shapes alone. The twin is `paged_attention_torch`.
 Bits are the same either way. The width of a query's splits follows from how many keys it sees, and from nothing else;
 where queries of one tile have splits of two widths, keys are read once for each width. Blocks are added to a split's
 state in order, and splits to the total in order. Every m is rounded up to a whole power of 2, so rescaling a state is
-exact, and it does not matter whether the greatest m is known beforehand. Stored values are finite (kv_write_triton.py).
-Kernels must be launched without `enable_fp_fusion`: a fused multiply-add in one of them would round differently.
+exact, and it does not matter whether the greatest m is known beforehand. Stored values are finite, see
+`mla_write_triton.py`. Kernels must be launched without `enable_fp_fusion`: a fused multiply-add in one of them would
+round differently.
 """
 
 from typing import Any

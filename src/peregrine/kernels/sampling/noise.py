@@ -6,10 +6,12 @@ Integers wrap alike on every device, so the bits agree everywhere; the logarithm
 between device types.
 """
 
+import torch
 from torch import Tensor
 
 from peregrine.kernels.runtime.dispatch import DeviceFile
 from peregrine.kernels.runtime.gpu import triton_ready
+from peregrine.kernels.sampling.params import SamplingTensors
 
 _triton = DeviceFile("peregrine.kernels.sampling.triton")
 
@@ -59,3 +61,12 @@ def _spread(words: Tensor) -> Tensor:
     words ^= (words >> 27).bitwise_and_((1 << 37) - 1)
     words *= MULTIPLIERS[1]
     return words
+
+
+def add_noise(scores: Tensor, positions: Tensor, ids: Tensor | None, sampling: SamplingTensors) -> Tensor:
+    """Scores [R, T, V] plus the noise of token ids [V], except in greedy rows."""
+    if ids is None:
+        ids = torch.arange(scores.shape[2], device=scores.device)
+    noise = gumbel(sampling.seeds, positions, ids)
+    # Noise times 0 or 1 is exact, so it is all one if the product and the sum are fused.
+    return torch.addcmul(scores, noise, (sampling.temperature > 0).float()[:, None, None])
