@@ -14,15 +14,15 @@ from peregrine import LLM, SamplingParams
 ASSETS = Path(peregrine.__file__).parent / "assets"
 HEAD = ASSETS / "merlin" / "eagle3"
 FILES = {  # name: (bytes, sha256)
-    "merlin/eagle3/config.json": (799, "39b8ecb343f6bd9de613d1c4b05efb7c5decbcfc5c9d873cc01fca0af19dc893"),
-    "merlin/eagle3/model.safetensors": (7_991_184, "5cc36097c565d08a38cd08e5d5786f06158cac6f6b0de33b29e0c2ac62a196bb"),
+    "merlin/eagle3/config.json": (799, "6e92e47894d76c7b8805430da0e167ccd0ef6fe3f17a55ca1f26be69b4b9f598"),
+    "merlin/eagle3/model.safetensors": (6_664_080, "11f67e6f93201948c7d3b71e1bf69d8cf95cc30c8541d8cddd02199326f6aa14"),
     "smollm2/eagle3/config.json": (805, "a42b8d53e2e5a7fb70578f5249fe40928af1baa0463443ed21f71897f97d6924"),
     "smollm2/eagle3/model.safetensors": (
         19_732_408,
         "1af77fd425c08d419fa8ba0e15651be82e9ecf343ea11353ae5f7955a108d530",
     ),
 }
-VOCAB, DRAFT_VOCAB, HIDDEN, INNER, HEAD_DIM, HEADS = 8192, 4096, 320, 2048, 64, 5
+VOCAB, DRAFT_VOCAB, HIDDEN, INNER, HEAD_DIM, HEADS = 8192, 2048, 320, 2048, 64, 5
 SHAPES = {  # what SafeAILab's EAGLE, SGLang and vLLM look for in a head of one Llama layer
     "fc.weight": (HIDDEN, 3 * HIDDEN),
     "midlayer.input_layernorm.weight": (HIDDEN,),
@@ -48,7 +48,7 @@ PROMPTS = (  # (text, is a chat)
     ("def is_even(n):", False),
 )
 # Tokens per round with a chain of 3, bonus included; kernels with other rounding move it a little.
-GREEDY_BAND, SAMPLED_BAND = (3.08, 3.28), (2.85, 3.05)
+GREEDY_BAND, SAMPLED_BAND = (3.0, 3.2), (2.85, 3.05)
 
 
 @pytest.mark.parametrize("name", FILES)
