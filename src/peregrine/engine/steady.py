@@ -195,11 +195,12 @@ class SteadyRounds:
 
 
 def best_of(rates: Sequence[float], rows: int, present: int | None) -> int:
-    """The number of drafts with the most tokens per millisecond; the present one, unless that is clearly better."""
+    """The number of drafts with the most tokens per millisecond; the present one, unless that is better by CHANGED."""
     worth = [rates[0] * (APART if rows > 1 else 1.0), *rates[1:]]
     best = max(range(len(worth)), key=worth.__getitem__)
-    keeps = present is not None and present < len(worth) and worth[best] < CHANGED * worth[present]
-    return present if keeps and present is not None else best
+    if present is None or present >= len(worth):
+        return best
+    return present if worth[best] < CHANGED * worth[present] else best
 
 
 def added(lines: Sequence[Sequence[float]], rooms: Sequence[int]) -> list[float]:
