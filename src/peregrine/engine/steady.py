@@ -28,7 +28,7 @@ RateOf = Callable[[Sequence[Request]], PlannedRate | None]
 CHANGED = 1.005  # times as many tokens, by which another number of drafts must be better: to change costs time
 # Times as many tokens, by which drafts must be better than none where there are several rows: with drafts they get on
 # unequally, so that requests that began together end one after another, and the last rounds have fewer rows.
-APART = 1.03
+APART = 1.02
 NEARLY = 0.9  # of what the best gives: another number of drafts with as much is tried at once
 OFTEN, SPENT = 128, 1e-3  # rounds between trials, at least, and the share of their time that trials may cost
 TRIAL, LASTING = 9, 4  # rounds for which it is tried, and how many times as many tokens requests must have left
