@@ -169,6 +169,7 @@ def tensors_of(value: object, name: str = "") -> dict[str, torch.Tensor]:
         (("--tokens", "5000000"), r"tokens=5000000: needs about \d+ prompts, and \d+ documents give \d+"),
         (("--tokens", "2000", "--max-tokens", "200"), "max_tokens=200: .* the target's context is 128"),
         (("--tokens", "2000", "--draft-vocab", "9999"), "draft_vocab=9999: choose auto, full, or a number"),
+        (("--tokens", "2000", "--draft-vocab", "999999999"), "draft_vocab=999999999: choose auto, full, or a number"),
         (("--tokens", "2000", "--batch", "4000"), "batch=4000: the samples fill only|training needs about .* GiB"),
         (("--tokens", "2000", "--batch", "900000"), r"training needs about .* GiB, cpu has .* free; lower batch"),
         (("--tokens", "2000", "--shares", "1", "2"), "there are 1 files; give one share for each"),

@@ -58,6 +58,14 @@ def check_taps(taps: tuple[int, ...], num_layers: int) -> None:
         raise ConfigError(f"taps={taps}: each must be one of the target's layers, 0 to {num_layers - 1}")
 
 
+def check_draft_vocab(asked: str, vocab_size: int, always: tuple[int, ...]) -> None:
+    """Refuse a number of draft tokens that the target does not have, or that leaves no room beside `always`."""
+    if asked not in (AUTO, FULL) and not (asked.isdigit() and len(always) < int(asked) <= vocab_size):
+        raise ConfigError(
+            f"draft_vocab={asked}: choose auto, full, or a number above {len(always)} and at most {vocab_size}"
+        )
+
+
 def draft_ids(samples: Samples, asked: str, vocab_size: int, always: tuple[int, ...]) -> NDArray[np.int64] | None:
     """Target ids of the draft vocabulary, ascending; None for the whole vocabulary.
 
@@ -83,10 +91,7 @@ def draft_ids(samples: Samples, asked: str, vocab_size: int, always: tuple[int, 
             return None
         size = fitting[0]
     else:
-        if not asked.isdigit() or not len(always) < int(asked) <= vocab_size:
-            raise ConfigError(
-                f"draft_vocab={asked}: choose auto, full, or a number above {len(always)} and at most {vocab_size}"
-            )
+        check_draft_vocab(asked, vocab_size, always)
         size = int(asked)
     return None if size == vocab_size else np.sort(order[:size])
 

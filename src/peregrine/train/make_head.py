@@ -23,7 +23,7 @@ from peregrine.models.loading import load_decoder
 from peregrine.train import report
 from peregrine.train.block import calibration, fresh_block_head, pick_block_taps
 from peregrine.train.documents import MERLIN_SHARES, open_sources
-from peregrine.train.head import draft_ids, fresh_head, pick_taps
+from peregrine.train.head import check_draft_vocab, draft_ids, fresh_head, pick_taps
 from peregrine.train.head_run import HeadRun
 from peregrine.train.head_size import check_size
 from peregrine.train.merlin.requests import with_requests
@@ -45,6 +45,7 @@ def make_head(order: HeadOrder) -> Facts | None:
     source, device = FolderSource(find_model(order.target)), resolve_device(order.device)
     folder, config = source.folder, source.config
     dtype = resolve_dtype(order.dtype, device, source.dtype)
+    check_draft_vocab(order.draft_vocab, config.vocab_size, config.eos_ids)  # before hours of sampling
     claim(order)
     print(check_size(order, config, dtype, device), flush=True)
     check_context(order.plan, config)
