@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from peregrine.spec.odds import ALIKE, DEPTH_PRIOR, FIRST_GUESS, Guess, Odds, RequestOdds
+from peregrine.spec.odds import ALIKE, DEPTH_PRIOR, FIRST_GUESS, HOPE, Guess, Odds, RequestOdds
 from spec.verdicts import judge_counts
 
 
@@ -68,6 +68,19 @@ def test_many_verdicts_at_once() -> None:
     assert own.right == sum(right)
     assert own.expected == pytest.approx(FIRST_GUESS * sum(tried))
     assert sum(count for count, _, _ in odds.tenths) == sum(tried)
+
+
+def test_first_drafts_are_hoped_for_while_few_were_made() -> None:
+    """Who rests learns nothing: a few wrong drafts at the start must not end drafting."""
+    hopes = []
+    for count in (0, 10, 100, 1000):
+        odds = Odds()
+        if count:
+            judge_counts(odds, {(1, 1): 6 * count // 10, (1, 0): 4 * count // 10}, RequestOdds())
+        first, second = odds.survivals_by_depth(1.0, 2)
+        assert second == pytest.approx(first * odds.chance_at(1)), "of the first alone"
+        hopes.append(first - odds.chance_at(0))
+    assert hopes == pytest.approx([HOPE / (DEPTH_PRIOR + count) ** 0.5 for count in (0, 10, 100, 1000)])
 
 
 def test_drafts_made_where_others_seemed_likely_say_nothing_of_any() -> None:

@@ -1,18 +1,35 @@
 """One number of drafts for all rows: how it is compared with others, when another is tried, and when rows come back."""
 
+from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from peregrine.engine.periods import LEAST, TABLE, Periods
+from peregrine.engine.plan_record import PlanRecord
 from peregrine.engine.planning import WindowPlanner
 from peregrine.engine.request import Request
 from peregrine.engine.round_costs import RoundCosts
-from peregrine.engine.steady import APART, CHANGED, OFTEN, SPENT, TRIAL, SteadyRounds, best_of
+from peregrine.engine.steady import (
+    APART,
+    CHANGED,
+    EARLY,
+    LONG_TRIAL,
+    OFTEN,
+    SPENT,
+    SPENT_ONCE,
+    TRIAL,
+    SteadyPlan,
+    SteadyRounds,
+    best_of,
+)
+from peregrine.kernels.round import FINISH_NONE
 from peregrine.sampling import SamplingParams
 from peregrine.spec.odds import Odds, RequestOdds
+from peregrine.spec.planner import plan_depths
 from spec.verdicts import judge_counts
 
 LIMIT = 999
@@ -81,14 +98,14 @@ def test_what_was_compared_corrects_the_table() -> None:
 
 def test_another_number_of_drafts_is_tried_now_and_then() -> None:
     """At once if it seems nearly as good, and then ever less often."""
-    steady, requests, odds = SteadyRounds(some_costs()), some_requests(8), some_odds(60)
+    steady, requests, odds = SteadyRounds(some_costs(0.35)), some_requests(8), some_odds(60)
     tried = []
     for number in range(0, 64 * OFTEN, 16):
         chosen = steady.choose(requests, lambda _: odds, 1, number, goes_on=True)
-        if chosen.is_trial:
+        if chosen.trial:
             tried.append(number)
             assert chosen.drafts == 1
-            for drafts, ms in ((0, 8.0), (1, 13.6), (0, 8.0)):
+            for drafts, ms in ((0, 7.0), (1, 11.5), (0, 7.0)):
                 steady.measured.periods.begin((8, drafts), goes_on=True)
                 note(steady.measured.periods, [ms] * 16)
             steady.measured.periods.begin(None, goes_on=True)
@@ -98,31 +115,79 @@ def test_another_number_of_drafts_is_tried_now_and_then() -> None:
     assert OFTEN <= gaps[0] < gaps[-1]
 
 
-def test_drafts_that_would_not_pay_if_they_were_right_are_not_tried() -> None:
-    """A second token costs as much as the first: two tokens in twice the time are never better, whatever the odds."""
-    costs = RoundCosts({1: 1.0, 64: 64.0}, {1: 0.2, 2: 0.4}, {1: 0.1}, 3)
-    steady, requests, odds = SteadyRounds(costs), some_requests(4), some_odds(60)
-    assert not any(steady.choose(requests, lambda _: odds, 2, n, goes_on=True).drafts for n in range(0, 1 << 16, 16))
-    assert not steady.is_trial_due(4, 1 << 20)
+@pytest.mark.parametrize(("ms_per_token", "tries"), [(2.4, True), (2.6, False)])
+def test_drafts_that_would_not_pay_if_nearly_all_were_right_are_not_tried(ms_per_token: float, tries: bool) -> None:
+    """Of eight rows, 1.9 tokens each in 4 + 16 x 2.5 + 1.6 ms are as good as one in 4 + 8 x 2.5."""
+    steady, requests, odds = SteadyRounds(some_costs(ms_per_token)), some_requests(8), some_odds(60)
+    tried = [steady.choose(requests, lambda _: odds, 1, n, goes_on=True).drafts for n in range(0, 1 << 14, 16)]
+    assert any(tried) == tries
+    assert steady.is_trial_due(8, 1 << 20) == tries
+
+
+@pytest.mark.parametrize("ms_per_token", [0.7, 1.0])
+def test_a_size_that_has_to_be_recorded_is_tried_later(ms_per_token: float) -> None:
+    """Once: what its first round takes more is spent then."""
+    first, again, requests, odds = [], [], some_requests(8), some_odds(60)
+    for first_ms in (0.0, 40.0):
+        steady = SteadyRounds(some_costs(ms_per_token))
+        steady.measured.first_ms = first_ms
+        tried = [n for n in range(1 << 14) if steady.choose(requests, lambda _: odds, 1, n, goes_on=True).trial]
+        first.append(tried[0])
+        again.append(tried[1] - tried[0])
+    rounds = 40.0 / steady.measured.steady_ms(8, 0) / SPENT_ONCE
+    assert first[1] - first[0] == pytest.approx(rounds, abs=1)
+    assert again[1] == pytest.approx(again[0], abs=1)
+
+
+@given(ragged=st.floats(0, 9))
+def test_windows_of_unlike_length_are_hoped_for_with_what_they_cost(ragged: float) -> None:
+    """A row that is always right and one that never is deserve their own numbers of drafts, if that is cheap."""
+    measured, requests, odds = some_costs(), some_requests(2), some_odds(60)
+    requests[0].odds, requests[1].odds = RequestOdds(10.0, 60.0), RequestOdds(60.0, 0.0)
+    costs = replace(measured.costs(), ragged=ragged)
+    hope = SteadyRounds(measured).hope(requests, lambda _: odds, 1, costs, branches=False)
+    free = SteadyRounds(measured).hope(requests, lambda _: odds, 1, replace(costs, ragged=0.0), branches=False)
+    ms = plan_depths(costs, [[0.9], [0.1]]).ms
+    assert hope == pytest.approx(free * ms / (ms + ragged))
 
 
 def test_what_is_best_comes_before_less_is_tried() -> None:
     """Else the first trial is of what teaches least, and costs the reading of what was missed."""
-    steady, requests, odds = SteadyRounds(some_costs(1.5)), some_requests(2), some_odds(60)
+    steady, requests, odds = SteadyRounds(some_costs(2.2)), some_requests(2), some_odds(60)
     first, second = (steady.choose(requests, lambda _: odds, 1, number, goes_on=True) for number in (0, 16))
-    assert (first.drafts, first.is_trial) == (1, False)
-    assert (second.drafts, second.is_trial) == (0, True)
+    assert (first.drafts, first.trial) == (1, 0)
+    assert (second.drafts, second.trial) == (0, TRIAL)
 
 
 def test_trials_cost_a_small_share_of_the_time() -> None:
-    steady, requests, odds = SteadyRounds(some_costs(5.0)), some_requests(8), some_odds(10)
+    steady, requests, odds = SteadyRounds(some_costs(2.0)), some_requests(8), some_odds(10)
     for number in range(0, 1 << 15, 16):
         chosen = steady.choose(requests, lambda _: odds, 1, number, goes_on=True)
-        assert steady.is_trial_due(8, number) == chosen.is_trial
-        if chosen.is_trial:
+        assert steady.is_trial_due(8, number) == (chosen.trial > 0)
+        if chosen.trial:
             break
     plain, tried = 8 / steady.measured.steady_ms(8, 0), chosen.tokens / steady.measured.steady_ms(8, 1)
-    assert 0.9 * SPENT < TRIAL * (1 - tried / plain) / number <= SPENT
+    assert chosen.trial == LONG_TRIAL, "what comes of the first tokens says little of others"
+    assert 0.9 * SPENT < LONG_TRIAL * (1 - tried / plain) / number <= SPENT
+
+
+@pytest.mark.parametrize(("generated", "limit", "counted"), [(0, 99, 3), (EARLY, 99, 19), (0, 22, 14)])
+def test_drafts_at_the_beginning_of_an_answer_do_not_count(generated: int, limit: int, counted: int) -> None:
+    """Of the first tokens, or the first quarter of a short answer: a first draft is right less often there.
+
+    Nineteen rounds of a token each, all of whose drafts are wrong; the request has taken their tokens.
+    """
+    steady, odds, record = SteadyRounds(some_costs()), Odds(), PlanRecord()
+    (request,) = some_requests(1, limit=6 + limit)
+    plan = SteadyPlan([request], [2], 1)
+    request.tokens += [0] * generated
+    for _ in range(19):
+        steady.note(plan, np.array([[1, 0, 0, FINISH_NONE]]), None)
+        request.tokens.append(0)
+    steady.learn(lambda _: odds, lambda _: None, record)
+    assert odds.depths[0].tried == counted
+    assert request.odds.right == 0.0
+    assert record.tokens == 19
 
 
 def test_rows_come_back_if_there_is_enough_left_to_win() -> None:
@@ -181,14 +246,15 @@ def test_requests_without_drafts_are_not_planned_in_every_round() -> None:
         (400, None, True, True),
         (20, None, False, False),
         (20, None, True, False),
+        (LONG_TRIAL - 1, None, True, False),
     ],
 )
 def test_requests_that_are_about_to_end_or_have_changed_try_nothing(
     left: int, missed: int | None, goes_on: bool, tries: bool
 ) -> None:
-    steady, requests, odds = SteadyRounds(some_costs()), some_requests(8, limit=6 + left), some_odds(60)
+    steady, requests, odds = SteadyRounds(some_costs(0.45)), some_requests(8, limit=6 + left), some_odds(60)
     requests[0].missed = missed
-    assert steady.choose(requests, lambda _: odds, 1, 0, goes_on=goes_on).is_trial == tries
+    assert steady.choose(requests, lambda _: odds, 1, 0, goes_on=goes_on).trial == (LONG_TRIAL if tries else 0)
 
 
 @given(rates=st.lists(st.floats(0.5, 2), min_size=1, max_size=5), rows=st.integers(1, 4), present=st.integers(0, 6))

@@ -27,7 +27,7 @@ from peregrine.engine.request import Request
 from peregrine.engine.round_costs import RoundCosts
 from peregrine.engine.round_plan import RoundPlan, choose_verified, expected_survivals
 from peregrine.engine.round_times import RoundTimes
-from peregrine.engine.steady import TRIAL, SteadyPlan, SteadyRounds
+from peregrine.engine.steady import SteadyPlan, SteadyRounds
 from peregrine.spec.odds import Ints, Odds, survivals_of
 from peregrine.spec.planner import Costs, plan_depths
 
@@ -190,7 +190,7 @@ class WindowPlanner:
         self._take_in()
         self._refresh()
         self._again = None
-        rows, before, tries, usual = len(requests), (bool(self._drafted), self._drafts), False, 1
+        rows, before, trial, usual = len(requests), (bool(self._drafted), self._drafts), 0, 1
         goes_on, passed = requests == self._planned, self._rounds - self._decided
         self._count_rounds()
         plain, measured = rows / self.measured.steady_ms(rows, 0), self.rates.of(requests)
@@ -203,7 +203,7 @@ class WindowPlanner:
         else:
             number = self._rounds_of[rows]
             chosen = self.steady.choose(requests, self.odds, self._most(requests), number, goes_on)
-            drafts, self._expected_tokens, foreseen, tries, usual = chosen
+            drafts, self._expected_tokens, foreseen, trial, usual = chosen
         (rate,) = self.missed.net(requests, [measured.value(foreseen)]) if foreseen else (0.0,)
         planned = rate > plain and (rows == 1 or (by_draft and drafts > 0))
         if not planned and drafts and rate > plain:
@@ -221,7 +221,7 @@ class WindowPlanner:
         self.measured.periods.begin(size, goes_on)
         same = before == (planned, self._drafts) and (goes_on or not planned)
         most = MOST_RESTED if self._resting[rows] else MOST_KEPT
-        self._kept = TRIAL if tries and not planned else min(most, 2 * self._kept) if same else KEPT
+        self._kept = trial if trial and not planned else min(most, 2 * self._kept) if same else KEPT
         self._planned, self._due = list(requests), self._rounds + self._kept
         self.rate = max(plain, rate)  # only planned rounds ask for it
         self.alone.rule = None

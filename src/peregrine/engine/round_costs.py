@@ -53,7 +53,9 @@ class RoundCosts:
         steps: int,
         first: dict[int, float] | None = None,
         ragged: float = 0.0,
+        first_ms: float = 0.0,
     ) -> None:
+        self.first_ms = first_ms  # milliseconds that the first round of a size takes more: it allocates and records
         parts = rising(absorb), rising(step), steps, rising(first or {})
         self._table = Costs(rising(verify), *parts, ragged)
         self._steady_table: dict[tuple[int, int, int], float] = {}  # see `_steady_ms`
@@ -240,6 +242,7 @@ def measure_costs(time_round: TimeRound, max_rows: int, depth: int, steps: int) 
     first: dict[int, float] = {}  # one draft, with what is absorbed
     more: dict[int, float] = {}  # all drafts
     parts = {min(made, 1): first} | ({made: more} if made > 1 else {})
+    at_first: list[float] = []  # milliseconds that the first round of a size takes more
     for attempt in range(1 + PASSES):
         for tokens in round_sizes(max_rows, min(depth + 1, 8 if max_rows == 1 else 4 if max_rows <= 4 else 2)):
             late = time.thread_time() - began > TIME_LIMIT_S
@@ -248,13 +251,14 @@ def measure_costs(time_round: TimeRound, max_rows: int, depth: int, steps: int) 
             rows = min(tokens, max_rows)
             lens = [tokens // rows] * rows
             for drafts, part in parts.items():
-                if tokens not in part:  # the first rounds of a size allocate and record
-                    time_round(lens, drafts)
+                new = time_round(lens, drafts).ms if tokens not in part else None  # it allocates and records
                 times = time_round(lens, drafts)
+                if new is not None and part is first:  # of the second part, the verification is known
+                    at_first.append(max(0.0, new - times.ms))
                 for table, ms in ((verify, times.verify_ms), (part, times.first(steps=1))):
                     table[tokens] = min(table.get(tokens, ms), ms)
     if not steps:
-        return RoundCosts(verify, first, {1: 0.0}, steps)
+        return RoundCosts(verify, first, {1: 0.0}, steps, first_ms=middle(at_first))
     # Of the first drafts' time, what each further token of a window adds is absorbing it.
     low, high = min(max_rows, max(first)), max(first)
     slope = max(0.0, first[high] - first[low]) / (high - low) if high > low else 0.0
@@ -264,7 +268,7 @@ def measure_costs(time_round: TimeRound, max_rows: int, depth: int, steps: int) 
     if max_rows > 1:  # the first rounds allocate and record
         uneven, even = (min([time_round(lens, 1).ms for _ in range(6)][2:]) for lens in ((2, 1), (2, 2)))
         ragged = max(0.0, uneven - even)  # and more: it has a token less
-    return RoundCosts(verify, {1: slope, 2: 2 * slope}, further or firsts, steps, firsts, ragged)
+    return RoundCosts(verify, {1: slope, 2: 2 * slope}, further or firsts, steps, firsts, ragged, middle(at_first))
 
 
 def branched_ms(time_round: Callable[[], RoundTimes], tokens: int, costs: Costs) -> float:

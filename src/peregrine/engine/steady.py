@@ -29,9 +29,13 @@ CHANGED = 1.005  # times as many tokens, by which another number of drafts must 
 # Times as many tokens, by which drafts must be better than none where there are several rows: with drafts they get on
 # unequally, so that requests that began together end one after another, and the last rounds have fewer rows.
 APART = 1.02
-NEARLY = 0.9  # of what the best gives: another number of drafts with as much is tried at once
+LIKELY = 0.9  # the chance of drafts that are nearly all right
+NEARLY = 0.96  # of what the best gives: another number of drafts with as much is tried at once
 OFTEN, SPENT = 128, 1e-3  # rounds between trials, at least, and the share of their time that trials may cost
+SPENT_ONCE = 5e-3  # the same of what the first round of a size takes more
 TRIAL, LASTING = 9, 4  # rounds for which it is tried, and how many times as many tokens requests must have left
+LONG_TRIAL = 64  # rounds for which rows that rest try a draft: what comes of the first tokens says little of others
+EARLY = 16  # tokens, or the first quarter of an answer: drafts are right less often there, and do not count
 UNLIKE = 1.2  # times as often as another's a row's first draft is right, where rows may deserve their own numbers
 OWN_PRIOR = 48.0  # drafts for which it counts that a request is like others: one number is chosen for many rounds
 
@@ -61,7 +65,7 @@ class Chosen(NamedTuple):
     drafts: int
     tokens: float  # of a round
     rate: float  # tokens per millisecond of the best number of drafts, if not none
-    is_trial: bool
+    trial: int  # rounds for which this is tried; 0: it is the best
     usual: int  # drafts that as many requests have, if they have just begun
 
 
@@ -77,6 +81,7 @@ class SteadyRounds:
         # Rows, drafts and more drafts: the round of so many rows before which one was last taken after the other.
         self._changed: dict[tuple[int, int, int], int] = {}
         self._due: dict[int, float] = {}  # the round before which so many rows try another one, if nothing was missed
+        self._ran: set[tuple[int, int]] = set()  # rows and drafts of rounds that there were
         # Verdicts to take in, and times, if a round was timed.
         self._rounds: list[tuple[SteadyPlan, Ints, RoundTimes | None]] = []
 
@@ -101,46 +106,56 @@ class SteadyRounds:
         rates = [tokens / ms for tokens, ms in zip(won, times, strict=True)]
         rates[1:] = self.missed.net(requests, rates[1:])
         drafts = now = best_of(rates, rows, best)
-        lasts = all(r.limit - r.num_tokens >= LASTING * TRIAL for r in requests)
+        rounds, least = (TRIAL, LASTING * TRIAL) if now else (LONG_TRIAL, LONG_TRIAL)
+        lasts = all(r.limit - r.num_tokens >= least for r in requests)
         if lasts and (goes_on or all(r.missed is None for r in requests)):
-            certain = [rows * (1 + count) / ms for count, ms in enumerate(times)]  # if every draft were right
-            drafts = now if self._tries else self._trial(requests, usual, certain, now, number)
+            hoped = list(accumulate(LIKELY**depth for depth in range(most + 1)))  # tokens of a row
+            hopes = [rows * tokens / ms for tokens, ms in zip(hoped, times, strict=True)]
+            drafts = now if self._tries else self._trial(requests, usual, hopes, now, number, rounds)
         self._tries = drafts != now  # then the best again: rounds are compared on the way there and back
         before, self._taken[rows] = self._taken.get(rows, drafts), drafts
         self._changed[rows, min(before, drafts), max(before, drafts)] = number
-        return Chosen(drafts, won[drafts], max(rates[1:], default=0.0), self._tries, best)
+        self._ran.add((rows, drafts))
+        return Chosen(drafts, won[drafts], max(rates[1:], default=0.0), rounds * self._tries, best)
 
     def is_trial_due(self, rows: int, number: int) -> bool:
         """Whether as many new requests would try another number of drafts."""
         return number >= self._due.get(rows, 0)
 
     def _trial(
-        self, requests: Sequence[Request], rates: Sequence[float], certain: Sequence[float], best: int, number: int
+        self,
+        requests: Sequence[Request],
+        rates: Sequence[float],
+        hopes: Sequence[float],
+        best: int,
+        number: int,
+        rounds: int,
     ) -> int:
-        """One draft more or less than the best, if its trial is due, or the best.
+        """One draft more or less than the best, if its trial of so many rounds is due, or the best.
 
-        The less often the more it costs, and the more often it was tried before; and never if it would give less than
-        the best even if every draft were right.
+        The less often the more it costs, and the more often it was tried before; later if rounds of its size have to be
+        recorded first; and never if it would give less than the best even if nearly all drafts were right.
         """
         rows, measured, due = len(requests), self.measured, math.inf
         missed = self.missed.ms(requests) / measured.steady_ms(rows, 0)  # rounds to read it
         for drafts in (best - 1, best + 1):
             if not 0 <= drafts < len(rates) or (drafts and self.missed.tokens_at_once(requests)):
                 continue
-            if certain[drafts] < rates[best] and drafts > best:
+            if hopes[drafts] < rates[best] and drafts > best:
                 continue
             if drafts < best and self._taken.get(rows) != best:  # first the best itself: who drafts less learns less
                 continue
             pair, given = (rows, min(best, drafts), max(best, drafts)), rates[drafts] / rates[best]
             if given > NEARLY and pair not in self._changed and not missed:
                 return drafts
-            last, lost = self._changed.get(pair, 0), TRIAL * (1 - given)  # rounds
+            last, lost = self._changed.get(pair, 0), rounds * (1 - given)
             if not drafts:  # what is missed in the trial is read after it
-                lost += measured.missed_ms(TRIAL * rows) / measured.steady_ms(rows, 0)
+                lost += measured.missed_ms(rounds * rows) / measured.steady_ms(rows, 0)
             spent = SPENT / (1 + measured.periods.num_changes(*pair))
-            if number >= last + max(OFTEN, (lost + missed) / spent):
+            once = 0.0 if (rows, drafts) in self._ran else measured.first_ms / measured.steady_ms(rows, 0) / SPENT_ONCE
+            if number >= last + max(OFTEN, (lost + missed) / spent + once):
                 return drafts
-            due = min(due, last + max(OFTEN, lost / spent))
+            due = min(due, last + max(OFTEN, lost / spent + once))
         self._due[rows] = due
         return best
 
@@ -154,7 +169,9 @@ class SteadyRounds:
         same = depth_plan(costs, lines, [drafts] * rows)
         firsts = [line[0] for line in lines]
         if max(firsts) > UNLIKE * min(firsts):
-            rates.append(plan_depths(costs, lines).rate)
+            own = plan_depths(costs, lines)
+            if min(own.depths) < max(own.depths):
+                rates.append(own.tokens / (own.ms + costs.ragged))
         if branches:
             more, tokens = sum(1 - first for first in firsts) / 2, rows * (1 + drafts)
             ms = costs.verify_ms(tokens + rows) - costs.verify_ms(tokens) + costs.branched
@@ -163,7 +180,7 @@ class SteadyRounds:
 
     def note(self, plan: SteadyPlan, table: Ints, times: RoundTimes | None) -> None:
         """Keep a round's verdict: [R, columns]; and its times, if it was timed."""
-        self._rounds.append((plan, table, times))
+        self._rounds.append((plan, table[:, :HEADER], times))
 
     def count(self, record: PlanRecord) -> None:
         """Count the rounds that are kept, as they will be when they are taken in."""
@@ -173,20 +190,28 @@ class SteadyRounds:
     def learn(self, odds_of: OddsOf, rate_of: RateOf, record: PlanRecord) -> None:
         """Take in the rounds that were kept."""
         past, took = list[PastRound](), 0.0
-        for plan, kept in groupby(self._rounds, key=lambda kept: kept[0]):
-            rounds, lens = list(kept), plan.windows.lens
-            verdicts = np.stack([table for _, table, _ in rounds])[:, :, :HEADER]
+        for requests, kept in groupby(self._rounds, key=lambda kept: kept[0].requests):
+            rounds = list(kept)
+            plans = [(plan, len(list(same))) for plan, same in groupby(plan for plan, _, _ in rounds)]
+            offered = np.repeat([plan.offered for plan, _ in plans], [count for _, count in plans], axis=0)  # [n, R]
+            verdicts = np.concatenate([table for _, table, _ in rounds]).reshape(*offered.shape, HEADER)
             won, right, _, finish = verdicts.transpose(2, 0, 1)  # [n, R]
-            known = np.minimum(np.array(lens) - 1, right + (finish == FINISH_NONE))
-            kinds = [odds_of(request) for request in plan.requests]
+            known = np.minimum(offered, right + (finish == FINISH_NONE))
+            begun = np.array([request.num_generated for request in requests]) - won[::-1].cumsum(axis=0)[::-1]
+            counted = begun >= [min(EARLY, (r.limit - len(r.prompt)) // 4) for r in requests]
+            counts = deeper(np.stack((known * counted, right * counted)), offered.max())
+            kinds = [odds_of(request) for request in requests]
             for odds in {id(kind): kind for kind in kinds}.values():
                 rows = [row for row, kind in enumerate(kinds) if kind is odds]
-                tried, good = (deeper(part[:, rows], max(lens) - 1) for part in (known, right))
-                odds.judge_rounds(len(rounds), tried, good, [plan.requests[row].odds for row in rows])
-            rate, tokens = rate_of(plan.requests), won.sum(axis=1).tolist()
-            record.note(lens, sum(tokens), plan.expected, len(rounds))
-            for (_, _, times), count in zip(rounds, tokens, strict=True):
+                tried, good = ([lines[row] for row in rows] for lines in counts)
+                odds.judge_rounds(len(rounds), tried, good, [requests[row].odds for row in rows])
+            rate, tokens, first = rate_of(requests), won.sum(axis=1).tolist(), 0
+            for plan, count in plans:
+                record.note(plan.windows.lens, sum(tokens[first : first + count]), plan.expected, count)
+                first += count
+            for (plan, _, times), count in zip(rounds, tokens, strict=True):
                 if times is not None:
+                    lens = plan.windows.lens
                     past.append(PastRound(sum(lens), len(lens), plan.drafts or 0, times, count, rate))
                     took += times.ms
         self._rounds.clear()
@@ -209,7 +234,7 @@ def added(lines: Sequence[Sequence[float]], rooms: Sequence[int]) -> list[float]
     return list(accumulate(more, initial=float(len(lines))))
 
 
-def deeper(drafts: Ints, most: int) -> list[list[int]]:
-    """In how many rounds a row had more drafts than 0, 1, ... most - 1: [n, R] -> [R, most]."""
-    counts: list[list[int]] = (drafts[:, :, None] > np.arange(most)).sum(axis=0).tolist()
+def deeper(drafts: Ints, most: int) -> list[list[list[int]]]:
+    """In how many rounds a row had more drafts than 0, 1, ... most - 1, of two kinds: [2, n, R] -> [2, R, most]."""
+    counts: list[list[list[int]]] = (drafts[..., None] > np.arange(most)).sum(axis=1).tolist()
     return counts

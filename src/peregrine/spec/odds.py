@@ -21,9 +21,10 @@ Ints = NDArray[np.int64]
 EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)  # of ranges of the drafter's own probability
 DEPTHS = 4  # deeper drafts count as the deepest of these
 PRIOR = 4.0  # drafts that the first guess counts for
-DEPTH_PRIOR = 32.0  # the same of first drafts, whatever is said of them: a few requests say little of others
+DEPTH_PRIOR = 128.0  # the same of first drafts, whatever is said of them: a few requests say little of others
 FIRST_GUESS = 0.6  # of drafters that say nothing themselves
 MEMORY = 500.0  # drafts after which older ones begin to count less
+DEPTH_MEMORY = 2000.0  # the same of a depth's, whatever is said of them: texts differ more than what is said tells
 ALIKE = 12.0  # drafts for which it counts that those of a depth are as often right as those before them
 OWN_PRIOR, OWN_MEMORY = 6.0, 0.97  # of a request's factor: drafts, and what is kept of them each round
 MIDDLES = tuple((low + high) / 2 for low, high in pairwise((0.0, *EDGES, 1.0)))
@@ -132,8 +133,15 @@ class Odds:
         return tuple(tuple(min(MOST, self._count(n, said).chance * factor) for said in MIDDLES) for n in levels)
 
     def survivals_by_depth(self, factor: float, most: int) -> list[float]:
-        """The survivals of a row's drafts, whatever is said of them; `factor` is the request's own."""
-        return survivals([min(MOST, chance * factor) for chance in self.chances_by_depth(most)])
+        """The survivals of a row's drafts, whatever is said of them; `factor` is the request's own.
+
+        Higher while few first drafts were made: who rests learns nothing.
+        """
+        first = self.depths.get(0)
+        hope = HOPE / (DEPTH_PRIOR + (0.0 if first is None else first.tried)) ** 0.5
+        chances = self.chances_by_depth(most)
+        chances[:1] = [chance + hope for chance in chances[:1]]
+        return survivals([min(MOST, chance * factor) for chance in chances])
 
     def chances_by_depth(self, most: int) -> list[float]:
         """The chances of drafts whatever the drafter says; where few had a verdict, that of the depth before."""
@@ -161,7 +169,7 @@ class Odds:
         if guess.said is not None:
             self._count(level, guess.said).add(right)
         if guess.said is None or not level:
-            self._depth(level).add(right)
+            self._depth(level).add(right, DEPTH_MEMORY)
         own.expected += guess.engine_chance
         own.right += right
         self._note(guess.chance, 1.0, float(right))
@@ -176,7 +184,7 @@ class Odds:
             chance = count.chance
             count.add(good)
             if not level:
-                self._depth(level).add(good)
+                self._depth(level).add(good, DEPTH_MEMORY)
             own.expected += chance
             own.right += good
             self._note(min(MOST, chance * factor), 1.0, good)
@@ -198,7 +206,7 @@ class Odds:
                 self._note(min(MOST, chance * factor), count, correct)
         for depth in range(len(chances)):
             count, correct = sum([line[depth] for line in tried]), sum([line[depth] for line in right])
-            self._depth(min(depth, DEPTHS - 1)).add(correct, tried=count)
+            self._depth(min(depth, DEPTHS - 1)).add(correct, DEPTH_MEMORY, count)
 
     def _note(self, chance: float, tried: float, right: float) -> None:
         """Compare a chance with what came of it."""
