@@ -24,7 +24,7 @@ from peregrine.kernels.attention.plan import MLA_WARPS
 from peregrine.kernels.attention.triton import HOPPER_REGISTERS, HOPPER_STAGES, PROMPT_REGISTERS
 from peregrine.kernels.linear.hopper import hopper_kernel
 from peregrine.kernels.linear.hopper_large import large_kernel
-from peregrine.kernels.linear.tiles import HOPPER_TABLES, TALL_TILES
+from peregrine.kernels.linear.tiles import HOPPER_TABLES, IN_TURN, TALL_TILES
 from peregrine.kernels.moe.hopper import experts_kernel
 
 TYPES = {
@@ -80,10 +80,13 @@ def machine_code(cubin: bytes) -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def compile_linear(kind: str, rows: int, outputs: int, inputs: int, split: int, tail: int = 0) -> None:
-    """One line of the tables, as a layer uses it."""
+def compile_linear(kind: str, rows: int, outputs: int, inputs: int, split: int, tail: int = 0, parts: int = 1) -> None:
+    """One line of the tables, as a layer uses it; with several parts, one program has them all."""
     cols, depth, warps, stages = TALL_TILES[kind][rows, tail] if tail else HOPPER_TABLES[kind][rows]
+    if parts > 1:
+        cols, depth, warps, stages, _ = IN_TURN[rows, tail]
     known = {"N": outputs, "K": inputs, "SPLIT": split, "ROWS": rows, "COLS": cols, "DEPTH": depth, "STAGES": stages}
+    known["PARTS"] = parts
     known |= {"SCALE": kind != "split", "BIAS": False, "GATE": kind == "gated", "ADD": kind == "split", "TAIL": tail}
     known["EXCHANGE"] = tail > 0 and split == 2
     tiled = {"x_desc": tiles(rows, depth), "tail_desc": tiles(tail or rows, depth), "w_desc": tiles(cols, depth)}
@@ -114,6 +117,7 @@ if __name__ == "__main__":
     # Every kind of weight with one end of its table.
     compile_linear("plain", 16, 6144, 4096, 1)
     compile_linear("split", 128, 4096, 14336, 2, tail=64)
+    compile_linear("split", 128, 4096, 14336, 1, tail=64, parts=2)
     compile_linear("gated", 128, 14336, 4096, 1)
     compile_linear("wide", 16, 128256, 4096, 1)
     for rows, head_dim, page in ((16, 128, 16), (64, 128, 16), (32, 64, 128)):

@@ -368,17 +368,25 @@ def test_many_rows_have_a_plan_of_their_own(
     [
         (192, 4096, 14336, False, Tile(128, 64, 64, 4, 6, 2, tail=64)),
         (129, 4096, 14336, False, Tile(128, 64, 64, 4, 6, 2, tail=64)),
-        (193, 4096, 14336, False, Tile(128, 64, 64, 4, 5, 2, tail=128)),
+        (193, 4096, 14336, False, Tile(128, 64, 64, 4, 8, parts=2)),
+        (256, 4096, 4096, False, Tile(128, 64, 64, 4, 8, parts=2)),
+        (257, 4096, 14336, False, Tile(128, 64, 64, 4, 6, tail=64, parts=2)),
+        (384, 4096, 14336, False, Tile(128, 64, 64, 4, 6, tail=64, parts=2)),
+        (257, 4096, 4096, False, None),
+        (385, 4096, 14336, False, None),
+        (256, 2048, 8192, False, Tile(128, 64, 64, 4, 5, 4, tail=128)),  # in four parts
+        (256, 4608, 14336, False, None),
         (256, 6144, 4096, False, Tile(128, 64, 64, 4, 5, 1, tail=128)),
         (192, 6144, 4096, False, Tile(128, 64, 64, 4, 6, 1, tail=64)),
         (192, 128256, 4096, False, None),
         (192, 16384, 4096, False, None),  # more than the device computes at once
         (192, 14336, 4096, True, None),
         (128, 4096, 14336, False, None),
-        (257, 4096, 14336, False, None),
     ],
 )
-def test_up_to_256_rows_may_share_a_tile(rows: int, outputs: int, inputs: int, gate: bool, tile: Tile | None) -> None:
+def test_all_rows_or_half_of_them_may_share_a_tile(
+    rows: int, outputs: int, inputs: int, gate: bool, tile: Tile | None
+) -> None:
     split = pick_split(outputs, inputs, gate)
     assert tall_tile(rows, outputs, inputs, gate, split) == tile
     if tile is not None:

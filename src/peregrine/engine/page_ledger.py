@@ -19,6 +19,8 @@ from peregrine.cache.pages import PagePool
 from peregrine.cache.prefix import PrefixTree
 from peregrine.engine.request import Request
 
+GROWN, PLENTY = 4, 0.25  # pages that a running request takes at a time, while this share of all is free
+
 
 class PageLedger:
     """The one place where requests take pages and give them back."""
@@ -65,7 +67,8 @@ class PageLedger:
     def reserve(self, request: Request, places: int, patient: bool = False) -> bool:
         """Extend the request's pages to hold `places` places; False, and nothing taken, if pages lack.
 
-        A patient caller asks again when pages that are being copied to the host have left.
+        A running request takes a few at a time, which saves the host time. A patient caller asks again when pages that
+        are being copied to the host have left.
         """
         missing = -(-places // self.page_size) - len(request.pages)
         if missing <= 0:
@@ -74,6 +77,8 @@ class PageLedger:
             self._make_free(missing, patient)
         if self.pool.num_free < missing:
             return False
+        if request.seat is not None and self.pool.num_free >= PLENTY * self.pool.num_pages + GROWN:
+            missing = max(missing, min(GROWN, -(-request.limit // self.page_size) - len(request.pages)))
         request.pages.extend(self.pool.allocate(missing))
         return True
 

@@ -35,8 +35,9 @@ class Tile:
     depth: int
     warps: int
     stages: int
-    split: int = 1
+    split: int = 1  # programs that share the inputs
     tail: int = 0  # rows more, on Hopper: parts of a tile have powers of two, and 192 rows are 128 and 64
+    parts: int = 1  # of the inputs, on Hopper: that one program multiplies one after the other
 
     @property
     def in_halves(self) -> bool:
@@ -87,11 +88,19 @@ TALL_TILES: dict[str, dict[tuple[int, int], tuple[int, int, int, int]]] = {
     "plain": {(128, 64): (64, 64, 4, 6), (128, 128): (64, 64, 4, 5)},
     "split": {(128, 64): (64, 64, 4, 6), (128, 128): (64, 64, 4, 5)},
 }
+MOST_SHARED = 192  # rows up to which two programs had better have a part of the inputs each
+# For more rows of a weight that two programs would share one has both parts of the inputs, one after the other, and two
+# tiles have all rows: their (rows, tail), then the entries of a table, and the fewest inputs.
+IN_TURN = {(128, 0): (64, 64, 4, 8, 0), (128, 64): (64, 64, 4, 6, 8192)}
 
 
 def tall_tile(num_rows: int, num_outputs: int, num_inputs: int, gate: bool, split: int) -> Tile | None:
-    """Hopper's tile that holds all rows, if it is the fastest for so many."""
+    """Hopper's tile that holds all rows, or half of them, if it is the fastest for so many."""
     kind = kind_of(num_outputs, gate, split)
+    for (rows, tail), (cols, depth, warps, stages, fewest) in IN_TURN.items() if split == 2 else ():
+        fits = MOST_SHARED < num_rows <= 2 * (rows + tail) and num_inputs >= fewest and num_inputs % (2 * depth) == 0
+        if fits and 2 * -(-num_outputs // cols) <= MULTIPROCESSORS:
+            return Tile(rows, cols, depth, warps, stages, tail=tail, parts=2)
     for (rows, tail), (cols, depth, warps, stages) in TALL_TILES.get(kind, {}).items():
         if HEIGHTS[-1] < num_rows <= rows + tail and num_inputs % (split * depth) == 0:
             at_once = split * -(-num_outputs // cols) <= MULTIPROCESSORS

@@ -143,7 +143,8 @@ def run(
             from peregrine.kernels.linear.hopper import hopper_kernel, tiled
 
             parts = (x[rows], tile.rows), (x[rows], tile.tail or tile.rows), (matrix, tile.cols)
-            tiles, more = [tiled(*part, tile.depth) for part in parts], {"TAIL": tile.tail, "STAGES": tile.stages}
+            tiles = [tiled(*part, tile.depth) for part in parts]
+            more = {"TAIL": tile.tail, "STAGES": tile.stages, "PARTS": tile.parts}
             # Programs that wait for each other must all run at once.
             more["EXCHANGE"] = tile.in_halves and math.prod(grid) <= multiprocessors(x.device, 0)
             launch(hopper_kernel, grid, *tiles, *pointers, count, eps, **constants, **more, pdl=True)
