@@ -8,6 +8,7 @@ import torch
 
 from peregrine.engine.admission import seat_entry
 from peregrine.engine.engine import Engine
+from peregrine.engine.page_ledger import GROWN
 from peregrine.engine.request import Output
 from peregrine.engine.stats import Stats, drafted_flags, rounds_of
 from peregrine.sampling import SamplingParams
@@ -35,6 +36,28 @@ def test_pages_cover_what_every_row_can_reach(lag: int, pages: int, monkeypatch:
     monkeypatch.setattr(engine, "_launch", checked_launch)
     run(engine, cases(12, max_tokens=40), arrivals=list(range(0, 36, 3)), aborts={3: 20, 7: 30})
     assert len(seen) > 100
+
+
+@pytest.mark.parametrize(("pages", "least"), [(600, GROWN), (23, 1)])
+def test_a_running_request_takes_a_few_pages_at_a_time_while_there_are_plenty(pages: int, least: int) -> None:
+    """And never more than its longest text can fill, whatever a round reserves beyond that."""
+    engine = build(drafter="none", num_pages=pages, page_size=4, max_rows=1, max_len=80, prefix_cache=False).engine
+    pool, (case,) = engine.ledger.pool, cases(1, max_tokens=57)
+    request = engine.prepare(list(case.prompt), case.params)
+    engine.enqueue(request)
+    taken, held = [], 0
+    with torch.inference_mode():
+        while engine.has_work:
+            engine.step()
+            if request.seat is not None:
+                taken.append(len(request.pages) - held)
+                held = len(request.pages)
+                assert pool.num_free == pool.num_pages - 1 - held
+    grown = [count for count in taken[1:] if count]
+    assert max(grown) == GROWN
+    assert min(grown[:-1]) == least, "the last ones are what is left of its text"
+    assert held == -(-request.limit // 4)
+    assert pool.num_free == pool.num_pages - 1
 
 
 def test_statistics_follow_from_verdicts() -> None:

@@ -226,12 +226,14 @@ class Request:
         if not self.preemptions:
             self.cached_tokens = self.read_len
 
-    def take(self, line: list[int]) -> None:
+    def take(self, line: list[int]) -> list[int]:
         """Add the tokens of one round, from its line of the verdict. This is done for every row of every round."""
-        self.tokens += line[HEADER : HEADER + line[0]]
+        tokens = line[HEADER : HEADER + line[0]]
+        self.tokens += tokens
         self.verdicts += line[:3]
-        if self.first_token is None and line[0]:
+        if self.first_token is None and tokens:
             self.first_token = time.perf_counter()
+        return tokens
 
     def take_logprobs(self, tokens: list[int], lines: list[tuple[float, list[int], list[float]]]) -> None:
         """Add the log-probabilities of one round's tokens: the chosen one's, and the likeliest as far as asked for."""

@@ -68,16 +68,15 @@ def advance_matcher(request: Request, line: list[int]) -> None:
 def take_line(request: Request, line: list[int], extras: RowExtras) -> tuple[Delta, str | None, str | int | None]:
     """Add a round's tokens to its request: (delta, why the request ends if it does, what stopped it)."""
     accept, correct, drafted, finish = line[:HEADER]
-    request.take(line)
-    tokens, start = line[HEADER : HEADER + accept], request.num_generated - accept
+    is_first, tokens = request.first_token is None, request.take(line)
     text, reason = "", FINISH_REASONS[finish]
     stop: str | int | None = tokens[-1] if finish == FINISH_STOP else None
     if request.stream is not None:
         text = request.add_text(silent=int(finish == FINISH_STOP))  # the stop token itself has no text
         reason = reason if request.stream.stopped is None else "stop"
     delta = Delta(request.id, text, tokens, draft_flags(correct, accept), None, None, drafted)
-    if extras is not NO_EXTRAS or start == 0:
-        delta = with_extras(delta, request, extras, start)
+    if is_first or extras is not NO_EXTRAS:
+        delta = with_extras(delta, request, extras, request.num_generated - accept)
     return delta, reason, stop
 
 
