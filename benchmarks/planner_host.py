@@ -127,8 +127,11 @@ def planned_us(rows: int, rounds: int, chance: float, wanted: str, clock: Clock)
         judged = time.thread_time()
         if not (repeated and plan.rests):  # then the engine has no verdicts to take in
             planner.learn(plan, table, times)
+        learnt = time.thread_time()
+        for request, count in zip(requests, right.tolist(), strict=True):
+            request.tokens += [0] * (1 + count)
         if done >= rounds:
-            spent += ended - began + time.thread_time() - judged
+            spent += ended - began + learnt - judged
             kinds[AT_REST if plan.rests else ONE_NUMBER if isinstance(plan, SteadyPlan) else BY_DRAFT] += 1
     assert kinds[wanted] > 0.9 * rounds, kinds  # others are tried now and then
     return 1e6 * spent / rounds
