@@ -130,7 +130,7 @@ def test_a_size_that_has_to_be_recorded_is_tried_later(ms_per_token: float) -> N
     first, again, requests, odds = [], [], some_requests(8), some_odds(60)
     for first_ms in (0.0, 40.0):
         steady = SteadyRounds(some_costs(ms_per_token))
-        steady.measured.first_ms = first_ms
+        steady.measured.recording_ms = first_ms
         tried = [n for n in range(1 << 14) if steady.choose(requests, lambda _: odds, 1, n, goes_on=True).trial]
         first.append(tried[0])
         again.append(tried[1] - tried[0])

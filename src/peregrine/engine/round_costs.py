@@ -53,9 +53,9 @@ class RoundCosts:
         steps: int,
         first: dict[int, float] | None = None,
         ragged: float = 0.0,
-        first_ms: float = 0.0,
+        recording_ms: float = 0.0,
     ) -> None:
-        self.first_ms = first_ms  # milliseconds that the first round of a size takes more: it allocates and records
+        self.recording_ms = recording_ms  # what the first round of a size takes more: it allocates and records
         parts = rising(absorb), rising(step), steps, rising(first or {})
         self._table = Costs(rising(verify), *parts, ragged)
         self._steady_table: dict[tuple[int, int, int], float] = {}  # see `_steady_ms`
@@ -258,7 +258,7 @@ def measure_costs(time_round: TimeRound, max_rows: int, depth: int, steps: int) 
                 for table, ms in ((verify, times.verify_ms), (part, times.first(steps=1))):
                     table[tokens] = min(table.get(tokens, ms), ms)
     if not steps:
-        return RoundCosts(verify, first, {1: 0.0}, steps, first_ms=middle(at_first))
+        return RoundCosts(verify, first, {1: 0.0}, steps, recording_ms=middle(at_first))
     # Of the first drafts' time, what each further token of a window adds is absorbing it.
     low, high = min(max_rows, max(first)), max(first)
     slope = max(0.0, first[high] - first[low]) / (high - low) if high > low else 0.0

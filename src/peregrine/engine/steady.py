@@ -106,37 +106,31 @@ class SteadyRounds:
         rates = [tokens / ms for tokens, ms in zip(won, times, strict=True)]
         rates[1:] = self.missed.net(requests, rates[1:])
         drafts = now = best_of(rates, rows, best)
-        rounds, least = (TRIAL, LASTING * TRIAL) if now else (LONG_TRIAL, LONG_TRIAL)
+        least = LASTING * TRIAL if now else LONG_TRIAL
         lasts = all(r.limit - r.num_tokens >= least for r in requests)
         if lasts and (goes_on or all(r.missed is None for r in requests)):
             hoped = list(accumulate(LIKELY**depth for depth in range(most + 1)))  # tokens of a row
             hopes = [rows * tokens / ms for tokens, ms in zip(hoped, times, strict=True)]
-            drafts = now if self._tries else self._trial(requests, usual, hopes, now, number, rounds)
+            drafts = now if self._tries else self._trial(requests, usual, hopes, now, number)
         self._tries = drafts != now  # then the best again: rounds are compared on the way there and back
         before, self._taken[rows] = self._taken.get(rows, drafts), drafts
         self._changed[rows, min(before, drafts), max(before, drafts)] = number
         self._ran.add((rows, drafts))
-        return Chosen(drafts, won[drafts], max(rates[1:], default=0.0), rounds * self._tries, best)
+        return Chosen(drafts, won[drafts], max(rates[1:], default=0.0), trial_rounds(now) * self._tries, best)
 
     def is_trial_due(self, rows: int, number: int) -> bool:
         """Whether as many new requests would try another number of drafts."""
         return number >= self._due.get(rows, 0)
 
     def _trial(
-        self,
-        requests: Sequence[Request],
-        rates: Sequence[float],
-        hopes: Sequence[float],
-        best: int,
-        number: int,
-        rounds: int,
+        self, requests: Sequence[Request], rates: Sequence[float], hopes: Sequence[float], best: int, number: int
     ) -> int:
-        """One draft more or less than the best, if its trial of so many rounds is due, or the best.
+        """One draft more or less than the best, if its trial is due, or the best.
 
         The less often the more it costs, and the more often it was tried before; later if rounds of its size have to be
         recorded first; and never if it would give less than the best even if nearly all drafts were right.
         """
-        rows, measured, due = len(requests), self.measured, math.inf
+        rows, measured, due, rounds = len(requests), self.measured, math.inf, trial_rounds(best)
         missed = self.missed.ms(requests) / measured.steady_ms(rows, 0)  # rounds to read it
         for drafts in (best - 1, best + 1):
             if not 0 <= drafts < len(rates) or (drafts and self.missed.tokens_at_once(requests)):
@@ -152,7 +146,9 @@ class SteadyRounds:
             if not drafts:  # what is missed in the trial is read after it
                 lost += measured.missed_ms(rounds * rows) / measured.steady_ms(rows, 0)
             spent = SPENT / (1 + measured.periods.num_changes(*pair))
-            once = 0.0 if (rows, drafts) in self._ran else measured.first_ms / measured.steady_ms(rows, 0) / SPENT_ONCE
+            once = (
+                0.0 if (rows, drafts) in self._ran else measured.recording_ms / measured.steady_ms(rows, 0) / SPENT_ONCE
+            )
             if number >= last + max(OFTEN, (lost + missed) / spent + once):
                 return drafts
             due = min(due, last + max(OFTEN, lost / spent + once))
@@ -217,6 +213,11 @@ class SteadyRounds:
         self._rounds.clear()
         record.expected_ms += self.measured.learn_steady(past, alone=False)
         record.ms += took
+
+
+def trial_rounds(best: int) -> int:
+    """For how many rounds another number of drafts than the best is tried."""
+    return TRIAL if best else LONG_TRIAL
 
 
 def best_of(rates: Sequence[float], rows: int, present: int | None) -> int:
