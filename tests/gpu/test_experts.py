@@ -15,7 +15,7 @@ from peregrine.kernels.linear.tiles import Tile
 from peregrine.kernels.moe import ExpertChoice, RoutingRule, pack_experts, pack_router, route, route_torch
 from peregrine.kernels.residual import Residual
 
-ROWS = (1, 4, 17, 32, 33, 128, 4096)  # blocks of up to 16 rows are found without a plan
+ROWS = (1, 4, 8, 9, 17, 32, 33, 128, 4096)  # up to 8 have their own kernel, blocks of up to 16 need no plan
 EPS = 1e-6
 LIMIT = 1.5  # of gpt-oss's activation: small, so that many values reach it
 UNIT = 2.0**24  # squares are whole numbers of 1 / UNIT
@@ -177,6 +177,23 @@ def test_planned_and_direct_blocks_agree(problem: Problem, monkeypatch: pytest.M
             patch.setattr("peregrine.kernels.moe.triton.DIRECT_ROWS", 0)
             planned = problem.outputs(rows, choice)
         assert torch.equal(direct, planned), num_rows
+
+
+def test_few_rows_have_the_bits_of_any(problem: Problem) -> None:
+    from peregrine.kernels.moe.hopper_few import few_outputs
+    from peregrine.kernels.moe.triton import hopper_takes_few
+
+    for num_rows in range(1, 9):
+        rows = slice(7, 7 + num_rows)
+        choice, residual = problem.choose(rows), problem.residual(rows)
+        if problem.gate_up.bias is not None or not hopper_takes_few(problem.gate_up.weight, *choice.experts.shape):
+            continue
+        assert residual.squares is not None
+        weights = problem.gate_up.weight, problem.down.weight
+        for _ in range(3):
+            found, counters = few_outputs(residual.normed, (residual.squares, EPS), choice, *weights)
+            assert torch.equal(found, problem.outputs(rows, choice)), num_rows
+            counters.zero_()  # as the addition that follows does
 
 
 def test_all_rows_may_choose_the_same_expert(problem: Problem) -> None:

@@ -53,7 +53,7 @@ def compile_experts() -> None:
     from peregrine.kernels.linear.triton import TritonWeight
     from peregrine.kernels.moe.gather_triton import gather
     from peregrine.kernels.moe.route_triton import route
-    from peregrine.kernels.moe.triton import TritonExperts
+    from peregrine.kernels.moe.triton import TritonExperts, combine
     from peregrine.kernels.residual import Residual
 
     def shape(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -73,6 +73,9 @@ def compile_experts() -> None:
             residual = Residual(x, x, squares, squares, 1e-6)
             choice = route(residual, router, rule, bias)
             gate_up.add(down, residual, choice, norm)
+        if rule is LITE:
+            counters = shape(128, dtype=torch.int32)
+            combine(shape(rows * rule.num_choices, hidden), x, norm.weight, (x, x, squares, squares), None, counters)
         if rule is QWEN3:
             gather(x, (squares, 1e-6), choice, count, 128)
         if rule is OSS:

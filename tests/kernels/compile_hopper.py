@@ -26,12 +26,14 @@ from peregrine.kernels.linear.hopper import hopper_kernel
 from peregrine.kernels.linear.hopper_large import large_kernel
 from peregrine.kernels.linear.tiles import HOPPER_TABLES, IN_TURN, TALL_TILES
 from peregrine.kernels.moe.hopper import experts_kernel
+from peregrine.kernels.moe.hopper_few import STAGES as FEW_STAGES
+from peregrine.kernels.moe.hopper_few import few_experts_kernel
 
 TYPES = {
-    "*bf16": ("q", "out", "bias", "residual", "norm", "scaled"),
+    "*bf16": ("q", "out", "bias", "residual", "norm", "scaled", "x", "inner"),
     "*i64": ("positions", "q_starts", "past_lens", "table", "squares", "next_squares", "stale_squares"),
     "*fp32": ("partial_acc", "partial_ml", "partial", "factors"),
-    "*i32": ("arrived", "blocks"),
+    "*i32": ("arrived", "blocks", "experts", "numbers", "done"),
     "fp32": ("scale", "eps"),
 }
 ROUND = {"KV_HEADS": 8, "GROUP": 4, "STAGES": HOPPER_STAGES}
@@ -108,12 +110,22 @@ def large_tiles(gate: bool, narrow: bool = False) -> dict[str, str]:
     return tiled | dict.fromkeys(("out_desc", "scaled_desc", "residual_desc"), tiles(64, 64))
 
 
+def compile_few(experts: int, shared: int, inner: int, choices: int) -> None:
+    """The experts of few rows, of a hidden size of 2048."""
+    layout = gl.NVMMASharedLayout.get_default_for([4, 2, 8, 64], gl.bfloat16)
+    tiled = {"gate_desc": f"tensordesc<bf16[4, 2, 8, 64],{layout!r}>", "down_desc": tiles(64, 64)}
+    known = {"EXPERTS": experts, "SHARED": shared, "CHOICES": choices, "PAIRS": 64, "BINS": 128, "N": inner, "K": 2048}
+    compile_kernel(few_experts_kernel, tiled, known | {"SCALE": True, "STAGES": FEW_STAGES, "num_warps": 4})
+
+
 if __name__ == "__main__":
     compile_large(14336, 4096, 1, gate=True, groups=3)
     compile_large(4096, 4096, 2, gate=False, groups=2)
     compile_large(6144, 4096, 1, gate=False, groups=2, narrow=True)
     known = {"N": 1408, "K": 2048, "SCALE": True, "GATE": True, "num_warps": 4}
     compile_kernel(experts_kernel, large_tiles(gate=True), known)
+    compile_few(66, 2, 1408, 8)
+    compile_few(128, 0, 768, 8)
     # Every kind of weight with one end of its table.
     compile_linear("plain", 16, 6144, 4096, 1)
     compile_linear("split", 128, 4096, 14336, 2, tail=64)

@@ -13,7 +13,7 @@ DENSE, PROMPT, MLA, MLA_PROMPT = (
     *("hopper_decode_kernel", "hopper_prompt_kernel"),
     *("mla_hopper_kernel", "mla_hopper_prompt_kernel"),
 )
-LINEAR, LARGE, EXPERTS = "hopper_kernel", "large_kernel", "experts_kernel"
+LINEAR, LARGE, EXPERTS, FEW = "hopper_kernel", "large_kernel", "experts_kernel", "few_experts_kernel"
 ATTENTION = (DENSE, PROMPT, MLA, MLA_PROMPT)
 
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(not TRITON_PRESENT, reason="needs triton")
 
 
 def test_all_fit_a_multiprocessor(compiled: list[dict[str, int | str]]) -> None:
-    assert len(compiled) == 18
+    assert len(compiled) == 20
     assert all(0 < int(facts["shared"]) <= MOST_SHARED for facts in compiled)
 
 
@@ -65,6 +65,11 @@ def test_products_for_many_rows_follow_each_other(compiled: list[dict[str, int |
     assert [(f["matrix"], f["held_up"]) for f in large] == [(36, 12), (8, 4), (16, 4)]  # of 3, 2 and 2 groups
 
 
+def test_products_of_few_rows_follow_each_other(compiled: list[dict[str, int | str]]) -> None:
+    """Two waits for each of the two linears, as above, and no registers spilled."""
+    assert [(f["matrix"], f["held_up"], f["spills"]) for f in compiled if f["kernel"] == FEW] == [(16, 4, 0)] * 2
+
+
 def test_registers_for_many_rows_are_spilled_around_loops_only(compiled: list[dict[str, int | str]]) -> None:
     """None but of an addition in parts, those of a part's end. A seldom path that keeps values needs far more."""
     gate, addition, narrow = (int(f["spills"]) for f in compiled if f["kernel"] == LARGE)
@@ -75,7 +80,7 @@ def test_registers_for_many_rows_are_spilled_around_loops_only(compiled: list[di
 def test_every_warp_waits_for_the_kernel_before(compiled: list[dict[str, int | str]]) -> None:
     """Attention has two kinds of warps, and each must wait: one reads new keys, the other queries. So has LARGE."""
     # Each group of PROMPT waits, its copying warp before lengths, too; MLA_PROMPT has two groups and two that copy.
-    waits = {DENSE: 2, PROMPT: 4, MLA: 2, MLA_PROMPT: 4, LARGE: 3, EXPERTS: 3}
+    waits = {DENSE: 2, PROMPT: 4, MLA: 2, MLA_PROMPT: 4, LARGE: 3, EXPERTS: 3, FEW: 2}
     assert {(f["kernel"], f["waits"]) for f in compiled} == {*waits.items(), (LINEAR, 1), (LARGE, 4)}  # of three groups
 
 

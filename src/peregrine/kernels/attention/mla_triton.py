@@ -46,7 +46,7 @@ from peregrine.kernels.attention.plan import (
 from peregrine.kernels.attention.triton import MERGE_REGISTERS, PROMPT_REGISTERS, checked_queries, key_block, padded
 from peregrine.kernels.runtime.fence import fence_copies
 from peregrine.kernels.runtime.gpu import launch
-from peregrine.kernels.runtime.pdl import enter
+from peregrine.kernels.runtime.pdl import enter, release, wait
 
 L_ROWS = tl.constexpr(64)  # rows of l: the height of a matrix instruction
 # Sizes that differ from call to call: kernels are not compiled again for special values of them.
@@ -353,7 +353,8 @@ def mla_merge_kernel(  # type: ignore[no-untyped-def]
     HEADS_EACH: tl.constexpr = HEADS if HEADS < ROWS else ROWS
     QUERIES: tl.constexpr = ROWS // HEADS_EACH
     HEAD_TILES: tl.constexpr = (HEADS + HEADS_EACH - 1) // HEADS_EACH
-    enter()
+    release()
+    wait()
     head, token = tl.program_id(1), tl.program_id(2)
     row, query = token // q_len, token % q_len
     limit = tl.load(limits + token) if TREE else tl.load(positions + token).to(tl.int32) + 1

@@ -57,6 +57,7 @@ class ExpertChoice:
 
     experts: Tensor  # [N, choices] i32
     weights: Tensor  # [N, choices] f32
+    num_shared: int = 0  # the last ones of every row are the last experts of all
 
 
 def pack_router(weight: Tensor, rule: RoutingRule | None = None, bias: Tensor | None = None) -> WeightFormat:

@@ -16,7 +16,7 @@ from peregrine.kernels.moe.reference import LEAST_SUM, ExpertChoice, RoutingRule
 from peregrine.kernels.residual import Residual
 from peregrine.kernels.residual.triton import root_mean_square
 from peregrine.kernels.runtime.gpu import dense_rows, launch
-from peregrine.kernels.runtime.pdl import enter
+from peregrine.kernels.runtime.pdl import release, wait
 from peregrine.kernels.sampling.triton import order_of
 
 MAX_SPLIT = 8
@@ -77,7 +77,7 @@ def route(residual: Residual, router: TritonWeight, rule: RoutingRule, bias: Ten
         num_warps=1,
         pdl=True,
     )
-    return ExpertChoice(experts, weights)
+    return ExpertChoice(experts, weights, rule.num_shared)
 
 
 def pick_split(num_inputs: int) -> int:
@@ -154,7 +154,8 @@ def route_kernel(  # type: ignore[no-untyped-def]
     SLOTS: tl.constexpr,
 ):
     """One row by the rule of reference.py; its scores lie in a table of groups by experts in a group."""
-    enter()
+    release()
+    wait()
     row = tl.program_id(0).to(tl.int64)
     group, inner = tl.arange(0, GROUPS), tl.arange(0, WIDTH)
     index = group[:, None] * IN_GROUP + inner[None, :]

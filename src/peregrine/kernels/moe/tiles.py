@@ -8,6 +8,8 @@ GATED = {16: (64, 128, 4, 2), 32: (64, 64, 4, 5), 64: (64, 64, 4, 4), 128: (128,
 PLAIN = {16: (64, 128, 4, 3), 32: (64, 128, 4, 4), 64: (64, 128, 4, 3), 128: (128, 64, 8, 4)}
 # Used instead of GATED[16] when 3 to 4.5 programs per multiprocessor are needed: four fit, which avoids a tail wave.
 CROWDED, AT_ONCE = (64, 64, 4, 3), (3 * MULTIPROCESSORS, 4.5 * MULTIPROCESSORS)
+# Of Hopper's own kernel for few rows: rows of a tile, pairs of row and expert, experts, inputs of a step and of a row.
+FEW_ROWS, FEW_PAIRS, FEW_EXPERTS, FEW_DEPTH, FEW_INPUTS = 8, 64, 256, 128, 2048
 DIRECT_ROWS = min(GATED)  # up to here a block holds all rows of a pass, and no plan is needed
 
 

@@ -22,12 +22,20 @@ from peregrine.kernels.linear.tiles import LARGE_DEPTH, Room, Tile
 from peregrine.kernels.moe.gather_triton import gated, most_blocks
 from peregrine.kernels.moe.plan_triton import direct_block, plan, planned_block
 from peregrine.kernels.moe.reference import ExpertChoice, ExpertFormat, ExpertShare
-from peregrine.kernels.moe.tiles import DIRECT_ROWS, pick_expert_tiles
+from peregrine.kernels.moe.tiles import (
+    DIRECT_ROWS,
+    FEW_DEPTH,
+    FEW_EXPERTS,
+    FEW_INPUTS,
+    FEW_PAIRS,
+    FEW_ROWS,
+    pick_expert_tiles,
+)
 from peregrine.kernels.residual import Norm, Residual, splits_norm, start_residual
 from peregrine.kernels.residual.triton import counted_square, fine_square, is_small, root_mean_square, weighted
 from peregrine.kernels.runtime.fence import fence_copies
 from peregrine.kernels.runtime.gpu import dense_rows, is_hopper, launch, shared_bytes
-from peregrine.kernels.runtime.pdl import enter
+from peregrine.kernels.runtime.pdl import enter, release, wait
 
 MAX_ROWS = 4096  # of one pass; longer inputs are cut, which bounds the memory of expert outputs
 HOPPER_PAIRS = 32  # pairs of an expert on average, above which Hopper's own kernels serve
@@ -69,10 +77,15 @@ class TritonExperts(ExpertFormat):
         squares, stale = residual.take_sums()
         for first in range(0, len(before), MAX_ROWS):
             rows = slice(first, first + MAX_ROWS)
-            own = ExpertChoice(choice.experts[rows].contiguous(), choice.weights[rows].contiguous())
+            parts = choice.experts[rows].contiguous(), choice.weights[rows].contiguous()
+            own = ExpertChoice(*parts, choice.num_shared)
             own_scale = None if scale is None else (scale[0][rows], scale[1])
-            x, weights, places = residual.normed[rows], (self.weight, down.weight), None
-            if share is None and self.bias is None and hopper_takes_experts(self.weight, own.experts.numel()):
+            x, weights, places, counters = residual.normed[rows], (self.weight, down.weight), None, None
+            if share is None and self.bias is None and hopper_takes_few(self.weight, *own.experts.shape):
+                from peregrine.kernels.moe.hopper_few import few_outputs  # imports Gluon
+
+                outputs, counters = few_outputs(x, own_scale, own, *weights)
+            elif share is None and self.bias is None and hopper_takes_experts(self.weight, own.experts.numel()):
                 from peregrine.kernels.moe.hopper import placed_outputs  # imports Gluon
 
                 outputs, places = placed_outputs(x, own_scale, own, *weights)
@@ -81,7 +94,8 @@ class TritonExperts(ExpertFormat):
                 outputs = expert_outputs(x, own_scale, own, *weights, None, biases, self.limit, share)
                 outputs = outputs if share is None else share.merge(outputs)
             made = values[rows], scaled[rows], squares[rows], stale[rows]
-            combine(outputs, before[rows], norm.weight if splits_norm(norm, before) else None, made, places)
+            weight = norm.weight if splits_norm(norm, before) else None
+            combine(outputs, before[rows], weight, made, places, counters)
         if splits_norm(norm, before):
             return Residual(values, scaled, squares, stale, norm.eps)
         return start_residual(values, norm)
@@ -251,17 +265,33 @@ def hopper_takes_experts(gate_up: Tensor, num_pairs: int) -> bool:
     return fits and is_half and is_hopper(gate_up) and num_pairs > HOPPER_PAIRS * num_experts
 
 
+def hopper_takes_few(gate_up: Tensor, num_rows: int, choices: int) -> bool:
+    """Whether Hopper's own kernel for few rows serves: they fit its tile and its lists, and inputs are whole steps."""
+    num_experts, outputs, size = gate_up.shape
+    few = num_rows <= FEW_ROWS and num_rows * choices <= FEW_PAIRS and num_experts <= FEW_EXPERTS
+    fits = size % FEW_DEPTH == 0 and outputs % (2 * FEW_DEPTH) == 0 and max(size, outputs // 2) <= FEW_INPUTS
+    is_half = gate_up.dtype in (torch.bfloat16, torch.float16)
+    return few and fits and is_half and is_hopper(gate_up)
+
+
 def combine(
-    outputs: Tensor, residual: Tensor, norm: Tensor | None, made: tuple[Tensor, ...], places: Tensor | None = None
+    outputs: Tensor,
+    residual: Tensor,
+    norm: Tensor | None,
+    made: tuple[Tensor, ...],
+    places: Tensor | None = None,
+    counters: Tensor | None = None,
 ) -> None:
     """Add up the expert outputs of each row, [N * choices, H] or at `places` [N * choices], and the residual [N, H].
 
-    Into `made`: (sum, sum * norm, squares, squares to set to zero); without a norm only the sum is written.
+    Into `made`: (sum, sum * norm, squares, squares to set to zero); without a norm only the sum is written. `counters`
+    are set to zero.
     """
     num_rows, size = residual.shape
-    pointers = outputs, places, residual, residual if norm is None else norm, *made
+    pointers = outputs, places, residual, residual if norm is None else norm, *made, counters
     choices = (len(outputs) if places is None else len(places)) // num_rows
     sizes = {"H": size, "CHOICES": choices, "NORM": norm is not None, "BLOCK": COMBINED}
+    sizes["COUNTERS"] = 0 if counters is None else len(counters)
     launch(combine_kernel, (triton.cdiv(size, COMBINED), num_rows), *pointers, **sizes, num_warps=4, pdl=True)
 
 
@@ -281,12 +311,15 @@ def combine_kernel(  # type: ignore[no-untyped-def]
     scaled,  # [N, H]
     next_squares,  # [N, 2] i64
     stale_squares,  # [N, 2] i64
+    counters,  # [COUNTERS] i32, or None
     H: tl.constexpr,
     CHOICES: tl.constexpr,
     NORM: tl.constexpr,
     BLOCK: tl.constexpr,
+    COUNTERS: tl.constexpr,
 ):
     """Grid (blocks of columns, rows): expert outputs in order, the residual, the first half of the next norm."""
+    release()
     row = tl.program_id(1).to(tl.int64)
     cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = cols < H
@@ -294,7 +327,9 @@ def combine_kernel(  # type: ignore[no-untyped-def]
     before = tl.load(residual + row * H + cols, mask=inside, other=0.0).to(tl.float32)
     if NORM:
         norms = tl.load(norm + cols, mask=inside, other=0.0).to(tl.float32)
-    enter()
+    wait()
+    if counters is not None and (tl.program_id(0) == 0) & (row == 0):
+        tl.store(counters + tl.arange(0, COUNTERS), tl.zeros((COUNTERS,), tl.int32))
     total = tl.load(outputs + place_of(places, row * CHOICES) * H + cols, mask=inside, other=0.0).to(tl.float32)
     for choice in tl.static_range(1, CHOICES):
         place = place_of(places, row * CHOICES + choice)

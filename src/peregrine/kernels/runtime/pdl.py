@@ -4,7 +4,7 @@ A kernel launched with `pdl=True` starts once every program of the previous kern
 its own `wait` returns it may read only what no kernel writes, such as weights; after it, everything that earlier
 kernels wrote. If the previous kernel calls `release` only after its own `wait`, then everything written before *that*
 kernel may be read before `wait` too: decode attention reads lengths and page tables early, because the previous kernel
-is the one that rotates queries and keys.
+is the one that rotates queries and keys. A kernel whose next one reads only weights early calls `release` at once.
 """
 
 import triton
