@@ -108,7 +108,7 @@ def planned_us(rows: int, rounds: int, chance: float, wanted: str, clock: Clock)
         if isinstance(plan, LonePlan):  # a kernel makes the drafts and follows the rule
             paused = time.thread_time()
             made = drafts_by(plan.rule, chance)
-            passed, offered = torch.tensor([float(made)] + [chance] * DEPTH), [made]
+            passed, offered = np.array([float(made)] + [chance] * DEPTH), [made]
             began += time.thread_time() - paused
             plan.take(passed)
         elif isinstance(plan, SteadyPlan):
@@ -117,13 +117,13 @@ def planned_us(rows: int, rounds: int, chance: float, wanted: str, clock: Clock)
             drafts_on = len(plan.drafted) > 0
             while drafts_on and (plan.add(said[plan.rows] if plan.rows is not None else said), plan.go_on())[1]:
                 pass
-            offered = [len(line) for line in plan.guesses]
+            offered = plan.known.made
         ended = time.thread_time()
         drafts = np.array(plan.windows.lens) - 1
         clock.seconds += 1e-3 * (3.0 + 0.05 * sum(plan.windows.lens) + 0.35 * max(offered))
         right = np.minimum((dice.random((rows, DEPTH)) < chance).cumprod(axis=1).sum(axis=1), drafts)
         table = np.stack([1 + right, right, drafts, np.zeros_like(right)], axis=1)
-        times = None if repeated and done % TIMED else RoundTimes(6.0, 1.0, [], 0.2)
+        times = None if done % TIMED else RoundTimes(6.0, 1.0, [], 0.2)
         judged = time.thread_time()
         if not (repeated and plan.rests):  # then the engine has no verdicts to take in
             planner.learn(plan, table, times)

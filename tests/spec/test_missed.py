@@ -51,7 +51,9 @@ class RestingPlanner(WindowPlanner):
         rests, number = requests[0].num_tokens in self.rest, requests[0].num_tokens
         self.nums_missed.append(requests[0].num_missed)
         self.stored.append((number, keys_of(self.engine, requests[0])))
-        return RoundPlan(self, requests, [1] * len(requests), [] if rests else list(range(len(requests))))
+        return RoundPlan(
+            self, self.by_draft.rows_of(requests), (1,) * len(requests), [] if rests else list(range(len(requests)))
+        )
 
     def learn(self, plan: AnyPlan, table: Ints, times: RoundTimes | None) -> None:
         """Nothing."""

@@ -1,27 +1,31 @@
 """Odds of drafts: they approach what verdicts say, by the drafter's word and by request."""
 
+import math
 import random
 
+import numpy as np
 import pytest
 
-from peregrine.spec.odds import ALIKE, DEPTH_PRIOR, FIRST_GUESS, HOPE, Guess, Odds, RequestOdds
+from peregrine.spec.odds import ALIKE, DEPTH_PRIOR, FIRST_GUESS, HOPE, Odds, RequestOdds
 from spec.verdicts import judge_counts
 
-
-def feed(odds: Odds, own: RequestOdds, said: float | None, truth: float, count: int, dice: random.Random) -> Guess:
-    """Let `count` drafts of the first depth be judged; returns the last guess."""
-    for _ in range(count):
-        guess = odds.guess(0, said, own)
-        odds.judge(guess, dice.random() < truth, own)
-    return guess
+NOTHING = math.nan
 
 
-@pytest.mark.parametrize("said", [None, 0.95])
-def test_a_chance_becomes_the_share_that_was_right(said: float | None) -> None:
+def feed(odds: Odds, own: RequestOdds, said: float, truth: float, count: int, dice: random.Random) -> None:
+    """Let `count` drafts of the first depth be judged and made."""
+    right = np.array([dice.random() < truth for _ in range(count)], np.int64)
+    drafts = np.tile([1.0, said], (count, 1))
+    odds.judge_chains(np.ones(count, np.int64), right, drafts, drafts, own)
+
+
+@pytest.mark.parametrize("said", [NOTHING, 0.95])
+def test_a_chance_becomes_the_share_that_was_right(said: float) -> None:
     odds, dice = Odds(), random.Random(1)
     for _ in range(40):
         feed(odds, RequestOdds(), said, 0.3, 20, dice)
-    assert odds.guess(0, said, RequestOdds()).chance == pytest.approx(0.3, abs=0.06)
+    chance = odds.chance_at(0) if math.isnan(said) else odds.guess(0, said, RequestOdds()).chance
+    assert chance == pytest.approx(0.3, abs=0.06)
     assert odds.expect(0, RequestOdds()) == pytest.approx(0.3, abs=0.1)
 
 
@@ -39,9 +43,9 @@ def test_what_the_drafter_says_separates_drafts_of_one_depth() -> None:
 def test_a_request_has_a_record_of_its_own_that_fades() -> None:
     odds, dice = Odds(), random.Random(3)
     for _ in range(30):
-        feed(odds, RequestOdds(), None, 0.8, 20, dice)
+        feed(odds, RequestOdds(), NOTHING, 0.8, 20, dice)
     stranger = RequestOdds()
-    feed(odds, stranger, None, 0.0, 30, dice)
+    feed(odds, stranger, NOTHING, 0.0, 30, dice)
     assert odds.expect(0, stranger) < 0.3 < 0.6 < odds.expect(0, RequestOdds())
     for _ in range(200):  # rounds in which nothing was tried
         stranger.fade()
@@ -49,10 +53,12 @@ def test_a_request_has_a_record_of_its_own_that_fades() -> None:
 
 
 def test_calibration_error_of_a_wrong_drafter() -> None:
-    odds, own = Odds(), RequestOdds()
+    odds, dice = Odds(), random.Random(4)
+    expected = 0.0
     for _ in range(10):
-        odds.judge(Guess(0, 0.9, 0.9, 0.9), False, own)
-    assert odds.calibration_error == pytest.approx(0.9)
+        expected += odds.guess(0, 0.93, RequestOdds()).chance
+        feed(odds, RequestOdds(), 0.93, 0.0, 1, dice)
+    assert odds.calibration_error == pytest.approx(expected / 10)
     assert Odds().calibration_error == 0.0
 
 
@@ -77,8 +83,8 @@ def test_first_drafts_are_hoped_for_while_few_were_made() -> None:
         odds = Odds()
         if count:
             judge_counts(odds, {(1, 1): 6 * count // 10, (1, 0): 4 * count // 10}, RequestOdds())
-        first, second = odds.survivals_by_depth(1.0, 2)
-        assert second == pytest.approx(first * odds.chance_at(1)), "of the first alone"
+        first, second = odds.hoped_by_depth(2)
+        assert second == odds.chance_at(1), "of the first alone"
         hopes.append(first - odds.chance_at(0))
     assert hopes == pytest.approx([HOPE / (DEPTH_PRIOR + count) ** 0.5 for count in (0, 10, 100, 1000)])
 
@@ -87,9 +93,9 @@ def test_drafts_made_where_others_seemed_likely_say_nothing_of_any() -> None:
     """A second draft after a likely first one is right more often than one after any first one."""
     odds, own = Odds(), RequestOdds()
     judge_counts(odds, {(1, 1): 60, (1, 0): 40}, own)
-    for _ in range(100):
-        odds.judge(Guess(1, 0.9, 0.9, 0.9), True, own)
-    assert odds.chance_at(1) == odds.chance_at(0) == pytest.approx(0.6)
+    rounds = np.full(100, 2)
+    odds.judge_chains(rounds, rounds, np.tile([2, 0.9, 0.9], (100, 1)), np.zeros((100, 1)), own)
+    assert odds.chance_at(1) == odds.chance_at(0) < 0.9
     judge_counts(odds, {(2, 1): 80}, own)
     assert odds.chance_at(1) < 0.2
     assert odds.guess(1, 0.9, own).engine_chance > 0.9, "what the drafter is sure of stays likely"

@@ -23,14 +23,14 @@ from peregrine.engine.planned_rates import PlannedRate
 from peregrine.engine.planning import AnyPlan, WindowPlanner
 from peregrine.engine.request import Request
 from peregrine.engine.round_costs import RoundCosts
-from peregrine.engine.round_plan import RoundPlan, choose_verified
+from peregrine.engine.round_plan import RoundPlan
 from peregrine.engine.round_times import RoundTimes
 from peregrine.engine.steady import SteadyPlan, SteadyRounds
 from peregrine.kernels.round import HEADER, GateRule
 from peregrine.sampling import SamplingParams
 from peregrine.spec.branches import RANKS
 from peregrine.spec.links import Branched
-from peregrine.spec.odds import DEPTH_PRIOR, DEPTHS, EDGES, HOPE, MIDDLES, PRIOR, Ints, Odds, RequestOdds
+from peregrine.spec.odds import DEPTH_PRIOR, DEPTHS, EDGES, HOPE, MIDDLES, Ints, Odds, RequestOdds
 from peregrine.spec.planner import Costs, trim_windows, worth_taking
 from peregrine.spec.windows import Windows
 from spec.block_heads import block_head, calm_model
@@ -62,8 +62,8 @@ class RandomPlan(RoundPlan):
     dice: random.Random
 
     def go_on(self) -> bool:
-        depth = len(self.guesses[self.drafted[0]])
-        return all(depth < self.planner.cap_of(self.requests[row]) for row in self.drafted) and self.dice.random() < 0.7
+        caps = [self.known.cap(row) for row in self.drafted]
+        return self.known.made[self.drafted[0]] < min(caps) and self.dice.random() < 0.7
 
 
 class RandomPlanner(WindowPlanner):
@@ -78,7 +78,7 @@ class RandomPlanner(WindowPlanner):
 
     def plan(self, requests: Sequence[Request], offered: Sequence[int]) -> AnyPlan:
         self.alone.settle(self.odds)
-        choose_verified(self, requests, offered, whole=False)
+        self.by_draft.leave()
         style = self.dice.choice(("rest", "rest", "any", "any", "all", "steady"))
         if style == "steady" and not self.looks_up and not any(r.matcher or r.params.tree == "tree" for r in requests):
             most = min([self.depth, *(r.params.num_drafts or 0 for r in requests if r.params.num_drafts is not None)])
@@ -86,11 +86,13 @@ class RandomPlanner(WindowPlanner):
                 if len(requests) == 1 and self.dice.random() < 0.6:
                     return self._any_gates(requests, offered[0], most)
                 return self._some_steady(requests, offered, self.dice.randint(1, most))
-        lens = [1 + (self.dice.randint(0, count) if style != "rest" else 0) for count in offered]
+        lens = tuple(1 + (self.dice.randint(0, count) if style != "rest" else 0) for count in offered)
         able = [row for row, request in enumerate(requests) if self.cap_of(request)]
         drafted = [row for row in able if style == "all" or (style == "any" and self.dice.random() < 0.5)]
+        known = self.by_draft.rows_of(requests)
+        known.choose(self.costs, offered, self.rate, whole=True)
         branched = self._branch(requests, lens) if style != "rest" and self.room else None
-        plan = RandomPlan(self, requests, lens, list(range(len(requests))) if self.looks_up else drafted, branched)
+        plan = RandomPlan(self, known, lens, list(range(len(requests))) if self.looks_up else drafted, branched)
         plan.dice, plan.ranks = self.dice, RANKS if self.room else 1
         self._again = None
         self.rested += plan.rests
@@ -221,8 +223,9 @@ def test_rows_with_grammars(name: str) -> None:
 class Steady(RoundCosts):
     """Costs that no round changes."""
 
-    def learn(self, *_: object, **__: object) -> None:
+    def learn_planned(self, *_: object) -> float:
         """The machine's speed plays no part."""
+        return 1.0
 
     def learn_steady(self, *_: object, **__: object) -> float:
         return 1.0
@@ -387,13 +390,13 @@ def test_one_row_follows_the_rule_of_all(said: list[float], rate: float, data: s
     verify, absorb, step = (tuple(zip((1, 4, 9), part, strict=False)) for part in parts)
     costs, depth, own = Costs(verify, absorb, step, 6), 6, RequestOdds(3.0, 2.0)
     odds = Odds()
-    odds.judge_line([0.9, 0.4, 0.7], 2, own)
+    odds.judge_chains(np.array([3]), np.array([2]), np.array([[3, 0.9, 0.4, 0.7]]), np.zeros((1, 1)), own)
     rule = lone_rule(costs, odds, own, rate, depth)
     plan, survival = LonePlan(rule, 1), 1.0
     for made, value in enumerate(said, 1):
         plan.add(torch.tensor([value]))
         middle = MIDDLES[bisect(EDGES, value)]
-        survival *= odds.guess(made - 1, middle, own, counts=False).chance
+        survival *= odds.guess(made - 1, middle, own).chance
         assert plan.survivals[-1] == pytest.approx(survival)
         wanted = [survival * odds.expect(made, own)] if made < depth else []
         count, gain = worth_taking(costs, wanted, 1 + made, rate, made)
@@ -415,7 +418,7 @@ def test_a_request_alone_is_planned_by_gates_and_beside_others_otherwise() -> No
     again = planner.plan([first], [2])
     assert again.windows.lens == (3,)
     assert isinstance(again, LonePlan)
-    assert again.read == pytest.approx([0.95, 0.9])
+    assert again.read == pytest.approx([2, 0.95, 0.9])
     again.add(torch.tensor([0.6]))
     beside = planner.plan([first, second], [1, 0])
     assert not isinstance(beside, LonePlan)
@@ -432,18 +435,17 @@ def test_verdicts_of_a_request_alone_are_counted_when_rounds_are_decided() -> No
     plan = alone.plan([request], 0)
     for chance in (0.95, 0.85, 0.75):
         plan.add(torch.tensor([chance]))
-    alone.plan([request], 3)
     verified = alone.plan([request], 3)
-    verified.read = [0.95, 0.85, 0.75]
+    assert verified.read == pytest.approx([3, 0.95, 0.85, 0.75])
     alone.note(verified, np.array([[2, 1, 0, 0]]), RoundTimes(4.0, 0.2, []))
     assert not odds.tenths[9][0]
     record = PlanRecord()
     alone.learn(lambda _: odds, lambda _: rate, record)
     assert record.ms == pytest.approx(4.2)
-    assert {
-        place: (count.right - PRIOR * MIDDLES[place[1]], count.tried - PRIOR)
-        for place, count in odds.counts.items()
-        if count.tried != PRIOR
-    } == {(0, 9): (pytest.approx(1.0), 1.0), (1, 8): (pytest.approx(0.0), 1.0)}
+    more = odds.counts - Odds().counts
+    assert {place: tuple(more[place]) for place in zip(*more[..., 1].nonzero(), strict=True)} == {
+        (0, 9): (pytest.approx(1.0), 1.0),
+        (1, 8): (pytest.approx(0.0), 1.0),
+    }
     assert rate.value(0.1) != rate.value(0.2)
     assert (request.odds.right, odds.num_judged) == (1.0, 2.0)

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peregrine.engine.planned_rates import PlannedRate
-from peregrine.engine.round_costs import measure_costs
+from peregrine.engine.round_costs import PlannedRound, measure_costs
 from peregrine.engine.round_times import RoundTimes
 from peregrine.spec.planner import Costs, depth_plan, ms_at, paying_depths, plan_depths, trim_windows
+from peregrine.spec.windows import Windows
 
 chances = st.floats(0.01, 0.99)
 rows = st.lists(st.lists(chances, max_size=3), min_size=1, max_size=4)
@@ -211,8 +212,9 @@ def test_rounds_tell_how_the_drafter_compares_with_the_verification() -> None:
         times = steady([2, 2], 3)
         off = 9.0 if number % 4 == 1 else 1.0  # interrupted, or it recorded a new size
         slow = RoundTimes(off * 2 * times.verify_ms, 4 * times.first_ms, [4 * ms for ms in times.steps_ms])
-        measured.learn(4, [2, 2, 2], slow)
-        measured.learn(5, [2, 2, 2], RoundTimes(2 * 2.5, 9.0, []), even=False)  # speed alone
+        usual = PlannedRound(Windows.of((2, 2)), [2, 2, 2], False, True, slow, 0, None)
+        some = RoundTimes(2 * 2.5, 9.0, [])
+        measured.learn_planned([usual, PlannedRound(Windows.of((5,)), [2, 2, 2], False, False, some, 0, None)])
     after = measured.costs()
     assert after.verify == before.verify
     assert after.step_ms(4, 0) == pytest.approx(2 * before.step_ms(4, 0))

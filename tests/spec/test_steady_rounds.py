@@ -185,7 +185,7 @@ def test_drafts_at_the_beginning_of_an_answer_do_not_count(generated: int, limit
         steady.note(plan, np.array([[1, 0, 0, FINISH_NONE]]), None)
         request.tokens.append(0)
     steady.learn(lambda _: odds, lambda _: None, record)
-    assert odds.depths[0].tried == counted
+    assert odds.depths[0, 1] == counted
     assert request.odds.right == 0.0
     assert record.tokens == 19
 

@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 
+import numpy as np
+
 from peregrine.spec.odds import Odds, RequestOdds
 
 
@@ -10,4 +12,4 @@ def judge_counts(odds: Odds, counts: Mapping[tuple[int, int], int], own: Request
     depths = range(max(known for known, _ in counts))
     tried = [sum(count for (known, _), count in counts.items() if known > depth) for depth in depths]
     right = [sum(count for (_, correct), count in counts.items() if correct > depth) for depth in depths]
-    odds.judge_rounds(sum(counts.values()), [tried], [right], [own])
+    odds.judge_rounds(sum(counts.values()), np.array([tried]), np.array([right]), [own])

@@ -5,9 +5,12 @@ rule is a comparison for each draft. What it compares with follows from costs an
 at once; so the drafter need not ask between its steps (`kernels/round/gate.py`), and verdicts are taken in together.
 """
 
+from collections import Counter
 from collections.abc import Sequence
-from math import inf
+from itertools import groupby
+from math import inf, isnan
 
+import numpy as np
 from torch import Tensor
 
 from peregrine.engine.plan_record import PlanRecord
@@ -17,7 +20,7 @@ from peregrine.engine.round_times import RoundTimes
 from peregrine.engine.steady import OddsOf, RateOf
 from peregrine.kernels.round import FINISH_NONE, HEADER, GateRule
 from peregrine.spec.links import Branched
-from peregrine.spec.odds import EDGES, Floats, Ints, Odds, RequestOdds, survivals_of
+from peregrine.spec.odds import EDGES, Floats, Ints, Odds, RequestOdds, survivals
 from peregrine.spec.planner import Costs
 from peregrine.spec.windows import Windows
 
@@ -33,6 +36,30 @@ def lone_rule(costs: Costs, odds: Odds, own: RequestOdds, rate: float, depth: in
     return GateRule(EDGES, odds.chances_with(own), (*least, inf), tuple(spent))
 
 
+NOTHING = np.zeros(1)
+
+
+def line_of(said: Sequence[float]) -> Floats:
+    """How many drafts there are, and what is said of each."""
+    return np.array([float(len(said)), *said])
+
+
+def stacked(lines: Sequence[Floats]) -> Floats:
+    """Such lines as one array [n, longest]; few rounds have lines of unlike lengths."""
+    widths = set(map(len, lines))
+    same = len(widths) == 1
+    return np.array(lines if same else [np.pad(line, (0, max(widths) - len(line))) for line in lines])
+
+
+def expected_tokens(rule: GateRule, offered: Ints, read: Floats) -> float:
+    """Of rounds that verify so many [n] of the drafts in the window, of which this was said: [n, 1 + K]."""
+    said = read[:, 1:]
+    levels = np.minimum(np.arange(said.shape[1]), len(rule.chances) - 1)
+    chances = np.array(rule.chances)[levels, np.searchsorted(rule.edges, said, side="right")]
+    verified = np.arange(said.shape[1]) < offered[:, None]
+    return len(read) + float((chances.cumprod(axis=1) * verified).sum())
+
+
 class LonePlan:
     """The plan of one round; see `spec.windows.Plan`."""
 
@@ -41,14 +68,13 @@ class LonePlan:
     rows: Tensor | None = None
     branched: Branched | None = None
 
-    def __init__(
-        self, rule: GateRule, length: int, requests: Sequence[Request] = (), read: Sequence[float] = ()
-    ) -> None:
+    def __init__(self, rule: GateRule, length: int, requests: Sequence[Request] = (), read: Floats = NOTHING) -> None:
         self.rule, self.requests, self.drafted = rule, tuple(requests), [0]
         self.windows = self.paths = Windows.of((length,))
         self.offered = [length - 1]
-        self.read = read  # what is said of the drafts in the window, of which this round verifies the first ones
-        self.said: list[float] = []  # and of those that it makes
+        # How many drafts are in the window, and what is said of each; this round verifies the first ones.
+        self.read = read
+        self.made = NOTHING  # the same of those that it makes
 
     def __reduce__(self) -> tuple[type["LonePlan"], tuple[GateRule, int]]:
         """Ranks that follow need no request."""
@@ -59,11 +85,10 @@ class LonePlan:
         return self
 
     def take(self, passed: Floats) -> None:
-        made, *said = passed.tolist()  # now: the next round writes over it
-        self.said = said[: int(made)]
+        self.made = passed.copy()  # now: the next round writes over it
 
     def add(self, chances: Tensor, ranked: tuple[Tensor, Tensor] | None = None) -> None:
-        self.said.extend(chances.tolist())
+        self.made = line_of([*self.said, *chances.tolist()])
 
     def go_on(self) -> bool:
         survivals = self.survivals
@@ -73,19 +98,21 @@ class LonePlan:
         return self.rule.verified(self.survivals)
 
     @property
+    def said(self) -> list[float]:
+        """What is said of the drafts that it makes."""
+        count, *said = self.made.tolist()
+        return said[: int(count)]
+
+    @property
     def survivals(self) -> list[float]:
         """Of the drafts that it makes."""
         return self.rule.survivals(self.said)
 
     @property
-    def verified(self) -> Sequence[float]:
-        """What was said of the drafts that this round verifies."""
-        return self.read[: self.offered[0]]
-
-    @property
     def expected(self) -> float:
         """Tokens of this round."""
-        return 1.0 + sum(self.rule.survivals(self.verified))
+        verified = self.read[1 : 1 + self.offered[0]].tolist()
+        return 1.0 + sum(self.rule.survivals(verified))
 
     def force(self, forced: Tensor) -> None:
         """A request with a grammar has other plans."""
@@ -106,12 +133,12 @@ class LoneRounds:
         assert self.rule is not None
         last, count = self._last, offered
         if last is not None and last.requests[0] is requests[0]:
-            said = last.said
+            read = last.made
         else:
             guesses = requests[0].guesses
-            said = [guess.chance if guess.said is None else guess.said for guess in guesses]
-            count = self.rule.verified(survivals_of(guesses[:offered]))
-        self._last = LonePlan(self.rule, 1 + count, requests, said)
+            read = line_of([guess.chance if isnan(guess.said) else guess.said for guess in guesses])
+            count = self.rule.verified(survivals(guess.chance for guess in guesses[:offered]))
+        self._last = LonePlan(self.rule, 1 + count, requests, read)
         return self._last
 
     def settle(self, odds_of: OddsOf) -> None:
@@ -119,8 +146,7 @@ class LoneRounds:
         if self._last is not None:
             (request,) = self._last.requests
             odds = odds_of(request)
-            made = enumerate(self._last.said)
-            request.guesses = [odds.guess(depth, said, request.odds, counts=False) for depth, said in made]
+            request.guesses = [odds.guess(depth, said, request.odds) for depth, said in enumerate(self._last.said)]
             request.ranked, self._last = [], None
 
     def note(self, plan: LonePlan, table: Ints, times: RoundTimes | None) -> None:
@@ -138,17 +164,23 @@ class LoneRounds:
         Their tokens count for the rate of rounds that are planned draft by draft.
         """
         past, took = list[PastRound](), 0.0
-        for plan, table, times in self._rounds:
-            won, right, _, finish = table[0, :HEADER].tolist()
-            (request,), ended = plan.requests, finish != FINISH_NONE
-            read, made = plan.verified, plan.said
-            odds = odds_of(request)
-            record.note(plan.windows.lens, won, plan.expected)
-            odds.judge_line(read[: right + (not ended)], right, request.odds)
-            odds.count_made(made)
-            if times is not None:
-                past.append(PastRound(1 + len(read), 1, len(made), times, right + 1, rate_of(plan.requests)))
-                took += times.ms
+        for (requests, _), kept in groupby(self._rounds, key=lambda kept: (kept[0].requests, id(kept[0].rule))):
+            rounds = list(kept)
+            plans = [plan for plan, _, _ in rounds]
+            verdicts = np.concatenate([table[:, :HEADER] for _, table, _ in rounds])  # [n, HEADER]
+            won, right, _, finish = verdicts.T
+            offered = np.array([plan.offered[0] for plan in plans])
+            known = np.minimum(offered, right + (finish == FINISH_NONE))
+            (request,), rate = requests, rate_of(requests)
+            read, made = stacked([plan.read for plan in plans]), stacked([plan.made for plan in plans])
+            odds_of(request).judge_chains(known, right.copy(), read, made, request.odds)
+            record.note_rows(Counter((1 + offered).tolist()), int(won.sum()))
+            record.expected_tokens += expected_tokens(plans[0].rule, offered, read)
+            for (plan, _, times), count in zip(rounds, right.tolist(), strict=True):
+                if times is not None:
+                    tokens, drafts = plan.windows.lens[0], int(plan.made[0])
+                    past.append(PastRound(tokens, 1, drafts, times, count + 1, rate))
+                    took += times.ms
         self._rounds.clear()
         record.expected_ms += self.measured.learn_steady(past, alone=True)
         record.ms += took

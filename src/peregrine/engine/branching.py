@@ -6,6 +6,7 @@ from typing import NamedTuple
 from peregrine.engine.request import Request
 from peregrine.spec.branches import RANKS, RankOdds, branch_windows, whole_tree
 from peregrine.spec.links import Branched
+from peregrine.spec.odds import survivals as survivals_of
 from peregrine.spec.planner import Costs
 
 ASKED_EVERY = 16  # rounds after which the drafter's further choices are asked for again, while no branch pays
@@ -14,9 +15,9 @@ TREE_DRAFTS = 3  # the least that are drafted for a request whose windows are al
 
 
 class Choice(NamedTuple):
-    """The windows of a round: drafts in each row's chain, the windows if some branch, and what branches may win."""
+    """The windows of a round: nodes of each row's chain, the windows if some branch, and what branches may win."""
 
-    depths: list[int]
+    lens: tuple[int, ...]
     branched: Branched | None
     gain: float  # expected tokens
 
@@ -51,23 +52,28 @@ class Branching:
         self,
         costs: Costs,
         requests: Sequence[Request],
-        chains: list[int],
-        survivals: Sequence[Sequence[float]],
+        chains: tuple[int, ...],
+        chances: Sequence[Sequence[float]],
         rate: float,
     ) -> Choice:
-        """The windows of the next round, where `chains` would be verified without branches."""
-        seconds = [self._seconds(request, len(line)) for request, line in zip(requests, survivals, strict=True)]
-        known = all(len(r.ranked) >= len(line) for r, line in zip(requests, survivals, strict=True))
+        """The windows of the next round, where `chains` would be verified without branches.
+
+        `chances` are those of the drafts in each row's window.
+        """
+        seconds = [self._seconds(request, line) for request, line in zip(requests, chances, strict=True)]
+        known = all(len(r.ranked) >= len(line) for r, line in zip(requests, chances, strict=True))
         if not known or not any(map(any, seconds)) or any(request.matcher is not None for request in requests):
             return Choice(chains, None, 0.0)
-        depths, places = branch_windows(costs, survivals, seconds, rate, self.room, chains)
+        survivals = [survivals_of(line) for line in chances]
+        deepest = [length - 1 for length in chains]
+        depths, places = branch_windows(costs, survivals, seconds, rate, self.room, deepest)
         if any(places):
             self._until = self._rounds + ASKED_FOR
         for row, request in enumerate(requests):
             if request.params.tree == "tree":
                 depths[row], places[row] = whole_tree(survivals[row], seconds[row], self.room)
         if not any(places):
-            return Choice(depths, None, 0.0)
+            return Choice(tuple([1 + depth for depth in depths]), None, 0.0)
         lines, branches, gain = [], [], 0.0
         for row, request in enumerate(requests):
             ranked = request.ranked
@@ -75,15 +81,15 @@ class Branching:
             branches.append([(at, ranked[at][0][1 + further]) for at, further in places[row]])
             for at, further in places[row]:
                 gain += (survivals[row][at - 1] if at else 1.0) * seconds[row][at][further]
-        return Choice(depths, Branched.of(lines, branches), gain)
+        return Choice(tuple([1 + depth for depth in depths]), Branched.of(lines, branches), gain)
 
-    def _seconds(self, request: Request, depth: int) -> list[list[float]]:
-        """The chances of further choices at each depth of a request's chain."""
+    def _seconds(self, request: Request, chances: Sequence[float]) -> list[list[float]]:
+        """The chances of further choices at each depth of a request's chain, whose drafts have these chances."""
         if request.params.tree == "chain":
             return []
         odds = self.odds[request.params.temperature > 0]
-        drafts = zip(request.ranked[:depth], request.guesses, strict=False)
-        return [odds.chances(said[1:], 1.0 - guess.chance) for (_, said), guess in drafts]
+        drafts = zip(request.ranked, chances, strict=False)
+        return [odds.chances(said[1:], 1.0 - chance) for (_, said), chance in drafts]
 
     def learn(self, request: Request, tokens: Sequence[int], right: int) -> None:
         """Take in the tokens of a round, the first `right` of which were the chain's drafts."""

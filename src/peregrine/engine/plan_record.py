@@ -23,6 +23,13 @@ class PlanRecord:
         self.tokens += tokens
         self.expected_tokens += rounds * expected
 
+    def note_rows(self, lens: Counter[int], tokens: int) -> None:
+        """Count rounds of one row whose windows have these lengths; they gave so many tokens in all."""
+        self.windows += lens
+        self.rounds["drafts"] += lens.total() - lens[1]
+        self.rounds["plain"] += lens[1]
+        self.tokens += tokens
+
     def note_rests(self, rows: int, rounds: int) -> None:
         """Count rounds in which all rows rested."""
         self.windows[1] += rows * rounds

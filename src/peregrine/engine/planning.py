@@ -18,21 +18,23 @@ from dataclasses import replace
 from functools import partial
 
 from peregrine.engine.alone import LonePlan, LoneRounds, lone_rule
-from peregrine.engine.branching import Branching, Choice
+from peregrine.engine.branching import Branching
+from peregrine.engine.by_draft import RoundsByDraft
 from peregrine.engine.missed import Missed
 from peregrine.engine.plan_record import PlanRecord
 from peregrine.engine.planned_rates import PlannedRate, PlannedRates
 from peregrine.engine.probes import Probes
 from peregrine.engine.request import Request
 from peregrine.engine.round_costs import RoundCosts
-from peregrine.engine.round_plan import RoundPlan, choose_verified, expected_survivals
+from peregrine.engine.round_plan import RoundPlan, expected_survivals
 from peregrine.engine.round_times import RoundTimes
 from peregrine.engine.steady import SteadyPlan, SteadyRounds
-from peregrine.spec.odds import Ints, Odds, survivals_of
+from peregrine.spec.odds import Ints, Odds, odds_by_kind
 from peregrine.spec.planner import Costs, plan_depths
 
 KEPT, MOST_KEPT = 16, 64  # rounds for which it is decided whether to draft; twice as many each time that it stays so
 FEWER = 8  # rounds for which it is kept if some requests have ended
+MOST_PLANNED = 128  # the same of rounds that are planned draft by draft
 MOST_RESTED = 512  # where rows rest: nothing is learnt there, so that only a trial can change the decision
 JUDGED = 150  # drafts with a verdict before rounds count for the rate of planned ones: the odds have to be learnt first
 LOOK_AHEAD = 4  # drafts that are planned before the first is made; further ones are decided step by step
@@ -54,13 +56,14 @@ class WindowPlanner:
         self._record = PlanRecord()
         self._rounds, self.probes = 0, Probes()
         self._probing = 0  # drafts of each row that the last round made for a probe
-        self._odds = {False: Odds(), True: Odds()}  # by whether a request is sampled
+        lines, self._odds = odds_by_kind()  # by whether a request is sampled
         self._planned: list[Request] = []  # for whom `_drafted` was chosen
         self._drafted: list[int] = []  # rows that are drafted for
         self._due = 0  # the round after which they are chosen anew
         self._kept = KEPT
         self.missed = Missed(measured, max_stall_ms)
         self.steady, self.alone = SteadyRounds(measured, self.missed), LoneRounds(measured)
+        self.by_draft = RoundsByDraft(measured, lines, depth, self.branching)
         self._drafts = 0  # of every row, if it is one number for all
         self._resting: dict[int, bool] = {}  # whether so many rows rest, by the last decision
         self._rounds_of: Counter[int] = Counter()  # rounds of so many rows
@@ -78,8 +81,8 @@ class WindowPlanner:
         record, plan = self._record.copy(), self._again
         if plan is not None and plan.rests:
             record.note_rests(len(plan.requests), self._rested)
-        self.steady.count(record)
-        self.alone.count(record)
+        for rounds in (self.steady, self.alone, self.by_draft):
+            rounds.count(record)
         return record
 
     def odds(self, request: Request) -> Odds:
@@ -142,12 +145,15 @@ class WindowPlanner:
             ranks = 1 if branching is None else branching.ranks(requests, worth)
             if ranks == 1 and not requests[0].ranked:
                 self._rounds, self._probing = self._rounds + 1, 0
+                self.by_draft.leave()
                 return self.alone.plan(requests, offered[0])
         self.alone.settle(self.odds)
         if self._drafts:
             return self._plan_steady(requests, offered)
-        self._refresh()
+        if self._rested:
+            self._count_rests()
         self._rounds += 1
+        rows = self.by_draft.rows_of(requests)
         drafted = self._drafted
         probe = self.probes.depth(self._rounds, map(self.cap_of, requests)) if self._probes else 0
         wanted = branching.wants(requests) if branching is not None else 0
@@ -155,19 +161,22 @@ class WindowPlanner:
             drafted = list(range(len(requests)))
         elif probe:
             drafted = sorted({*drafted, *self.probes.rows(requests)})
-        probing, verified = self._probing, choose_verified(self, requests, offered, whole=self._probing > 0)
-        choice = Choice(verified, None, 0.0)
+        probing, whole = self._probing, self._probing > 0 or not any(offered)
+        lens, won = rows.choose(self.costs, offered, self.rate, whole)
+        branched, gain = None, 0.0
         if not ranks:
             ranks = branching.ranks(requests, worth) if branching is not None and drafted else 1
         if branching is not None and any(offered) and (wanted or not probing):
-            lines = [survivals_of(request.guesses[: self.cap_of(request)]) for request in requests]
+            chances = [rows.chances(row) for row in range(len(requests))]
             more = self.measured.planning_ms if self.alone.rule is not None else 0.0
             costs = replace(self.costs, branched=self.costs.branched + more)
-            choice = branching.choose(costs, requests, verified, lines, self.rate)
-        plan = RoundPlan(self, requests, [1 + depth for depth in choice.depths], drafted, choice.branched, ranks)
-        self._probing, plan.probe, plan.expected = probe, max(probe, wanted), choice.gain
-        for request, depth in zip(requests, choice.depths, strict=True):
-            plan.expected += 1 + sum(survivals_of(request.guesses[:depth]))
+            before = lens
+            lens, branched, gain = branching.choose(costs, requests, lens, chances, self.rate)
+            if lens != before:
+                won = rows.won(lens)
+        plan = RoundPlan(self, rows, lens, drafted, branched, ranks)
+        self._probing, plan.probe = probe, max(probe, wanted)
+        plan.expected = len(requests) + won + gain
         self._again = plan if plan.rests else None
         return plan
 
@@ -175,7 +184,7 @@ class WindowPlanner:
         """If some of the requests have ended, the decision is kept for a while: others often end soon after them."""
         if self._drafted or self._drafts > self._most(requests) or not set(requests) < set(self._planned):
             return False
-        self._refresh()
+        self._count_rests()
         self._count_rounds()
         self.measured.periods.begin(None, goes_on=False)
         self._planned, self._again, self._due = requests.copy(), None, min(self._due, self._rounds + FEWER)
@@ -188,7 +197,6 @@ class WindowPlanner:
     def _decide(self, requests: list[Request]) -> None:
         """Decide for some rounds whether rows get drafts: each as it deserves them, or one number for all."""
         self._take_in()
-        self._refresh()
         self._again = None
         rows, before, trial, usual = len(requests), (bool(self._drafted), self._drafts), 0, 1
         goes_on, passed = requests == self._planned, self._rounds - self._decided
@@ -197,7 +205,7 @@ class WindowPlanner:
         by_draft = self.looks_up or any(r.matcher is not None or r.params.tree == "tree" for r in requests)
         if by_draft:
             means = {sampled: odds.means_by_depth(LOOK_AHEAD) for sampled, odds in self._odds.items()}
-            lines = [expected_survivals(self, r, means[r.params.temperature > 0]) for r in requests]
+            lines = [expected_survivals(r, means[r.params.temperature > 0], self.cap_of(r)) for r in requests]
             following = plan_depths(self.costs_of(rows), lines)
             drafts, foreseen = max(following.depths), following.rate
         else:
@@ -220,7 +228,7 @@ class WindowPlanner:
         size = None if planned or by_draft else (rows, self._drafts)
         self.measured.periods.begin(size, goes_on)
         same = before == (planned, self._drafts) and (goes_on or not planned)
-        most = MOST_RESTED if self._resting[rows] else MOST_KEPT
+        most = MOST_RESTED if self._resting[rows] else MOST_PLANNED if planned else MOST_KEPT
         self._kept = trial if trial and not planned else min(most, 2 * self._kept) if same else KEPT
         self._planned, self._due = list(requests), self._rounds + self._kept
         self.rate = max(plain, rate)  # only planned rounds ask for it
@@ -233,18 +241,23 @@ class WindowPlanner:
         self.rates.of(requests, steady=True).fade(0 if self._drafts else passed)
 
     def _take_in(self) -> None:
-        """Learn from the rounds whose verdicts were kept."""
+        """Learn from the rounds whose verdicts or times were kept."""
+        self._count_rests()
+        self.by_draft.leave()
         self.steady.learn(self.odds, partial(self.rates.of, steady=True), self._record)
         self.alone.learn(self.odds, self._known_rate, self._record)
+        self._refresh()
 
     def _refresh(self) -> None:
-        """See what rounds have cost; count those in which all rows rested, and let what is known of the rows fade."""
-        if self.measured.changed:
-            self.costs, self._costs_of = self.measured.costs(), {}
+        """See what rounds have cost."""
+        self.by_draft.learn(self._known_rate, self._record)
+        self.costs, self._costs_of = self.measured.costs(), {}
+
+    def _count_rests(self) -> None:
+        """Count the rounds in which all rows rested, and let what is known of the rows fade."""
         if self._again is not None and self._rested:
             self._record.note_rests(len(self._again.requests), self._rested)
-            for request in self._again.requests:
-                request.odds.fade(self._rested)
+            self.by_draft.rest(self._rested)
         self._rested = 0
 
     def _most(self, requests: Sequence[Request]) -> int:
@@ -259,6 +272,7 @@ class WindowPlanner:
         """The drafts that there are, up to the number for all; the rounds after it have just that many."""
         self._rounds += 1
         self._probing = 0
+        self.by_draft.leave()
         for request in requests:
             request.guesses, request.ranked = [], []
         drafts = self._drafts
@@ -281,19 +295,6 @@ class WindowPlanner:
             return self.steady.note(plan, table, times)
         if isinstance(plan, LonePlan):
             return self.alone.note(plan, table, times)
-        assert times is not None, "only rounds that are taken in together may not be timed"
-        record, lens, lines = self._record, plan.windows.lens, table.tolist()
-        plan.judge(lines, self.branching)
-        record.windows.update(lens)
-        won, tokens, rate = sum(line[1] + 1 for line in lines), sum(lens), None
-        record.tokens += won
-        plain, same = tokens == len(lens), min(lens) > 1
-        record.rounds["tree" if plan.branched else "plain" if plain else "drafts" if same else "mixed"] += 1
-        record.expected_tokens += plan.expected
-        branches, usual = plan.branched is not None, plan.rows is None and not plan.probe
-        record.expected_ms += self.measured.expect(tokens, plan.steps, plan.rests, branches)
-        record.ms += times.ms
-        if usual and plan.steps:
-            rate = self._known_rate(plan.requests)
-        ragged, learn = not plan.windows.is_uniform, self.measured.learn
-        learn(tokens, plan.steps, times, even=usual, ragged=ragged, branches=branches, rate=rate, won=won)
+        self.by_draft.note(plan, table, times, self._record)
+        if self.by_draft.are_due:
+            self._refresh()

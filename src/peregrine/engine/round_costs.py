@@ -19,10 +19,10 @@ from peregrine.engine.periods import Periods
 from peregrine.engine.planned_rates import PlannedRate
 from peregrine.engine.round_times import RoundTimes
 from peregrine.spec.planner import Costs, Points
+from peregrine.spec.windows import Windows
 
 RECENT, FIRST = 15, 5  # rounds whose median counts, and for how many of them the table does at first
 MOST_OFF = 2.0  # a round that takes this many times what it should was interrupted, or recorded a new size
-REFRESH = 16  # rounds after which plans see them anew
 TIME_LIMIT_S = 0.6  # of processor time, for all measurements
 PASSES = 8  # over all sizes, at most
 TIMED_DRAFTS = 3  # of each row, where a further draft is a step
@@ -40,6 +40,18 @@ class PastRound(NamedTuple):
     times: RoundTimes
     won: int
     rate: PlannedRate | None
+
+
+class PlannedRound(NamedTuple):
+    """A round that was planned draft by draft."""
+
+    windows: Windows
+    steps: Sequence[int]  # rows of each step of the drafter
+    branches: bool
+    even: bool  # all rows were drafted for
+    times: RoundTimes
+    won: int  # tokens
+    rate: PlannedRate | None  # for which they count
 
 
 class RoundCosts:
@@ -68,12 +80,7 @@ class RoundCosts:
         self._missed = deque([1.0], RECENT)  # what it took to read missed tokens, over the table
         self.periods = Periods()  # of rounds with one number of drafts for all, and of those without
         self._now = 1.0  # the speed at the moment
-        self._rounds = 0
         self._known = self._table
-
-    @property
-    def changed(self) -> bool:
-        return self._rounds % REFRESH == 0
 
     def costs(self) -> Costs:
         """The table as a value, with what real rounds have said."""
@@ -159,45 +166,41 @@ class RoundCosts:
         """Milliseconds that a round of one row takes more, if the drafter ranks tokens for branches."""
         return max(0.0, middle(self._planning))
 
-    def expect(self, tokens: int, steps: Sequence[int], rests: bool, branches: bool = False) -> float:
+    def expect(self, tokens: int, steps: Sequence[int], branches: bool = False) -> float:
         """Milliseconds of a round at the machine's present speed, without what the host does after it."""
         known = self._known
-        more = (known.branched if branches else 0.0) + (0.0 if rests else known.absorb_ms(tokens))
+        more = (known.branched if branches else 0.0) + (known.absorb_ms(tokens) if steps else 0.0)
         return self._now * (self._table.verify_ms(tokens) + known.steps_ms(steps) + more)
 
-    def learn(
-        self,
-        tokens: int,
-        steps: Sequence[int],
-        times: RoundTimes,
-        *,
-        even: bool = True,
-        ragged: bool = False,
-        branches: bool = False,
-        rate: PlannedRate | None = None,
-        won: int = 0,
-    ) -> None:
-        """Take in one real round; `even`: all rows are drafted for; `ragged`: their windows differ in length.
+    def learn_planned(self, rounds: Sequence[PlannedRound]) -> float:
+        """Take in rounds that were planned draft by draft; returns the milliseconds that they should take.
 
-        Then it says nothing of the machine's speed: the table is of windows of one length.
-        If it is one of many with drafts, `won` are its tokens, which count for their `rate`.
+        Where windows differ in length or branch, they say nothing of the machine's speed: the table is of others.
         """
-        self._rounds += 1
-        table, expected = self._table, self.expect(tokens, steps, rests=False, branches=branches)
-        if not branches and not ragged:
-            self._speed.append(ratio(times.verify_ms, table.verify_ms(tokens)))
+        table, total = self._table, 0.0
+        for past in rounds[-RECENT:]:
+            if past.windows.is_uniform and not past.branches:
+                tokens = past.windows.window.num_tokens
+                self._speed.append(ratio(past.times.verify_ms, table.verify_ms(tokens)))
         speed = self._now = middle(self._speed)
-        self._note_host(times.host_ms)
-        if even and steps and not branches and not ragged:
-            due = speed * (table.absorb_ms(tokens) + table.step_ms(steps[0], 0))
-            self._first.append(ratio(times.first(table.steps), due))
-            if len(steps) == sum(steps):
-                self._planning.append(times.ms / speed - self.steady_ms(1, len(steps)) + self._host)
-            if times.steps_ms and table.steps > 1:
-                due = speed * table.step_ms(steps[0], 1)
-                self._step.append(ratio(sum(times.steps_ms) / len(times.steps_ms), due))
-        if rate is not None and times.usual and times.ms < MOST_OFF * expected:
-            rate.note(won, times.ms / speed + self._host)
+        for past in rounds[-RECENT:]:
+            self._note_host(past.times.host_ms)
+        host = self._host
+        for windows, steps, branches, even, times, won, rate in rounds:
+            tokens = windows.window.num_tokens
+            expected = self.expect(tokens, steps, branches)
+            total += expected
+            if even and steps and not branches and windows.is_uniform:
+                due = speed * (table.absorb_ms(tokens) + table.step_ms(steps[0], 0))
+                self._first.append(ratio(times.first(table.steps), due))
+                if len(steps) == sum(steps):
+                    self._planning.append(times.ms / speed - self.steady_ms(1, len(steps)) + host)
+                if times.steps_ms and table.steps > 1:
+                    due = speed * table.step_ms(steps[0], 1)
+                    self._step.append(ratio(sum(times.steps_ms) / len(times.steps_ms), due))
+            if rate is not None and times.usual and times.ms < MOST_OFF * expected:
+                rate.note(won, times.ms / speed + host)
+        return total
 
 
 def middle(values: Iterable[float]) -> float:

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from peregrine.engine.branching import Branching
+from peregrine.engine.draft_rows import DraftRows
 from peregrine.engine.request import Request
-from peregrine.kernels.round import FINISH_NONE, HEADER
+from peregrine.kernels.round import HEADER
 from peregrine.spec.links import Branched
-from peregrine.spec.odds import MOST, Guess, Odds, survivals, survivals_of
-from peregrine.spec.planner import Costs, trim_windows, worth_taking
+from peregrine.spec.odds import MOST, Ints, survivals
+from peregrine.spec.planner import Costs
 from peregrine.spec.windows import Ruled, Windows, paths_of
 
 
@@ -20,13 +21,6 @@ class Planner(Protocol):
     """What a plan asks while the drafter works."""
 
     rate: float  # tokens per millisecond that time is worth
-    costs: Costs
-
-    def odds(self, request: Request) -> Odds:
-        """Of the class of requests that this one is in."""
-
-    def cap_of(self, request: Request) -> int:
-        """The most drafts a request may have after the round to come."""
 
     def costs_of(self, rows: int) -> Costs:
         """Where every step is made for so many rows."""
@@ -41,101 +35,79 @@ class RoundPlan:
     def __init__(
         self,
         planner: Planner,
-        requests: Sequence[Request],
-        lens: list[int],
+        known: DraftRows,
+        lens: tuple[int, ...],
         drafted: list[int],
         branched: Branched | None = None,
         ranks: int = 1,
     ) -> None:
-        self.planner, self.requests, self.branched, self.ranks = planner, requests, branched, ranks
+        self.planner, self.known, self.branched, self.ranks = planner, known, branched, ranks
+        self.requests = known.requests
         self.chains = lens  # nodes of each row's chain, the newest token included
-        self.windows = Windows.of(tuple(lens) if branched is None else branched.lens)
+        self.windows = Windows.of(lens if branched is None else branched.lens)
         self.paths = paths_of(self.windows, branched)
         self.rests = not drafted and sum(self.windows.lens) == len(lens)
         self.rows = None if len(drafted) == len(lens) else torch.tensor(drafted, dtype=torch.int64)
-        self.guesses: list[list[Guess]] = [[] for _ in requests]  # of the new drafts
-        self.ranked: list[list[tuple[list[int], list[float]]]] = [[] for _ in requests]  # the tokens they were among
+        self.ranked: list[list[tuple[list[int], list[float]]]] = []  # of each row, the tokens its drafts were among
         self.steps: list[int] = []  # rows of each step of the drafter
         self.stamps: list[float] = []  # seconds when each was done
         self.expected = 0.0  # tokens of this round
         self.probe = 0  # drafts that each of these rows gets, to learn what they cost and whether they are right
-        self.drafted, self._wanted = drafted, set(drafted)  # rows that are drafted for, and whose drafts seem to pay
-        self._survivals = [1.0] * len(drafted)  # of the drafts so far, in each row that is drafted for
-        self._tokens = len(lens)  # of the next round, as far as it is planned
+        self.drafted = drafted  # rows that are drafted for
+        known.draft(drafted)
+        self._wanted, self._tokens = len(drafted), len(lens)  # of the next round, as far as it is planned
 
     @property
     def offered(self) -> list[int]:
         """How deep the drafts of each row may be accepted."""
         return [length - 1 for length in self.chains] if self.branched is None else list(self.branched.deepest)
 
+    @property
+    def is_unusual(self) -> bool:
+        """Whether it drafts for some rows only, or its chains branch: there are few such rounds."""
+        return self.rows is not None or self.branched is not None or self.ranks > 1
+
     def add(self, chances: Tensor, ranked: tuple[Tensor, Tensor] | None = None) -> None:
         self.stamps.append(time.perf_counter())
         self.steps.append(len(self.drafted))
         if ranked is not None:
+            self.ranked = self.ranked or [[] for _ in self.chains]
             for row, tokens, said in zip(self.drafted, *(x.tolist() for x in ranked), strict=True):
                 self.ranked[row].append((tokens, said))
-        for place, (row, chance) in enumerate(zip(self.drafted, chances.tolist(), strict=True)):
-            request, line = self.requests[row], self.guesses[row]
-            guess = self.planner.odds(request).guess(len(line), chance, request.odds, row in self._wanted)
-            line.append(guess)
-            self._survivals[place] *= guess.chance
-        self._tokens += len(self._wanted)
+        self.known.add(chances, first=len(self.steps) == 1)
+        self._tokens += self._wanted
 
     def go_on(self) -> bool:
         planner, depth = self.planner, len(self.steps)
         if depth < self.probe:
             return True
-        survivals = []
-        for row, survival in zip(self.drafted, self._survivals, strict=True):
-            request = self.requests[row]
-            if depth < planner.cap_of(request):
-                survivals.append((survival * planner.odds(request).expect(depth, request.odds), row))
-        survivals.sort(reverse=True)
-        chances = [survival for survival, _ in survivals]
-        count, _ = worth_taking(planner.costs_of(len(self.drafted)), chances, self._tokens, planner.rate, depth)
-        self._wanted = {row for _, row in survivals[:count]}
-        return count > 0
+        costs = planner.costs_of(len(self.drafted))
+        self._wanted = self.known.want(costs, depth, self._tokens, planner.rate)
+        return self._wanted > 0
 
-    def judge(self, lines: Sequence[list[int]], branching: Branching | None) -> None:
-        """Learn from the round's verdict, a line for each row; its requests have the new drafts' guesses then."""
-        for row, (request, line) in enumerate(zip(self.requests, lines, strict=True)):
-            odds, own, verified = self.planner.odds(request), request.odds, self.chains[row] - 1
-            right, ended = line[1], line[3] != FINISH_NONE
-            if self.branched is not None:  # of the path, what is in the chain
-                path = line[(HEADER + len(line)) // 2 :]
-                right = sum(node <= verified for node in path[1 : right + 1])
-            own.fade()
-            for guess in request.guesses[: min(right, verified)]:
-                odds.judge(guess, True, own)
-            if right < verified and not (ended and right == line[1]):
-                odds.judge(request.guesses[right], False, own)
-            if branching is not None and request.ranked:
-                branching.learn(request, line[HEADER : HEADER + line[0]], right)
-            request.guesses, request.ranked = self.guesses[row], self.ranked[row]
+    def judge(self, table: Ints, branching: Branching | None) -> int:
+        """Learn from the round's verdicts [R, columns]; its rows have the new drafts then. Returns the tokens."""
+        won, right = self.known.judge(table, self.chains, self.branched)
+        if branching is not None:
+            for row, request in enumerate(self.requests):
+                if request.ranked:
+                    tokens = table[row, HEADER : HEADER + table[row, 0]].tolist()
+                    branching.learn(request, tokens, int(right[row]))
+                request.ranked = self.ranked[row] if self.ranked else []
+        return won
 
     def depths(self) -> Tensor | int:
-        depths = [len(line) for line in self.guesses]
+        if not self.steps:
+            return 0
+        depths = self.known.made
         return depths[0] if depths.count(depths[0]) == len(depths) else torch.tensor(depths)
 
     def force(self, forced: Tensor) -> None:
-        for line, known in zip(self.guesses, (forced >= 0).long().cumprod(dim=1).sum(dim=1).tolist(), strict=True):
-            line[:known] = [Guess(depth, None, 1.0, 1.0) for depth in range(known)]
+        known = (forced >= 0).long().cumprod(dim=1).sum(dim=1).tolist()
+        self.known.force(known, first=not self.steps)
 
 
-def choose_verified(planner: Planner, requests: Sequence[Request], offered: Sequence[int], whole: bool) -> list[int]:
-    """How many of the drafts that it is offered each row verifies: what pays, or the `whole` window."""
-    for request, count in zip(requests, offered, strict=True):
-        line = request.guesses
-        del line[count:]
-        while len(line) < count:  # the drafter said nothing of them
-            line.append(planner.odds(request).guess(len(line), None, request.odds))
-    if whole or not any(offered):
-        return list(offered)
-    lines = [survivals_of(request.guesses[: planner.cap_of(request)]) for request in requests]
-    return trim_windows(planner.costs, lines, planner.rate)
-
-
-def expected_survivals(planner: Planner, request: Request, means: Sequence[float]) -> list[float]:
+def expected_survivals(request: Request, means: Sequence[float], cap: int) -> list[float]:
     """The survival of drafts that have not been made, by the engine's mean chance at each depth."""
     factor = request.odds.factor
-    return survivals([min(MOST, mean * factor) for mean in means[: planner.cap_of(request)]])
+    return survivals([min(MOST, mean * factor) for mean in means[:cap]])

@@ -178,7 +178,7 @@ class Runner:
         planned: tuple[AnyPlan, RoundTimes | None] | AheadPlan | None = foreseen
         if plan is not None and (repeated is None or not repeated.rests):  # else there is nothing to learn
             stamps = plan.stamps if isinstance(plan, RoundPlan) else ()
-            timed = isinstance(plan, RoundPlan) or self.launched % TIMED == 0
+            timed = self.launched % TIMED == 0 or (isinstance(plan, RoundPlan) and plan.is_unusual)
             usual = count_recorded() == recorded
             planned = plan, self.watch.times(began, planned_at, stamps, usual, timed)
         self.in_flight.append(RoundInFlight(list(requests), packed, values, windows, ready, said, planned))

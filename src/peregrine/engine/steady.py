@@ -19,7 +19,7 @@ from peregrine.engine.request import Request
 from peregrine.engine.round_costs import PastRound, RoundCosts
 from peregrine.engine.round_times import FixedPlan, RoundTimes
 from peregrine.kernels.round import FINISH_NONE, HEADER
-from peregrine.spec.odds import Ints, Odds
+from peregrine.spec.odds import MOST, Ints, Odds, survivals
 from peregrine.spec.planner import Costs, depth_plan, plan_depths
 from peregrine.spec.state import Rows
 
@@ -97,7 +97,7 @@ class SteadyRounds:
         rows, last = len(requests), self._last.get(len(requests), self._present)
         if last is not None:
             most = min(most, last + 2)
-        lines = [odds_of(r).survivals_by_depth(r.odds.factor_with(OWN_PRIOR), most) for r in requests]
+        lines = expected_lines(requests, odds_of, most)
         rooms = [request.limit - request.num_tokens - 1 for request in requests]  # for drafts, in the next round
         times = self.measured.steady_times(rows, most)
         usual = [tokens / ms for tokens, ms in zip(added(lines, [most] * rows), times, strict=True)]
@@ -161,7 +161,7 @@ class SteadyRounds:
         Not tried, it would not be learnt; but trying takes time where rows are alike and reading tokens is not cheap.
         """
         rows, rates = len(requests), [0.0]
-        lines = [odds_of(r).survivals_by_depth(r.odds.factor_with(OWN_PRIOR), drafts) for r in requests]
+        lines = expected_lines(requests, odds_of, drafts)
         same = depth_plan(costs, lines, [drafts] * rows)
         firsts = [line[0] for line in lines]
         if max(firsts) > UNLIKE * min(firsts):
@@ -199,7 +199,7 @@ class SteadyRounds:
             kinds = [odds_of(request) for request in requests]
             for odds in {id(kind): kind for kind in kinds}.values():
                 rows = [row for row, kind in enumerate(kinds) if kind is odds]
-                tried, good = ([lines[row] for row in rows] for lines in counts)
+                tried, good = counts[:, rows]
                 odds.judge_rounds(len(rounds), tried, good, [requests[row].odds for row in rows])
             rate, tokens, first = rate_of(requests), won.sum(axis=1).tolist(), 0
             for plan, count in plans:
@@ -213,6 +213,17 @@ class SteadyRounds:
         self._rounds.clear()
         record.expected_ms += self.measured.learn_steady(past, alone=False)
         record.ms += took
+
+
+def expected_lines(requests: Sequence[Request], odds_of: OddsOf, most: int) -> list[list[float]]:
+    """The survivals of each row's drafts, whatever is said of them."""
+    hoped, lines = dict[Odds, list[float]](), list[list[float]]()
+    for request in requests:
+        odds, factor = odds_of(request), request.odds.factor_with(OWN_PRIOR)
+        if odds not in hoped:
+            hoped[odds] = odds.hoped_by_depth(most)
+        lines.append(survivals([min(MOST, chance * factor) for chance in hoped[odds]]))
+    return lines
 
 
 def trial_rounds(best: int) -> int:
@@ -235,7 +246,7 @@ def added(lines: Sequence[Sequence[float]], rooms: Sequence[int]) -> list[float]
     return list(accumulate(more, initial=float(len(lines))))
 
 
-def deeper(drafts: Ints, most: int) -> list[list[list[int]]]:
+def deeper(drafts: Ints, most: int) -> Ints:
     """In how many rounds a row had more drafts than 0, 1, ... most - 1, of two kinds: [2, n, R] -> [2, R, most]."""
-    counts: list[list[list[int]]] = (drafts[..., None] > np.arange(most)).sum(axis=1).tolist()
+    counts: Ints = (drafts[..., None] > np.arange(most)).sum(axis=1)
     return counts

@@ -10,7 +10,7 @@ from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from peregrine.spec.odds import PRIOR, Count
+from peregrine.spec.odds import MEMORY, PRIOR
 from peregrine.spec.planner import Costs
 
 RANKS = 3  # tokens of a step that may be verified, the draft itself included
@@ -19,6 +19,24 @@ EDGES = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4)  # of ranges of the drafter's own
 Survivals = Sequence[Sequence[float]]  # [row][depth]: the chance that the chain is right up to there
 Seconds = Sequence[Sequence[Sequence[float]]]  # [row][depth][i]: of the i-th further choice, if all before are right
 Place = tuple[int, int]  # depth and i of a further choice
+
+
+@dataclass(slots=True)
+class Count:
+    """How many drafts were right, of how many."""
+
+    right: float
+    tried: float
+
+    @property
+    def chance(self) -> float:
+        return self.right / self.tried
+
+    def add(self, right: bool) -> None:
+        self.right += right
+        self.tried += 1.0
+        if self.tried > MEMORY:
+            self.right, self.tried = self.right / 2, self.tried / 2
 
 
 @dataclass(slots=True)

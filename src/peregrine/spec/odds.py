@@ -7,13 +7,15 @@ has one factor: how many of its drafts were right over how many the engine's cou
 
 from bisect import bisect
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from operator import mul
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from peregrine.kernels.runtime.dispatch import DeviceFile
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -31,24 +33,13 @@ MIDDLES = tuple((low + high) / 2 for low, high in pairwise((0.0, *EDGES, 1.0)))
 MOST = 0.995
 HOPE = 0.3  # added to a mean chance, over the square root of the drafts it is made of
 TENTHS = 10
+RANGES = len(MIDDLES)
+MEANS = 2 * DEPTHS * RANGES  # where the parts of a line of `Odds` begin
+ALL = MEANS + 2 * DEPTHS
+COMPARED = ALL + 2 * DEPTHS
+LINE = COMPARED + 3 * TENTHS
 
-
-@dataclass(slots=True)
-class Count:
-    """How many drafts were right, of how many."""
-
-    right: float
-    tried: float
-
-    @property
-    def chance(self) -> float:
-        return self.right / self.tried
-
-    def add(self, right: float, memory: float = MEMORY, tried: float = 1.0) -> None:
-        self.right += right
-        self.tried += tried
-        if self.tried > memory:
-            self.right, self.tried = self.right / 2, self.tried / 2
+_rows = DeviceFile("peregrine.spec.rows_cpu")
 
 
 @dataclass(slots=True)
@@ -73,10 +64,9 @@ class RequestOdds:
 
 
 class Guess(NamedTuple):
-    """One draft: what the drafter said of it, and its chance."""
+    """One draft in a request's window: what the drafter said of it, and its chance."""
 
-    depth: int
-    said: float | None  # the drafter's own probability
+    said: float  # the drafter's own probability; NaN: it said nothing
     chance: float  # calibrated, with the request's factor
     engine_chance: float  # without it
 
@@ -86,70 +76,58 @@ def survivals(chances: Iterable[float]) -> list[float]:
     return list(accumulate(chances, mul))
 
 
-def survivals_of(guesses: Sequence[Guess]) -> list[float]:
-    """The same of drafts that were made."""
-    return survivals([guess.chance for guess in guesses])
-
-
-@dataclass(slots=True)
 class Odds:
-    """The engine's counts for one class of requests (greedy, or sampled)."""
+    """The engine's counts for one class of requests (greedy, or sampled).
 
-    counts: dict[tuple[int, int], Count] = field(default_factory=dict)  # (depth, range): drafts that were verified
-    means: dict[int, Count] = field(default_factory=dict)  # depth: chances of all drafts that were made
-    depths: dict[int, Count] = field(default_factory=dict)  # depth: drafts made whatever was said of those before
-    tenths: list[list[float]] = field(default_factory=lambda: [[0.0, 0.0, 0.0] for _ in range(TENTHS)])
+    Counts are pairs: how many drafts were right, of how many. They lie in one line of numbers, which compiled functions
+    read and write (`rows_cpu.py`).
+    """
+
+    def __init__(self, line: Floats | None = None) -> None:
+        self.line: Floats = np.zeros(LINE) if line is None else line
+        self.counts, self.means = counts_in(self.line), means_in(self.line)
+        self.depths, self.tenths = depths_in(self.line), tenths_in(self.line)
+        self.counts[..., 0], self.counts[..., 1] = PRIOR * np.array(MIDDLES), PRIOR  # the first guess
+        self.means[:] = FIRST_GUESS * PRIOR, PRIOR
 
     def expect(self, depth: int, own: RequestOdds) -> float:
         """The chance of a draft that has not been made."""
-        mean = self.means.get(min(depth, DEPTHS - 1))
-        return min(MOST, (FIRST_GUESS if mean is None else mean.chance) * own.factor)
+        right, made = self.means[min(depth, DEPTHS - 1)]
+        return min(MOST, float(right / made) * own.factor)
 
     def means_by_depth(self, count: int) -> list[float]:
         """The engine's mean chance of a draft at each of the first depths; higher while few drafts were made.
 
         Who rests learns nothing: a few wrong drafts at the start must not end drafting.
         """
-        found = [self.means.get(min(depth, DEPTHS - 1)) for depth in range(count)]
-        return [FIRST_GUESS if mean is None else min(MOST, mean.chance + HOPE / mean.tried**0.5) for mean in found]
+        found = [self.means[min(depth, DEPTHS - 1)] for depth in range(count)]
+        hopes = [HOPE / made**0.5 if made > PRIOR else 0.0 for _, made in found]
+        return [min(MOST, float(right / made + hope)) for (right, made), hope in zip(found, hopes, strict=True)]
 
-    def guess(self, depth: int, said: float | None, own: RequestOdds, counts: bool = True) -> Guess:
-        """A draft that was made; counts it among those of its depth, or not if only other rows wanted theirs."""
-        level = min(depth, DEPTHS - 1)
-        chance = self.chance_at(level) if said is None else self._count(level, said).chance
-        if counts:
-            self._mean(level).add(chance)
-        return Guess(depth, said, min(MOST, chance * own.factor), chance)
-
-    def count_made(self, said: Sequence[float]) -> None:
-        """Count the drafts of a chain, of which this was said, among those of their depths."""
-        for depth, value in enumerate(said):
-            level = min(depth, DEPTHS - 1)
-            self._mean(level).add(self._count(level, value).chance)
+    def guess(self, depth: int, said: float, own: RequestOdds) -> Guess:
+        """A draft that was made."""
+        right, tried = self.counts[min(depth, DEPTHS - 1), bisect(EDGES, said)]
+        chance = float(right / tried)
+        return Guess(said, min(MOST, chance * own.factor), chance)
 
     def chances_with(self, own: RequestOdds) -> tuple[tuple[float, ...], ...]:
         """The chances of a request's drafts, by depth and by the range of what is said of them."""
-        factor, levels = own.factor, range(DEPTHS)
-        return tuple(tuple(min(MOST, self._count(n, said).chance * factor) for said in MIDDLES) for n in levels)
+        chances = np.minimum(self.counts[..., 0] / self.counts[..., 1] * own.factor, MOST)
+        return tuple(tuple(map(float, level)) for level in chances)
 
-    def survivals_by_depth(self, factor: float, most: int) -> list[float]:
-        """The survivals of a row's drafts, whatever is said of them; `factor` is the request's own.
-
-        Higher while few first drafts were made: who rests learns nothing.
-        """
-        first = self.depths.get(0)
-        hope = HOPE / (DEPTH_PRIOR + (0.0 if first is None else first.tried)) ** 0.5
+    def hoped_by_depth(self, most: int) -> list[float]:
+        """`chances_by_depth`, but higher while few first drafts were made: who rests learns nothing."""
+        hope = HOPE / (DEPTH_PRIOR + float(self.depths[0, 1])) ** 0.5
         chances = self.chances_by_depth(most)
         chances[:1] = [chance + hope for chance in chances[:1]]
-        return survivals([min(MOST, chance * factor) for chance in chances])
+        return chances
 
     def chances_by_depth(self, most: int) -> list[float]:
         """The chances of drafts whatever the drafter says; where few had a verdict, that of the depth before."""
         chance, weight, chances = FIRST_GUESS, DEPTH_PRIOR, list[float]()
-        for level in range(min(most, DEPTHS)):
-            count = self.depths.get(level)
-            if count is not None:
-                chance = (count.right + weight * chance) / (count.tried + weight)
+        known = [float(count) for count in self.depths[:most].flat]
+        for right, tried in zip(known[::2], known[1::2], strict=True):
+            chance = (right + weight * chance) / (tried + weight)
             weight = ALIKE
             chances.append(chance)
         return chances + [chance] * (most - len(chances))
@@ -161,78 +139,56 @@ class Odds:
     @property
     def num_judged(self) -> float:
         """Drafts that had a verdict."""
-        return sum(tenth[0] for tenth in self.tenths)
+        return float(self.tenths[:, 0].sum())
 
-    def judge(self, guess: Guess, right: bool, own: RequestOdds) -> None:
-        """Count a verdict on a draft all of whose predecessors were right."""
-        level = min(guess.depth, DEPTHS - 1)
-        if guess.said is not None:
-            self._count(level, guess.said).add(right)
-        if guess.said is None or not level:
-            self._depth(level).add(right, DEPTH_MEMORY)
-        own.expected += guess.engine_chance
-        own.right += right
-        self._note(guess.chance, 1.0, float(right))
+    def judge_chains(self, known: Ints, right: Ints, read: Floats, made: Floats, own: RequestOdds) -> None:
+        """Count the verdicts of rounds of one request, and the drafts that they made.
 
-    def judge_line(self, said: Sequence[float], right: int, own: RequestOdds) -> None:
-        """Count the verdicts of one round: the first `right` of the drafts of which this was said were right."""
-        own.fade()
-        factor = own.factor
-        for depth, value in enumerate(said):
-            level, good = min(depth, DEPTHS - 1), depth < right
-            count = self._count(level, value)
-            chance = count.chance
-            count.add(good)
-            if not level:
-                self._depth(level).add(good, DEPTH_MEMORY)
-            own.expected += chance
-            own.right += good
-            self._note(min(MOST, chance * factor), 1.0, good)
+        Of the drafts in its window, known [n] had a verdict and right [n] were right. A line of read [n, 1 + K] says
+        how many drafts there were, and what was said of each; made [n, 1 + K] the same of those made.
+        """
+        record = np.array((own.expected, own.right))
+        _rows.judge_chains(self.line, record, known, right, read, made)
+        own.expected, own.right = map(float, record)
 
-    def judge_rounds(
-        self, rounds: int, tried: Sequence[Sequence[int]], right: Sequence[Sequence[int]], owns: Sequence[RequestOdds]
-    ) -> None:
+    def judge_rounds(self, rounds: int, tried: Ints, right: Ints, owns: Sequence[RequestOdds]) -> None:
         """Count the verdicts of many rounds: in how many each request's draft of each depth had one, and was right.
 
-        The drafter said nothing of these drafts.
+        [R, K] each. The drafter said nothing of these drafts.
         """
-        chances = self.chances_by_depth(len(tried[0]))
-        for own, made, good in zip(owns, tried, right, strict=True):
-            own.fade(rounds)
-            factor = own.factor
-            for chance, count, correct in zip(chances, made, good, strict=True):
-                own.expected += chance * count
-                own.right += correct
-                self._note(min(MOST, chance * factor), count, correct)
-        for depth in range(len(chances)):
-            count, correct = sum([line[depth] for line in tried]), sum([line[depth] for line in right])
-            self._depth(min(depth, DEPTHS - 1)).add(correct, DEPTH_MEMORY, count)
-
-    def _note(self, chance: float, tried: float, right: float) -> None:
-        """Compare a chance with what came of it."""
-        tenth = self.tenths[min(TENTHS - 1, int(chance * TENTHS))]
-        tenth[0] += tried
-        tenth[1] += chance * tried
-        tenth[2] += right
-
-    def _mean(self, level: int) -> Count:
-        mean = self.means.get(level)
-        if mean is None:
-            mean = self.means[level] = Count(FIRST_GUESS * PRIOR, PRIOR)
-        return mean
-
-    def _depth(self, level: int) -> Count:
-        return self.depths.setdefault(level, Count(0.0, 0.0))
-
-    def _count(self, level: int, said: float) -> Count:
-        place = bisect(EDGES, said)
-        count = self.counts.get((level, place))
-        if count is None:
-            count = self.counts[level, place] = Count(said * PRIOR, PRIOR)
-        return count
+        records = np.array([(own.expected, own.right) for own in owns])
+        _rows.judge_counts(self.line, records, rounds, np.ascontiguousarray(tried), np.ascontiguousarray(right))
+        for own, record in zip(owns, records, strict=True):
+            own.expected, own.right = map(float, record)
 
     @property
     def calibration_error(self) -> float:
         """The mean distance between the chance that was expected and the share that was right, over tenths."""
-        total = sum(count for count, _, _ in self.tenths)
-        return sum(abs(said - right) for _, said, right in self.tenths) / total if total else 0.0
+        count, said, right = self.tenths.T
+        return float(np.abs(said - right).sum() / max(1.0, count.sum()))
+
+
+def odds_by_kind() -> tuple[Floats, dict[bool, Odds]]:
+    """The odds of requests by whether they are sampled, and the lines of both: [2, LINE]."""
+    lines = np.zeros((2, LINE))
+    return lines, {False: Odds(lines[0]), True: Odds(lines[1])}
+
+
+def counts_in(line: Floats) -> Floats:
+    """Of a line of `Odds`: drafts that were verified, by depth and by the range of what was said of them."""
+    return line[:MEANS].reshape((DEPTHS, RANGES, 2))
+
+
+def means_in(line: Floats) -> Floats:
+    """The chances of all drafts that were made, by depth."""
+    return line[MEANS:ALL].reshape((DEPTHS, 2))
+
+
+def depths_in(line: Floats) -> Floats:
+    """Drafts that were made whatever was said of those before, by depth."""
+    return line[ALL:COMPARED].reshape((DEPTHS, 2))
+
+
+def tenths_in(line: Floats) -> Floats:
+    """By tenths of their chance: drafts, their chances, and how many were right."""
+    return line[COMPARED:].reshape((TENTHS, 3))

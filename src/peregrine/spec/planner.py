@@ -10,11 +10,39 @@ elsewhere: rate x (what it adds to the drafter's steps and to the verification).
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from peregrine.kernels.runtime.dispatch import DeviceFile
+from peregrine.spec.odds import Floats
 
 Points = tuple[tuple[int, float], ...]  # (size, milliseconds), sizes ascending
 
 MAX_ITERATIONS = 8  # the rate of a plan converges in two or three
 MOST_COUNTS = 8  # rows up to which every number of them is tried with a block; of more, powers of two
+
+_compiled = DeviceFile("peregrine.spec.planner_cpu")
+
+
+class Curves(NamedTuple):
+    """Sizes and milliseconds of the parts of a round: [2, n] each."""
+
+    verify: Floats
+    absorb: Floats
+    first: Floats
+    step: Floats
+
+    def step_at(self, level: int, steps: int) -> Floats:
+        """The step that drafts this level, where so many levels cost a step each."""
+        return FREE if level >= steps else self.step if level else self.first
+
+
+def curve(points: Points) -> Floats:
+    return np.ascontiguousarray(np.array(points, dtype=np.float64).T)
+
+
+FREE = curve(((1, 0.0),))
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +58,14 @@ class Costs:
     branched: float = 0.0  # more, if chains branch
     _verified: dict[int, float] = field(default_factory=dict, init=False, repr=False, compare=False)
     _read: dict[int, float] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _arrays: list[Curves] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    @property
+    def curves(self) -> Curves:
+        """For compiled functions."""
+        if not self._arrays:
+            self._arrays.append(Curves(*map(curve, (self.verify, self.absorb, self.first or self.step, self.step))))
+        return self._arrays[0]
 
     def verify_ms(self, tokens: int) -> float:
         ms = self._verified.get(tokens)
@@ -174,14 +210,10 @@ def paying_blocks(costs: Costs, survivals: Sequence[Sequence[float]], rate: floa
 
 def worth_taking(costs: Costs, survivals: Sequence[float], tokens: int, rate: float, level: int) -> tuple[int, float]:
     """How many of the survivals (falling) to give one draft more, and the tokens that this wins net."""
-    best, taken, won = 0.0, 0, 0.0
-    before = costs.read_ms(tokens)
-    for count, survival in enumerate(survivals, 1):
-        won += survival
-        net = won - rate * (costs.read_ms(tokens + count) - before + costs.step_ms(count, level))
-        if net > best:
-            best, taken = net, count
-    return taken, best
+    curves = costs.curves
+    step = curves.step_at(level, costs.steps)
+    taken, net = _compiled.worth(np.array(survivals, np.float64), curves.verify, curves.absorb, step, tokens, rate)
+    return taken, net
 
 
 def trim_windows(costs: Costs, survivals: Sequence[Sequence[float]], rate: float) -> list[int]:
@@ -190,24 +222,7 @@ def trim_windows(costs: Costs, survivals: Sequence[Sequence[float]], rate: float
     The time that it took to make them is spent. At a rate no lower than plain decoding's, the result is expected to
     be no slower than plain decoding.
     """
-    rows = len(survivals)
-    ranked = sorted(((-a, depth, row) for row, line in enumerate(survivals) for depth, a in enumerate(line)))
-    verified = costs.verify_ms(rows)
-    rate = max(rate, costs.plain_rate(rows))
-    best, taken, won = 0.0, 0, 0.0
-    for count, (negative, _, _) in enumerate(ranked, 1):
-        won -= negative
-        net = won - rate * (costs.verify_ms(rows + count) - verified)
-        if net > best:
-            best, taken = net, count
-    depths = [0] * rows
-    for _, _, row in ranked[:taken]:
-        depths[row] += 1
-    if min(depths) < max(depths):  # windows of one length may give more, since they cost less
-        best, won = best - rate * costs.ragged, 0.0
-        for depth in range(1 + min(map(len, survivals))):
-            won += sum(line[depth - 1] for line in survivals) if depth else 0.0
-            net = won - rate * (costs.verify_ms(rows * (1 + depth)) - verified)
-            if net > best:
-                best, depths = net, [depth] * rows
-    return depths
+    lens, taken = np.array([len(line) for line in survivals]), np.zeros(len(survivals), np.int64)
+    lines = np.array([[*line] + [0.0] * (max(lens) - len(line)) for line in survivals])
+    _compiled.trim(lines, lens, costs.curves.verify, costs.ragged, rate, taken)
+    return [int(depth) for depth in taken]

@@ -24,7 +24,8 @@ NUMBA_PRESENT = importlib.util.find_spec("numba") is not None
 FLOAT32 = torch.float32
 FOLDERS = "linear", "norm", "copy", "residual", "rope", "activation", "attention", "sampling", "round"
 FURTHER = "attention.plan_cpu", "round.places_cpu", "sampling.filters_cpu", "sampling.shares_cpu"
-COMPILED = (*(f"{folder}.cpu" for folder in FOLDERS), *FURTHER)
+PLANNING = "spec.planner_cpu", "spec.rows_cpu"
+COMPILED = (*(f"kernels.{folder}.cpu" for folder in FOLDERS), *(f"kernels.{name}" for name in FURTHER), *PLANNING)
 CLOSED = -1  # in the claim counter of a recorded call: those after it are not made
 PIECES_PER_THREAD = 4  # enough to even out threads of unlike speed; long pieces read memory faster
 
@@ -40,12 +41,12 @@ def numba_ready(*tensors: Tensor) -> bool:
 
 
 def load_kernels() -> Iterator[str]:
-    """Load every compiled kernel, one name at a time; the first time on a machine this compiles them."""
+    """Load every file with compiled functions, one name at a time; the first time on a machine this compiles them."""
     if not NUMBA_PRESENT:
         warn_without_numba()
     for name in COMPILED if NUMBA_PRESENT else ():
         yield name
-        importlib.import_module(f"peregrine.kernels.{name}")
+        importlib.import_module(f"peregrine.{name}")
 
 
 @functools.cache

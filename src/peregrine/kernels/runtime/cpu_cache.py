@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from numba import njit
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.core.ccallback import CFunc
 from numba.core.sigutils import normalize_signature
@@ -35,6 +36,25 @@ def compile_cached(body: Callable[..., Any], signature: Any, **options: Any) -> 
         compiled._cache = _SourceCache(body)  # type: ignore[attr-defined]
     compiled.compile()
     return compiled
+
+
+def jit_cached(signature: str) -> Callable[[Callable[..., Any]], Any]:
+    """Compile a function of arrays and numbers that Python calls, or load it from the same cache."""
+
+    def compile_body(body: Callable[..., Any]) -> Any:
+        compiled = jit_part(body)
+        with contextlib.suppress(RuntimeError):
+            compiled._cache = _SourceCache(body)
+        compiled.compile(signature)
+        compiled.disable_compile()  # arrays of other types are refused
+        return compiled
+
+    return compile_body
+
+
+def jit_part(body: Callable[..., Any]) -> Any:
+    """A part of such functions, compiled with them."""
+    return njit(error_model="numpy")(body)
 
 
 def source_hash(module: str) -> str:
