@@ -75,10 +75,12 @@ class RoundsByDraft:
         """Take in what rounds took; the tokens of those that drafted for all rows count for their rate."""
         self.count(record)
         self._seen.clear()
-        rounds = []
+        rounds, requests, known = [], None, None
         for plan, times, won in self._timed:
+            if plan.requests is not requests:
+                requests, known = plan.requests, rate_of(plan.requests)
             usual = plan.rows is None and not plan.probe
-            rate = rate_of(plan.requests) if usual and plan.steps else None
+            rate = known if usual and plan.steps else None
             rounds.append(PlannedRound(plan.windows, plan.steps, plan.branched is not None, usual, times, won, rate))
             record.ms += times.ms
         self._timed.clear()

@@ -15,7 +15,7 @@ from peregrine.kernels.runtime.dispatch import DeviceFile
 from peregrine.spec import draft_table as column
 from peregrine.spec.links import Branched
 from peregrine.spec.odds import OWN_MEMORY, Floats, Guess, Ints, survivals
-from peregrine.spec.planner import Costs
+from peregrine.spec.planner import Costs, Curves
 
 NONE = np.zeros(0, np.int64)
 
@@ -37,6 +37,9 @@ class DraftRows:
         self._drafted = table[:, column.DRAFTED]
         self._rows: Sequence[int] | None = None  # that are drafted for
         self._state = table, self.numbers, odds
+        self._costs: Costs | None = None
+        self._curves: Curves
+        self._chosen: Sequence[int] = ()
 
     @staticmethod
     def of(requests: Sequence[Request], odds: Floats, depth: int) -> "DraftRows":
@@ -75,7 +78,8 @@ class DraftRows:
         """
         self._offered[:] = offered
         won: float = _compiled.choose_windows(*self._state, costs.curves.verify, costs.ragged, rate, whole)
-        return tuple(self._lens.tolist()), won
+        self._chosen = lens = tuple(self._lens.tolist())
+        return lens, won
 
     def draft(self, rows: Sequence[int]) -> None:
         """These rows are drafted for."""
@@ -88,18 +92,24 @@ class DraftRows:
 
     def add(self, said: Tensor, first: bool) -> None:
         """One more draft of each row that is drafted for, of which the drafter says this [n]; `first`: of the round."""
+        _compiled.add_drafts(*self._state, self._values(said), first)
+
+    def add_and_want(self, said: Tensor, depth: int, costs: Costs, tokens: int, rate: float) -> int:
+        """The same; returns how many rows are worth one draft more after so many.
+
+        The next windows have so many tokens until now, where time is worth `rate` tokens per millisecond.
+        """
+        if costs is not self._costs:
+            self._costs, self._curves = costs, costs.curves
+        verify, absorb, _, _ = self._curves
+        step, values = self._curves.step_at(depth, costs.steps), self._values(said)
+        count: int = _compiled.add_and_want(*self._state, values, depth == 1, verify, absorb, step, depth, tokens, rate)
+        return count
+
+    def _values(self, said: Tensor) -> Floats:
         values = said.tolist()
         self._said[: len(values)] = values
-        _compiled.add_drafts(*self._state, self._said, first)
-
-    def want(self, costs: Costs, depth: int, tokens: int, rate: float) -> int:
-        """How many rows are worth one draft more after so many; the next windows have so many tokens until now."""
-        curves = costs.curves
-        step = curves.step_at(depth, costs.steps)
-        count: int = _compiled.want_drafts(
-            self.table, self.odds, curves.verify, curves.absorb, step, depth, tokens, rate
-        )
-        return count
+        return self._said
 
     @property
     def made(self) -> list[int]:
@@ -123,7 +133,8 @@ class DraftRows:
 
         Windows have the new drafts then.
         """
-        self._lens[:] = lens
+        if lens is not self._chosen:
+            self._lens[:] = lens
         right = NONE
         if branched is not None:  # of the path, what is in the chain
             path = table[:, (HEADER + table.shape[1]) // 2 + 1 :]

@@ -71,6 +71,8 @@ class RoundCosts:
         parts = rising(absorb), rising(step), steps, rising(first or {})
         self._table = Costs(rising(verify), *parts, ragged)
         self._steady_table: dict[tuple[int, int, int], float] = {}  # see `_steady_ms`
+        self._first_table: dict[tuple[int, int], float] = {}  # see `_first_ms`
+        self._expected: dict[tuple[int, ...], float] = {}  # see `_expect`; by `_known`
         self.branched = 0.0  # milliseconds more, if chains branch
         self._between: deque[float] = deque(maxlen=RECENT)  # milliseconds between rounds, at the table's speed
         # What rounds took, over the table: the verification; then, over that, the first drafts and further ones.
@@ -87,7 +89,7 @@ class RoundCosts:
         table, first, step = self._table, middle(self._first), middle(self._step)
         verify = scaled(table.verify, 1.0, self._host)
         parts = scaled(table.absorb, first), scaled(table.step, step), table.steps, scaled(table.first, first)
-        self._known = Costs(verify, *parts, table.ragged, self.branched)
+        self._known, self._expected = Costs(verify, *parts, table.ragged, self.branched), {}
         return self._known
 
     def replayed(self) -> Costs:
@@ -166,11 +168,21 @@ class RoundCosts:
         """Milliseconds that a round of one row takes more, if the drafter ranks tokens for branches."""
         return max(0.0, middle(self._planning))
 
-    def expect(self, tokens: int, steps: Sequence[int], branches: bool = False) -> float:
+    def _expect(self, tokens: int, steps: Sequence[int], branches: bool = False) -> float:
         """Milliseconds of a round at the machine's present speed, without what the host does after it."""
-        known = self._known
-        more = (known.branched if branches else 0.0) + (known.absorb_ms(tokens) if steps else 0.0)
-        return self._now * (self._table.verify_ms(tokens) + known.steps_ms(steps) + more)
+        known, size = self._known, (tokens, *steps)
+        ms = self._expected.get(size)
+        if ms is None:
+            absorbed = known.absorb_ms(tokens) if steps else 0.0
+            ms = self._expected[size] = self._table.verify_ms(tokens) + known.steps_ms(steps) + absorbed
+        return self._now * (ms + (known.branched if branches else 0.0))
+
+    def _first_ms(self, tokens: int, rows: int) -> float:
+        """By the table: until so many tokens are absorbed and so many rows have their first draft."""
+        ms = self._first_table.get((tokens, rows))
+        if ms is None:
+            ms = self._first_table[tokens, rows] = self._table.absorb_ms(tokens) + self._table.step_ms(rows, 0)
+        return ms
 
     def learn_planned(self, rounds: Sequence[PlannedRound]) -> float:
         """Take in rounds that were planned draft by draft; returns the milliseconds that they should take.
@@ -188,11 +200,10 @@ class RoundCosts:
         host = self._host
         for windows, steps, branches, even, times, won, rate in rounds:
             tokens = windows.window.num_tokens
-            expected = self.expect(tokens, steps, branches)
+            expected = self._expect(tokens, steps, branches)
             total += expected
             if even and steps and not branches and windows.is_uniform:
-                due = speed * (table.absorb_ms(tokens) + table.step_ms(steps[0], 0))
-                self._first.append(ratio(times.first(table.steps), due))
+                self._first.append(ratio(times.first(table.steps), speed * self._first_ms(tokens, steps[0])))
                 if len(steps) == sum(steps):
                     self._planning.append(times.ms / speed - self.steady_ms(1, len(steps)) + host)
                 if times.steps_ms and table.steps > 1:

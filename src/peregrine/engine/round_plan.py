@@ -74,15 +74,15 @@ class RoundPlan:
             self.ranked = self.ranked or [[] for _ in self.chains]
             for row, tokens, said in zip(self.drafted, *(x.tolist() for x in ranked), strict=True):
                 self.ranked[row].append((tokens, said))
-        self.known.add(chances, first=len(self.steps) == 1)
         self._tokens += self._wanted
+        planner, depth = self.planner, len(self.steps)
+        costs = planner.costs_of(len(self.drafted))
+        if depth < self.probe or costs.steps == 1:  # a block's drafts are made together
+            self.known.add(chances, first=depth == 1)
+        else:
+            self._wanted = self.known.add_and_want(chances, depth, costs, self._tokens, planner.rate)
 
     def go_on(self) -> bool:
-        planner, depth = self.planner, len(self.steps)
-        if depth < self.probe:
-            return True
-        costs = planner.costs_of(len(self.drafted))
-        self._wanted = self.known.want(costs, depth, self._tokens, planner.rate)
         return self._wanted > 0
 
     def judge(self, table: Ints, branching: Branching | None) -> int:

@@ -188,7 +188,7 @@ def add_drafts(table, numbers, odds, said, first):  # type: ignore[no-untyped-de
             number += 1
 
 
-@jit_cached("i8(f8[:,::1], f8[:,::1], f8[:,::1], f8[:,::1], f8[:,::1], i8, i8, f8)")
+@jit_part
 def want_drafts(table, odds, verify, absorb, step, depth, tokens, rate):  # type: ignore[no-untyped-def]
     """Which rows are worth one draft more, after so many; returns how many they are.
 
@@ -211,6 +211,15 @@ def want_drafts(table, odds, verify, absorb, step, depth, tokens, rate):  # type
     for place in range(taken):
         table[order[place], WANTED] = 1.0
     return taken
+
+
+@jit_cached("i8(f8[:,::1], i8[:,::1], f8[:,::1], f8[::1], b1, f8[:,::1], f8[:,::1], f8[:,::1], i8, i8, f8)")
+def add_and_want(  # type: ignore[no-untyped-def]
+    table, numbers, odds, said, first, verify, absorb, step, depth, tokens, rate
+):
+    """`add_drafts`, then `want_drafts`: how many rows get one draft more."""
+    add_drafts(table, numbers, odds, said, first)
+    return want_drafts(table, odds, verify, absorb, step, depth, tokens, rate)
 
 
 @jit_cached("i8(f8[:,::1], i8[:,::1], f8[:,::1], i8[:,::1], i8[::1])")
