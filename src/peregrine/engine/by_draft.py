@@ -26,9 +26,8 @@ class RoundsByDraft:
         self.measured, self.branching = measured, branching
         self._odds, self._depth = odds, depth
         self._rows: DraftRows | None = None
-        self._seen: Counter[tuple[tuple[int, ...], bool]] = (
-            Counter()
-        )  # rounds with such windows, and whether they branch
+        # Rounds that were not counted: their windows, and whether these branch.
+        self._seen: Counter[tuple[tuple[int, ...], bool]] = Counter()
         self._timed: list[tuple[RoundPlan, RoundTimes, int]] = []  # with the tokens they gave
 
     def rows_of(self, requests: Sequence[Request]) -> DraftRows:

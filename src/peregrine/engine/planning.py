@@ -32,9 +32,8 @@ from peregrine.engine.steady import SteadyPlan, SteadyRounds
 from peregrine.spec.odds import Ints, Odds, odds_by_kind
 from peregrine.spec.planner import Costs, plan_depths
 
-KEPT, MOST_KEPT = 16, 64  # rounds for which it is decided whether to draft; twice as many each time that it stays so
+KEPT, MOST_KEPT = 16, 128  # rounds for which it is decided whether to draft; twice as many each time that it stays so
 FEWER = 8  # rounds for which it is kept if some requests have ended
-MOST_PLANNED = 128  # the same of rounds that are planned draft by draft
 MOST_RESTED = 512  # where rows rest: nothing is learnt there, so that only a trial can change the decision
 JUDGED = 150  # drafts with a verdict before rounds count for the rate of planned ones: the odds have to be learnt first
 LOOK_AHEAD = 4  # drafts that are planned before the first is made; further ones are decided step by step
@@ -228,7 +227,7 @@ class WindowPlanner:
         size = None if planned or by_draft else (rows, self._drafts)
         self.measured.periods.begin(size, goes_on)
         same = before == (planned, self._drafts) and (goes_on or not planned)
-        most = MOST_RESTED if self._resting[rows] else MOST_PLANNED if planned else MOST_KEPT
+        most = MOST_RESTED if self._resting[rows] else MOST_KEPT
         self._kept = trial if trial and not planned else min(most, 2 * self._kept) if same else KEPT
         self._planned, self._due = list(requests), self._rounds + self._kept
         self.rate = max(plain, rate)  # only planned rounds ask for it
