@@ -19,7 +19,7 @@ from peregrine.attention.torch_backend import TorchBackend
 from peregrine.kernels.activation import gelu_mul, sigmoid, silu, silu_mul, soft_cap
 from peregrine.kernels.attention import DeferredMLARope, mla_rope
 from peregrine.kernels.linear import pack_per_head, pack_weight
-from peregrine.kernels.moe import RoutingRule, pack_experts, pack_router, route
+from peregrine.kernels.moe import ExpertChoice, RoutingRule, pack_experts, pack_router, route
 from peregrine.kernels.norm import add_rms_norm, norm_pair, rms_norm
 from peregrine.kernels.residual import Residual, add_to_residual, embed_residual
 from peregrine.kernels.rope import DeferredRope, rope, rotate_heads
@@ -111,8 +111,8 @@ def _norm(weight: Tensor) -> RMSNorm:
     return norm
 
 
-def _parts(residual: Residual) -> list[Tensor]:
-    return [part for part in astuple(residual) if isinstance(part, Tensor)]
+def _parts(result: Residual | ExpertChoice) -> list[Tensor]:
+    return [part for part in astuple(result) if isinstance(part, Tensor)]
 
 
 def _rotations(draw: _Draw) -> Iterator[Operation]:
@@ -147,7 +147,7 @@ def _experts(draw: _Draw) -> Iterator[Operation]:
         bias = draw.floats(rule.num_experts, scale=0.2, dtype=torch.float32) if rule.sigmoid else None
 
         def choice(x: Tensor, rule: RoutingRule = rule, router=router, bias=bias) -> Result:  # type: ignore[no-untyped-def]
-            return astuple(route(Residual(x, x), router, rule, bias))
+            return _parts(route(Residual(x, x), router, rule, bias))
 
         yield Operation(f"route, {name}", (x,), choice)
     rule = RoutingRule(5, 2, 1, True, 1, 1, False, True, 1.0)

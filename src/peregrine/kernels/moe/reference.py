@@ -94,7 +94,8 @@ def route_torch(logits: Tensor, rule: RoutingRule, bias: Tensor | None) -> Exper
     weights = weights.masked_fill(scores.isnan().any(dim=-1, keepdim=True), torch.nan)
     shared = torch.arange(rule.num_experts, rule.num_experts + rule.num_shared, device=logits.device)
     experts = torch.cat([chosen, shared.expand(len(logits), -1)], dim=1)
-    return ExpertChoice(experts.int(), torch.cat([weights, share.expand(-1, rule.num_shared)], dim=1))
+    weights = torch.cat([weights, share.expand(-1, rule.num_shared)], dim=1)
+    return ExpertChoice(experts.int(), weights, rule.num_shared)
 
 
 def _within_groups(ranked: Tensor, rule: RoutingRule) -> Tensor:
