@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from peregrine.bench.generation import decided, generate
 from peregrine.bench.prompts import Prompt
+from peregrine.engine.plan_record import KINDS
 from peregrine.engine.request import Output
 from peregrine.errors import ConfigError
 from peregrine.llm import LLM
@@ -166,7 +167,7 @@ def show(result: dict[str, Any]) -> str:
         row = f"{line['shape']:>14} {line['tokens_per_s']:8.1f} {spread:>16} {line['accept_length']:7.2f}  {positions}"
         lines.append(style(row, "bold") if line["shape"] == result["best"] else row)
         if plans := line["plans"]:
-            shares = ", ".join(f"{name} {count / sum(plans.values()):.0%}" for name, count in plans.items())
+            shares = ", ".join(f"{kind} {plans[kind] / sum(plans.values()):.0%}" for kind in KINDS if kind in plans)
             lines.append(f"{'':>14} rounds: {shares}")
     if result["best"] is not None:
         lines.append(verdict(result))

@@ -5,12 +5,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 
+KINDS = "plain", "drafts", "mixed", "tree"  # of rounds
+
+
 @dataclass(slots=True)
 class PlanRecord:
     """What was planned and what came of it, for metrics."""
 
     windows: Counter[int] = field(default_factory=Counter)  # rows by window length
-    rounds: Counter[str] = field(default_factory=Counter)  # rounds by plan: plain, drafts, mixed, tree
+    rounds: Counter[str] = field(default_factory=Counter)  # rounds by plan, one of KINDS
     expected_tokens: float = 0.0
     tokens: int = 0
     expected_ms: float = 0.0  # of the rounds that were timed
@@ -26,8 +29,7 @@ class PlanRecord:
     def note_rows(self, lens: Counter[int], tokens: int) -> None:
         """Count rounds of one row whose windows have these lengths; they gave so many tokens in all."""
         self.windows += lens
-        self.rounds["drafts"] += lens.total() - lens[1]
-        self.rounds["plain"] += lens[1]
+        self.rounds += Counter(plain=lens[1], drafts=lens.total() - lens[1])
         self.tokens += tokens
 
     def note_rests(self, rows: int, rounds: int) -> None:
