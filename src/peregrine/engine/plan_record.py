@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-
 KINDS = "plain", "drafts", "mixed", "tree"  # of rounds
 
 
