@@ -24,7 +24,7 @@ def test_a_chance_becomes_the_share_that_was_right(said: float) -> None:
     odds, dice = Odds(), random.Random(1)
     for _ in range(40):
         feed(odds, RequestOdds(), said, 0.3, 20, dice)
-    chance = odds.chance_at(0) if math.isnan(said) else odds.guess(0, said, RequestOdds()).chance
+    chance = odds.chances_by_depth(1)[-1] if math.isnan(said) else odds.guess(0, said, RequestOdds()).chance
     assert chance == pytest.approx(0.3, abs=0.06)
     assert odds.expect(0, RequestOdds()) == pytest.approx(0.3, abs=0.1)
 
@@ -47,8 +47,8 @@ def test_a_request_has_a_record_of_its_own_that_fades() -> None:
     stranger = RequestOdds()
     feed(odds, stranger, NOTHING, 0.0, 30, dice)
     assert odds.expect(0, stranger) < 0.3 < 0.6 < odds.expect(0, RequestOdds())
-    for _ in range(200):  # rounds in which nothing was tried
-        stranger.fade()
+    nothing, empty = np.zeros(200, np.int64), np.zeros((200, 1))  # rounds in which nothing was tried
+    odds.judge_chains(nothing, nothing, empty, empty, stranger)
     assert stranger.factor == pytest.approx(1.0, abs=0.05)
 
 
@@ -70,7 +70,7 @@ def test_many_verdicts_at_once() -> None:
     expected, weight = FIRST_GUESS, DEPTH_PRIOR
     for depth in range(3):
         expected, weight = (right[depth] + weight * expected) / (tried[depth] + weight), ALIKE
-        assert odds.chance_at(depth) == pytest.approx(expected)
+        assert odds.chances_by_depth(1 + depth)[-1] == pytest.approx(expected)
     assert own.right == sum(right)
     assert own.expected == pytest.approx(FIRST_GUESS * sum(tried))
     assert sum(count for count, _, _ in odds.tenths) == sum(tried)
@@ -84,8 +84,8 @@ def test_first_drafts_are_hoped_for_while_few_were_made() -> None:
         if count:
             judge_counts(odds, {(1, 1): 6 * count // 10, (1, 0): 4 * count // 10}, RequestOdds())
         first, second = odds.hoped_by_depth(2)
-        assert second == odds.chance_at(1), "of the first alone"
-        hopes.append(first - odds.chance_at(0))
+        assert second == odds.chances_by_depth(2)[-1], "of the first alone"
+        hopes.append(first - odds.chances_by_depth(1)[-1])
     assert hopes == pytest.approx([HOPE / (DEPTH_PRIOR + count) ** 0.5 for count in (0, 10, 100, 1000)])
 
 
@@ -95,7 +95,7 @@ def test_drafts_made_where_others_seemed_likely_say_nothing_of_any() -> None:
     judge_counts(odds, {(1, 1): 60, (1, 0): 40}, own)
     rounds = np.full(100, 2)
     odds.judge_chains(rounds, rounds, np.tile([2, 0.9, 0.9], (100, 1)), np.zeros((100, 1)), own)
-    assert odds.chance_at(1) == odds.chance_at(0) < 0.9
+    assert odds.chances_by_depth(2)[-1] == odds.chances_by_depth(1)[-1] < 0.9
     judge_counts(odds, {(2, 1): 80}, own)
-    assert odds.chance_at(1) < 0.2
+    assert odds.chances_by_depth(2)[-1] < 0.2
     assert odds.guess(1, 0.9, own).engine_chance > 0.9, "what the drafter is sure of stays likely"

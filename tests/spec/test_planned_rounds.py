@@ -335,7 +335,7 @@ def test_one_number_of_drafts_for_all_rows_is_the_best_of_all(per_step: float, e
     requests = [Request(i, list(range(6)), SamplingParams(), 0, 99) for i in range(2)]
     odds = Odds()
     judge_counts(odds, {(3, 2): 80, (1, 0): 20, (3, 3): 100}, RequestOdds())
-    chances = [odds.chance_at(depth) for depth in range(3)]
+    chances = [odds.chances_by_depth(1 + depth)[-1] for depth in range(3)]
     chances[0] += HOPE / (200 + DEPTH_PRIOR) ** 0.5  # of so many first drafts
     rates = {}
     for drafts in (1, 2, 3):

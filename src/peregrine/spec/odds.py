@@ -57,11 +57,6 @@ class RequestOdds:
         """Where it counts for so many drafts that this request is like others."""
         return (self.right + prior) / (self.expected + prior)
 
-    def fade(self, rounds: int = 1) -> None:
-        """Rounds have passed: old verdicts count less, so that a request that rests is tried again."""
-        self.expected *= OWN_MEMORY**rounds
-        self.right *= OWN_MEMORY**rounds
-
 
 class Guess(NamedTuple):
     """One draft in a request's window: what the drafter said of it, and its chance."""
@@ -131,10 +126,6 @@ class Odds:
             weight = ALIKE
             chances.append(chance)
         return chances + [chance] * (most - len(chances))
-
-    def chance_at(self, depth: int) -> float:
-        """The chance of a draft at this depth, whatever the drafter says."""
-        return self.chances_by_depth(1 + depth)[-1]
 
     @property
     def num_judged(self) -> float:

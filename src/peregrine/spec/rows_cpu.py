@@ -102,7 +102,7 @@ def factor_of(own):  # type: ignore[no-untyped-def]
 
 @jit_part
 def fade(own, rounds):  # type: ignore[no-untyped-def]
-    """`RequestOdds.fade`."""
+    """Rounds have passed: old verdicts count less, so that a request that rests is tried again."""
     kept = OWN_MEMORY**rounds
     own[0] *= kept
     own[1] *= kept
