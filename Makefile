@@ -8,10 +8,11 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 LOG := $(VENV)/install.log
-# On Linux PyPI's torch brings 5 GB of CUDA libraries; without an NVIDIA driver the build for CPUs is taken.
+# On Linux PyPI's torch brings 5 GB of CUDA libraries; without an NVIDIA driver the build for CPUs is taken. It is
+# installed before all else: pip asks an index for every package of a call, and waits where it cannot be reached.
 TORCH_INDEX := $(shell [ "$$(uname -sm)" = "Linux x86_64" ] && [ ! -e /dev/nvidiactl ] && \
 	echo --extra-index-url https://download.pytorch.org/whl/cpu)
-PIP := $(PY) -m pip --disable-pip-version-check install --no-input -c constraints.txt $(TORCH_INDEX)
+PIP := $(PY) -m pip --disable-pip-version-check install --no-input -c constraints.txt
 # Workers for pytest; each one holds a torch of its own.
 JOBS ?= 2
 # The tests start many processes: the first one compiles our modules for the others.
@@ -131,7 +132,8 @@ $(STAMP): pyproject.toml constraints.txt
 		$(PYTHON) -m venv --clear $(VENV); \
 	fi
 	@echo "[2/3] installing torch, numba and the test tools (first time: a few minutes; log in $(LOG))"
-	@{ $(PIP) hatchling && $(PIP) --no-build-isolation -e '.[cpu,train,serve,bench,test]' && \
+	@{ $(PIP) --no-deps $(TORCH_INDEX) torch && $(PIP) hatchling && \
+		$(PIP) --no-build-isolation -e '.[cpu,train,serve,bench,test]' && \
 		$(PIP) --no-deps lm-eval; } >$(LOG) 2>&1 || { \
 		grep -v '^WARNING' $(LOG) | tail -n 20; \
 		echo "error: the installation failed, see above and $(LOG); the first one needs the network"; exit 1; }
