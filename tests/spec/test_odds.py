@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from peregrine.spec.odds import ALIKE, DEPTH_PRIOR, FIRST_GUESS, HOPE, Odds, RequestOdds
+from peregrine.spec.odds import ALIKE, DEPTH_PRIOR, FIRST_GUESS, HOPE, Odds, RequestOdds, calibration_error
 from spec.verdicts import judge_counts
 
 NOTHING = math.nan
@@ -37,7 +37,7 @@ def test_what_the_drafter_says_separates_drafts_of_one_depth() -> None:
     sure, unsure = (odds.guess(0, said, RequestOdds()).chance for said in (0.95, 0.25))
     assert sure > 0.8
     assert unsure < 0.2
-    assert odds.calibration_error < 0.06
+    assert calibration_error([odds]) < 0.06
 
 
 def test_a_request_has_a_record_of_its_own_that_fades() -> None:
@@ -58,8 +58,8 @@ def test_calibration_error_of_a_wrong_drafter() -> None:
     for _ in range(10):
         expected += odds.guess(0, 0.93, RequestOdds()).chance
         feed(odds, RequestOdds(), 0.93, 0.0, 1, dice)
-    assert odds.calibration_error == pytest.approx(expected / 10)
-    assert Odds().calibration_error == 0.0
+    assert calibration_error([odds]) == pytest.approx(expected / 10)
+    assert calibration_error([Odds()]) == 0.0
 
 
 def test_many_verdicts_at_once() -> None:

@@ -123,30 +123,30 @@ class LoneRounds:
     def __init__(self, measured: RoundCosts) -> None:
         self.measured = measured
         self.rule: GateRule | None = None  # None: rounds are planned otherwise
-        self._last: LonePlan | None = None  # whose drafts are in the window
+        self.last: LonePlan | None = None  # whose drafts are in the window
         # Verdicts to take in, and times, if a round was timed.
         self._rounds: list[tuple[LonePlan, Ints, RoundTimes | None]] = []
 
     def plan(self, requests: Sequence[Request], offered: int) -> LonePlan:
         """The next round of a request whose window offers so many drafts."""
         assert self.rule is not None
-        last, count = self._last, offered
+        last, count = self.last, offered
         if last is not None and last.requests[0] is requests[0]:
             read = last.made
         else:
             guesses = requests[0].guesses
             read = line_of([guess.chance if isnan(guess.said) else guess.said for guess in guesses])
             count = self.rule.verified(survivals(guess.chance for guess in guesses[:offered]))
-        self._last = LonePlan(self.rule, 1 + count, requests, read)
-        return self._last
+        self.last = LonePlan(self.rule, 1 + count, requests, read)
+        return self.last
 
     def settle(self, odds_of: OddsOf) -> None:
         """The next round is planned otherwise: leave its request what is known of the drafts in its window."""
-        if self._last is not None:
-            (request,) = self._last.requests
+        if self.last is not None:
+            (request,) = self.last.requests
             odds = odds_of(request)
-            request.guesses = [odds.guess(depth, said, request.odds) for depth, said in enumerate(self._last.said)]
-            request.ranked, self._last = [], None
+            request.guesses = [odds.guess(depth, said, request.odds) for depth, said in enumerate(self.last.said)]
+            request.ranked, self.last = [], None
 
     def note(self, plan: LonePlan, table: Ints, times: RoundTimes | None) -> None:
         """Keep a round's verdict [1, columns], and its times, if it was timed."""

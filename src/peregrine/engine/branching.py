@@ -34,19 +34,18 @@ class Branching:
         """How many drafts are made in any case, for requests whose windows are always trees; 0: as many as pay."""
         return TREE_DRAFTS if any(request.params.tree == "tree" for request in requests) else 0
 
-    def ranks(self, requests: Sequence[Request], least: float) -> int:
+    def ranks(self, requests: Sequence[Request], least: float, wanted: int) -> int:
         """How many of the likeliest tokens of each step the drafter is asked for after the next round.
 
-        Windows that branch must win as many tokens as `least`: of a row, they can win one at the most.
+        Windows that branch must win as many tokens as `least`: of a row, they can win one at the most. `wanted` is what
+        `wants` says.
         """
         self._rounds += 1
-        asked = {request.params.tree for request in requests}
-        if asked <= {"chain"} or any(request.matcher is not None for request in requests):
+        due = self._rounds < self._until or self._rounds % ASKED_EVERY == 1
+        if not wanted and (least > len(requests) or not due):
             return 1
-        if least > len(requests) and "tree" not in asked:
-            return 1
-        due = "tree" in asked or self._rounds < self._until or self._rounds % ASKED_EVERY == 1
-        return RANKS if due else 1
+        chains = all(request.params.tree == "chain" for request in requests)
+        return 1 if chains or any(request.matcher is not None for request in requests) else RANKS
 
     def choose(
         self,

@@ -7,6 +7,7 @@ done for all rows of a round is a few compiled calls (`spec/rows_cpu.py`).
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from peregrine.engine.request import Request
@@ -15,9 +16,10 @@ from peregrine.kernels.runtime.dispatch import DeviceFile
 from peregrine.spec import draft_table as column
 from peregrine.spec.links import Branched
 from peregrine.spec.odds import OWN_MEMORY, Floats, Guess, Ints, survivals
-from peregrine.spec.planner import Costs, Curves
+from peregrine.spec.planner import Costs
 
 NONE = np.zeros(0, np.int64)
+NO_VERDICTS = np.zeros((0, HEADER), np.int64)
 
 _compiled = DeviceFile("peregrine.spec.rows_cpu")
 
@@ -29,17 +31,19 @@ class DraftRows:
         self.table, self.odds = table, odds  # one line for each row, and for greedy and sampled requests
         self.numbers = np.zeros((4, len(table)), np.int64)
         self.requests: list[Request] = []
-        self._said = np.zeros(len(table))
         half = column.DRAFTS + (table.shape[1] - column.DRAFTS) // 2
         self._window = table[:, column.DRAFTS : half].reshape(len(table), -1, 3)
         self._new = table[:, half:].reshape(len(table), -1, 3)
         self._offered, self._lens, self._held, self._made = self.numbers
         self._drafted = table[:, column.DRAFTED]
         self._rows: Sequence[int] | None = None  # that are drafted for
-        self._state = table, self.numbers, odds
+        self._state = table, self.numbers, odds.reshape(-1)
+        self._counted: Sequence[int] = ()  # drafts that each row got in this round, if they were counted since
+        self._chosen_by: Costs | None = None
+        self._prices: tuple[Floats, float]  # by those costs: of verifying, and of windows that differ
         self._costs: Costs | None = None
-        self._curves: Curves
-        self._chosen: Sequence[int] = ()
+        self._curves: list[tuple[Floats, Floats, Floats]] = []  # of each level: verify, absorb, step
+        self._verified: Sequence[int] = ()  # nodes of the windows, as `_lens` has them
 
     @staticmethod
     def of(requests: Sequence[Request], odds: Floats, depth: int) -> "DraftRows":
@@ -59,7 +63,7 @@ class DraftRows:
                 rows._window[row, : len(guesses)], rows._held[row] = guesses, len(guesses)
         return rows
 
-    def leave(self) -> None:
+    def tell(self) -> None:
         """Give the requests what is known of them."""
         records, held = self.table[:, column.EXPECTED : column.RIGHT + 1].tolist(), self._held.tolist()
         for request, window, record, count in zip(self.requests, self._window, records, held, strict=True):
@@ -71,18 +75,28 @@ class DraftRows:
         self.table[:, column.EXPECTED : column.RIGHT + 1] *= OWN_MEMORY**rounds
         self.table[:, column.LEFT] -= rounds
 
-    def choose(self, costs: Costs, offered: Sequence[int], rate: float, whole: bool) -> tuple[tuple[int, ...], float]:
+    def choose(
+        self, costs: Costs, offered: Sequence[int], rate: float, whole: bool, verdicts: Ints = NO_VERDICTS
+    ) -> tuple[tuple[int, ...], float, int]:
         """Nodes of each row's window, and the tokens that its drafts are expected to give.
 
-        Of the drafts that it is offered, what pays, or the `whole` window.
+        Of the drafts that it is offered, what pays, or the `whole` window. If there are verdicts on the windows chosen
+        before, they are taken in first, as `judge` does; the third value is the tokens of that round.
         """
-        self._offered[:] = offered
-        won: float = _compiled.choose_windows(*self._state, costs.curves.verify, costs.ragged, rate, whole)
-        self._chosen = lens = tuple(self._lens.tolist())
-        return lens, won
+        offers_made = len(verdicts) > 0 and offered == self._counted
+        if not offers_made:
+            self._offered[:] = offered
+        if costs is not self._chosen_by:
+            self._chosen_by, self._prices = costs, (costs.curves.verify, costs.ragged)
+        state, prices = self._state, self._prices
+        expected, won = _compiled.choose_windows(*state, verdicts, offers_made, *prices, rate, whole)
+        self._verified = lens = tuple(self._lens.tolist())
+        return lens, expected, won
 
-    def draft(self, rows: Sequence[int]) -> None:
-        """These rows are drafted for."""
+    def begin(self, lens: Sequence[int], rows: Sequence[int]) -> None:
+        """A round verifies chains of so many nodes, and drafts for these rows."""
+        if lens is not self._verified:
+            self._lens[:], self._verified = lens, lens
         if rows is self._rows:
             return
         self._rows = rows
@@ -92,7 +106,8 @@ class DraftRows:
 
     def add(self, said: Tensor, first: bool) -> None:
         """One more draft of each row that is drafted for, of which the drafter says this [n]; `first`: of the round."""
-        _compiled.add_drafts(*self._state, self._values(said), first)
+        said, self._counted = said.float().contiguous(), ()
+        _compiled.add_drafts(*self._state, said.data_ptr(), first)
 
     def add_and_want(self, said: Tensor, depth: int, costs: Costs, tokens: int, rate: float) -> int:
         """The same; returns how many rows are worth one draft more after so many.
@@ -100,21 +115,20 @@ class DraftRows:
         The next windows have so many tokens until now, where time is worth `rate` tokens per millisecond.
         """
         if costs is not self._costs:
-            self._costs, self._curves = costs, costs.curves
-        verify, absorb, _, _ = self._curves
-        step, values = self._curves.step_at(depth, costs.steps), self._values(said)
-        count: int = _compiled.add_and_want(*self._state, values, depth == 1, verify, absorb, step, depth, tokens, rate)
+            curves, levels = costs.curves, range(1 + len(self._window[0]))
+            steps = [curves.step_at(level, costs.steps) for level in levels]
+            self._costs, self._curves = costs, [(curves.verify, curves.absorb, step) for step in steps]
+        if said.dtype is not torch.float32 or not said.is_contiguous():
+            said = said.float().contiguous()
+        self._counted = ()
+        count: int = _compiled.add_and_want(*self._state, said.data_ptr(), *self._curves[depth], depth, tokens, rate)
         return count
-
-    def _values(self, said: Tensor) -> Floats:
-        values = said.tolist()
-        self._said[: len(values)] = values
-        return self._said
 
     @property
     def made(self) -> list[int]:
         """How many drafts each row got in this round."""
         found: list[int] = self._made.tolist()
+        self._counted = found
         return found
 
     def force(self, known: Sequence[int], first: bool) -> None:
@@ -122,19 +136,18 @@ class DraftRows:
 
         `first`: the round has made none.
         """
+        self._counted = ()
         if first:
             self._made[:] = 0
         for row, count in enumerate(known):
             self._new[row, :count] = np.nan, 1.0, 1.0
             self._made[row] = max(self._made[row], count)
 
-    def judge(self, table: Ints, lens: Sequence[int], branched: Branched | None) -> tuple[int, Ints]:
-        """Learn from a round's verdicts [R, columns] on chains of so many nodes; returns its tokens, and drafts right.
+    def judge(self, table: Ints, branched: Branched | None) -> tuple[int, Ints]:
+        """Learn from a round's verdicts [R, columns]; returns its tokens, and how many drafts of each chain were right.
 
         Windows have the new drafts then.
         """
-        if lens is not self._chosen:
-            self._lens[:] = lens
         right = NONE
         if branched is not None:  # of the path, what is in the chain
             path = table[:, (HEADER + table.shape[1]) // 2 + 1 :]

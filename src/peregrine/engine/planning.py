@@ -29,10 +29,11 @@ from peregrine.engine.round_costs import RoundCosts
 from peregrine.engine.round_plan import RoundPlan, expected_survivals
 from peregrine.engine.round_times import RoundTimes
 from peregrine.engine.steady import SteadyPlan, SteadyRounds
-from peregrine.spec.odds import Ints, Odds, odds_by_kind
+from peregrine.spec.odds import Ints, Odds, calibration_error, odds_by_kind
 from peregrine.spec.planner import Costs, plan_depths
 
 KEPT, MOST_KEPT = 16, 128  # rounds for which it is decided whether to draft; twice as many each time that it stays so
+KEPT_BY_DRAFT = 256  # the most of rounds that are planned draft by draft: their windows change by themselves
 FEWER = 8  # rounds for which it is kept if some requests have ended
 MOST_RESTED = 512  # where rows rest: nothing is learnt there, so that only a trial can change the decision
 JUDGED = 150  # drafts with a verdict before rounds count for the rate of planned ones: the odds have to be learnt first
@@ -51,15 +52,15 @@ class WindowPlanner:
         self.costs: Costs = measured.costs()
         self._costs_of: dict[int, Costs] = {}
         self.rate = 0.0  # tokens per millisecond that time is worth
-        self.rates = PlannedRates()
-        self._record = PlanRecord()
+        self._record, self.rates = PlanRecord(), PlannedRates()
         self._rounds, self.probes = 0, Probes()
         self._probing = 0  # drafts of each row that the last round made for a probe
         lines, self._odds = odds_by_kind()  # by whether a request is sampled
         self._planned: list[Request] = []  # for whom `_drafted` was chosen
         self._drafted: list[int] = []  # rows that are drafted for
-        self._due = 0  # the round after which they are chosen anew
-        self._kept = KEPT
+        self._everyone: list[int] = []  # all rows
+        self._wanted = 0  # drafts that are made in any case, for trees that were asked for
+        self._due, self._kept = 0, KEPT  # the round after which they are chosen anew
         self.missed = Missed(measured, max_stall_ms)
         self.steady, self.alone = SteadyRounds(measured, self.missed), LoneRounds(measured)
         self.by_draft = RoundsByDraft(measured, lines, depth, self.branching)
@@ -71,8 +72,7 @@ class WindowPlanner:
         self._expected_tokens = 0.0  # of rounds that have as many
         self._decided = self._counted = 0  # the rounds before which it was decided, and `_rounds_of` were counted
         self._again: RoundPlan | SteadyPlan | None = None  # what may be repeated: all rows rest, or have as many
-        self._rested = 0  # how often rows have rested by it
-        self._began = 0.0  # seconds when the last round began, if it repeated a plan
+        self._rested, self._began = 0, 0.0  # how often rows have rested by it; seconds when the last such round began
 
     @property
     def record(self) -> PlanRecord:
@@ -89,30 +89,27 @@ class WindowPlanner:
 
     def costs_of(self, rows: int) -> Costs:
         """Where every step is made for so many rows."""
-        if rows not in self._costs_of:
-            self._costs_of[rows] = self.costs.of_all(rows)
-        return self._costs_of[rows]
+        costs = self._costs_of.get(rows)
+        if costs is None:
+            costs = self._costs_of[rows] = self.costs.of_all(rows)
+        return costs
 
     def cap_of(self, request: Request) -> int:
         """The most drafts a request may have after the round to come."""
-        asked = request.params.num_drafts
-        room = request.limit - request.num_tokens - 1
+        asked, room = request.params.num_drafts, request.limit - request.num_tokens - 1
         return max(0, min(self.depth if asked is None else asked, room))
 
     @property
     def calibration_error(self) -> float:
         """Of greedy and sampled requests together."""
-        total = sum(odds.num_judged for odds in self._odds.values())
-        return sum(odds.calibration_error * odds.num_judged for odds in self._odds.values()) / max(1.0, total)
+        return calibration_error(self._odds.values())
 
     def repeat(self, requests: list[Request]) -> AnyPlan | None:
         """The last plan once more, if it serves and nothing else is due: planning would cost what it saves."""
         plan = self._again
-        if plan is None or self._rounds + 1 >= self._due:
+        if plan is None or self._rounds + 1 >= self._due or self._planned != requests:
             return None
         if plan.rests and self._probes and self._rounds + 1 >= self.probes.due:
-            return None
-        if self._planned != requests:
             return None
         self._rounds += 1
         self._rested += plan.rests
@@ -136,48 +133,52 @@ class WindowPlanner:
 
     def plan(self, requests: list[Request], offered: Sequence[int]) -> AnyPlan:
         """The plan of the next round of the requests in these rows, whose windows hold this many drafts."""
-        branching, ranks, self._began = self.branching, 0, 0.0
+        self._began = 0.0
         if self._rounds + 1 >= self._due or not (requests == self._planned or self._goes_on_with(requests)):
             self._decide(requests)
-        worth = self.rate * self.costs.branched
+        ranks = 0
         if self.alone.rule is not None:
-            ranks = 1 if branching is None else branching.ranks(requests, worth)
+            ranks = self._ranks(requests)
             if ranks == 1 and not requests[0].ranked:
                 self._rounds, self._probing = self._rounds + 1, 0
                 self.by_draft.leave()
                 return self.alone.plan(requests, offered[0])
-        self.alone.settle(self.odds)
+        if self.alone.last is not None:
+            self.alone.settle(self.odds)
         if self._drafts:
             return self._plan_steady(requests, offered)
+        return self._plan_by_draft(requests, offered, ranks)
+
+    def _plan_by_draft(self, requests: list[Request], offered: Sequence[int], ranks: int) -> RoundPlan:
+        """Windows of the drafts that pay; `ranks` that are asked for, 0: not known yet."""
         if self._rested:
             self._count_rests()
         self._rounds += 1
-        rows = self.by_draft.rows_of(requests)
-        drafted = self._drafted
+        rows, wanted = self.by_draft.rows or self.by_draft.rows_of(requests), self._wanted
+        drafted = self._everyone if self.looks_up or wanted else self._drafted
         probe = self.probes.depth(self._rounds, map(self.cap_of, requests)) if self._probes else 0
-        wanted = branching.wants(requests) if branching is not None else 0
-        if self.looks_up or wanted:
-            drafted = list(range(len(requests)))
-        elif probe:
+        if probe and drafted is self._drafted:
             drafted = sorted({*drafted, *self.probes.rows(requests)})
-        probing, whole = self._probing, self._probing > 0 or not any(offered)
-        lens, won = rows.choose(self.costs, offered, self.rate, whole)
-        branched, gain = None, 0.0
-        if not ranks:
-            ranks = branching.ranks(requests, worth) if branching is not None and drafted else 1
-        if branching is not None and any(offered) and (wanted or not probing):
-            chances = [rows.chances(row) for row in range(len(requests))]
+        probing, any_offered = self._probing, any(offered)
+        lens, won = self.by_draft.choose(rows, self.costs, offered, self.rate, probing > 0 or not any_offered)
+        branched = None
+        if self.by_draft.ranked and any_offered and (wanted or not probing):
             more = self.measured.planning_ms if self.alone.rule is not None else 0.0
             costs = replace(self.costs, branched=self.costs.branched + more)
-            before = lens
-            lens, branched, gain = branching.choose(costs, requests, lens, chances, self.rate)
-            if lens != before:
-                won = rows.won(lens)
+            lens, won, branched = self.by_draft.branch(rows, costs, lens, won, self.rate)
+        if not ranks:
+            ranks = self._ranks(requests) if drafted else 1
         plan = RoundPlan(self, rows, lens, drafted, branched, ranks)
         self._probing, plan.probe = probe, max(probe, wanted)
-        plan.expected = len(requests) + won + gain
+        plan.expected = len(requests) + won
         self._again = plan if plan.rests else None
         return plan
+
+    def _ranks(self, requests: list[Request]) -> int:
+        """How many of the likeliest tokens of each step the drafter is asked for."""
+        if self.branching is None:
+            return 1
+        return self.branching.ranks(requests, self.rate * self.costs.branched, self._wanted)
 
     def _goes_on_with(self, requests: list[Request]) -> bool:
         """If some of the requests have ended, the decision is kept for a while: others often end soon after them."""
@@ -186,8 +187,16 @@ class WindowPlanner:
         self._count_rests()
         self._count_rounds()
         self.measured.periods.begin(None, goes_on=False)
-        self._planned, self._again, self._due = requests.copy(), None, min(self._due, self._rounds + FEWER)
+        self._again, self._due = None, min(self._due, self._rounds + FEWER)
+        self._set_rows(requests)
         return True
+
+    def _set_rows(self, requests: list[Request]) -> None:
+        """These are planned for from now on."""
+        if requests != self._planned:
+            self.by_draft.leave()
+        self._planned, self._everyone = requests.copy(), list(range(len(requests)))
+        self._wanted = self.branching.wants(requests) if self.branching is not None else 0
 
     def _count_rounds(self) -> None:
         self._rounds_of[len(self._planned)] += self._rounds - self._counted
@@ -221,15 +230,16 @@ class WindowPlanner:
         self.catches_up = (planned or drafts > 0) and self.missed.tokens_at_once(requests) is not None
         if self.catches_up:
             planned, drafts = False, 0
-        self._drafted = list(range(rows)) if planned else []
+        self._set_rows(requests)
+        self._drafted = self._everyone if planned else []
         self._drafts = 0 if planned or by_draft else drafts
         self._probes = by_draft  # others are tried by one number of drafts for all
         size = None if planned or by_draft else (rows, self._drafts)
         self.measured.periods.begin(size, goes_on)
         same = before == (planned, self._drafts) and (goes_on or not planned)
-        most = MOST_RESTED if self._resting[rows] else MOST_KEPT
+        most = MOST_RESTED if self._resting[rows] else KEPT_BY_DRAFT if planned and rows > 1 else MOST_KEPT
         self._kept = trial if trial and not planned else min(most, 2 * self._kept) if same else KEPT
-        self._planned, self._due = list(requests), self._rounds + self._kept
+        self._due = self._rounds + self._kept
         self.rate = max(plain, rate)  # only planned rounds ask for it
         self.alone.rule = None
         if planned and rows == 1 and not by_draft:
@@ -242,13 +252,9 @@ class WindowPlanner:
     def _take_in(self) -> None:
         """Learn from the rounds whose verdicts or times were kept."""
         self._count_rests()
-        self.by_draft.leave()
+        self.by_draft.tell()
         self.steady.learn(self.odds, partial(self.rates.of, steady=True), self._record)
         self.alone.learn(self.odds, self._known_rate, self._record)
-        self._refresh()
-
-    def _refresh(self) -> None:
-        """See what rounds have cost."""
         self.by_draft.learn(self._known_rate, self._record)
         self.costs, self._costs_of = self.measured.costs(), {}
 
@@ -275,14 +281,11 @@ class WindowPlanner:
         for request in requests:
             request.guesses, request.ranked = [], []
         drafts = self._drafts
-        plan = SteadyPlan(requests, [1 + min(drafts, count) for count in offered], drafts)
-        plan.expected = float(len(requests)) if plan.windows.lens[0] == 1 else self._expected_tokens
-        whole = plan.windows.lens == (1 + drafts,) * len(requests)
-        if whole:
-            self._again = plan
-        else:
-            self._again = SteadyPlan(requests, [1 + drafts] * len(requests), drafts)
-            self._again.expected = self._expected_tokens
+        plan = again = SteadyPlan(requests, [1 + min(drafts, count) for count in offered], drafts)
+        if plan.windows.lens != (1 + drafts,) * len(requests):
+            again = SteadyPlan(requests, [1 + drafts] * len(requests), drafts)
+            plan.expected = float(len(requests)) if plan.windows.lens[0] == 1 else self._expected_tokens
+        self._again, again.expected = again, self._expected_tokens
         return plan
 
     def learn(self, plan: AnyPlan, table: Ints, times: RoundTimes | None) -> None:
@@ -294,6 +297,4 @@ class WindowPlanner:
             return self.steady.note(plan, table, times)
         if isinstance(plan, LonePlan):
             return self.alone.note(plan, table, times)
-        self.by_draft.note(plan, table, times, self._record)
-        if self.by_draft.are_due:
-            self._refresh()
+        self.by_draft.note(plan, table, times)

@@ -29,8 +29,17 @@ class Planner(Protocol):
 class RoundPlan:
     """The plan of one round; see `spec.windows.Plan`."""
 
+    # What is so in almost every round is written here, not into each of them.
     drafts: int | None = None
     ruled: Ruled | None = None
+    branched: Branched | None = None
+    ranks = 1
+    rests = False
+    rows: Tensor | None = None
+    ranked: Sequence[list[tuple[list[int], list[float]]]] = ()  # of each row, the tokens its drafts were among
+    expected = 0.0  # tokens of this round
+    won = 0  # those that it gave, when its verdicts have been taken in
+    probe = 0  # drafts that each of these rows gets, to learn what they cost and whether they are right
 
     def __init__(
         self,
@@ -41,21 +50,29 @@ class RoundPlan:
         branched: Branched | None = None,
         ranks: int = 1,
     ) -> None:
-        self.planner, self.known, self.branched, self.ranks = planner, known, branched, ranks
-        self.requests = known.requests
+        self.planner, self.known, self.drafted = planner, known, drafted  # rows that are drafted for
         self.chains = lens  # nodes of each row's chain, the newest token included
-        self.windows = Windows.of(lens if branched is None else branched.lens)
-        self.paths = paths_of(self.windows, branched)
-        self.rests = not drafted and sum(self.windows.lens) == len(lens)
-        self.rows = None if len(drafted) == len(lens) else torch.tensor(drafted, dtype=torch.int64)
-        self.ranked: list[list[tuple[list[int], list[float]]]] = []  # of each row, the tokens its drafts were among
-        self.steps: list[int] = []  # rows of each step of the drafter
-        self.stamps: list[float] = []  # seconds when each was done
-        self.expected = 0.0  # tokens of this round
-        self.probe = 0  # drafts that each of these rows gets, to learn what they cost and whether they are right
-        self.drafted = drafted  # rows that are drafted for
-        known.draft(drafted)
+        self.windows = self.paths = Windows.of(lens)
+        self.stamps: list[float] = []  # seconds when each step of the drafter was done
+        if branched is not None:
+            self.branched, self.windows = branched, Windows.of(branched.lens)
+            self.paths = paths_of(self.windows, branched)
+        if ranks > 1:
+            self.ranks = ranks
+        if len(drafted) < len(lens):
+            self.rests = not drafted and sum(self.windows.lens) == len(lens)
+            self.rows = torch.tensor(drafted, dtype=torch.int64)
+        known.begin(lens, drafted)
         self._wanted, self._tokens = len(drafted), len(lens)  # of the next round, as far as it is planned
+
+    @property
+    def requests(self) -> list[Request]:
+        return self.known.requests
+
+    @property
+    def steps(self) -> list[int]:
+        """Rows of each step of the drafter."""
+        return [len(self.drafted)] * len(self.stamps)
 
     @property
     def offered(self) -> list[int]:
@@ -69,13 +86,12 @@ class RoundPlan:
 
     def add(self, chances: Tensor, ranked: tuple[Tensor, Tensor] | None = None) -> None:
         self.stamps.append(time.perf_counter())
-        self.steps.append(len(self.drafted))
         if ranked is not None:
             self.ranked = self.ranked or [[] for _ in self.chains]
             for row, tokens, said in zip(self.drafted, *(x.tolist() for x in ranked), strict=True):
                 self.ranked[row].append((tokens, said))
         self._tokens += self._wanted
-        planner, depth = self.planner, len(self.steps)
+        planner, depth = self.planner, len(self.stamps)
         costs = planner.costs_of(len(self.drafted))
         if depth < self.probe or costs.steps == 1:  # a block's drafts are made together
             self.known.add(chances, first=depth == 1)
@@ -85,26 +101,25 @@ class RoundPlan:
     def go_on(self) -> bool:
         return self._wanted > 0
 
-    def judge(self, table: Ints, branching: Branching | None) -> int:
-        """Learn from the round's verdicts [R, columns]; its rows have the new drafts then. Returns the tokens."""
-        won, right = self.known.judge(table, self.chains, self.branched)
+    def judge(self, table: Ints, branching: Branching | None) -> None:
+        """Learn from the round's verdicts [R, columns]; its rows have the new drafts then."""
+        self.won, right = self.known.judge(table, self.branched)
         if branching is not None:
             for row, request in enumerate(self.requests):
                 if request.ranked:
                     tokens = table[row, HEADER : HEADER + table[row, 0]].tolist()
                     branching.learn(request, tokens, int(right[row]))
                 request.ranked = self.ranked[row] if self.ranked else []
-        return won
 
     def depths(self) -> Tensor | int:
-        if not self.steps:
+        if not self.stamps:
             return 0
         depths = self.known.made
         return depths[0] if depths.count(depths[0]) == len(depths) else torch.tensor(depths)
 
     def force(self, forced: Tensor) -> None:
         known = (forced >= 0).long().cumprod(dim=1).sum(dim=1).tolist()
-        self.known.force(known, first=not self.steps)
+        self.known.force(known, first=not self.stamps)
 
 
 def expected_survivals(request: Request, means: Sequence[float], cap: int) -> list[float]:

@@ -23,3 +23,8 @@ OFFERED, LENS, HELD, MADE = range(4)  # drafts in the window, nodes to verify, d
 def width_of(depth: int) -> int:
     """Columns of rows with at most so many drafts."""
     return DRAFTS + 6 * depth
+
+
+def depth_in(table):  # type: ignore[no-untyped-def]
+    """The most drafts of a row."""
+    return (table.shape[1] - DRAFTS) // 6

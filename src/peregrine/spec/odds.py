@@ -152,11 +152,12 @@ class Odds:
         for own, record in zip(owns, records, strict=True):
             own.expected, own.right = map(float, record)
 
-    @property
-    def calibration_error(self) -> float:
-        """The mean distance between the chance that was expected and the share that was right, over tenths."""
-        count, said, right = self.tenths.T
-        return float(np.abs(said - right).sum() / max(1.0, count.sum()))
+
+def calibration_error(kinds: Iterable[Odds]) -> float:
+    """The mean distance between the chance that was expected and the share that was right, over tenths."""
+    tenths = np.stack([odds.tenths for odds in kinds])  # [n, TENTHS, 3]
+    count, said, right = np.moveaxis(tenths, 2, 0)
+    return float(np.abs(said - right).sum() / max(1.0, count.sum()))
 
 
 def odds_by_kind() -> tuple[Floats, dict[bool, Odds]]:

@@ -1,5 +1,7 @@
 """The inner loops of `planner.py`, compiled. Costs are sizes and milliseconds, [2, n] each (`Costs.curves`)."""
 
+import numpy as np
+
 from peregrine.kernels.runtime.host_jit import jit_cached, jit_part
 
 
@@ -22,30 +24,33 @@ def trim(survivals, lens, verify, ragged, rate, taken):  # type: ignore[no-untyp
 
     Returns the tokens that these drafts are expected to give.
     """
-    rows, drafts, shortest, depths = len(lens), 0, lens[0], [0] * len(lens)
+    rows, drafts, shortest = len(lens), 0, lens[0]
     for row in range(rows):
         taken[row] = 0
         drafts += lens[row]
         shortest = min(shortest, lens[row])
-    verified = ms_at(verify, rows)
+    verified, order = ms_at(verify, rows), np.empty(drafts, np.int64)
     rate = max(rate, rows / verified)
-    best, won, gained, uneven = 0.0, 0.0, 0.0, False
-    for count in range(1, drafts + 1):
+    best, most, won, gained = 0.0, 0, 0.0, 0.0
+    for count in range(drafts):
         likeliest, highest = -1, -1.0  # of the rows' next drafts; of equals the least deep
         for row in range(rows):
-            depth = depths[row]
+            depth = taken[row]
             if depth < lens[row] and (
-                survivals[row, depth] > highest or (survivals[row, depth] == highest and depth < depths[likeliest])
+                survivals[row, depth] > highest or (survivals[row, depth] == highest and depth < taken[likeliest])
             ):
                 likeliest, highest = row, survivals[row, depth]
-        depths[likeliest] += 1
+        taken[likeliest] += 1
+        order[count] = likeliest
         won += highest
-        net = won - rate * (ms_at(verify, rows + count) - verified)
+        net = won - rate * (ms_at(verify, rows + count + 1) - verified)
         if net > best:
-            best, gained, uneven = net, won, False
-            for row in range(rows):
-                taken[row] = depths[row]
-                uneven = uneven or depths[row] != depths[0]
+            best, most, gained = net, count + 1, won
+    for count in range(most, drafts):
+        taken[order[count]] -= 1
+    uneven = False
+    for row in range(rows):
+        uneven = uneven or taken[row] != taken[0]
     if uneven:  # windows of one length may give more, since they cost less
         best, won = best - rate * ragged, 0.0
         for depth in range(shortest + 1):
