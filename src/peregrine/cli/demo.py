@@ -55,10 +55,10 @@ def run(args: argparse.Namespace) -> int:
         text = args.prompt or (QUESTION if args.chat else PROMPT)
         print(f"prompt: {text}")
         prompt = [{"role": "user", "content": text}] if args.chat else text
+        fast = opened.enter_context(open_llm(options))  # first, so that wrong options are refused before any text
         slow = opened.enter_context(open_llm(options | {"drafter": "none"}))
         plain = decode("plain decoding", slow, prompt, params)
         params = replace(params, seed=plain.seed)
-        fast = opened.enter_context(open_llm(options))
         speculative = decode("with speculation", fast, prompt, params)
         runs = measure(slow, fast, plain.prompt_token_ids, params)
     outputs = [plain, speculative, *(output for pair in runs for output in pair)]
