@@ -24,7 +24,9 @@ def model(tmp_path: Path) -> str:
 def test_compares_plain_and_speculative(calls: Any, peregrine: Run, model: str) -> None:
     code, out, _ = peregrine("demo", "--model", model)
     assert code == 0
-    assert [options["drafter"] for options in calls.options] == ["ngram", "none"], "wrong options come to light before any text"
+    assert [options["drafter"] for options in calls.options] == ["ngram", "none"], (
+        "wrong options come to light before any text"
+    )
     assert out.count("A bird fell é\n") == 2
     assert "acceptance: 5.00 tokens per round (bonus included), 2 of 3 drafts right" in out
     assert "tokens/s:   plain 10.0, with speculation 10.0 (1.00 x)" in out

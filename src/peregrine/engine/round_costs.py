@@ -23,7 +23,8 @@ from peregrine.spec.windows import Windows
 
 RECENT, FIRST = 15, 5  # rounds whose median counts, and for how many of them the table does at first
 MOST_OFF = 2.0  # a round that takes this many times what it should was interrupted, or recorded a new size
-TIME_LIMIT_S = 0.6  # of processor time, for all measurements
+BETWEEN = 3, 5, 6, 10, 12  # rows of one token that are timed, too
+TIME_LIMIT_S = 0.8  # of processor time, for all measurements
 PASSES = 8  # over all sizes, at most
 TIMED_DRAFTS = 3  # of each row, where a further draft is a step
 
@@ -238,9 +239,14 @@ def rising(part: dict[int, float]) -> Points:
 
 
 def round_sizes(max_rows: int, width: int) -> list[int]:
-    """1, 2, 4, ... rows of one token, then all rows with 1, 2, 4, ... tokens: between them costs are straight lines."""
+    """Tokens of rounds, in the order in which they are timed; between them costs are straight lines.
+
+    1, 2, 4, ... rows of one token, all rows with 1, 2, 4, ... tokens; then, since kernels take a few rows at a time, so
+    that costs rise in steps, those between.
+    """
     fewer = [1 << power for power in range((max_rows - 1).bit_length())]
-    return fewer + [max_rows << power for power in range(width.bit_length())]
+    between = [rows for rows in BETWEEN if rows < max_rows]
+    return fewer + [max_rows << power for power in range(width.bit_length())] + between
 
 
 def measure_costs(time_round: TimeRound, max_rows: int, depth: int, steps: int) -> RoundCosts:

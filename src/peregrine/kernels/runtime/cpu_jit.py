@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
+from llvmlite.binding import get_host_cpu_features
 from numba import carray, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
@@ -116,6 +117,14 @@ def bytes_at(address, count):  # type: ignore[no-untyped-def]
 def longs_at(address, shape):  # type: ignore[no-untyped-def]
     """The int64 array of this shape that starts at an address."""
     return carray(_pointer(address), shape, types.int64)
+
+
+def has_avx512() -> bool:
+    """Whether compiled code has the vector registers of AVX-512."""
+    try:
+        return bool(get_host_cpu_features().get("avx512f"))
+    except RuntimeError:  # LLVM does not know this machine's features
+        return False
 
 
 def load_vector(builder: ir.IRBuilder, pointer: ir.Value, width: int) -> ir.Value:
