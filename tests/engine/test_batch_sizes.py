@@ -38,16 +38,16 @@ def sizes(model: str, free_gib: float, patch: pytest.MonkeyPatch, **options: obj
 @pytest.mark.parametrize(
     ("model", "free_gib", "options", "expected"),
     [
-        ("shape:llama-3.1-8b", 123, {}, (256, 4096)),  # an H200
-        ("shape:llama-3.1-8b", 123, {"num_drafts": 0}, (256, 4096)),
-        ("shape:llama-3.1-8b", 123, {"tree": (4, 8, 64)}, (32, 4096)),  # 64 rows of logits for each request
-        ("shape:llama-3.1-8b", 8, {}, (32, 4096)),  # a GPU of 24 GB
+        ("shape:llama-3.1-8b", 123, {}, (256, 4224)),  # an H200
+        ("shape:llama-3.1-8b", 123, {"num_drafts": 0}, (256, 4224)),
+        ("shape:llama-3.1-8b", 123, {"tree": (4, 8, 64)}, (32, 4224)),  # 64 rows of logits for each request
+        ("shape:llama-3.1-8b", 8, {}, (32, 4224)),  # a GPU of 24 GB
         ("shape:llama-3.1-8b", 2, {}, (8, 1024)),
         ("shape:llama-3.1-8b", 0.1, {}, (1, 256)),
-        ("shape:deepseek-v2-lite", 100, {}, (256, 4096)),
+        ("shape:deepseek-v2-lite", 100, {}, (256, 4224)),
         ("shape:llama-3.1-8b", 123, {"max_rows": 5, "prefill_chunk": 77}, (5, 77)),
-        ("shape:llama-3.1-8b", 123, {"row_sizes": (1, 12)}, (12, 4096)),
-        ("shape:llama-3.1-8b", 123, {"num_pages": 400, "page_size": 64}, (16, 4096)),  # 25,600 tokens
+        ("shape:llama-3.1-8b", 123, {"row_sizes": (1, 12)}, (12, 4224)),
+        ("shape:llama-3.1-8b", 123, {"num_pages": 400, "page_size": 64}, (16, 4224)),  # 25,600 tokens
     ],
     ids=str,
 )

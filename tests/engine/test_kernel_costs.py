@@ -107,23 +107,28 @@ def test_the_faster_kernel_serves_and_both_times_are_reported(store: KVStore, mo
         return choose_launch(problem, ON_CUDA, gpu_of(store.keys), backend.costs).kernel
 
     def time_forward(model: BoundModel, metadata: AttentionMetadata) -> float:
-        timed.append(metadata.window)
-        taken = kernel_of(model.backend, metadata)
-        return {Kernel.DECODE: 0.02, Kernel.CONTEXT: 0.01 if metadata.window.num_rows == 8 else 0.5}[taken]
+        rows, context = metadata.window.num_rows, int(metadata.past_lens[0])
+        timed.append((rows, context))
+        is_slow = rows == 1 or (rows == 4 and context > CONTEXT)
+        return {Kernel.DECODE: 0.02, Kernel.CONTEXT: 0.5 if is_slow else 0.01}[kernel_of(model.backend, metadata)]
 
-    timed: list[Window] = []
+    timed: list[tuple[int, int]] = []
     monkeypatch.setattr(kernel_costs, "time_forward", time_forward)
     first = SimpleNamespace(attention=SimpleNamespace(num_heads=2))
     decoder: Any = SimpleNamespace(layer=lambda index: first, embedding=torch.zeros(1))
     model = BoundModel(decoder, LAYERS, store, TritonBackend())
-    chosen, made = choose_kernels(model, {(1, 4): False, (8, 4): False, (99, 4): False})
+    windows = {(rows, 4): False for rows in (1, 4, 8, 99)}
+    chosen, made = choose_kernels(model, windows, max_len=3000)
     assert kernel_of(chosen, full_window(store, (1, 4))) is Kernel.DECODE
     assert kernel_of(chosen, full_window(store, (8, 4))) is Kernel.CONTEXT
-    assert "1 x 4: decode, decode took 0.0200 ms and context 0.5000 ms" in made.because
+    # Faster for a chat and slower for a long one, where programs that share keys serve.
+    assert kernel_of(chosen, full_window(store, (4, 4))) is Kernel.DECODE
+    assert "4 x 4: decode, decode took 0.0200 ms and context 0.5000 ms at 3000 tokens" in made.because
+    assert "1 x 4: decode, decode took 0.0200 ms and context 0.5000 ms;" in made.because
     assert "8 x 4: context, decode took 0.0200 ms and context 0.0100 ms" in made.because
     # Only one kernel serves this many rows: there is nothing to time.
     assert "99 x 4: context, tiles of queries alone fill the device" in made.because
-    assert {window.num_rows for window in timed} == {1, 8}
+    assert set(timed) == {(1, CONTEXT), (4, CONTEXT), (8, CONTEXT), (4, 3000), (8, 3000)}
 
 
 def test_a_backend_with_one_kernel_is_not_timed() -> None:

@@ -143,6 +143,7 @@ def written(engine: Engine) -> list[torch.Tensor]:
 
 def test_a_chunk_is_padded_to_the_next_size_or_read_as_it_is() -> None:
     assert chunk_sizes(4096) == [64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096]
+    assert chunk_sizes(4224)[-3:] == [3072, 4096, 4224], "prompts alone have chunks of 4096"
     assert chunk_sizes(100) == [64, 100]
     assert [rows_of(size) for size in (20, 64, 256, 4096)] == [1, 1, 5, 32]
     sizes = chunk_sizes(4096)

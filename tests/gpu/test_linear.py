@@ -12,7 +12,7 @@ from peregrine.kernels.linear import DenseWeight
 from peregrine.kernels.linear.tiles import Tile, pick_tile
 
 ROWS = (1, 2, 4, 7, 16, 17, 48, 64, 96, 127, 128, 192, 200, 300)
-MANY_ROWS = (129, 160, 192, 200, 255, 256, 257, 384, 511, 512, 513, 1000, 1024, 1536, 2048, 3001, 4096, 8192)
+MANY_ROWS = (129, 160, 192, 200, 255, 256, 257, 384, 511, 512, 513, 1000, 1024, 1536, 2048, 3001, 4096, 4224, 8192)
 EPS = 1e-5
 UNIT = 2.0**24  # squares are whole numbers of 1 / UNIT
 # Outputs, inputs, and what is fused with the product.

@@ -70,6 +70,7 @@ def compile_rounds() -> None:
     from peregrine.kernels.round.verdict import Ends, Nodes, Verdict
     from peregrine.kernels.sampling import filters_triton as filters_gpu
     from peregrine.kernels.sampling import logprobs_triton as logprobs_gpu
+    from peregrine.kernels.sampling import scores_triton as scores_gpu
     from peregrine.kernels.sampling import triton as choose_gpu
     from peregrine.kernels.sampling.params import Context, Features, Masks
     from peregrine.synthetic import accept_triton as simulated_gpu
@@ -97,8 +98,8 @@ def compile_rounds() -> None:
             filters_gpu.lowest_kept(logits.float(), sampling)
             logprobs_gpu.logprobs(logits.float(), out, None, None, 0)
             choose_gpu.best_tokens(logits.float(), at, sampling, True, None, lowest, True, out)
-        choose_gpu.gumbel(sampling.seeds, at, ids)
-        choose_gpu.masses(logits.float(), lowest)
+        scores_gpu.gumbel(sampling.seeds, at, ids)
+        scores_gpu.masses(logits.float(), lowest)
         choose_gpu.best_tokens(logits, at, sampling, False, None, None, True, out)
         choose_gpu.best_tokens(logits[:, :1, :999], at[:, :1], sampling, True, ids, None, False, out)
 

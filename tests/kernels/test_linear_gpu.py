@@ -352,6 +352,8 @@ def test_partial_sums_find_room(outputs: int, rows: int, blocks: int) -> None:
         (512, 4096, 14336, False, True, LargePlan(128, 2, True)),  # a pair of programs for each of 64 tiles
         (513, 4096, 14336, False, True, LargePlan(80, 2, False)),
         (8192, 4096, 14336, False, True, LargePlan(132, 2, False)),
+        (4096, 14336, 4096, True, False, LargePlan(132, 1, False)),
+        (4224, 14336, 4096, True, False, LargePlan(132, 1, False, groups=3)),  # all rows of 22 tiles are there
         (8192, 14336, 4096, True, False, LargePlan(132, 1, False)),
         (8192, 14332, 4096, True, False, None),  # rows of outputs that do not start at multiples of 16 bytes
         (8192, 6144, 192, False, False, None),  # fewer steps than the ring has places

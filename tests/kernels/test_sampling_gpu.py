@@ -25,11 +25,13 @@ VOCAB = 75  # with spans of 32: two whole ones and a part
 @pytest.fixture(autouse=True)
 def _short_spans(monkeypatch):
     """Make spans short, so that small vocabularies have several."""
+    from peregrine.kernels.sampling import scores_triton as scores_gpu
     from peregrine.kernels.sampling import triton as choose_gpu
 
     send_to_triton(monkeypatch)
     for name, size in {"WHOLE": 64, "SPAN": 32, "NOISY_SPAN": 32, "COUNT_SPAN": 32}.items():
         monkeypatch.setattr(choose_gpu, name, size)
+    monkeypatch.setattr(scores_gpu, "COUNT_SPAN", 32)
 
 
 def logits_of(dtype, vocab_size=VOCAB, nodes=2):

@@ -159,10 +159,10 @@ def _build(asked: EngineConfig, device: torch.device, start_ranks: Callable[[], 
     policy = BatchPolicy(asked.max_rows, asked.prefill_chunk, max_stall_s, lag, pick_row_sizes(asked, graphs))
     if graphs and backend.traits.max_decode_q_len:  # kernels are timed by recording them
         bound = BoundModel(target, target.layer_attention(), stores[0], backend)
-        backend, timed = choose_kernels(bound, window_shapes(asked, draft, policy.row_sizes or (1, policy.max_rows)))
+        windows = window_shapes(asked, draft, policy.row_sizes or (1, policy.max_rows))
+        backend, timed = choose_kernels(bound, windows, max_len)
         decisions.made.append(timed)
-    num_seats = max(policy.row_sizes or (policy.max_rows,))
-    options = RoundOptions.of(asked, num_seats, max_len)
+    options = RoundOptions.of(asked, max(policy.row_sizes or (policy.max_rows,)), max_len)
     rounds = make_rounds(target, draft, stores, backend, options)
     ledger = make_ledger(asked, stores, ranks, int(rounds.drafter.reads_next_token), decisions)
     engine = assemble(asked, rounds, tokenizer, policy, ledger, tree)

@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from peregrine.attention import AttentionBackend, AttentionMetadata, Kernel, Window
-from peregrine.attention.kernel_choice import Shape, kernel_reason, measure_costs, only, problem_of
+from peregrine.attention.kernel_choice import KernelCosts, Shape, kernel_reason, measure_costs, only, problem_of
 from peregrine.cache.store import KVStore
 from peregrine.config import Decision, EngineConfig
 from peregrine.engine.graphs import Graphs
@@ -18,28 +19,42 @@ from peregrine.spec.links import Links
 from peregrine.spec.registry import DraftSource
 
 CONTEXT = 2048  # cached tokens of each measured row, as in a usual chat
+LONG = 32768  # cached tokens of a long one
 REPEATS = 5  # forwards of all layers; the fastest counts
 
 Windows = Mapping[Shape, bool]  # (rows, queries per row) -> whether the queries are nodes of a tree
 
 
-def choose_kernels(model: BoundModel, windows: Windows) -> tuple[AttentionBackend, Decision]:
+def choose_kernels(model: BoundModel, windows: Windows, max_len: int) -> tuple[AttentionBackend, Decision]:
     """The model's backend with measured costs for these windows, and the Decision that reports them.
 
-    Windows that only the context kernel serves are not timed.
+    Windows that only the context kernel serves are not timed. Where it is faster than programs that share the keys of a
+    tile, both are timed with LONG cached tokens, too, or `max_len`: one program for each tile may leave most of the
+    device idle, which a long context makes far slower and a short one does not show.
     """
     backend, gpu = model.backend, gpu_of(model.store.keys)
     problems = {shape: widest_choice(model, full_window(model.store, shape, windows[shape])) for shape in windows}
-    longest = backend.traits.max_decode_q_len
-    timed = [shape for shape, problem in problems.items() if decode_launch(problem, gpu, longest) is not None]
+    launches = {shape: decode_launch(problems[shape], gpu, backend.traits.max_decode_q_len) for shape in windows}
+    timed = [shape for shape, decode in launches.items() if decode is not None]
+    long = min(LONG, max_len)
 
-    def time_ms(kernel: Kernel, shape: Shape) -> float:
+    def time_ms(context: int, kernel: Kernel, shape: Shape) -> float:
         forced = replace(model, backend=backend.with_costs(only(kernel, [shape])))
-        return time_forward(forced, full_window(model.store, shape, windows[shape]))
+        return time_forward(forced, full_window(model.store, shape, windows[shape], context))
+
+    def times_of(shapes: Sequence[Shape], context: int) -> dict[Shape, tuple[float, float]]:
+        return dict(measure_costs(shapes, partial(time_ms, context)).times)
 
     with torch.inference_mode():
-        costs = measure_costs(timed, time_ms)
-    reasons = [kernel_reason(problem, backend.traits, gpu, costs) for problem in problems.values()]
+        times = times_of(timed, CONTEXT)
+        shared = [shape for shape, decode in launches.items() if decode is not None and decode.programs > 1]
+        faster = [shape for shape in shared if times[shape][0] > times[shape][1]]
+        slower = {shape: ms for shape, ms in times_of(faster, long).items() if ms[0] < ms[1]}
+    costs = KernelCosts(times | slower)
+    reasons = [
+        kernel_reason(problem, backend.traits, gpu, costs) + (f" at {long} tokens" if shape in slower else "")
+        for shape, problem in problems.items()
+    ]
     value = f"measured for {len(timed)} windows of {CONTEXT} tokens"
     return backend.with_costs(costs), Decision("kernels", value, "; ".join(reasons))
 
@@ -100,16 +115,16 @@ def time_forward(model: BoundModel, metadata: AttentionMetadata) -> float:
     return float(min(times))
 
 
-def full_window(store: KVStore, shape: Shape, tree: bool = False) -> AttentionMetadata:
-    """Rows of CONTEXT cached tokens, on any pages there are; new keys go to the scratch page. A tree is a chain."""
+def full_window(store: KVStore, shape: Shape, tree: bool = False, context: int = CONTEXT) -> AttentionMetadata:
+    """Rows of so many cached tokens, on any pages there are; new keys go to the scratch page. A tree is a chain."""
     rows, q_len = shape
     device, page_size = store.keys.device, store.page_size
-    pages = -(-(CONTEXT + q_len) // page_size)
+    pages = -(-(context + q_len) // page_size)
 
     def count(stop: int) -> Tensor:
         return torch.arange(stop, device=device)
 
-    past_lens = torch.full((rows,), CONTEXT, device=device)
+    past_lens = torch.full((rows,), context, device=device)
     return AttentionMetadata(
         window=Window.uniform(rows, q_len),
         positions=(past_lens[:, None] + count(q_len)).flatten(),

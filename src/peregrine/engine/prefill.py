@@ -31,6 +31,7 @@ class PromptChunk:
 
 
 Replay = Callable[[list[PromptChunk], bool], bool]
+EVEN = 4096  # long prompts often have a power of two of tokens: in chunks of this size they leave no short one
 
 
 def next_chunks(requests: list[Request], chunk_size: int) -> list[PromptChunk]:
@@ -38,8 +39,10 @@ def next_chunks(requests: list[Request], chunk_size: int) -> list[PromptChunk]:
 
     Half of it is the oldest prompt's. The rest goes to the prompts with the least left to read, so that a short one
     does not wait for long ones; sizes are compared as powers of two, the older first among equals, so that long
-    prompts are read one after the other. How a prompt is cut changes no bit.
+    prompts are read one after the other. A prompt alone is cut evenly. How a prompt is cut changes no bit.
     """
+    if len(requests) == 1:
+        chunk_size = size_alone(chunk_size)
     unread = {request: request.num_unread for request in requests}
     shares = {requests[0]: min(unread[requests[0]], -(-chunk_size // 2), chunk_size)}
     room = chunk_size - shares[requests[0]]
@@ -50,6 +53,11 @@ def next_chunks(requests: list[Request], chunk_size: int) -> list[PromptChunk]:
         shares[request] = min(unread[request], given + room)
         room -= shares[request] - given
     return [PromptChunk(r, r.read_len, r.read_len + shares[r]) for r in requests if r in shares]
+
+
+def size_alone(chunk_size: int) -> int:
+    """The most tokens of a chunk that only one prompt is read in."""
+    return chunk_size if chunk_size < EVEN else chunk_size // EVEN * EVEN
 
 
 def read_chunks(rounds: Rounds, chunks: list[PromptChunk], page_size: int, replay: Replay, alone: bool) -> None:

@@ -21,7 +21,7 @@ from peregrine.engine.chunk_inputs import read_inputs, words_of, write_inputs
 from peregrine.engine.first_round import FirstRound
 from peregrine.engine.graphs import Graphs
 from peregrine.engine.host_copy import UploadRing
-from peregrine.engine.prefill import PromptChunk
+from peregrine.engine.prefill import PromptChunk, size_alone
 from peregrine.engine.rounds import Rounds
 from peregrine.models.parallel import on_every_rank
 
@@ -63,13 +63,13 @@ class PromptGraphs:
         """
         self.target, self.drafter, self.graphs, self.ranks = rounds.target, rounds.drafter, graphs, rounds.ranks
         self.device, self.page_size = rounds.device, rounds.seats.page_size
-        self.num_pages, self.most, self.first = num_pages, most, first
+        self.num_pages, self.alone, self.first = num_pages, size_alone(most), first
         self.sizes, rows = chunk_sizes(most), rows_of(most) + 1
         words = words_of(most, rows, rows * num_pages)
         self._packed = torch.zeros(words, dtype=torch.int64, device=self.device)
         self._host = UploadRing(words, self.device)
-        # The chunks of a long prompt, which fill the largest, have a graph of one row: attention can plan it better.
-        self.shapes = [(most, 1), *((size, rows_of(size) + 1) for size in self.sizes)]
+        # The chunks of a long prompt, all of one size, have a graph of one row: attention can plan it better.
+        self.shapes = [(self.alone, 1), *((size, rows_of(size) + 1) for size in self.sizes)]
 
     def record(self) -> Iterator[int]:
         """Record every size; yields the bytes each one took. The chunks really run once, all padding."""
@@ -105,7 +105,7 @@ class PromptGraphs:
             self.first.request = request if ends else None
         if size is None:
             return False
-        rows = 1 if len(chunks) == 1 and count == self.most else rows_of(size) + 1
+        rows = 1 if len(chunks) == 1 and count == self.alone else rows_of(size) + 1
         self._fill(size, rows, chunks)
         self.graphs.replay(("chunk", size, rows))
         return True

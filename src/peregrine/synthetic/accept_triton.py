@@ -8,7 +8,7 @@ from torch import Tensor
 from peregrine.kernels.round import Nodes
 from peregrine.kernels.runtime.gpu import launch
 from peregrine.kernels.runtime.pdl import enter
-from peregrine.kernels.sampling.triton import key_of, random_bits
+from peregrine.kernels.sampling.scores_triton import key_of, random_bits
 
 
 def bend_choices(

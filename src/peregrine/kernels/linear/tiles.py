@@ -22,6 +22,9 @@ WIDE_OUTPUTS = 32768
 # Of narrow tiles, where two groups with whole ones cost 2, and of half a tile, where a whole one costs 1: both copy
 # more for each product.
 NARROW_COST, HALF_COST = 1.72, 0.6
+# Rows that fill tiles of three groups, and the share of cost by which these may be dearer for a gate. Measured at 4,224
+# rows of the 8B's: 1,275 us from rest and 1,524 us at the power limit, where two groups take 1,307 and 1,564.
+FILLED_ROWS, FILLED_COST = range(22 * 192, 1 << 20, 192), 0.02
 # Of Hopper's kernel for many rows: rows of a group of warps, the rest of its tile, what descriptors of outputs need.
 LARGE_HEIGHT, LARGE_COLS, LARGE_DEPTH, LARGE_STAGES, LARGE_ALIGNMENT = 64, 256, 64, 4, 8
 
@@ -204,8 +207,10 @@ def large_plan(
     others = min(cost(2, tiles, HALF_COST), cost(3, three, HALF_COST))
     if plain and not gate and NARROW_COST * -(-narrow // num_sms) < others:
         return LargePlan(min(num_sms, narrow), split, in_pairs=False, narrow=True)
-    # Three groups copy less for each product. Of a gate they were not faster where they cost the same.
-    if plain and cost(3, three) - cost(2, tiles) < (0.0 if gate else 0.5):
+    # Three groups copy less for each product. Of a gate they were not faster where they cost the same, unless many
+    # rows fill their tiles.
+    more = 0.5 if not gate else FILLED_COST * cost(2, tiles) if num_rows in FILLED_ROWS else 0.0
+    if plain and cost(3, three) - cost(2, tiles) < more:
         return LargePlan(min(num_sms, 2 * three), split, in_pairs=False, groups=3)
     in_pairs = split == 2 and 2 * tiles <= num_sms
     if in_pairs and 4 * tiles <= num_sms and num_rows % HEIGHTS[-1] == 0:

@@ -17,7 +17,7 @@ from peregrine.kernels.residual import Residual
 from peregrine.kernels.residual.triton import root_mean_square
 from peregrine.kernels.runtime.gpu import dense_rows, launch
 from peregrine.kernels.runtime.pdl import release, wait
-from peregrine.kernels.sampling.triton import order_of
+from peregrine.kernels.sampling.scores_triton import order_of
 
 MAX_SPLIT = 8
 MIN_SHARE = 256  # inputs that are worth a program

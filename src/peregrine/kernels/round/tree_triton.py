@@ -7,7 +7,7 @@ from torch import Tensor
 
 from peregrine.kernels.round.tree import Frontier, Growth
 from peregrine.kernels.runtime.gpu import launch
-from peregrine.kernels.sampling.triton import (
+from peregrine.kernels.sampling.scores_triton import (
     LAST_ID,
     NO_KEY,
     divisor_of,

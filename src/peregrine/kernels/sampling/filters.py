@@ -13,7 +13,7 @@ from peregrine.kernels.runtime.gpu import triton_ready
 from peregrine.kernels.sampling.params import COLDEST, MASS, SamplingTensors
 
 _cpu = DeviceFile("peregrine.kernels.sampling.filters_cpu")
-_triton = DeviceFile("peregrine.kernels.sampling.triton")
+_scores_triton = DeviceFile("peregrine.kernels.sampling.scores_triton")
 
 
 def filter_scores(scores: Tensor, sampling: SamplingTensors) -> Tensor:
@@ -65,7 +65,7 @@ def masses(scores: Tensor, best: Tensor) -> Tensor:
     Every kernel of a device takes its exponentials from the same function, and so does this.
     """
     if triton_ready(scores) or numba_ready(scores, best):
-        found: Tensor = (_triton if triton_ready(scores) else _cpu).masses(scores, best)
+        found: Tensor = (_scores_triton if triton_ready(scores) else _cpu).masses(scores, best)
         return found
     return masses_torch(scores, best)
 

@@ -13,16 +13,16 @@ from torch import Tensor
 from peregrine.kernels.runtime.gpu import launch
 from peregrine.kernels.runtime.pdl import enter
 from peregrine.kernels.sampling.params import SamplingTensors
-from peregrine.kernels.sampling.triton import (
+from peregrine.kernels.sampling.scores_triton import (
     COUNT_SPAN,
     INFINITY,
     MASS,
-    Adjusted,
     divisor_of,
     mass_of,
     radix_key,
     score_of_radix_key,
 )
+from peregrine.kernels.sampling.triton import Adjusted
 
 CHUNK = 2048  # bins of a histogram that are read at once
 HALF_BYTES = 2  # bfloat16 and float16

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from peregrine.kernels.runtime.gpu import launch
 from peregrine.kernels.runtime.pdl import enter
-from peregrine.kernels.sampling.triton import (
+from peregrine.kernels.sampling.scores_triton import (
     COUNT_SPAN,
     MASS,
     NO_KEY,

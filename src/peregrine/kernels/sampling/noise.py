@@ -13,7 +13,7 @@ from peregrine.kernels.runtime.dispatch import DeviceFile
 from peregrine.kernels.runtime.gpu import triton_ready
 from peregrine.kernels.sampling.params import SamplingTensors
 
-_triton = DeviceFile("peregrine.kernels.sampling.triton")
+_scores_triton = DeviceFile("peregrine.kernels.sampling.scores_triton")
 
 
 def _signed(word: int) -> int:
@@ -33,7 +33,7 @@ def gumbel(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
     Between -2.82 and 22.9. With v uniform in (0, 1), -log(-log(1 - v)) is finest where the noise is large.
     """
     if triton_ready(seeds):
-        noise: Tensor = _triton.gumbel(seeds, positions, ids)
+        noise: Tensor = _scores_triton.gumbel(seeds, positions, ids)
         return noise
     return gumbel_torch(seeds, positions, ids)
 
