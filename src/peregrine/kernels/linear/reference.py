@@ -6,7 +6,6 @@ same property from the library: rows go through it in tiles of a fixed height, t
 every library call has the same shape.
 """
 
-import functools
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
@@ -87,7 +86,7 @@ class DenseWeight(WeightFormat):
         tile_rows = CPU_TILE_ROWS if x.is_cpu else DEVICE_TILE_ROWS
         # Padding copies even when nothing is missing: all tiles are then aligned in the same way, whatever view x is.
         padded, weight, bias = F.pad(x, (0, 0, 0, -num_rows % tile_rows)), self.weight, self.bias
-        if x.is_cpu and not _library_takes(x.dtype):
+        if x.is_cpu and x.element_size() == 2:  # the library rounds these differently for different numbers of threads
             padded, weight, bias = padded.float(), weight.float(), None if bias is None else bias.float()
         starts = range(0, max(num_rows, 1), tile_rows)
         tiles = [_tile_linear(padded[start : start + tile_rows], weight, bias) for start in starts]
@@ -138,18 +137,3 @@ def _tile_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return rest[:, :left]
     first = F.linear(x, weight[:whole], None if bias is None else bias[:whole])
     return torch.cat([first, rest[:, :left]], dim=1)
-
-
-@functools.cache
-def _library_takes(dtype: torch.dtype) -> bool:
-    """Whether the CPU's matrix library multiplies this dtype.
-
-    Without it torch uses loops of its own, which round differently for different numbers of threads, and which take a
-    hundred times as long as the library takes in float32.
-    """
-    if dtype not in (torch.bfloat16, torch.float16):
-        return True
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return False
-    ask = torch.ops.mkldnn
-    return bool(ask._is_mkldnn_bf16_supported() if dtype is torch.bfloat16 else ask._is_mkldnn_fp16_supported())
