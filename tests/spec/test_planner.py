@@ -195,7 +195,7 @@ def test_a_disturbed_round_does_not_make_drafts_look_free() -> None:
     disturbed = count()
 
     def timed(lens: Sequence[int], drafts: int) -> RoundTimes:
-        more = 3.0 if next(disturbed) % 3 else 0.0
+        more = 3.0 if next(disturbed) % 5 else 0.0
         times = steady(lens, drafts)
         return RoundTimes(times.verify_ms + more, times.first_ms + more / (1 + drafts), times.steps_ms)
 
@@ -249,4 +249,16 @@ def test_kernels_that_are_compiled_first_leave_no_size_untimed(monkeypatch: pyte
         return RoundTimes(1.0 * sum(lens), 1.0, [0.5] * (drafts - 1))
 
     monkeypatch.setattr(time, "thread_time", lambda: clock[0])
-    assert [size for size, _ in measure_costs(time_round, 16, 8, 8).costs().verify] == [1, 2, 4, 8, 16, 32]
+    assert [size for size, _ in measure_costs(time_round, 16, 8, 8).costs().verify] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+        8,
+        10,
+        12,
+        16,
+        32,
+    ]
