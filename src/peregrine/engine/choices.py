@@ -10,6 +10,7 @@ from peregrine.attention.routing import choose_backend
 from peregrine.attention.traits import Needs
 from peregrine.config import EngineConfig
 from peregrine.engine.memory import GPU_SHARE, scratch_bytes
+from peregrine.engine.prefill import SHARED
 from peregrine.engine.sources import ModelSource
 from peregrine.errors import ConfigError
 from peregrine.hardware import free_bytes, resolve_dtype
@@ -30,9 +31,7 @@ ROW_TOKENS = 1024  # tokens of a row that memory is planned for; the context, if
 # Memory of a recorded round, as a multiple of its float32 logits: 1.1 GiB for 32 rows of 4 nodes and 128,256 tokens.
 ROUND_LOGITS = 18
 CHUNK_SHARE = 0.05  # of free memory, for the scratch tensors of the largest chunk
-# Prompt tokens of a forward. 4,224 are 33 tiles of 128: with tiles of most weights they make whole waves on the 132
-# multiprocessors of an H200, where 4,096 leave a thirtieth of it idle.
-GPU_CHUNKS = (4224, 2048, 1024, 512)
+GPU_CHUNKS = (SHARED, 2048, 1024, 512)
 MEASURED_WEIGHTS = 1e8  # with fewer weights no dtype is much faster than the other, so none is measured
 MAX_DEFAULT_LEN = 2**20  # tables with an entry for every position take memory before the first request comes
 
