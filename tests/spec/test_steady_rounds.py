@@ -1,5 +1,6 @@
 """One number of drafts for all rows: how it is compared with others, when another is tried, and when rows come back."""
 
+import math
 from dataclasses import replace
 from itertools import pairwise
 
@@ -16,6 +17,7 @@ from peregrine.engine.round_costs import RoundCosts
 from peregrine.engine.steady import (
     APART,
     CHANGED,
+    DOUBT,
     EARLY,
     LONG_TRIAL,
     OFTEN,
@@ -260,12 +262,18 @@ def test_requests_that_are_about_to_end_or_have_changed_try_nothing(
 @given(rates=st.lists(st.floats(0.5, 2), min_size=1, max_size=5), rows=st.integers(1, 4), present=st.integers(0, 6))
 def test_drafts_of_several_rows_must_give_clearly_more_than_none(rates: list[float], rows: int, present: int) -> None:
     fresh, kept = best_of(rates, rows, None), best_of(rates, rows, present)
-    if rows == 1:
-        assert rates[fresh] == max(rates)
-    elif fresh:
-        assert rates[fresh] == max(rates[1:]) > APART * rates[0]
+    plain = rates[0] * (1 + APART * math.log2(rows))
+    drafted = [rate * (1 - DOUBT) ** n for n, rate in enumerate(rates[1:])]
+    if fresh:
+        assert drafted[fresh - 1] == max(drafted) > plain
     else:
-        assert max(rates[1:], default=0.0) <= APART * rates[0]
+        assert max(drafted, default=0.0) <= plain
     assert kept in (fresh, present)
-    worth = [rates[0] * (1 if rows == 1 else APART), *rates[1:]]
+    worth = [plain, *drafted]
     assert worth[fresh] < CHANGED * worth[kept]
+
+
+def test_of_numbers_that_promise_the_same_the_smaller_is_taken() -> None:
+    assert best_of([1.0, 2.0, 2.0, 2.0], 1, None) == 1
+    assert best_of([1.0, 2.0, 2.0, 2.1], 1, None) == 3
+    assert [best_of([1.0, 1.03], rows, None) for rows in (1, 2, 4)] == [1, 1, 0]

@@ -26,9 +26,12 @@ from peregrine.spec.state import Rows
 OddsOf = Callable[[Request], Odds]
 RateOf = Callable[[Sequence[Request]], PlannedRate | None]
 CHANGED = 1.005  # times as many tokens, by which another number of drafts must be better: to change costs time
-# Times as many tokens, by which drafts must be better than none where there are several rows: with drafts they get on
-# unequally, so that requests that began together end one after another, and the last rounds have fewer rows.
-APART = 1.02
+# By what share drafts must be better than none, for every doubling of the rows: with drafts they get on unequally, so
+# that requests that began together end one after another, and the last rounds have fewer rows.
+APART = 0.02
+# By what share every draft after the first must make rounds better: the more drafts, the more their chances, which are
+# those after an answer's beginning, promise too much.
+DOUBT = 0.01
 LIKELY = 0.9  # the chance of drafts that are nearly all right
 NEARLY = 0.96  # of what the best gives: another number of drafts with as much is tried at once
 OFTEN, SPENT = 128, 1e-3  # rounds between trials, at least, and the share of their time that trials may cost
@@ -233,7 +236,7 @@ def trial_rounds(best: int) -> int:
 
 def best_of(rates: Sequence[float], rows: int, present: int | None) -> int:
     """The number of drafts with the most tokens per millisecond; the present one, unless that is better by CHANGED."""
-    worth = [rates[0] * (APART if rows > 1 else 1.0), *rates[1:]]
+    worth = [rates[0] * (1 + APART * math.log2(rows)), *(rate * (1 - DOUBT) ** n for n, rate in enumerate(rates[1:]))]
     best = max(range(len(worth)), key=worth.__getitem__)
     if present is None or present >= len(worth):
         return best
