@@ -31,7 +31,7 @@ class DraftRows:
         self.table, self.odds = table, odds  # one line for each row, and for greedy and sampled requests
         self.numbers = np.zeros((4, len(table)), np.int64)
         self.requests: list[Request] = []
-        half = column.DRAFTS + (table.shape[1] - column.DRAFTS) // 2
+        half = column.DRAFTS + 3 * column.depth_in(table)
         self._window = table[:, column.DRAFTS : half].reshape(len(table), -1, 3)
         self._new = table[:, half:].reshape(len(table), -1, 3)
         self._offered, self._lens, self._held, self._made = self.numbers
@@ -118,7 +118,7 @@ class DraftRows:
             curves, levels = costs.curves, range(1 + len(self._window[0]))
             steps = [curves.step_at(level, costs.steps) for level in levels]
             self._costs, self._curves = costs, [(curves.verify, curves.absorb, step) for step in steps]
-        if said.dtype is not torch.float32 or not said.is_contiguous():
+        if said.dtype is not torch.float32 or not said.is_contiguous():  # asked, since to convert nothing takes longer
             said = said.float().contiguous()
         self._counted = ()
         count: int = _compiled.add_and_want(*self._state, said.data_ptr(), *self._curves[depth], depth, tokens, rate)

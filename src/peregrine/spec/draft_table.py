@@ -5,6 +5,9 @@ the drafter said of it (NaN: nothing), the chance with the request's factor, and
 there are is in another table, of integers, with a column for each row.
 """
 
+import numpy as np
+from numpy.typing import NDArray
+
 (
     KIND,  # 1: the request is sampled
     EXPECTED,  # its record: drafts that were expected to be right
@@ -25,6 +28,6 @@ def width_of(depth: int) -> int:
     return DRAFTS + 6 * depth
 
 
-def depth_in(table):  # type: ignore[no-untyped-def]
+def depth_in(table: NDArray[np.float64]) -> int:
     """The most drafts of a row."""
-    return (table.shape[1] - DRAFTS) // 6
+    return int(table.shape[1] - DRAFTS) // 6

@@ -2,7 +2,7 @@
 
 Every output of a tile is its own chain of fused multiply-adds, so the tile's height changes speed and no bit. Five rows
 are what 32 registers of four floats hold, or 16 of eight; with four, loads and arithmetic are balanced best. The 32
-larger ones of AVX-512 hold eight rows: rounds of 8 and 16 tokens take 0.6 to 0.7 of the time of tiles of four.
+larger ones of AVX-512 hold eight rows: linears of 8 and 16 float32 rows take 0.7 of the time of tiles of four.
 
 Weights may be held in bfloat16: the kernel then reads half the bytes. They are widened to float32 exactly, so the bits
 are those of the same values held in float32.

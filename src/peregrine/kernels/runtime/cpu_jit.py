@@ -120,7 +120,7 @@ def longs_at(address, shape):  # type: ignore[no-untyped-def]
 
 
 def has_avx512() -> bool:
-    """Whether compiled code has the vector registers of AVX-512."""
+    """Whether code that LLVM compiles for this machine has the vector registers of AVX-512."""
     try:
         return bool(get_host_cpu_features().get("avx512f"))
     except RuntimeError:  # LLVM does not know this machine's features
