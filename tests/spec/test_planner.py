@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peregrine.engine.planned_rates import PlannedRate
-from peregrine.engine.round_costs import PlannedRound, measure_costs
+from peregrine.engine.round_costs import PlannedRound
 from peregrine.engine.round_times import RoundTimes
+from peregrine.engine.start_costs import measure_costs
 from peregrine.spec.planner import Costs, depth_plan, ms_at, paying_depths, plan_depths, trim_windows
 from peregrine.spec.windows import Windows
 

@@ -13,7 +13,8 @@ from peregrine.engine.periods import LEAST, TABLE, Periods
 from peregrine.engine.plan_record import PlanRecord
 from peregrine.engine.planning import WindowPlanner
 from peregrine.engine.request import Request
-from peregrine.engine.round_costs import RoundCosts
+from peregrine.engine.round_costs import PastRound, RoundCosts
+from peregrine.engine.round_times import RoundTimes
 from peregrine.engine.steady import (
     APART,
     CHANGED,
@@ -96,6 +97,21 @@ def test_what_was_compared_corrects_the_table() -> None:
     ratio = (TABLE * foreseen[1] / foreseen[0] + 2 * 2.0) / (TABLE + 2)  # 5 ms became 10, and 5 again
     corrected = [foreseen[0], ratio * foreseen[0], ratio * foreseen[0] * foreseen[2] / foreseen[1]]
     assert costs.steady_times(4, 2) == pytest.approx(corrected)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_drafter_that_takes_longer_than_the_table_says_makes_rounds_with_drafts_longer(rows: int) -> None:
+    """And not those without. A machine that is slower in everything changes nothing."""
+    costs = RoundCosts({1: 4.0, 64: 36.0}, {1: 0.1, 2: 0.2}, {1: 0.5, 16: 1.0}, 3, {1: 1.0, 16: 2.0})
+    table = [costs.steady_ms(rows, drafts) for drafts in range(4)]
+    verify = [costs.costs().verify_ms(rows * (1 + drafts)) for drafts in range(4)]
+    for speed, factor in ((1.5, 1.0), (1.5, 2.0)):
+        times = RoundTimes(speed * verify[2], speed * factor * (table[2] - verify[2]), [])
+        costs.learn_steady([PastRound(3 * rows, rows, 2, times, 2 * rows, None)] * 16)
+        real = [sure + factor * (ms - sure) for ms, sure in zip(table, verify, strict=True)]
+        assert [costs.steady_ms(rows, drafts) for drafts in range(4)] == pytest.approx(real)
+    if rows == 1:
+        assert costs.replayed().round_ms(3, [1, 1]) == pytest.approx(real[2])
 
 
 def test_another_number_of_drafts_is_tried_now_and_then() -> None:

@@ -181,5 +181,5 @@ class LoneRounds:
                     past.append(PastRound(tokens, 1, drafts, times, count + 1, rate))
                     took += times.ms
         self._rounds.clear()
-        record.expected_ms += self.measured.learn_steady(past, alone=True)
+        record.expected_ms += self.measured.learn_steady(past)
         record.ms += took

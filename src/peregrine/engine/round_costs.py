@@ -1,7 +1,4 @@
-"""What rounds cost on this machine: timed when the engine starts, and compared with the rounds that pass.
-
-At the start a part takes what the clock says, or the processor time of all threads where that is less: it is more on a
-machine that does nothing else, and the clock's is more on one that is busy.
+"""What rounds cost on this machine: the table that was timed at the start (`start_costs.py`), and what real rounds say.
 
 The table says how sizes compare. Real rounds tell how its parts compare: the drafter's work, with the planning that
 only rounds with drafts need, against the verification in the same round, which is as fast as the machine is at the
@@ -10,9 +7,8 @@ them with it. All of it by medians: a round that was interrupted, or recorded a 
 """
 
 import math
-import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from peregrine.engine.periods import Periods
@@ -23,13 +19,6 @@ from peregrine.spec.windows import Windows
 
 RECENT, FIRST = 15, 5  # rounds whose median counts, and for how many of them the table does at first
 MOST_OFF = 2.0  # a round that takes this many times what it should was interrupted, or recorded a new size
-BETWEEN = 3, 5, 6, 10, 12  # rows of one token that are timed, too
-TIME_LIMIT_S = 0.8  # of processor time, for all measurements
-PASSES = 8  # over all sizes, at most
-TIMED_DRAFTS = 3  # of each row, where a further draft is a step
-
-
-TimeRound = Callable[[Sequence[int], int], RoundTimes]  # (tokens in each window, drafts that each row gets) -> times
 
 
 class PastRound(NamedTuple):
@@ -71,14 +60,16 @@ class RoundCosts:
         self.recording_ms = recording_ms  # what the first round of a size takes more: it allocates and records
         parts = rising(absorb), rising(step), steps, rising(first or {})
         self._table = Costs(rising(verify), *parts, ragged)
-        self._steady_table: dict[tuple[int, int, int], float] = {}  # see `_steady_ms`
+        self._drafting_table: dict[tuple[int, int, int], float] = {}  # see `_drafting_ms`
         self._first_table: dict[tuple[int, int], float] = {}  # see `_first_ms`
         self._expected: dict[tuple[int, ...], float] = {}  # see `_expect`; by `_known`
         self.branched = 0.0  # milliseconds more, if chains branch
         self._between: deque[float] = deque(maxlen=RECENT)  # milliseconds between rounds, at the table's speed
         # What rounds took, over the table: the verification; then, over that, the first drafts and further ones.
         self._speed, self._first, self._step = (deque([1.0] * FIRST, RECENT) for _ in range(3))
-        self._steady = deque([1.0] * FIRST, RECENT)  # of rounds with one number of drafts for all, over table and speed
+        # Of rounds of a row alone, and of those with one number of drafts for all rows: the drafter's work, over the
+        # table and the verification.
+        self._alone, self._steady = (deque([1.0] * FIRST, RECENT) for _ in range(2))
         self._planning = deque([0.0], RECENT)  # milliseconds that a row alone takes more, if its chain may branch
         self._missed = deque([1.0], RECENT)  # what it took to read missed tokens, over the table
         self.periods = Periods()  # of rounds with one number of drafts for all, and of those without
@@ -94,9 +85,10 @@ class RoundCosts:
         return self._known
 
     def replayed(self) -> Costs:
-        """Of a row alone, all of whose drafts are one replay, as they were timed; with what the host does."""
-        table = self._table
-        return Costs(scaled(table.verify, 1.0, self._host), table.absorb, table.step, table.steps, table.first)
+        """Of a row alone, all of whose drafts are one replay, with what real rounds have said and the host does."""
+        table, factor = self._table, middle(self._alone)
+        absorb, step, first = (scaled(part, factor) for part in (table.absorb, table.step, table.first))
+        return Costs(scaled(table.verify, 1.0, self._host), absorb, step, table.steps, first)
 
     def steady_ms(self, rows: int, drafts: int) -> float:
         """Milliseconds of a round in which every row has so many drafts, with the host's work after it."""
@@ -105,45 +97,55 @@ class RoundCosts:
     def steady_times(self, rows: int, most: int) -> list[float]:
         """The same for no draft, one, two and so on.
 
-        Real rounds take longer than the table says, by about the same factor with drafts and without; how those with
-        one draft more compare with them is measured, too, where such rounds followed each other.
+        How real rounds with one draft more compare with others is measured, too, where such rounds followed each other.
         """
-        host, factor = self._host, middle(self._steady)
-        table = [host + factor * self._steady_ms(rows * (1 + drafts), rows, drafts) for drafts in range(1 + most)]
+        host, factor = self._host, middle(self._seen(rows))
+        table = [host + self._steady_ms(rows * (1 + drafts), rows, drafts, factor) for drafts in range(1 + most)]
         times = table[:1]
         for drafts in range(1, 1 + most):
             times.append(times[-1] * self.periods.ratio(rows, drafts - 1, drafts, table[drafts] / table[drafts - 1]))
         return times
 
-    def _steady_ms(self, tokens: int, rows: int, drafts: int) -> float:
-        """By the table: of windows with so many tokens, after which every row gets so many drafts."""
-        known = self._steady_table.get((tokens, rows, drafts))
+    def _seen(self, rows: int) -> deque[float]:
+        """How the drafter's work in real rounds of so many rows compares with the table."""
+        return self._alone if rows == 1 else self._steady
+
+    def _steady_ms(self, tokens: int, rows: int, drafts: int, factor: float) -> float:
+        """Of windows with so many tokens, after which every row gets so many drafts, by the table.
+
+        `factor`: how many times as long the drafter takes.
+        """
+        return self._table.verify_ms(tokens) + factor * self._drafting_ms(tokens, rows, drafts)
+
+    def _drafting_ms(self, tokens: int, rows: int, drafts: int) -> float:
+        """The drafter's part, by the table."""
+        known = self._drafting_table.get((tokens, rows, drafts))
         if known is None:
             table, made = self._table, min(drafts, self._table.steps)
             steps = table.step_ms(rows, 0) + (made - 1) * table.step_ms(rows, 1) if made else 0.0
-            known = table.verify_ms(tokens) + (table.absorb_ms(tokens) + steps if drafts else 0.0)
-            self._steady_table[tokens, rows, drafts] = known
+            known = self._drafting_table[tokens, rows, drafts] = table.absorb_ms(tokens) + steps if drafts else 0.0
         return known
 
-    def learn_steady(self, rounds: Sequence[PastRound], alone: bool) -> float:
+    def learn_steady(self, rounds: Sequence[PastRound]) -> float:
         """Take in rounds after which every row has as many drafts; tokens count for the `rate` of such rounds.
 
-        Returns the milliseconds that they should take. `alone`: of one row, whose drafts were chosen.
+        Returns the milliseconds that they should take.
         """
         total = 0.0
         for past in rounds[-RECENT:]:
             self._speed.append(ratio(past.times.verify_ms, self._table.verify_ms(past.tokens)))
-        self._now = middle(self._speed)
+        speed = self._now = middle(self._speed)
         for past in rounds[-RECENT:]:
             self._note_host(past.times.host_ms)
         host = self._host
         for tokens, rows, drafts, times, won, rate in rounds:
-            expected = self._now * self._steady_ms(tokens, rows, drafts)
+            seen = self._seen(rows)
+            if drafts:
+                seen.append(ratio(times.ms - times.verify_ms, speed * self._drafting_ms(tokens, rows, drafts)))
+            expected = speed * self._steady_ms(tokens, rows, drafts, middle(seen))
             total += expected
-            if not alone:
-                self._steady.append(ratio(times.ms, expected))
             if rate is not None and times.usual and times.ms < MOST_OFF * expected:
-                rate.note(won, times.ms / self._now + host)
+                rate.note(won, times.ms / speed + host)
         return total
 
     def _note_host(self, ms: float | None) -> None:
@@ -236,65 +238,3 @@ def rising(part: dict[int, float]) -> Points:
         least = min(least, part[size])
         points.append((size, least))
     return tuple(reversed(points))
-
-
-def round_sizes(max_rows: int, width: int) -> list[int]:
-    """Tokens of rounds, in the order in which they are timed; between them costs are straight lines.
-
-    1, 2, 4, ... rows of one token, all rows with 1, 2, 4, ... tokens; then, since kernels take a few rows at a time, so
-    that costs rise in steps, those between.
-    """
-    fewer = [1 << power for power in range((max_rows - 1).bit_length())]
-    between = [rows for rows in BETWEEN if rows < max_rows]
-    return fewer + [max_rows << power for power in range(width.bit_length())] + between
-
-
-def measure_costs(time_round: TimeRound, max_rows: int, depth: int, steps: int) -> RoundCosts:
-    """Time rounds of several sizes in passes over all of them, as long as the time limit allows; the fastest count.
-
-    All rows are drafted for, as they are in real rounds. A size whose turn never came is interpolated.
-    """
-    made = min(depth, steps, TIMED_DRAFTS)
-    for lens in ([1], [2, 2][:max_rows]):  # on a new machine the first rounds compile kernels, for seconds
-        time_round(lens, made)
-    began = time.thread_time()
-    verify: dict[int, float] = {}
-    first: dict[int, float] = {}  # one draft, with what is absorbed
-    more: dict[int, float] = {}  # all drafts
-    parts = {min(made, 1): first} | ({made: more} if made > 1 else {})
-    at_first: list[float] = []  # milliseconds that the first round of a size takes more
-    for attempt in range(1 + PASSES):
-        for tokens in round_sizes(max_rows, min(depth + 1, 8 if max_rows == 1 else 4 if max_rows <= 4 else 2)):
-            late = time.thread_time() - began > TIME_LIMIT_S
-            if late and (attempt > 1 or len(verify) > 1):
-                break
-            rows = min(tokens, max_rows)
-            lens = [tokens // rows] * rows
-            for drafts, part in parts.items():
-                new = time_round(lens, drafts).ms if tokens not in part else None  # it allocates and records
-                times = time_round(lens, drafts)
-                if new is not None and part is first:  # of the second part, the verification is known
-                    at_first.append(max(0.0, new - times.ms))
-                for table, ms in ((verify, times.verify_ms), (part, times.first(steps=1))):
-                    table[tokens] = min(table.get(tokens, ms), ms)
-    if not steps:
-        return RoundCosts(verify, first, {1: 0.0}, steps, recording_ms=middle(at_first))
-    # Of the first drafts' time, what each further token of a window adds is absorbing it.
-    low, high = min(max_rows, max(first)), max(first)
-    slope = max(0.0, first[high] - first[low]) / (high - low) if high > low else 0.0
-    firsts = {rows: max(0.0, ms - slope * rows) for rows, ms in first.items() if rows <= low}
-    further = {rows: (more[rows] - first[rows]) / (made - 1) for rows in firsts if more.get(rows, 0.0) > first[rows]}
-    ragged = 0.0
-    if max_rows > 1:  # the first rounds allocate and record
-        uneven, even = (min([time_round(lens, 1).ms for _ in range(6)][2:]) for lens in ((2, 1), (2, 2)))
-        ragged = max(0.0, uneven - even)  # and more: it has a token less
-    return RoundCosts(verify, {1: slope, 2: 2 * slope}, further or firsts, steps, firsts, ragged, middle(at_first))
-
-
-def branched_ms(time_round: Callable[[], RoundTimes], tokens: int, costs: Costs) -> float:
-    """Milliseconds that a round of one row takes more because its window, of so many tokens, is a tree's.
-
-    `time_round` times one that drafts once.
-    """
-    time_round()  # the first one allocates and records
-    return max(0.0, min(time_round().ms for _ in range(4)) - costs.round_ms(tokens, [1]))

@@ -214,7 +214,7 @@ class SteadyRounds:
                     past.append(PastRound(sum(lens), len(lens), plan.drafts or 0, times, count, rate))
                     took += times.ms
         self._rounds.clear()
-        record.expected_ms += self.measured.learn_steady(past, alone=False)
+        record.expected_ms += self.measured.learn_steady(past)
         record.ms += took
 
 

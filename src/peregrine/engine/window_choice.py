@@ -13,9 +13,9 @@ from peregrine.engine.ahead_planner import AheadCosts, AheadPlanner, ThresholdPl
 from peregrine.engine.ahead_rounds import AheadRounds
 from peregrine.engine.choices import pick_graphs
 from peregrine.engine.planning import WindowPlanner
-from peregrine.engine.round_costs import branched_ms, measure_costs
 from peregrine.engine.round_times import FixedPlan, RoundTimes, least, now, times_of
 from peregrine.engine.runner import VARIANTS, Runner
+from peregrine.engine.start_costs import branched_ms, measure_costs
 from peregrine.kernels.runtime.cpu_graph import record_at_once
 from peregrine.kernels.sampling import Features
 from peregrine.models.config import ModelConfig
