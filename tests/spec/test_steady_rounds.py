@@ -54,6 +54,14 @@ def some_costs(ms_per_token: float = 0.5) -> RoundCosts:
     return RoundCosts({1: 4 + ms_per_token, 64: 4 + 64 * ms_per_token}, {1: 0.1, 2: 0.2}, {1: 0.0}, 3)
 
 
+def compare(periods: Periods, plain: float, drafted: float) -> None:
+    """Eight rows rest, have a draft each, and rest again; these are the times of their rounds."""
+    for drafts in (0, 1, 0):
+        periods.begin((8, drafts), goes_on=True)
+        note(periods, [drafted if drafts else plain] * 16)
+    periods.begin(None, goes_on=True)
+
+
 def note(periods: Periods, times: list[float]) -> None:
     for ms in times:
         periods.note(ms)
@@ -123,10 +131,7 @@ def test_another_number_of_drafts_is_tried_now_and_then() -> None:
         if chosen.trial:
             tried.append(number)
             assert chosen.drafts == 1
-            for drafts, ms in ((0, 7.0), (1, 11.5), (0, 7.0)):
-                steady.measured.periods.begin((8, drafts), goes_on=True)
-                note(steady.measured.periods, [ms] * 16)
-            steady.measured.periods.begin(None, goes_on=True)
+            compare(steady.measured.periods, 7.0, 11.5)
     assert tried[0] == 0
     gaps = [after - before for before, after in pairwise(tried)]
     assert gaps == sorted(gaps)
@@ -178,15 +183,21 @@ def test_what_is_best_comes_before_less_is_tried() -> None:
 
 
 def test_trials_cost_a_small_share_of_the_time() -> None:
-    steady, requests, odds = SteadyRounds(some_costs(2.0)), some_requests(8), some_odds(10)
-    for number in range(0, 1 << 15, 16):
+    """Rows that rest try a draft for long, but at first only for as long as it takes to time such rounds."""
+    requests, odds = some_requests(8), some_odds(60)
+    fresh = SteadyRounds(some_costs(0.45)).choose(requests, lambda _: odds, 1, 0, goes_on=True)
+    assert (fresh.drafts, fresh.trial) == (1, TRIAL)
+    steady, odds = SteadyRounds(some_costs(2.0)), some_odds(10)
+    compare(steady.measured.periods, 20.0, 20.0 * steady.measured.steady_ms(8, 1) / steady.measured.steady_ms(8, 0))
+    for number in range(0, 1 << 17, 16):
         chosen = steady.choose(requests, lambda _: odds, 1, number, goes_on=True)
         assert steady.is_trial_due(8, number) == (chosen.trial > 0)
         if chosen.trial:
             break
     plain, tried = 8 / steady.measured.steady_ms(8, 0), chosen.tokens / steady.measured.steady_ms(8, 1)
     assert chosen.trial == LONG_TRIAL, "what comes of the first tokens says little of others"
-    assert 0.9 * SPENT < LONG_TRIAL * (1 - tried / plain) / number <= SPENT
+    share = SPENT / (1 + steady.measured.periods.num_changes(8, 0, 1))
+    assert 0.9 * share < LONG_TRIAL * (1 - tried / plain) / number <= share
 
 
 @pytest.mark.parametrize(("generated", "limit", "counted"), [(0, 99, 3), (EARLY, 99, 19), (0, 22, 14)])
@@ -272,6 +283,7 @@ def test_requests_that_are_about_to_end_or_have_changed_try_nothing(
 ) -> None:
     steady, requests, odds = SteadyRounds(some_costs(0.45)), some_requests(8, limit=6 + left), some_odds(60)
     requests[0].missed = missed
+    compare(steady.measured.periods, 7.6, 12.8)
     assert steady.choose(requests, lambda _: odds, 1, 0, goes_on=goes_on).trial == (LONG_TRIAL if tries else 0)
 
 

@@ -37,7 +37,9 @@ NEARLY = 0.96  # of what the best gives: another number of drafts with as much i
 OFTEN, SPENT = 128, 1e-3  # rounds between trials, at least, and the share of their time that trials may cost
 SPENT_ONCE = 5e-3  # the same of what the first round of a size takes more
 TRIAL, LASTING = 9, 4  # rounds for which it is tried, and how many times as many tokens requests must have left
-LONG_TRIAL = 64  # rounds for which rows that rest try a draft: what comes of the first tokens says little of others
+# Rounds for which rows that rest try a draft: what comes of the first tokens says little of others. But before such
+# rounds were timed, they are tried for TRIAL alone: it is a loss that costs may show to be in vain.
+LONG_TRIAL = 64
 EARLY = 16  # tokens, or the first quarter of an answer: drafts are right less often there, and do not count
 UNLIKE = 1.2  # times as often as another's a row's first draft is right, where rows may deserve their own numbers
 OWN_PRIOR = 48.0  # drafts for which it counts that a request is like others: one number is chosen for many rounds
@@ -109,31 +111,42 @@ class SteadyRounds:
         rates = [tokens / ms for tokens, ms in zip(won, times, strict=True)]
         rates[1:] = self.missed.net(requests, rates[1:])
         drafts = now = best_of(rates, rows, best)
-        least = LASTING * TRIAL if now else LONG_TRIAL
+        trial = self._trial_rounds(rows, now)
+        least = min(LASTING * trial, LONG_TRIAL)
         lasts = all(r.limit - r.num_tokens >= least for r in requests)
         if lasts and (goes_on or all(r.missed is None for r in requests)):
             hoped = list(accumulate(LIKELY**depth for depth in range(most + 1)))  # tokens of a row
             hopes = [rows * tokens / ms for tokens, ms in zip(hoped, times, strict=True)]
-            drafts = now if self._tries else self._trial(requests, usual, hopes, now, number)
+            drafts = now if self._tries else self._trial(requests, usual, hopes, now, number, trial)
         self._tries = drafts != now  # then the best again: rounds are compared on the way there and back
         before, self._taken[rows] = self._taken.get(rows, drafts), drafts
         self._changed[rows, min(before, drafts), max(before, drafts)] = number
         self._ran.add((rows, drafts))
-        return Chosen(drafts, won[drafts], max(rates[1:], default=0.0), trial_rounds(now) * self._tries, best)
+        return Chosen(drafts, won[drafts], max(rates[1:], default=0.0), trial * self._tries, best)
 
     def is_trial_due(self, rows: int, number: int) -> bool:
         """Whether as many new requests would try another number of drafts."""
         return number >= self._due.get(rows, 0)
 
+    def _trial_rounds(self, rows: int, best: int) -> int:
+        """For how many rounds another number of drafts than the best is tried."""
+        return LONG_TRIAL if not best and self.measured.periods.num_changes(rows, 0, 1) else TRIAL
+
     def _trial(
-        self, requests: Sequence[Request], rates: Sequence[float], hopes: Sequence[float], best: int, number: int
+        self,
+        requests: Sequence[Request],
+        rates: Sequence[float],
+        hopes: Sequence[float],
+        best: int,
+        number: int,
+        rounds: int,
     ) -> int:
         """One draft more or less than the best, if its trial is due, or the best.
 
         The less often the more it costs, and the more often it was tried before; later if rounds of its size have to be
         recorded first; and never if it would give less than the best even if nearly all drafts were right.
         """
-        rows, measured, due, rounds = len(requests), self.measured, math.inf, trial_rounds(best)
+        rows, measured, due = len(requests), self.measured, math.inf
         missed = self.missed.ms(requests) / measured.steady_ms(rows, 0)  # rounds to read it
         for drafts in (best - 1, best + 1):
             if not 0 <= drafts < len(rates) or (drafts and self.missed.tokens_at_once(requests)):
@@ -227,11 +240,6 @@ def expected_lines(requests: Sequence[Request], odds_of: OddsOf, most: int) -> l
             hoped[odds] = odds.hoped_by_depth(most)
         lines.append(survivals([min(MOST, chance * factor) for chance in hoped[odds]]))
     return lines
-
-
-def trial_rounds(best: int) -> int:
-    """For how many rounds another number of drafts than the best is tried."""
-    return TRIAL if best else LONG_TRIAL
 
 
 def best_of(rates: Sequence[float], rows: int, present: int | None) -> int:
