@@ -82,6 +82,23 @@ def test_rounds_are_compared_where_their_drafts_change(plain: float, ratio: floa
     assert periods.ratio(3, 0, 1, foreseen=1.7) == pytest.approx(1.7)
 
 
+def test_rounds_are_compared_as_soon_as_there_are_enough() -> None:
+    """Once: asked again, or when the next change comes, the same rounds do not count twice."""
+    periods = Periods()
+    for drafts, ms in ((0, 5.0), (1, 10.0)):
+        periods.begin((4, drafts), goes_on=True)
+        note(periods, [ms] * (LEAST - 1))
+        periods.compare()
+        assert not periods.num_changes(4, 0, 1)
+        note(periods, [ms])
+        periods.compare()
+        assert periods.num_changes(4, 0, 1) == drafts
+    periods.compare()
+    periods.begin((4, 0), goes_on=True)
+    assert periods.num_changes(4, 0, 1) == 1
+    assert periods.ratio(4, 0, 1, foreseen=2.0) == pytest.approx(2.0)
+
+
 def test_rounds_of_other_requests_are_not_compared() -> None:
     """Nor those that an interruption leaves too few of."""
     periods = Periods()

@@ -33,15 +33,21 @@ class Periods:
         """The rounds from now on have this size; None: no one number of drafts. `goes_on`: requests are the same."""
         if goes_on and size is not None and size == self._size:
             return
+        self.compare()
         ended, noted = self._size, self._now
-        if ended is not None and self._before is not None and len(noted) >= LEAST:
-            ratio, (rows, drafts) = median(noted[:COMPARED]) / self._before, ended
-            fewer, more = sorted((self._from, drafts))
-            changes = self._ratios.setdefault((rows, fewer, more), deque(maxlen=CHANGES))
-            changes.append(ratio if drafts == more else 1 / ratio)
         compares = goes_on and ended is not None and len(noted) >= LEAST
         self._before, self._from = (median(noted[-COMPARED:]), ended[1]) if compares and ended else (None, 0)
         self._size, self._now = size, []
+
+    def compare(self) -> None:
+        """Compare the rounds of the present size with those just before them; once, when there are enough."""
+        if self._size is None or self._before is None or len(self._now) < LEAST:
+            return
+        ratio, (rows, drafts) = median(self._now[:COMPARED]) / self._before, self._size
+        fewer, more = sorted((self._from, drafts))
+        changes = self._ratios.setdefault((rows, fewer, more), deque(maxlen=CHANGES))
+        changes.append(ratio if drafts == more else 1 / ratio)
+        self._before = None
 
     def ratio(self, rows: int, fewer: int, more: int, foreseen: float) -> float:
         """How many times as long a round takes with more drafts; `foreseen`: by the table."""

@@ -201,6 +201,7 @@ class SteadyRounds:
 
     def learn(self, odds_of: OddsOf, rate_of: RateOf, record: PlanRecord) -> None:
         """Take in the rounds that were kept."""
+        self.measured.periods.compare()
         past, took = list[PastRound](), 0.0
         for requests, kept in groupby(self._rounds, key=lambda kept: kept[0].requests):
             rounds = list(kept)
