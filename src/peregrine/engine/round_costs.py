@@ -111,9 +111,9 @@ class RoundCosts:
         return self._alone if rows == 1 else self._steady
 
     def _steady_ms(self, tokens: int, rows: int, drafts: int, factor: float) -> float:
-        """Of windows with so many tokens, after which every row gets so many drafts, by the table.
+        """By the table: of windows with so many tokens, after which every row gets so many drafts.
 
-        `factor`: how many times as long the drafter takes.
+        The drafter takes `factor` times as long as the table says.
         """
         return self._table.verify_ms(tokens) + factor * self._drafting_ms(tokens, rows, drafts)
 

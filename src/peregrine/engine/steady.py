@@ -37,8 +37,8 @@ NEARLY = 0.96  # of what the best gives: another number of drafts with as much i
 OFTEN, SPENT = 128, 1e-3  # rounds between trials, at least, and the share of their time that trials may cost
 SPENT_ONCE = 5e-3  # the same of what the first round of a size takes more
 TRIAL, LASTING = 9, 4  # rounds for which it is tried, and how many times as many tokens requests must have left
-# Rounds for which rows that rest try a draft: what comes of the first tokens says little of others. But before such
-# rounds were timed, they are tried for TRIAL alone: it is a loss that costs may show to be in vain.
+# Rounds for which rows that rest try a draft: what comes of the first tokens says little of others. The first trial
+# only times such rounds and has TRIAL of them: if they cost too much, the long one is saved.
 LONG_TRIAL = 64
 EARLY = 16  # tokens, or the first quarter of an answer: drafts are right less often there, and do not count
 UNLIKE = 1.2  # times as often as another's a row's first draft is right, where rows may deserve their own numbers
