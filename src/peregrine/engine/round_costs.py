@@ -138,11 +138,13 @@ class RoundCosts:
         for past in rounds[-RECENT:]:
             self._note_host(past.times.host_ms)
         host = self._host
-        for tokens, rows, drafts, times, won, rate in rounds:
-            seen = self._seen(rows)
+        for tokens, rows, drafts, times, _, _ in rounds:
             if drafts:
-                seen.append(ratio(times.ms - times.verify_ms, speed * self._drafting_ms(tokens, rows, drafts)))
-            expected = speed * self._steady_ms(tokens, rows, drafts, middle(seen))
+                drafting = speed * self._drafting_ms(tokens, rows, drafts)
+                self._seen(rows).append(ratio(times.ms - times.verify_ms, drafting))
+        alone, several = middle(self._alone), middle(self._steady)
+        for tokens, rows, drafts, times, won, rate in rounds:
+            expected = speed * self._steady_ms(tokens, rows, drafts, alone if rows == 1 else several)
             total += expected
             if rate is not None and times.usual and times.ms < MOST_OFF * expected:
                 rate.note(won, times.ms / speed + host)

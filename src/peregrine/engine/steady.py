@@ -144,18 +144,19 @@ class SteadyRounds:
         """One draft more or less than the best, if its trial is due, or the best.
 
         The less often the more it costs, and the more often it was tried before; later if rounds of its size have to be
-        recorded first; and never if it would give less than the best even if nearly all drafts were right.
+        recorded first. If it would give less than the best even if nearly all drafts were right, it is tried until such
+        rounds were compared, and never again: the table may have been timed while the machine was busy.
         """
         rows, measured, due = len(requests), self.measured, math.inf
         missed = self.missed.ms(requests) / measured.steady_ms(rows, 0)  # rounds to read it
         for drafts in (best - 1, best + 1):
             if not 0 <= drafts < len(rates) or (drafts and self.missed.tokens_at_once(requests)):
                 continue
-            if hopes[drafts] < rates[best] and drafts > best:
+            pair, given = (rows, min(best, drafts), max(best, drafts)), rates[drafts] / rates[best]
+            if drafts > best and hopes[drafts] < rates[best] and measured.periods.num_changes(*pair):
                 continue
             if drafts < best and self._taken.get(rows) != best:  # first the best itself: who drafts less learns less
                 continue
-            pair, given = (rows, min(best, drafts), max(best, drafts)), rates[drafts] / rates[best]
             if given > NEARLY and pair not in self._changed and not missed:
                 return drafts
             last, lost = self._changed.get(pair, 0), rounds * (1 - given)
