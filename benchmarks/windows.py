@@ -5,10 +5,11 @@ turn in another order, so a machine that is busy for a while slows all of them. 
 single text, one or another number of drafts is the best by chance. So a cell has as many requests as any other, and one
 of fewer rows has more turns. Which of several engines was built first makes some of them half a percent faster: before
 half of the turns they are built in one order, and before the others in the other. A ratio is that of the time of all
-turns, and `spread` says between which values half of the turns lie. Plain decoding is measured twice, by two engines:
-what they differ by (`plain_again`) is noise.
+turns, and `spread` says between which values half of the turns lie; `middle` is the ratio in the middle turn, which a
+turn that something else held up does not move. Plain decoding is measured twice, by two engines: what they differ by
+(`plain_again`) is noise.
 
-    python benchmarks/windows.py                                      # all cells; about half an hour on two cores
+    python benchmarks/windows.py                                      # all cells; 20 to 50 minutes on two cores
     python benchmarks/windows.py --rows 1 8 --texts story --requests 24
     python benchmarks/windows.py --first-text 1000                    # other texts
     python benchmarks/windows.py --clock cpu                          # processor time, for a machine that is not quiet
@@ -102,8 +103,9 @@ class Cell:
     def result(self, num_tokens: int) -> dict[str, object]:
         """Tokens per second of every engine, and how "auto" compares with the best of the others."""
         totals = {name: sum(each) for name, each in self.seconds.items()}
-        best = min((name for name in totals if name not in (AUTO, AGAIN)), key=totals.__getitem__)
-        tokens, own = self.rows * num_tokens * len(self.seconds[AUTO]), self.seconds[AUTO]
+        fixed = [name for name in totals if name not in (AUTO, AGAIN)]
+        best, seconds, own = min(fixed, key=totals.__getitem__), self.seconds, self.seconds[AUTO]
+        tokens = self.rows * num_tokens * len(own)
         return {
             "text": self.text,
             "rows": self.rows,
@@ -113,15 +115,18 @@ class Cell:
             "auto_of_best_fixed": round(totals[best] / totals[AUTO], 3),
             "auto_of_plain": round(totals[PLAIN] / totals[AUTO], 3),
             "plain_again": round(totals[PLAIN] / totals[AGAIN], 3),
-            "spread": spread([fixed / auto for fixed, auto in zip(self.seconds[best], own, strict=True)]),
+            "spread": quartiles(seconds[best], own)[::2],
+            "middle": min(quartiles(seconds[name], own)[1] for name in fixed),
+            "plain_again_middle": quartiles(seconds[PLAIN], seconds[AGAIN])[1],
             "identical": self.identical,
         }
 
 
-def spread(values: list[float]) -> list[float]:
-    """The quartiles."""
-    low, _, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
-    return [round(low, 3), round(high, 3)]
+def quartiles(seconds: list[float], others: list[float]) -> list[float]:
+    """Three, of the ratios of one engine's times to another's, turn by turn."""
+    ratios = [one / other for one, other in zip(seconds, others, strict=True)]
+    found = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
+    return [round(value, 3) for value in found]
 
 
 def main() -> None:
@@ -132,7 +137,7 @@ def main() -> None:
     parser.add_argument("--fixed", type=int, nargs="+", default=[0, 1, 2, 3, 5], help="fixed numbers of drafts")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--requests", type=int, default=64, help="of every cell, as many at a time as it has rows")
-    parser.add_argument("--warm", type=int, default=16, help="requests before those that are timed: sizes are recorded")
+    parser.add_argument("--warm", type=int, default=32, help="requests before those that are timed: sizes are recorded")
     parser.add_argument("--first-text", type=int, default=0, help="number of the first turn's texts")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--clock", choices=sorted(CLOCKS), default="wall")
@@ -162,8 +167,8 @@ def main() -> None:
             if half and planner is not None:
                 print(f"calibration error {planner.calibration_error:.3f}, costs {json.dumps(planner.costs.to_json())}")
     results = [cell.result(args.tokens) for cell in cells]
-    least = min(float(str(result["auto_of_best_fixed"])) for result in results)
-    print(f"least ratio to the best fixed setting {least:.3f}")
+    least, middle = (min(float(str(result[name])) for result in results) for name in ("auto_of_best_fixed", "middle"))
+    print(f"least ratio to the best fixed setting {least:.3f}, in the middle turn {middle:.3f}")
     if args.out:
         args.out.write_text(json.dumps({"benchmark": "windows", "clock": args.clock, "cells": results}, indent=1))
 
