@@ -164,7 +164,7 @@ def test_a_busy_machine_leaves_no_size_untimed(monkeypatch: pytest.MonkeyPatch) 
     clock = count()
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
     costs = measure_costs(lambda lens, drafts: RoundTimes(float(sum(lens)), 0.0, []), 2, depth=4, steps=4).costs()
-    assert costs.verify == ((1, 1.0), (2, 2.0), (4, 4.0), (8, 8.0))
+    assert costs.verify == tuple((size, float(size)) for size in (1, 2, 3, 4, 5, 6, 8, 10))
 
 
 @pytest.mark.parametrize("max_rows", range(1, 18))
@@ -173,6 +173,18 @@ def test_any_number_of_rows_has_a_table_of_what_was_timed(max_rows: int) -> None
     costs = measure_costs(lambda lens, drafts: RoundTimes(float(sum(lens)), 1.0, [1.0]), max_rows, 4, 4).costs()
     assert all(size == ms for size, ms in costs.verify)
     assert max_rows in dict(costs.verify)
+
+
+@pytest.mark.parametrize("max_rows", [1, 2, 4, 8])
+def test_steps_in_what_rounds_cost_are_seen_with_few_rows_too(max_rows: int) -> None:
+    """Kernels take four rows at a time: a fifth token costs as much as four more."""
+
+    def timed(lens: Sequence[int], drafts: int) -> RoundTimes:
+        assert max(lens) <= 6
+        return RoundTimes(float(-(-sum(lens) // 4)), 0.5, [0.1] * (drafts - 1))
+
+    costs = measure_costs(timed, max_rows, depth=5, steps=5).costs()
+    assert [costs.verify_ms(tokens) for tokens in (1, 3, 4, 5, 6)] == [1, 1, 1, 2, 2]
 
 
 def steady(lens: Sequence[int], drafts: int) -> RoundTimes:
@@ -196,7 +208,7 @@ def test_a_disturbed_round_does_not_make_drafts_look_free() -> None:
     disturbed = count()
 
     def timed(lens: Sequence[int], drafts: int) -> RoundTimes:
-        more = 3.0 if next(disturbed) % 5 else 0.0
+        more = 3.0 if next(disturbed) % 7 else 0.0
         times = steady(lens, drafts)
         return RoundTimes(times.verify_ms + more, times.first_ms + more / (1 + drafts), times.steps_ms)
 
@@ -250,16 +262,5 @@ def test_kernels_that_are_compiled_first_leave_no_size_untimed(monkeypatch: pyte
         return RoundTimes(1.0 * sum(lens), 1.0, [0.5] * (drafts - 1))
 
     monkeypatch.setattr(time, "thread_time", lambda: clock[0])
-    assert [size for size, _ in measure_costs(time_round, 16, 8, 8).costs().verify] == [
-        1,
-        2,
-        3,
-        4,
-        5,
-        6,
-        8,
-        10,
-        12,
-        16,
-        32,
-    ]
+    sizes = [size for size, _ in measure_costs(time_round, 16, 8, 8).costs().verify]
+    assert sizes == [1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 32]

@@ -11,7 +11,7 @@ from peregrine.engine.round_costs import RoundCosts, middle
 from peregrine.engine.round_times import RoundTimes
 from peregrine.spec.planner import Costs
 
-BETWEEN = 3, 5, 6, 10, 12  # rows of one token that are timed, too
+BETWEEN = 3, 5, 6, 10, 12  # tokens of rounds that are timed, too
 TIME_LIMIT_S = 0.8  # of processor time, for all measurements
 PASSES = 8  # over all sizes, at most
 TIMED_DRAFTS = 3  # of each row, where a further draft is a step
@@ -19,15 +19,21 @@ TIMED_DRAFTS = 3  # of each row, where a further draft is a step
 TimeRound = Callable[[Sequence[int], int], RoundTimes]  # (tokens in each window, drafts that each row gets) -> times
 
 
-def round_sizes(max_rows: int, width: int) -> list[int]:
-    """Tokens of rounds, in the order in which they are timed; between them costs are straight lines.
+def timed_windows(max_rows: int, longest: int) -> list[list[int]]:
+    """The tokens of each row of rounds, in the order in which they are timed; between them costs are straight lines.
 
     1, 2, 4, ... rows of one token, all rows with 1, 2, 4, ... tokens; then, since kernels take a few rows at a time, so
-    that costs rise in steps, those between.
+    that costs rise in steps, sizes between, by as many rows as have as many tokens. No row has more than `longest`.
     """
+    width = min(longest, 8 if max_rows == 1 else 4 if max_rows <= 4 else 2)
     fewer = [1 << power for power in range((max_rows - 1).bit_length())]
-    between = [rows for rows in BETWEEN if rows < max_rows]
-    return fewer + [max_rows << power for power in range(width.bit_length())] + between
+    sizes = fewer + [max_rows << power for power in range(width.bit_length())]
+    windows = list[list[int]]()
+    for tokens in sizes + [tokens for tokens in BETWEEN if tokens not in sizes]:
+        rows = max(rows for rows in range(1, max_rows + 1) if tokens % rows == 0)
+        if tokens // rows <= longest:
+            windows.append([tokens // rows] * rows)
+    return windows
 
 
 def measure_costs(time_round: TimeRound, max_rows: int, depth: int, steps: int) -> RoundCosts:
@@ -45,12 +51,10 @@ def measure_costs(time_round: TimeRound, max_rows: int, depth: int, steps: int) 
     parts = {min(made, 1): first} | ({made: more} if made > 1 else {})
     at_first: list[float] = []  # milliseconds that the first round of a size takes more
     for attempt in range(1 + PASSES):
-        for tokens in round_sizes(max_rows, min(depth + 1, 8 if max_rows == 1 else 4 if max_rows <= 4 else 2)):
-            late = time.thread_time() - began > TIME_LIMIT_S
+        for lens in timed_windows(max_rows, depth + 1):
+            tokens, late = sum(lens), time.thread_time() - began > TIME_LIMIT_S
             if late and (attempt > 1 or len(verify) > 1):
                 break
-            rows = min(tokens, max_rows)
-            lens = [tokens // rows] * rows
             for drafts, part in parts.items():
                 new = time_round(lens, drafts).ms if tokens not in part else None  # it allocates and records
                 times = time_round(lens, drafts)
