@@ -6,10 +6,10 @@ requests go on: the last ones before with the first ones after.
 """
 
 from collections import deque
-from statistics import fmean, median
+from statistics import median
 
 COMPARED, LEAST = 15, 5  # rounds on each side of a change; at least so many
-CHANGES = 8  # of which the mean is taken: up and down, so that growing texts cancel
+CHANGES = 8  # of which the median is taken: up and down, so that growing texts cancel
 TABLE = 2  # changes that the table counts for: of a single one, rounds may be slow by chance
 
 Size = tuple[int, int]  # rows, drafts of each
@@ -51,7 +51,7 @@ class Periods:
 
     def ratio(self, rows: int, fewer: int, more: int, foreseen: float) -> float:
         """How many times as long a round takes with more drafts; `foreseen`: by the table."""
-        return fmean([foreseen] * TABLE + [*self._ratios.get((rows, fewer, more), ())])
+        return median([foreseen] * TABLE + [*self._ratios.get((rows, fewer, more), ())])
 
     def num_changes(self, rows: int, fewer: int, more: int) -> int:
         """How often they were compared, up to CHANGES."""
