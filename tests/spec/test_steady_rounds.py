@@ -150,6 +150,20 @@ def test_a_drafter_that_takes_longer_than_the_table_says_makes_rounds_with_draft
         assert costs.replayed().round_ms(3, [1, 1]) == pytest.approx(real[2])
 
 
+def test_numbers_of_drafts_that_are_far_apart_are_compared_too() -> None:
+    """By the table three drafts cost a third more than one; whoever took three after one knows that it is twice."""
+    costs = some_costs()
+    before = costs.steady_times(4, 4)
+    for drafts in (1, 3, 1, 3, 1):
+        costs.periods.begin((4, drafts), goes_on=True)
+        note(costs.periods, [10.0 if drafts == 3 else 5.0] * 16)
+    costs.periods.begin(None, goes_on=True)
+    times = costs.steady_times(4, 4)
+    assert times[:3] == pytest.approx(before[:3])
+    assert times[3] == pytest.approx(2 * before[1])
+    assert times[4] / times[3] == pytest.approx(before[4] / before[3])
+
+
 def test_another_number_of_drafts_is_tried_now_and_then() -> None:
     """At once if it seems nearly as good, and then ever less often."""
     steady, requests, odds = SteadyRounds(some_costs(0.35)), some_requests(8), some_odds(60)

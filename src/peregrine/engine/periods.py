@@ -53,6 +53,10 @@ class Periods:
         """How many times as long a round takes with more drafts; `foreseen`: by the table."""
         return median([foreseen] * TABLE + [*self._ratios.get((rows, fewer, more), ())])
 
+    def most_compared(self, rows: int, drafts: int) -> int:
+        """With which fewer drafts they were compared most often; the nearest of several."""
+        return max(range(drafts), key=lambda fewer: (self.num_changes(rows, fewer, drafts), fewer))
+
     def num_changes(self, rows: int, fewer: int, more: int) -> int:
         """How often they were compared, up to CHANGES."""
         return len(self._ratios.get((rows, fewer, more), ()))

@@ -97,13 +97,15 @@ class RoundCosts:
     def steady_times(self, rows: int, most: int) -> list[float]:
         """The same for no draft, one, two and so on.
 
-        How real rounds with one draft more compare with others is measured, too, where such rounds followed each other.
+        How real rounds with more drafts compare with others is measured, too, where such rounds followed each other: of
+        the numbers below one, with that which it was compared with most often.
         """
         host, factor = self._host, middle(self._seen(rows))
         table = [host + self._steady_ms(rows * (1 + drafts), rows, drafts, factor) for drafts in range(1 + most)]
         times = table[:1]
         for drafts in range(1, 1 + most):
-            times.append(times[-1] * self.periods.ratio(rows, drafts - 1, drafts, table[drafts] / table[drafts - 1]))
+            fewer = self.periods.most_compared(rows, drafts)
+            times.append(times[fewer] * self.periods.ratio(rows, fewer, drafts, table[drafts] / table[fewer]))
         return times
 
     def _seen(self, rows: int) -> deque[float]:

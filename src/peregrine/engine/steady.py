@@ -34,7 +34,7 @@ APART = 0.02
 DOUBT = 0.01
 LIKELY = 0.9  # the chance of drafts that are nearly all right
 NEARLY = 0.96  # of what the best gives: another number of drafts with as much is tried at once
-OFTEN, SPENT = 128, 1e-3  # rounds between trials, at least, and the share of their time that trials may cost
+OFTEN, SPENT = 128, 4e-3  # rounds between trials, at least, and the share of their time that the first may cost
 SPENT_ONCE = 5e-3  # the same of what the first round of a size takes more
 TRIAL, LASTING = 9, 4  # rounds for which it is tried, and how many times as many tokens requests must have left
 # Rounds for which rows that rest try a draft: what comes of the first tokens says little of others. The first trial
