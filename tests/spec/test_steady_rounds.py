@@ -198,6 +198,17 @@ def test_drafts_that_would_not_pay_if_nearly_all_were_right_are_tried_until_comp
     assert steady.is_trial_due(8, 1 << 30) == again
 
 
+def test_new_requests_have_rounds_to_compare_a_trial_with() -> None:
+    """Rounds before and after it are compared; an answer's first rounds are not like others."""
+    steady, requests, odds = SteadyRounds(some_costs()), some_requests(4), some_odds(60)
+    first, tried, then = (
+        steady.choose(requests, lambda _: odds, 3, 10_000, goes_on) for goes_on in (False, True, True)
+    )
+    assert first.drafts == then.drafts != tried.drafts
+    assert first.trial == tried.trial == TRIAL
+    assert not then.trial
+
+
 @pytest.mark.parametrize("ms_per_token", [0.7, 1.0])
 def test_a_size_that_has_to_be_recorded_is_tried_later(ms_per_token: float) -> None:
     """Once: what its first round takes more is spent then."""

@@ -70,7 +70,7 @@ class Chosen(NamedTuple):
     drafts: int
     tokens: float  # of a round
     rate: float  # tokens per millisecond of the best number of drafts, if not none
-    trial: int  # rounds for which this is tried; 0: it is the best
+    trial: int  # rounds after which it is chosen anew, since this is tried, or another will be; 0: it is the best
     usual: int  # drafts that as many requests have, if they have just begun
 
 
@@ -97,7 +97,8 @@ class SteadyRounds:
         millisecond, or no draft if that is not worth it any more for what these requests have left; or another one that
         was not tried for long, since nothing is learnt of what is not tried. `number` is that of the round among those
         of as many rows. Requests that are about to end try nothing, nor those that have just changed and were not
-        drafted for.
+        drafted for. Rows that are drafted for first have some rounds of the best, to compare with: an answer's first
+        round takes longer than others.
         """
         rows, last = len(requests), self._last.get(len(requests), self._present)
         if last is not None:
@@ -118,11 +119,14 @@ class SteadyRounds:
             hoped = list(accumulate(LIKELY**depth for depth in range(most + 1)))  # tokens of a row
             hopes = [rows * tokens / ms for tokens, ms in zip(hoped, times, strict=True)]
             drafts = now if self._tries else self._trial(requests, usual, hopes, now, number, trial)
+        will_try = drafts != now and now > 0 and not goes_on
+        if will_try:
+            drafts = now
         self._tries = drafts != now  # then the best again: rounds are compared on the way there and back
         before, self._taken[rows] = self._taken.get(rows, drafts), drafts
         self._changed[rows, min(before, drafts), max(before, drafts)] = number
         self._ran.add((rows, drafts))
-        return Chosen(drafts, won[drafts], max(rates[1:], default=0.0), trial * self._tries, best)
+        return Chosen(drafts, won[drafts], max(rates[1:], default=0.0), trial * (will_try or self._tries), best)
 
     def is_trial_due(self, rows: int, number: int) -> bool:
         """Whether as many new requests would try another number of drafts."""
