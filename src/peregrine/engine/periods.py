@@ -51,7 +51,8 @@ class Periods:
 
     def ratio(self, rows: int, fewer: int, more: int, foreseen: float) -> float:
         """How many times as long a round takes with more drafts; `foreseen`: by the table."""
-        return median([foreseen] * TABLE + [*self._ratios.get((rows, fewer, more), ())])
+        known: float = median([foreseen] * TABLE + [*self._ratios.get((rows, fewer, more), ())])
+        return known
 
     def most_compared(self, rows: int, drafts: int) -> int:
         """With which fewer drafts they were compared most often; the nearest of several."""
