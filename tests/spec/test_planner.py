@@ -187,6 +187,13 @@ def test_steps_in_what_rounds_cost_are_seen_with_few_rows_too(max_rows: int) -> 
     assert [costs.verify_ms(tokens) for tokens in (1, 3, 4, 5, 6)] == [1, 1, 1, 2, 2]
 
 
+@pytest.mark.parametrize("max_rows", [4, 8, 16])
+def test_a_step_does_not_make_larger_rounds_look_free(max_rows: int) -> None:
+    """Kernels take eight rows at a time: 9 to 16 tokens cost the same, and 48 cost three times as much."""
+    costs = measure_costs(lambda lens, drafts: RoundTimes(float(-(-sum(lens) // 8)), 0.5, []), max_rows, 5, 5).costs()
+    assert costs.verify_ms(48) == pytest.approx(6.0)
+
+
 def steady(lens: Sequence[int], drafts: int) -> RoundTimes:
     """A first draft follows from what was absorbed; every further one takes a step of the network."""
     rows, tokens = len(lens), sum(lens)

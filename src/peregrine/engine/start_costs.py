@@ -24,12 +24,14 @@ def timed_windows(max_rows: int, longest: int) -> list[list[int]]:
 
     1, 2, 4, ... rows of one token, all rows with 1, 2, 4, ... tokens; then, since kernels take a few rows at a time, so
     that costs rise in steps, sizes between, by as many rows as have as many tokens. No row has more than `longest`.
+    Larger sizes are on the line through the last two, which must not lie on one step.
     """
     width = min(longest, 8 if max_rows == 1 else 4 if max_rows <= 4 else 2)
     fewer = [1 << power for power in range((max_rows - 1).bit_length())]
     sizes = fewer + [max_rows << power for power in range(width.bit_length())]
     windows = list[list[int]]()
-    for tokens in sizes + [tokens for tokens in BETWEEN if tokens not in sizes]:
+    between = [tokens for tokens in BETWEEN if tokens not in sizes and (max_rows <= 2 or 2 * tokens <= sizes[-1])]
+    for tokens in sizes + between:
         rows = max(rows for rows in range(1, max_rows + 1) if tokens % rows == 0)
         if tokens // rows <= longest:
             windows.append([tokens // rows] * rows)
