@@ -7,9 +7,10 @@ of fewer rows has more turns. Which of several engines was built first makes som
 half of the turns they are built in one order, and before the others in the other. A ratio is that of the time of all
 turns, and `spread` says between which values half of the turns lie; `middle` is the ratio in the middle turn, which a
 turn that something else held up does not move. Plain decoding is measured twice, by two engines: what they differ by
-(`plain_again`) is noise.
+(`plain_again`) is noise. Planned windows are those of an engine that has run for a while: before its turns it has had
+`--learn` requests alone, since the first round of every size is recorded, and costs are compared now and then.
 
-    python benchmarks/windows.py                                      # all cells; 20 to 50 minutes on two cores
+    python benchmarks/windows.py                                      # all cells; 30 to 60 minutes on two cores
     python benchmarks/windows.py --rows 1 8 --texts story --requests 24
     python benchmarks/windows.py --first-text 1000                    # other texts
     python benchmarks/windows.py --clock cpu                          # processor time, for a machine that is not quiet
@@ -31,6 +32,7 @@ from pathlib import Path
 os.environ.setdefault("MIMALLOC_ARENA_RESERVE", "4GiB")
 
 from peregrine import LLM, SamplingParams
+from peregrine.engine.request import Output
 
 STORIES = (
     "Once upon a time, there was a little {animal} who",
@@ -54,6 +56,7 @@ WORDS = {
     "thing": ("ball", "box", "kite", "boat", "hat", "bell", "lamp", "key"),
 }
 PLAIN, AGAIN, AUTO = "0", "0 again", "auto"
+LEARNT = 5000  # the first of the texts from which "auto" learns
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
@@ -80,19 +83,24 @@ class Cell:
     rounds: Counter[str] = field(default_factory=Counter)
     identical: bool = True
 
-    def measure(self, engines: dict[str, LLM], turns: range, args: argparse.Namespace) -> None:
-        """Add these turns; the first ones are not timed."""
+    def run(self, llm: LLM, turn: int, args: argparse.Namespace) -> tuple[list[Output], float]:
+        """The outputs of one turn, and the seconds that it took."""
         clock = CLOCKS[args.clock]
         temperature = 1.0 if self.text == "random" else args.temperature  # greedy text of random words soon repeats
+        params = SamplingParams(temperature=temperature, seed=turn, max_tokens=args.tokens, ignore_eos=True)
+        prompts = prompts_of(llm, self.text, self.rows, args.first_text + turn)
+        begun = clock()
+        outputs = llm.generate(prompts, params, progress=False)
+        return outputs, clock() - begun
+
+    def measure(self, engines: dict[str, LLM], turns: range, args: argparse.Namespace) -> None:
+        """Add these turns, after those from which "auto" learns; the first ones are not timed."""
+        for turn in range(-(-args.learn // self.rows)):
+            self.run(engines[AUTO], LEARNT + turns.start + turn, args)
         for turn in turns:
-            params = SamplingParams(temperature=temperature, seed=turn, max_tokens=args.tokens, ignore_eos=True)
             names, texts = list(engines), {}
             for name in names[turn % len(names) :] + names[: turn % len(names)]:
-                llm = engines[name]
-                prompts = prompts_of(llm, self.text, self.rows, args.first_text + turn)
-                begun = clock()
-                outputs = llm.generate(prompts, params, progress=False)
-                took = clock() - begun
+                outputs, took = self.run(engines[name], turn, args)
                 texts[name] = [output.token_ids for output in outputs]
                 if turn - turns.start >= -(-args.warm // self.rows):
                     self.seconds[name].append(took)
@@ -138,6 +146,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--requests", type=int, default=64, help="of every cell, as many at a time as it has rows")
     parser.add_argument("--warm", type=int, default=32, help="requests before those that are timed: sizes are recorded")
+    parser.add_argument("--learn", type=int, default=96, help='requests that "auto" has before, alone: it learns costs')
     parser.add_argument("--first-text", type=int, default=0, help="number of the first turn's texts")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--clock", choices=sorted(CLOCKS), default="wall")
@@ -147,6 +156,8 @@ def main() -> None:
         given = getattr(args, name)
         if min(given if isinstance(given, list) else [given]) < 1:
             parser.error(f"--{name}: {given} is not above 0")
+    if args.learn < 0:
+        parser.error(f"--learn: {args.learn} is below 0")
     if 0 not in args.fixed:
         parser.error(f"--fixed: {args.fixed} lacks 0, plain decoding, which all are compared with")
     cells = [Cell(text, rows) for text in args.texts for rows in args.rows]

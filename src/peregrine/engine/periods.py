@@ -10,7 +10,7 @@ from statistics import median
 
 COMPARED, LEAST = 15, 5  # rounds on each side of a change; at least so many
 CHANGES = 8  # of which the median is taken: up and down, so that growing texts cancel
-TABLE = 2  # changes that the table counts for: of a single one, rounds may be slow by chance
+TABLE = 1  # changes that the table counts for: of a single one, rounds may be slow by chance
 
 Size = tuple[int, int]  # rows, drafts of each
 

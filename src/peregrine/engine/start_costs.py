@@ -26,7 +26,7 @@ def timed_windows(max_rows: int, longest: int) -> list[list[int]]:
     that costs rise in steps, sizes between, by as many rows as have as many tokens. No row has more than `longest`.
     Larger sizes are on the line through the last two, which must not lie on one step.
     """
-    width = min(longest, 8 if max_rows == 1 else 4 if max_rows <= 4 else 2)
+    width = min(longest, 8 if max_rows <= 2 else 4 if max_rows <= 4 else 2)
     fewer = [1 << power for power in range((max_rows - 1).bit_length())]
     sizes = fewer + [max_rows << power for power in range(width.bit_length())]
     windows = list[list[int]]()

@@ -29,13 +29,13 @@ CHANGED = 1.005  # times as many tokens, by which another number of drafts must 
 # By what share drafts must be better than none, for every doubling of the rows: with drafts they get on unequally, so
 # that requests that began together end one after another, and the last rounds have fewer rows.
 APART = 0.02
-# By what share every draft after the first must make rounds better: the more drafts, the more their chances, which are
-# those after an answer's beginning, promise too much.
-DOUBT = 0.01
+# By what share every draft after the first must make rounds better: the more drafts, the more unequally rows get on,
+# and the more their chances, which are those after an answer's beginning, promise too much.
+DOUBT = 0.02
 LIKELY = 0.9  # the chance of drafts that are nearly all right
 NEARLY = 0.96  # of what the best gives: another number of drafts with as much is tried at once
 OFTEN, SPENT = 128, 4e-3  # rounds between trials, at least, and the share of their time that the first may cost
-SPENT_ONCE = 5e-3  # the same of what the first round of a size takes more
+SPENT_ONCE = 3e-2  # the same of what the first round of a size takes more, which is spent once for all
 TRIAL, LASTING = 9, 4  # rounds for which it is tried, and how many times as many tokens requests must have left
 # Rounds for which rows that rest try a draft: what comes of the first tokens says little of others. The first trial
 # only times such rounds and has TRIAL of them: if they cost too much, the long one is saved.
@@ -117,8 +117,8 @@ class SteadyRounds:
         lasts = all(r.limit - r.num_tokens >= least for r in requests)
         if lasts and (goes_on or all(r.missed is None for r in requests)):
             hoped = list(accumulate(LIKELY**depth for depth in range(most + 1)))  # tokens of a row
-            hopes = [rows * tokens / ms for tokens, ms in zip(hoped, times, strict=True)]
-            drafts = now if self._tries else self._trial(requests, usual, hopes, now, number, trial)
+            hopes = worth_of([rows * tokens / ms for tokens, ms in zip(hoped, times, strict=True)], rows)
+            drafts = now if self._tries else self._trial(requests, worth_of(usual, rows), hopes, now, number, trial)
         will_try = drafts != now and now > 0 and not goes_on
         if will_try:
             drafts = now
@@ -139,7 +139,7 @@ class SteadyRounds:
     def _trial(
         self,
         requests: Sequence[Request],
-        rates: Sequence[float],
+        worth: Sequence[float],
         hopes: Sequence[float],
         best: int,
         number: int,
@@ -154,10 +154,10 @@ class SteadyRounds:
         rows, measured, due = len(requests), self.measured, math.inf
         missed = self.missed.ms(requests) / measured.steady_ms(rows, 0)  # rounds to read it
         for drafts in (best - 1, best + 1):
-            if not 0 <= drafts < len(rates) or (drafts and self.missed.tokens_at_once(requests)):
+            if not 0 <= drafts < len(worth) or (drafts and self.missed.tokens_at_once(requests)):
                 continue
-            pair, given = (rows, min(best, drafts), max(best, drafts)), rates[drafts] / rates[best]
-            if drafts > best and hopes[drafts] < rates[best] and measured.periods.num_changes(*pair):
+            pair, given = (rows, min(best, drafts), max(best, drafts)), worth[drafts] / worth[best]
+            if drafts > best and hopes[drafts] < worth[best] and measured.periods.num_changes(*pair):
                 continue
             if drafts < best and self._taken.get(rows) != best:  # first the best itself: who drafts less learns less
                 continue
@@ -250,11 +250,16 @@ def expected_lines(requests: Sequence[Request], odds_of: OddsOf, most: int) -> l
 
 def best_of(rates: Sequence[float], rows: int, present: int | None) -> int:
     """The number of drafts with the most tokens per millisecond; the present one, unless that is better by CHANGED."""
-    worth = [rates[0] * (1 + APART * math.log2(rows)), *(rate * (1 - DOUBT) ** n for n, rate in enumerate(rates[1:]))]
+    worth = worth_of(rates, rows)
     best = max(range(len(worth)), key=worth.__getitem__)
     if present is None or present >= len(worth):
         return best
     return present if worth[best] < CHANGED * worth[present] else best
+
+
+def worth_of(rates: Sequence[float], rows: int) -> list[float]:
+    """What so many tokens per millisecond with no draft, one, two and so on are worth, if so many rows have them."""
+    return [rates[0] * (1 + APART * math.log2(rows)), *(rate * (1 - DOUBT) ** n for n, rate in enumerate(rates[1:]))]
 
 
 def added(lines: Sequence[Sequence[float]], rooms: Sequence[int]) -> list[float]:
