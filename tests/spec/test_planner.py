@@ -187,6 +187,13 @@ def test_steps_in_what_rounds_cost_are_seen_with_few_rows_too(max_rows: int) -> 
     assert [costs.verify_ms(tokens) for tokens in (1, 3, 4, 5, 6)] == [1, 1, 1, 2, 2]
 
 
+@pytest.mark.parametrize("max_rows", [1, 2])
+def test_the_longest_windows_of_one_and_two_rows_are_timed(max_rows: int) -> None:
+    """Kernels take four rows at a time: 10 and 12 tokens cost the same, and 16 more."""
+    costs = measure_costs(lambda lens, drafts: RoundTimes(float(-(-sum(lens) // 4)), 0.5, []), max_rows, 7, 7).costs()
+    assert costs.verify_ms(8 * max_rows) == 2 * max_rows
+
+
 @pytest.mark.parametrize("max_rows", [4, 8, 16])
 def test_a_step_does_not_make_larger_rounds_look_free(max_rows: int) -> None:
     """Kernels take eight rows at a time: 9 to 16 tokens cost the same, and 48 cost three times as much."""

@@ -334,6 +334,19 @@ def test_requests_without_drafts_are_not_planned_in_every_round() -> None:
     assert planned < 10
 
 
+def test_fewer_rows_at_the_end_of_answers_do_not_shorten_what_is_kept() -> None:
+    """Each number of rows has its own: else every answer of four would be decided anew after 16 rounds, and 48."""
+    planner, decided = WindowPlanner(3, some_costs(), looks_up=False), 0
+    for _ in range(6):
+        resting, drafted, decided = some_requests(4, num_drafts=0), some_requests(1), 0
+        for _ in range(60):
+            if planner.repeat(resting) is None:
+                assert planner.plan(resting, [0] * 4).rests
+                decided += 1
+        assert not planner.plan(drafted, [0]).rests
+    assert decided == 1
+
+
 @pytest.mark.parametrize(
     ("left", "missed", "goes_on", "tries"),
     [

@@ -60,12 +60,13 @@ class WindowPlanner:
         self._drafted: list[int] = []  # rows that are drafted for
         self._everyone: list[int] = []  # all rows
         self._wanted = 0  # drafts that are made in any case, for trees that were asked for
-        self._due, self._kept = 0, KEPT  # the round after which they are chosen anew
+        self._due = 0  # the round after which they are chosen anew
         self.missed = Missed(measured, max_stall_ms)
         self.steady, self.alone = SteadyRounds(measured, self.missed), LoneRounds(measured)
         self.by_draft = RoundsByDraft(measured, lines, depth, self.branching)
         self._drafts = 0  # of every row, if it is one number for all
         self._resting: dict[int, bool] = {}  # whether so many rows rest, by the last decision
+        self._last: dict[int, tuple[bool, int, int]] = {}  # so many rows: if by draft, drafts, rounds it was kept for
         self._rounds_of: Counter[int] = Counter()  # rounds of so many rows
         self.catches_up = False  # rows will be drafted for, and the drafter reads what it missed between rounds
         self._probes = False  # whether a few rows are drafted for now and then
@@ -206,7 +207,8 @@ class WindowPlanner:
         """Decide for some rounds whether rows get drafts: each as it deserves them, or one number for all."""
         self._take_in()
         self._again = None
-        rows, before, trial, usual = len(requests), (bool(self._drafted), self._drafts), 0, 1
+        rows, trial, usual = len(requests), 0, 1
+        *before, kept = self._last.get(rows, (False, 0, KEPT))
         goes_on, passed = requests == self._planned, self._rounds - self._decided
         self._count_rounds()
         plain, measured = rows / self.measured.steady_ms(rows, 0), self.rates.of(requests)
@@ -217,8 +219,7 @@ class WindowPlanner:
             following = plan_depths(self.costs_of(rows), lines)
             drafts, foreseen = max(following.depths), following.rate
         else:
-            number = self._rounds_of[rows]
-            chosen = self.steady.choose(requests, self.odds, self._most(requests), number, goes_on)
+            chosen = self.steady.choose(requests, self.odds, self._most(requests), self._rounds_of[rows], goes_on)
             drafts, self._expected_tokens, foreseen, trial, usual = chosen
         (rate,) = self.missed.net(requests, [measured.value(foreseen)]) if foreseen else (0.0,)
         planned = rate > plain and (rows == 1 or (by_draft and drafts > 0))
@@ -234,12 +235,11 @@ class WindowPlanner:
         self._drafted = self._everyone if planned else []
         self._drafts = 0 if planned or by_draft else drafts
         self._probes = by_draft  # others are tried by one number of drafts for all
-        size = None if planned or by_draft else (rows, self._drafts)
-        self.measured.periods.begin(size, goes_on)
-        same = before == (planned, self._drafts) and (goes_on or not planned)
+        self.measured.periods.begin(None if planned or by_draft else (rows, self._drafts), goes_on)
+        same = before == [planned, self._drafts] and (goes_on or not planned)
         most = MOST_RESTED if self._resting[rows] else KEPT_BY_DRAFT if planned and rows > 1 else MOST_KEPT
-        self._kept = trial if trial and not planned else min(most, 2 * self._kept) if same else KEPT
-        self._due = self._rounds + self._kept
+        kept = trial if trial and not planned else min(most, 2 * kept) if same else KEPT
+        self._due, self._last[rows] = self._rounds + kept, (planned, self._drafts, kept)
         self.rate = max(plain, rate)  # only planned rounds ask for it
         self.alone.rule = None
         if planned and rows == 1 and not by_draft:
