@@ -34,7 +34,8 @@ APART = 0.02
 DOUBT = 0.02
 LIKELY = 0.9  # the chance of drafts that are nearly all right
 NEARLY = 0.96  # of what the best gives: another number of drafts with as much is tried at once
-OFTEN, SPENT = 128, 4e-3  # rounds between trials, at least, and the share of their time that the first may cost
+OFTEN, SPENT = 128, 4e-3  # rounds between trials, at least, and the share of their time that the second may cost
+SPENT_FIRST = 2e-2  # the same of the first, while all that is known is a table that may be off by a fifth
 SPENT_ONCE = 3e-2  # the same of what the first round of a size takes more, which is spent once for all
 TRIAL, LASTING = 9, 4  # rounds for which it is tried, and how many times as many tokens requests must have left
 # Rounds for which rows that rest try a draft: what comes of the first tokens says little of others. The first trial
@@ -166,7 +167,8 @@ class SteadyRounds:
             last, lost = self._changed.get(pair, 0), rounds * (1 - given)
             if not drafts:  # what is missed in the trial is read after it
                 lost += measured.missed_ms(rounds * rows) / measured.steady_ms(rows, 0)
-            spent = SPENT / (1 + measured.periods.num_changes(*pair))
+            changes = measured.periods.num_changes(*pair)
+            spent = SPENT / (1 + changes) if changes else SPENT_FIRST
             once = (
                 0.0 if (rows, drafts) in self._ran else measured.recording_ms / measured.steady_ms(rows, 0) / SPENT_ONCE
             )
