@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peregrine.engine.periods import LEAST, Periods
+from peregrine.engine.periods import LEAST, TABLE, Periods
 from peregrine.engine.plan_record import PlanRecord
 from peregrine.engine.planning import WindowPlanner
 from peregrine.engine.request import Request
@@ -79,10 +79,10 @@ def test_rounds_are_compared_where_their_drafts_change(plain: float, ratio: floa
         note(periods, [plain * growth ** (number + i) * (1 if drafts else ratio) for i in range(16)])
         number += 16
         periods.begin((4, drafts), goes_on=True)
-    assert periods.ratio(4, 0, 1, foreseen=ratio) == pytest.approx(ratio, rel=0.02)
-    assert periods.ratio(4, 0, 1, foreseen=2 * ratio) == pytest.approx(ratio, rel=0.02), "the table is in the minority"
     assert periods.num_changes(4, 0, 1) == 4
-    assert periods.ratio(3, 0, 1, foreseen=1.7) == pytest.approx(1.7)
+    assert periods.times(4, [1.0, ratio]) == pytest.approx([1.0, ratio], rel=0.02)
+    assert periods.times(4, [1.0, 2 * ratio])[1] == pytest.approx(2 ** (TABLE / (TABLE + 4)) * ratio, rel=0.02)
+    assert periods.times(3, [1.0, 1.7]) == [1.0, 1.7]
 
 
 @given(disturbed=st.integers(0, 4), slower=st.floats(0.2, 5))
@@ -93,7 +93,7 @@ def test_a_disturbed_period_does_not_change_what_is_known(disturbed: int, slower
         periods.begin((4, drafts), goes_on=True)
         note(periods, [(9.0 if drafts else 6.0) * (slower if number == disturbed else 1)] * 16)
     periods.begin(None, goes_on=True)
-    assert periods.ratio(4, 0, 1, foreseen=1.5) == pytest.approx(1.5)
+    assert periods.times(4, [6.0, 9.0]) == pytest.approx([6.0, 9.0])
 
 
 def test_rounds_are_compared_as_soon_as_there_are_enough() -> None:
@@ -110,7 +110,7 @@ def test_rounds_are_compared_as_soon_as_there_are_enough() -> None:
     periods.compare()
     periods.begin((4, 0), goes_on=True)
     assert periods.num_changes(4, 0, 1) == 1
-    assert periods.ratio(4, 0, 1, foreseen=2.0) == pytest.approx(2.0)
+    assert periods.times(4, [6.0, 12.0]) == pytest.approx([6.0, 12.0])
 
 
 def test_rounds_of_other_requests_are_not_compared() -> None:
@@ -127,17 +127,30 @@ def test_rounds_of_other_requests_are_not_compared() -> None:
 
 
 def test_what_was_compared_corrects_the_table() -> None:
+    """5 ms became 10, and 5 again; each change counts for more than the table, and both for more than one."""
     costs = some_costs()
     foreseen = [costs.steady_ms(4, drafts) for drafts in range(3)]
     costs.periods.begin((4, 0), goes_on=True)
-    for drafts, weight in ((1, 0.5), (0, 1.0)):  # 5 ms became 10: as much counts as the table; and 5 again: more
+    for drafts, changes in ((1, 1), (0, 2)):
         note(costs.periods, [5.0 if drafts else 10.0] * 16)
         costs.periods.begin((4, drafts), goes_on=True)
         note(costs.periods, [10.0 if drafts else 5.0] * 16)
         costs.periods.compare()
-        ratio = (1 - weight) * foreseen[1] / foreseen[0] + weight * 2.0
+        share = TABLE / (TABLE + changes)
+        ratio = (foreseen[1] / foreseen[0]) ** share * 2.0 ** (1 - share)
         corrected = [foreseen[0], ratio * foreseen[0], ratio * foreseen[0] * foreseen[2] / foreseen[1]]
         assert costs.steady_times(4, 2) == pytest.approx(corrected)
+
+
+def test_numbers_of_drafts_are_compared_through_others() -> None:
+    """Who took one draft after none and two after one knows how two compare with none, whatever the table says."""
+    periods, table = Periods(), [5.0, 6.0, 7.0]
+    for drafts in (0, 1, 2, 0, 2, 1, 0):
+        periods.begin((4, drafts), goes_on=True)
+        note(periods, [5.0 * 1.5**drafts] * 16)
+    periods.begin(None, goes_on=True)
+    assert periods.times(4, table) == pytest.approx([5.0, 7.5, 11.25], rel=0.12)
+    assert periods.times(4, table[:2])[1] > 7.0
 
 
 @pytest.mark.parametrize("rows", [1, 4])
@@ -164,8 +177,9 @@ def test_numbers_of_drafts_that_are_far_apart_are_compared_too() -> None:
         note(costs.periods, [10.0 if drafts == 3 else 5.0] * 16)
     costs.periods.begin(None, goes_on=True)
     times = costs.steady_times(4, 4)
-    assert times[:3] == pytest.approx(before[:3])
-    assert times[3] == pytest.approx(2 * before[1])
+    assert times[:2] == pytest.approx(before[:2])
+    assert before[2] < times[2] < times[3], "between them"
+    assert times[3] == pytest.approx(2 * before[1], rel=0.05)
     assert times[4] / times[3] == pytest.approx(before[4] / before[3])
 
 
@@ -212,7 +226,20 @@ def test_what_was_never_compared_is_tried_sooner() -> None:
             compare(steady.measured.periods, *(steady.measured.steady_ms(8, drafts) for drafts in range(2)))
         numbers = range(0, 1 << 16, 16)
         first.append(next(n for n in numbers if steady.choose(requests, lambda _: odds, 1, n, goes_on=True).trial))
-    assert OFTEN <= first[0] < first[1] / 8
+    assert 0 < first[0] < OFTEN <= first[1] / 8
+
+
+def test_drafts_are_compared_with_none_at_first() -> None:
+    """Even if two or three are the best by the table: to be never slower than plain decoding, it must be timed."""
+    steady, requests, odds = SteadyRounds(some_costs(0.3)), some_requests(4), some_odds(95)
+    judge_counts(odds, {(3, 3): 300, (3, 2): 10}, RequestOdds())
+    tried = list[int]()
+    for number in range(0, 1 << 12, 16):
+        chosen = steady.choose(requests, lambda _: odds, 4, number, goes_on=True)
+        assert chosen.usual > 1
+        if chosen.trial and chosen.drafts not in tried:
+            tried.append(chosen.drafts)
+    assert 0 in tried
 
 
 def test_new_requests_have_rounds_to_compare_a_trial_with() -> None:

@@ -5,25 +5,33 @@ with the texts, and changes with the machine. So rounds are compared where their
 requests go on: the last ones before with the first ones after.
 """
 
+import math
 from collections import deque
+from collections.abc import Sequence
 from statistics import median
+
+import numpy as np
 
 COMPARED, LEAST = 15, 5  # rounds on each side of a change; at least so many
 CHANGES = 8  # of which the median is taken: up and down, so that growing texts cancel
-TABLE = 1  # changes that the table counts for: of a single one, rounds may be slow by chance
+TABLE = 0.5  # changes that each of the table's steps counts for: of a single change, rounds may be slow by chance
+
+UNLIKE = 1.1  # times what a change said, if the one back says so much, neither counts: the machine's speed has changed
 
 Size = tuple[int, int]  # rows, drafts of each
+Pair = tuple[int, int, int]  # rows, drafts, more drafts
 
 
 class Periods:
     """Times of rounds that repeat a plan, and what they say of its number of drafts."""
 
     def __init__(self) -> None:
-        self._ratios: dict[tuple[int, int, int], deque[float]] = {}  # rows, drafts, more drafts: how many times as long
+        self._ratios: dict[Pair, deque[float]] = {}  # how many times as long rounds with more drafts take
         self._size: Size | None = None  # of the rounds that are noted now
         self._before: float | None = None  # milliseconds of the last rounds of `_from`, just before them
         self._from = 0  # drafts
         self._now: list[float] = []  # milliseconds
+        self._last: Pair | None = None  # what the rounds before were compared for, with those before them
 
     def note(self, ms: float) -> None:
         """Take in one round of the present size."""
@@ -36,6 +44,8 @@ class Periods:
         self.compare()
         ended, noted = self._size, self._now
         compares = goes_on and ended is not None and len(noted) >= LEAST
+        if self._before is not None or not compares:
+            self._last = None
         self._before, self._from = (median(noted[-COMPARED:]), ended[1]) if compares and ended else (None, 0)
         self._size, self._now = size, []
 
@@ -43,20 +53,43 @@ class Periods:
         """Compare the rounds of the present size with those just before them; once, when there are enough."""
         if self._size is None or self._before is None or len(self._now) < LEAST:
             return
-        ratio, (rows, drafts) = median(self._now[:COMPARED]) / self._before, self._size
+        (rows, drafts), ratio = self._size, median(self._now[:COMPARED]) / self._before
         fewer, more = sorted((self._from, drafts))
-        changes = self._ratios.setdefault((rows, fewer, more), deque(maxlen=CHANGES))
-        changes.append(ratio if drafts == more else 1 / ratio)
+        pair, ratio = (rows, fewer, more), ratio if drafts == more else 1 / ratio
+        changes = self._ratios.setdefault(pair, deque(maxlen=CHANGES))
+        back = changes[-1] if changes and self._last == pair else ratio
+        if ratio >= 1 and max(ratio, back) < UNLIKE * min(ratio, back):
+            changes.append(ratio)
+            self._last = pair
+        else:  # the machine's speed has changed meanwhile
+            if self._last == pair:
+                changes.pop()
+            self._last = None
         self._before = None
 
-    def ratio(self, rows: int, fewer: int, more: int, foreseen: float) -> float:
-        """How many times as long a round takes with more drafts; `foreseen`: by the table."""
-        known: float = median([foreseen] * TABLE + [*self._ratios.get((rows, fewer, more), ())])
-        return known
+    def times(self, rows: int, table: Sequence[float]) -> list[float]:
+        """Milliseconds of rounds with no draft, one, two and so on, where the table says so much.
 
-    def most_compared(self, rows: int, drafts: int) -> int:
-        """With which fewer drafts they were compared most often; the nearest of several."""
-        return max(range(drafts), key=lambda fewer: (self.num_changes(rows, fewer, drafts), fewer))
+        The first is the table's. The others fit the table's steps from one number to the next, and all comparisons,
+        each counting as often as it was made.
+        """
+        of_rows = (kept for kept in self._ratios.items() if kept[0][0] == rows and kept[0][2] < len(table))
+        known = {pair[1:]: ratios for pair, ratios in of_rows if ratios}
+        if not known:
+            return list(table)
+        fits = [((more - 1, more), table[more] / table[more - 1], TABLE) for more in range(1, len(table))]
+        for (fewer, more), ratios in known.items():
+            foreseen = [table[more] / table[fewer]] if len(ratios) > 1 else []  # of two the median alone is a mean
+            fits.append(((fewer, more), median([*ratios, *foreseen]), len(ratios)))
+        sums, sides = np.zeros((len(table), len(table))), np.zeros(len(table))  # of the least squares, of logarithms
+        sums[0, 0] = 1.0  # the first is 0
+        for (fewer, more), ratio, weight in fits:
+            line = np.zeros(len(table))
+            line[[fewer, more]] = -1.0, 1.0
+            sums += weight * np.outer(line, line)
+            sides += weight * math.log(ratio) * line
+        times: list[float] = (table[0] * np.exp(np.linalg.solve(sums, sides))).tolist()
+        return times
 
     def num_changes(self, rows: int, fewer: int, more: int) -> int:
         """How often they were compared, up to CHANGES."""

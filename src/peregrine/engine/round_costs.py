@@ -97,16 +97,11 @@ class RoundCosts:
     def steady_times(self, rows: int, most: int) -> list[float]:
         """The same for no draft, one, two and so on.
 
-        How real rounds with more drafts compare with others is measured, too, where such rounds followed each other: of
-        the numbers below one, with that which it was compared with most often.
+        How real rounds with more drafts compare with others is measured, too, where such rounds followed each other.
         """
         host, factor = self._host, middle(self._seen(rows))
         table = [host + self._steady_ms(rows * (1 + drafts), rows, drafts, factor) for drafts in range(1 + most)]
-        times = table[:1]
-        for drafts in range(1, 1 + most):
-            fewer = self.periods.most_compared(rows, drafts)
-            times.append(times[fewer] * self.periods.ratio(rows, fewer, drafts, table[drafts] / table[fewer]))
-        return times
+        return self.periods.times(rows, table)
 
     def _seen(self, rows: int) -> deque[float]:
         """How the drafter's work in real rounds of so many rows compares with the table."""

@@ -6,6 +6,7 @@ would with fixed windows: the same plan is repeated, and verdicts are taken in t
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import accumulate, groupby
 from typing import NamedTuple
@@ -35,8 +36,9 @@ DOUBT = 0.02
 LIKELY = 0.9  # the chance of drafts that are nearly all right
 NEARLY = 0.96  # of what the best gives: another number of drafts with as much is tried at once
 OFTEN, SPENT = 128, 4e-3  # rounds between trials, at least, and the share of their time that the second may cost
-SPENT_FIRST = 2e-2  # the same of the first, while all that is known is a table that may be off by a fifth
-SPENT_ONCE = 3e-2  # the same of what the first round of a size takes more, which is spent once for all
+# The same of the first ones, while all that is known is a table that may be off by a fifth, or one comparison.
+FIRST, SPENT_FIRST = 2, 5e-2
+SPENT_ONCE = 1e-1  # the same of what the first round of a size takes more, which is spent once for all
 TRIAL, LASTING = 9, 4  # rounds for which it is tried, and how many times as many tokens requests must have left
 # Rounds for which rows that rest try a draft: what comes of the first tokens says little of others. The first trial
 # only times such rounds and has TRIAL of them: if they cost too much, the long one is saved.
@@ -83,6 +85,7 @@ class SteadyRounds:
         self._last: dict[int, int] = {}  # what was the best for so many rows
         self._present: int | None = None  # what was the best of all
         self._tries = False  # whether another number is tried now
+        self._tried: Counter[tuple[int, int, int]] = Counter()  # how often that was so: rows, drafts, more drafts
         self._taken: dict[int, int] = {}  # what so many rows had last
         # Rows, drafts and more drafts: the round of so many rows before which one was last taken after the other.
         self._changed: dict[tuple[int, int, int], int] = {}
@@ -124,6 +127,7 @@ class SteadyRounds:
         if will_try:
             drafts = now
         self._tries = drafts != now  # then the best again: rounds are compared on the way there and back
+        self._tried[rows, min(now, drafts), max(now, drafts)] += self._tries
         before, self._taken[rows] = self._taken.get(rows, drafts), drafts
         self._changed[rows, min(before, drafts), max(before, drafts)] = number
         self._ran.add((rows, drafts))
@@ -154,8 +158,8 @@ class SteadyRounds:
         """
         rows, measured, due = len(requests), self.measured, math.inf
         missed = self.missed.ms(requests) / measured.steady_ms(rows, 0)  # rounds to read it
-        for drafts in (best - 1, best + 1):
-            if not 0 <= drafts < len(worth) or (drafts and self.missed.tokens_at_once(requests)):
+        for drafts in sorted({0, best - 1, best + 1}):
+            if drafts == best or not 0 <= drafts < len(worth) or (drafts and self.missed.tokens_at_once(requests)):
                 continue
             pair, given = (rows, min(best, drafts), max(best, drafts)), worth[drafts] / worth[best]
             if drafts > best and hopes[drafts] < worth[best] and measured.periods.num_changes(*pair):
@@ -168,13 +172,14 @@ class SteadyRounds:
             if not drafts:  # what is missed in the trial is read after it
                 lost += measured.missed_ms(rounds * rows) / measured.steady_ms(rows, 0)
             changes = measured.periods.num_changes(*pair)
-            spent = SPENT / (1 + changes) if changes else SPENT_FIRST
+            is_new = rounds == TRIAL and max(changes, self._tried[pair]) < FIRST
+            spent, often = (SPENT_FIRST, 0) if is_new else (SPENT / (1 + changes), OFTEN)
             once = (
                 0.0 if (rows, drafts) in self._ran else measured.recording_ms / measured.steady_ms(rows, 0) / SPENT_ONCE
             )
-            if number >= last + max(OFTEN, (lost + missed) / spent + once):
+            if number >= last + max(often, (lost + missed) / spent + once):
                 return drafts
-            due = min(due, last + max(OFTEN, lost / spent + once))
+            due = min(due, last + max(often, lost / spent + once))
         self._due[rows] = due
         return best
 
