@@ -36,13 +36,14 @@ DOUBT = 0.02
 LIKELY = 0.9  # the chance of drafts that are nearly all right
 NEARLY = 0.96  # of what the best gives: another number of drafts with as much is tried at once
 OFTEN, SPENT = 128, 4e-3  # rounds between trials, at least, and the share of their time that the second may cost
-# The same of the first ones, while all that is known is a table that may be off by a fifth, or one comparison.
-FIRST, SPENT_FIRST = 2, 5e-2
 SPENT_ONCE = 1e-1  # the same of what the first round of a size takes more, which is spent once for all
 TRIAL, LASTING = 9, 4  # rounds for which it is tried, and how many times as many tokens requests must have left
 # Rounds for which rows that rest try a draft: what comes of the first tokens says little of others. The first trial
 # only times such rounds and has TRIAL of them: if they cost too much, the long one is saved.
 LONG_TRIAL = 64
+# Of the first trials, while all that is known is a table that may be off by a fifth, or one comparison: how many they
+# are, and the share of time that each may cost.
+FIRST, SPENT_FIRST = 2, {TRIAL: 5e-2, LONG_TRIAL: 1e-2}
 EARLY = 16  # tokens, or the first quarter of an answer: drafts are right less often there, and do not count
 UNLIKE = 1.2  # times as often as another's a row's first draft is right, where rows may deserve their own numbers
 OWN_PRIOR = 48.0  # drafts for which it counts that a request is like others: one number is chosen for many rounds
@@ -172,8 +173,8 @@ class SteadyRounds:
             if not drafts:  # what is missed in the trial is read after it
                 lost += measured.missed_ms(rounds * rows) / measured.steady_ms(rows, 0)
             changes = measured.periods.num_changes(*pair)
-            is_new = rounds == TRIAL and max(changes, self._tried[pair]) < FIRST
-            spent, often = (SPENT_FIRST, 0) if is_new else (SPENT / (1 + changes), OFTEN)
+            is_new = max(self._tried[pair], changes * (rounds == TRIAL)) < FIRST
+            spent, often = (SPENT_FIRST[rounds], 0) if is_new else (SPENT / (1 + changes), OFTEN)
             once = (
                 0.0 if (rows, drafts) in self._ran else measured.recording_ms / measured.steady_ms(rows, 0) / SPENT_ONCE
             )
