@@ -32,7 +32,7 @@ CHANGED = 1.005  # times as many tokens, by which another number of drafts must 
 APART = 0.02
 # By what share every draft after the first must make rounds better: the more drafts, the more unequally rows get on,
 # and the more their chances, which are those after an answer's beginning, promise too much.
-DOUBT = 0.02
+DOUBT = 0.03
 LIKELY = 0.9  # the chance of drafts that are nearly all right
 NEARLY = 0.96  # of what the best gives: another number of drafts with as much is tried at once
 OFTEN, SPENT = 128, 4e-3  # rounds between trials, at least, and the share of their time that the second may cost
