@@ -151,6 +151,6 @@ def test_requests_that_will_rest_are_not_read_by_the_drafter_until_a_trial_is_du
         skipped.append(planner.rests_with(4))
         if planner.repeat(requests) is None and not planner.plan(requests, [0] * 4).rests:
             break
-    assert sum(skipped) > 100
+    assert sum(skipped) > 20
     assert not skipped[-1], "who tries another number is known to the drafter"
     assert not planner.rests_with(1)

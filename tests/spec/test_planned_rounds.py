@@ -316,6 +316,10 @@ def test_rows_that_rest_are_planned_for_ever_less_often() -> None:
     """Also when requests come and go: a plan takes as long as a twentieth of a small model's round."""
     planner = WindowPlanner(3, Steady({1: 1.0, 8: 50.0}, {1: 5.0}, {1: 5.0}, 3), looks_up=False)
     planned = []
+    for drafts in (0, 1, None):  # drafts were compared with none, and can never pay
+        planner.measured.periods.begin(None if drafts is None else (4, drafts), goes_on=True)
+        for _ in range(16):
+            planner.measured.periods.note(60.0 if drafts else 20.0)
     for batch in range(3):
         requests = [Request(4 * batch + i, list(range(6)), SamplingParams(), 0, 99) for i in range(4)]
         fresh = 0
