@@ -43,7 +43,7 @@ def cell(asked: tuple[str, str, int, float], args: argparse.Namespace) -> dict[s
     lab, took = Lab(replace(MACHINES[machine], off=off), TEXTS[text]), Counter[str]()
     shapes: dict[str, dict[str, object]] = {str(k): {"num_drafts": k, "windows": "fixed"} for k in args.fixed}
     before, counted = -(-args.learn // rows), -(-args.requests // rows)
-    max_rows = 2 if rows <= 2 else 16
+    max_rows = 2 if rows <= 2 else max(rows, 16)
     with lab.opened():
         for name, shape in (shapes | {AUTO: {}}).items():
             lab.is_timing = True
@@ -74,7 +74,7 @@ def main() -> None:
     parser.add_argument("--verbose", action="store_true", help="every turn")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    for name, least in (("rows", 1), ("requests", 1), ("processes", 1), ("learn", 0), ("fixed", 0)):
+    for name, least in (("rows", 1), ("requests", 1), ("processes", 1), ("learn", 0), ("fixed", 0), ("off", -0.5)):
         given = getattr(args, name)
         if min(given if isinstance(given, list) else [given]) < least:
             parser.error(f"--{name}: {given} is below {least}")

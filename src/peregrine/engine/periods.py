@@ -81,13 +81,17 @@ class Periods:
         for (fewer, more), ratios in known.items():
             foreseen = [table[more] / table[fewer]] if len(ratios) > 1 else []  # of two the median alone is a mean
             fits.append(((fewer, more), median([*ratios, *foreseen]), len(ratios)))
-        sums, sides = np.zeros((len(table), len(table))), np.zeros(len(table))  # of the least squares, of logarithms
-        sums[0, 0] = 1.0  # the first is 0
+        size = len(table)
+        sums, sides = [[0.0] * size for _ in table], [0.0] * size  # of the least squares, of logarithms
+        sums[0][0] = 1.0  # the first is 0
         for (fewer, more), ratio, weight in fits:
-            line = np.zeros(len(table))
-            line[[fewer, more]] = -1.0, 1.0
-            sums += weight * np.outer(line, line)
-            sides += weight * math.log(ratio) * line
+            value = weight * math.log(ratio)
+            sums[fewer][fewer] += weight
+            sums[more][more] += weight
+            sums[fewer][more] -= weight
+            sums[more][fewer] -= weight
+            sides[fewer] -= value
+            sides[more] += value
         times: list[float] = (table[0] * np.exp(np.linalg.solve(sums, sides))).tolist()
         return times
 

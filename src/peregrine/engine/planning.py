@@ -206,7 +206,8 @@ class WindowPlanner:
     def _decide(self, requests: list[Request]) -> None:
         """Decide for some rounds whether rows get drafts: each as it deserves them, or one number for all."""
         self._take_in()
-        self._again, rows, trial, usual = None, len(requests), 0, 1
+        self._again = None
+        rows, trial, usual = len(requests), 0, 1
         *before, kept = self._last.get(rows, (False, 0, KEPT))
         goes_on, passed = requests == self._planned, self._rounds - self._decided
         self._count_rounds()
@@ -218,12 +219,11 @@ class WindowPlanner:
             following = plan_depths(self.costs_of(rows), lines)
             drafts, foreseen = max(following.depths), following.rate
         else:
-            compares = goes_on and not self._drafted  # rounds before have one number of drafts
-            chosen = self.steady.choose(requests, self.odds, self._most(requests), self._rounds_of[rows], compares)
+            chosen = self.steady.choose(requests, self.odds, self._most(requests), self._rounds_of[rows], goes_on)
             drafts, self._expected_tokens, foreseen, trial, usual = chosen
         (rate,) = self.missed.net(requests, [measured.value(foreseen)]) if foreseen else (0.0,)
         planned = rate > plain and (rows == 1 or (by_draft and drafts > 0))
-        if not planned and drafts and not trial and rate > plain:
+        if not planned and drafts and rate > plain:
             steady = self.rates.of(requests, steady=True).value(foreseen)
             hope = self.steady.hope(requests, self.odds, drafts, self.costs_of(rows), self.branching is not None)
             planned = measured.value(steady, hope) > steady

@@ -92,7 +92,7 @@ class RoundCosts:
 
     def steady_ms(self, rows: int, drafts: int) -> float:
         """Milliseconds of a round in which every row has so many drafts, with the host's work after it."""
-        return self.steady_times(rows, drafts)[drafts]
+        return self.steady_times(rows, drafts)[drafts] if drafts else self._host + self._table.verify_ms(rows)
 
     def steady_times(self, rows: int, most: int) -> list[float]:
         """The same for no draft, one, two and so on.
