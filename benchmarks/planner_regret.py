@@ -22,38 +22,28 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from peregrine import LLM, SamplingParams
-from peregrine.bench.made_up import MACHINES, TEXTS, TOKEN, Lab
+from peregrine.bench.made_up import MACHINES, TEXTS, Lab
 
-AUTO, TURN_TOKENS, PROMPT_TOKENS = "auto", 128, 20
-
-
-def turn(lab: Lab, llm: LLM, rows: int, number: int) -> tuple[float, int]:
-    """The milliseconds that so many requests take together, and their rounds."""
-    lab.forget()
-    params = SamplingParams(temperature=0.0, seed=number, max_tokens=TURN_TOKENS, ignore_eos=True, detokenize=False)
-    began = lab.seconds
-    outputs = llm.generate([[TOKEN] * PROMPT_TOKENS for _ in range(rows)], params, progress=False)
-    return 1e3 * (lab.seconds - began), max(output.stats.rounds for output in outputs)
+AUTO = "auto"
 
 
 def cell(asked: tuple[str, str, int, float], args: argparse.Namespace) -> dict[str, object]:
     """One machine, text and number of requests."""
     machine, text, rows, off = asked
-    lab, took = Lab(replace(MACHINES[machine], off=off), TEXTS[text]), Counter[str]()
+    lab, took = Lab(replace(MACHINES[machine], off=off, busy=args.busy), TEXTS[text], args.seed), Counter[str]()
     shapes: dict[str, dict[str, object]] = {str(k): {"num_drafts": k, "windows": "fixed"} for k in args.fixed}
     before, counted = -(-args.learn // rows), -(-args.requests // rows)
     max_rows = 2 if rows <= 2 else max(rows, 16)
     with lab.opened():
         for name, shape in (shapes | {AUTO: {}}).items():
-            lab.is_timing = True
-            with LLM("merlin", max_rows=max_rows, num_pages=max_rows * 48, **shape) as llm:
-                lab.is_timing = False
+            with lab.build(max_rows, **shape) as llm:
                 first = 0 if name == AUTO else max(0, before - 2)  # fixed windows learn nothing, they are recorded
                 for number in range(first, before + counted):
-                    ms, rounds = turn(lab, llm, rows, number)
+                    began, outputs = lab.seconds, lab.turn(llm, rows, number)
+                    ms = 1e3 * (lab.seconds - began)
                     took[name] += ms if number >= before else 0.0
                     if args.verbose:
+                        rounds = max(output.stats.rounds for output in outputs)
                         print(f"{name:>5} turn {number:3} {ms:7.1f} ms {rounds:4} rounds", flush=True)
     best = min(shapes, key=took.__getitem__)
     fixed = {name: round(took[best] / took[name], 3) for name in shapes}
@@ -67,6 +57,8 @@ def main() -> None:
     parser.add_argument("--texts", nargs="+", default=sorted(TEXTS), choices=sorted(TEXTS))
     parser.add_argument("--rows", type=int, nargs="+", default=[2, 4, 8, 16], help="requests that run together")
     parser.add_argument("--off", type=float, nargs="+", default=[-0.1, 0.0, 0.1, 0.25], help="by what share tables err")
+    parser.add_argument("--busy", type=float, default=0.0, help="sizes seemed slower at the start, up to this share")
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--fixed", type=int, nargs="+", default=[0, 1, 2, 3], help="fixed numbers of drafts")
     parser.add_argument("--requests", type=int, default=64, help="that count")
     parser.add_argument("--learn", type=int, default=96, help="requests before them")
@@ -74,7 +66,8 @@ def main() -> None:
     parser.add_argument("--verbose", action="store_true", help="every turn")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    for name, least in (("rows", 1), ("requests", 1), ("processes", 1), ("learn", 0), ("fixed", 0), ("off", -0.5)):
+    leasts = {"rows": 1, "requests": 1, "processes": 1, "learn": 0, "fixed": 0, "off": -0.5, "busy": 0}
+    for name, least in leasts.items():
         given = getattr(args, name)
         if min(given if isinstance(given, list) else [given]) < least:
             parser.error(f"--{name}: {given} is below {least}")

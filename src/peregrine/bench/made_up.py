@@ -21,11 +21,15 @@ from unittest.mock import patch
 import torch
 
 from peregrine.engine.planning import WindowPlanner
-from peregrine.engine.request import Request
+from peregrine.engine.request import Output, Request
 from peregrine.engine.rounds import ChunkInputs, Rounds
 from peregrine.engine.runner import Runner
 from peregrine.kernels.round import FINISH_LENGTH, FINISH_NONE, HEADER, Verdict
+from peregrine.kernels.runtime.cpu_graph import RECORDED_USE
+from peregrine.llm import LLM
+from peregrine.sampling import SamplingParams
 from peregrine.spec.planner import Costs
+from peregrine.spec.replayed import FEW
 from peregrine.spec.round import Mark, no_mark
 from peregrine.spec.state import Rows
 from peregrine.spec.windows import Plan
@@ -33,8 +37,8 @@ from peregrine.spec.windows import Plan
 NORMAL = NormalDist()
 BLUR = 2.0  # how far off the drafter's sight of a place is, over how far places differ
 ALIKE = 0.3  # how far a place is like the one before it
-AT_ONCE = 20  # tokens of rounds whose size is recorded in their first round; of larger ones in the seventh
 TOKEN = 300  # all tokens
+PROMPT, TURN = 20, 128  # tokens of a prompt, and of an answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,7 @@ class Machine:
     decision_ms: float  # of the planner, each time that it decides
     ragged_ms: float  # more, if windows differ in length: the round is not one replay then
     off: float = 0.0  # by what share real rounds with drafts take longer than the table says
+    busy: float = 0.0  # while the table was timed, each size seemed to take longer, at random up to this share
 
 
 def machine(
@@ -73,20 +78,7 @@ MACHINES = {
         ragged_ms=4.5,
     ),
     "sapphire-rapids": machine(
-        verify={
-            1: 1.72,
-            2: 1.78,
-            3: 2.0,
-            4: 2.1,
-            5: 2.42,
-            6: 2.45,
-            8: 2.64,
-            10: 3.43,
-            12: 3.89,
-            16: 4.73,
-            32: 8.27,
-            64: 15.5,
-        },
+        verify={1: 1.7, 2: 1.8, 3: 2.0, 4: 2.1, 5: 2.4, 6: 2.5, 8: 2.6, 10: 3.4, 12: 3.9, 16: 4.7, 32: 8.3, 64: 15.5},
         first={1: 0.34, 2: 0.36, 4: 0.4, 8: 0.6, 16: 0.95},
         step={1: 0.25, 2: 0.28, 4: 0.33, 8: 0.52, 16: 0.85},
         absorb=0.01,
@@ -113,7 +105,7 @@ class Lab:
     _requests: Sequence[Request] = ()  # of the round under way
     _texts: dict[Request, list[float]] = field(default_factory=dict)  # how hard each place is
     _made: dict[Request, int] = field(default_factory=dict)  # drafts in its window
-    _seen: dict[tuple[Rounds, str, int, int], int] = field(default_factory=dict)  # rounds of a size that there were
+    _seen: dict[tuple[Rounds, int, int, int], int] = field(default_factory=dict)  # rounds of a size that there were
 
     @contextmanager
     def opened(self) -> Iterator["Lab"]:
@@ -153,10 +145,19 @@ class Lab:
     def wait(self, ms: float) -> None:
         self.seconds += 1e-3 * ms
 
-    def forget(self) -> None:
-        """The next requests have new texts: those of the same seeds, in the same order, the same."""
+    def build(self, rows: int, **options: Any) -> LLM:
+        """An engine for so many requests at a time."""
+        self.is_timing = True
+        llm = LLM("merlin", max_rows=rows, num_pages=rows * 48, **options)
+        self.is_timing = False
+        return llm
+
+    def turn(self, llm: LLM, rows: int, seed: int) -> list[Output]:
+        """So many requests together, whose texts follow from the seed."""
         self._texts.clear()
         self._made.clear()
+        params = SamplingParams(temperature=0.0, seed=seed, max_tokens=TURN, ignore_eos=True, detokenize=False)
+        return llm.generate([[TOKEN] * PROMPT] * rows, params, progress=False)
 
     def _begin(self, requests: Sequence[Request]) -> None:
         self._requests = requests
@@ -178,7 +179,10 @@ class Lab:
         branched = None if plan is None else plan.branched
         offered = [length - 1 for length in lens] if branched is None else list(branched.deepest)
         tokens, costs = sum(lens), self.machine.costs
-        slower = 1.0 if self.is_timing else 1 + self.machine.off * min(1.0, tokens / count - 1)
+        if self.is_timing:
+            slower = 1 + self.machine.busy * random.Random(f"{self.seed} {tokens}").random()
+        else:
+            slower = 1 + self.machine.off * min(1.0, tokens / count - 1)
         mark("verify")
         self.wait(slower * costs.verify_ms(tokens) + self._recording(rounds, 0, count, max(lens), tokens))
         if len(set(lens)) > 1:
@@ -204,9 +208,10 @@ class Lab:
 
     def _recording(self, rounds: Rounds, part: int, rows: int, size: int, tokens: int) -> float:
         """Milliseconds that this part takes more, since its size is recorded."""
-        key = rounds, str(part), rows, size
+        key = rounds, part, rows, size
         seen = self._seen[key] = self._seen.get(key, 0) + 1
-        return self.machine.recording_ms[part] if seen == (1 if self.is_timing or tokens <= AT_ONCE else 7) else 0.0
+        is_recorded = seen == (1 if self.is_timing or tokens <= FEW else RECORDED_USE)
+        return self.machine.recording_ms[part] if is_recorded else 0.0
 
     def _verdict(self, row: int, offered: int) -> tuple[int, int, int, int]:
         """Tokens that the row gets, right drafts, drafts, and whether it ends."""

@@ -7,7 +7,7 @@ requests go on: the last ones before with the first ones after.
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 
 import numpy as np
@@ -15,8 +15,7 @@ import numpy as np
 COMPARED, LEAST = 15, 5  # rounds on each side of a change; at least so many
 CHANGES = 8  # of which the median is taken: up and down, so that growing texts cancel
 TABLE = 0.5  # changes that each of the table's steps counts for: of a single change, rounds may be slow by chance
-
-UNLIKE = 1.1  # times what a change said, if the one back says so much, neither counts: the machine's speed has changed
+UNSURE = 1.1  # times what a change said, if the one back says so much, neither counts: the machine's speed has changed
 
 Size = tuple[int, int]  # rows, drafts of each
 Pair = tuple[int, int, int]  # rows, drafts, more drafts
@@ -58,7 +57,7 @@ class Periods:
         pair, ratio = (rows, fewer, more), ratio if drafts == more else 1 / ratio
         changes = self._ratios.setdefault(pair, deque(maxlen=CHANGES))
         back = changes[-1] if changes and self._last == pair else ratio
-        if ratio >= 1 and max(ratio, back) < UNLIKE * min(ratio, back):
+        if ratio >= 1 and max(ratio, back) < UNSURE * min(ratio, back):
             changes.append(ratio)
             self._last = pair
         else:  # the machine's speed has changed meanwhile
@@ -68,33 +67,37 @@ class Periods:
         self._before = None
 
     def times(self, rows: int, table: Sequence[float]) -> list[float]:
-        """Milliseconds of rounds with no draft, one, two and so on, where the table says so much.
-
-        The first is the table's. The others fit the table's steps from one number to the next, and all comparisons,
-        each counting as often as it was made.
-        """
+        """Milliseconds of rounds with no draft, one, two and so on, where the table says so much."""
         of_rows = (kept for kept in self._ratios.items() if kept[0][0] == rows and kept[0][2] < len(table))
-        known = {pair[1:]: ratios for pair, ratios in of_rows if ratios}
-        if not known:
-            return list(table)
-        fits = [((more - 1, more), table[more] / table[more - 1], TABLE) for more in range(1, len(table))]
-        for (fewer, more), ratios in known.items():
-            foreseen = [table[more] / table[fewer]] if len(ratios) > 1 else []  # of two the median alone is a mean
-            fits.append(((fewer, more), median([*ratios, *foreseen]), len(ratios)))
-        size = len(table)
-        sums, sides = [[0.0] * size for _ in table], [0.0] * size  # of the least squares, of logarithms
-        sums[0][0] = 1.0  # the first is 0
-        for (fewer, more), ratio, weight in fits:
-            value = weight * math.log(ratio)
-            sums[fewer][fewer] += weight
-            sums[more][more] += weight
-            sums[fewer][more] -= weight
-            sums[more][fewer] -= weight
-            sides[fewer] -= value
-            sides[more] += value
-        times: list[float] = (table[0] * np.exp(np.linalg.solve(sums, sides))).tolist()
-        return times
+        return fitted(table, {(fewer, more): ratios for (_, fewer, more), ratios in of_rows if ratios})
 
     def num_changes(self, rows: int, fewer: int, more: int) -> int:
         """How often they were compared, up to CHANGES."""
         return len(self._ratios.get((rows, fewer, more), ()))
+
+
+def fitted(table: Sequence[float], compared: Mapping[tuple[int, int], Sequence[float]]) -> list[float]:
+    """A table of times, by what was compared: how many times as long one entry takes as one before it.
+
+    The first entry is the table's. The others fit the table's steps from one entry to the next, and all comparisons,
+    each counting as often as it was made.
+    """
+    if not compared:
+        return list(table)
+    fits = [((more - 1, more), table[more] / table[more - 1], TABLE) for more in range(1, len(table))]
+    for (fewer, more), ratios in compared.items():
+        foreseen = [table[more] / table[fewer]] if len(ratios) > 1 else []  # of two the median alone is a mean
+        fits.append(((fewer, more), median([*ratios, *foreseen]), len(ratios)))
+    size = len(table)
+    sums, sides = [[0.0] * size for _ in table], [0.0] * size  # of the least squares, of logarithms
+    sums[0][0] = 1.0  # the first is 0
+    for (fewer, more), ratio, weight in fits:
+        value = weight * math.log(ratio)
+        sums[fewer][fewer] += weight
+        sums[more][more] += weight
+        sums[fewer][more] -= weight
+        sums[more][fewer] -= weight
+        sides[fewer] -= value
+        sides[more] += value
+    times: list[float] = (table[0] * np.exp(np.linalg.solve(sums, sides))).tolist()
+    return times

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 
 from peregrine.engine.request import Request
 
+UNSEEN = 1.2  # times as much as costs and odds foresee may be hoped of rounds that were not tried: these may be off
+
 
 class PlannedRate:
     """Tokens per millisecond of rounds that are planned in one way: draft by draft, or with one number for all rows.

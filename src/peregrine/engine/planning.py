@@ -22,7 +22,7 @@ from peregrine.engine.branching import Branching
 from peregrine.engine.by_draft import RoundsByDraft
 from peregrine.engine.missed import Missed
 from peregrine.engine.plan_record import PlanRecord
-from peregrine.engine.planned_rates import PlannedRate, PlannedRates
+from peregrine.engine.planned_rates import UNSEEN, PlannedRate, PlannedRates
 from peregrine.engine.probes import Probes
 from peregrine.engine.request import Request
 from peregrine.engine.round_costs import RoundCosts
@@ -224,7 +224,7 @@ class WindowPlanner:
         (rate,) = self.missed.net(requests, [measured.value(foreseen)]) if foreseen else (0.0,)
         planned = rate > plain and (rows == 1 or (by_draft and drafts > 0))
         if not planned and drafts and rate > plain:
-            steady = self.rates.of(requests, steady=True).value(foreseen)
+            steady = self.rates.of(requests, steady=True).value(foreseen, UNSEEN)
             hope = self.steady.hope(requests, self.odds, drafts, self.costs_of(rows), self.branching is not None)
             planned = measured.value(steady, hope) > steady
         self._resting[rows] = not (planned or usual)

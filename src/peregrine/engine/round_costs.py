@@ -2,19 +2,21 @@
 
 The table says how sizes compare. Real rounds tell how its parts compare: the drafter's work, with the planning that
 only rounds with drafts need, against the verification in the same round, which is as fast as the machine is at the
-moment. Sizes are not corrected: one that is seen often would drift away from those that are not, and the choice between
-them with it. All of it by medians: a round that was interrupted, or recorded a new size, says little.
+moment. Sizes are corrected only by rounds that followed each other: one that is seen often would drift away from those
+that are not, otherwise, and the choice between them with it. Of several rows these are rounds with more and with fewer
+drafts (`periods.py`), of a row alone windows of unlike length (`lone_windows.py`). All of it by medians: a round that
+was interrupted, or recorded a new size, says little.
 """
 
-import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from peregrine.engine.lone_windows import LoneWindows
 from peregrine.engine.periods import Periods
 from peregrine.engine.planned_rates import PlannedRate
 from peregrine.engine.round_times import RoundTimes
-from peregrine.spec.planner import Costs, Points
+from peregrine.spec.planner import Costs, Points, rising
 from peregrine.spec.windows import Windows
 
 RECENT, FIRST = 15, 5  # rounds whose median counts, and for how many of them the table does at first
@@ -73,6 +75,7 @@ class RoundCosts:
         self._planning = deque([0.0], RECENT)  # milliseconds that a row alone takes more, if its chain may branch
         self._missed = deque([1.0], RECENT)  # what it took to read missed tokens, over the table
         self.periods = Periods()  # of rounds with one number of drafts for all, and of those without
+        self._lone = LoneWindows(self._table)
         self._now = 1.0  # the speed at the moment
         self._known = self._table
 
@@ -85,8 +88,11 @@ class RoundCosts:
         return self._known
 
     def replayed(self) -> Costs:
-        """Of a row alone, all of whose drafts are one replay, with what real rounds have said and the host does."""
-        table, factor = self._table, middle(self._alone)
+        """Of a row alone, all of whose drafts are one replay, with what real rounds have said and the host does.
+
+        Windows of a length that was hardly tried are hoped to be cheap, so that they are tried.
+        """
+        table, factor = self._lone.hoped, middle(self._alone)
         absorb, step, first = (scaled(part, factor) for part in (table.absorb, table.step, table.first))
         return Costs(scaled(table.verify, 1.0, self._host), absorb, step, table.steps, first)
 
@@ -103,6 +109,10 @@ class RoundCosts:
         table = [host + self._steady_ms(rows * (1 + drafts), rows, drafts, factor) for drafts in range(1 + most)]
         return self.periods.times(rows, table)
 
+    def _table_of(self, rows: int) -> Costs:
+        """Of rounds of so many rows, whose windows have one length."""
+        return self._lone.table if rows == 1 else self._table
+
     def _seen(self, rows: int) -> deque[float]:
         """How the drafter's work in real rounds of so many rows compares with the table."""
         return self._alone if rows == 1 else self._steady
@@ -112,7 +122,7 @@ class RoundCosts:
 
         The drafter takes `factor` times as long as the table says.
         """
-        return self._table.verify_ms(tokens) + factor * self._drafting_ms(tokens, rows, drafts)
+        return self._table_of(rows).verify_ms(tokens) + factor * self._drafting_ms(tokens, rows, drafts)
 
     def _drafting_ms(self, tokens: int, rows: int, drafts: int) -> float:
         """The drafter's part, by the table."""
@@ -129,8 +139,14 @@ class RoundCosts:
         Returns the milliseconds that they should take.
         """
         total = 0.0
+        for past in rounds:
+            most = MOST_OFF * self._now * self._table.verify_ms(past.tokens)
+            if past.rows == 1 and past.times.usual and past.times.verify_ms < most:
+                self._lone.note(past.tokens, past.times.verify_ms)
+        if rounds and rounds[-1].rows == 1:
+            self._lone.correct()
         for past in rounds[-RECENT:]:
-            self._speed.append(ratio(past.times.verify_ms, self._table.verify_ms(past.tokens)))
+            self._speed.append(ratio(past.times.verify_ms, self._table_of(past.rows).verify_ms(past.tokens)))
         speed = self._now = middle(self._speed)
         for past in rounds[-RECENT:]:
             self._note_host(past.times.host_ms)
@@ -228,12 +244,3 @@ def ratio(took: float, expected: float) -> float:
 
 def scaled(points: Points, factor: float, more: float = 0.0) -> Points:
     return tuple((size, ms * factor + more) for size, ms in points)
-
-
-def rising(part: dict[int, float]) -> Points:
-    """The table in order of size; no size costs more than a larger one, since a disturbance only adds time."""
-    least, points = math.inf, []
-    for size in sorted(part, reverse=True):
-        least = min(least, part[size])
-        points.append((size, least))
-    return tuple(reversed(points))

@@ -35,7 +35,7 @@ APART = 0.02
 DOUBT = 0.03
 LIKELY = 0.9  # the chance of drafts that are nearly all right
 NEARLY = 0.96  # of what the best gives: another number of drafts with as much is tried at once
-OFTEN, SPENT = 128, 4e-3  # rounds between trials, at least, and the share of their time that the second may cost
+OFTEN, SPENT = 128, 4e-3  # rounds between trials, at least, and the share of their time that a trial may cost
 SPENT_ONCE = 1e-1  # the same of what the first round of a size takes more, which is spent once for all
 TRIAL, LASTING = 9, 4  # rounds for which it is tried, and how many times as many tokens requests must have left
 # Rounds for which rows that rest try a draft: what comes of the first tokens says little of others. The first trial
@@ -173,11 +173,11 @@ class SteadyRounds:
             if not drafts:  # what is missed in the trial is read after it
                 lost += measured.missed_ms(rounds * rows) / measured.steady_ms(rows, 0)
             changes = measured.periods.num_changes(*pair)
-            is_new = max(self._tried[pair], changes * (rounds == TRIAL)) < FIRST
-            spent, often = (SPENT_FIRST[rounds], 0) if is_new else (SPENT / (1 + changes), OFTEN)
-            once = (
-                0.0 if (rows, drafts) in self._ran else measured.recording_ms / measured.steady_ms(rows, 0) / SPENT_ONCE
-            )
+            known = max(self._tried[pair], changes) if rounds == TRIAL else self._tried[pair]
+            spent, often = (SPENT / (1 + changes), OFTEN) if known >= FIRST else (SPENT_FIRST[rounds], 0)
+            once = 0.0
+            if (rows, drafts) not in self._ran:
+                once = measured.recording_ms / measured.steady_ms(rows, 0) / SPENT_ONCE
             if number >= last + max(often, (lost + missed) / spent + once):
                 return drafts
             due = min(due, last + max(often, lost / spent + once))

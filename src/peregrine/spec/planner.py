@@ -7,6 +7,7 @@ A draft pays if the chance that it is accepted, which is its survival, is more t
 elsewhere: rate x (what it adds to the drafter's steps and to the verification).
 """
 
+import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -112,6 +113,15 @@ class Costs:
         more = {"ragged": self.ragged, "branched": self.branched}
         curves = {name: [[float(size), round(ms, 4)] for size, ms in points] for name, points in parts.items()}
         return curves | {name: [[0.0, round(ms, 4)]] for name, ms in more.items()}
+
+
+def rising(part: dict[int, float]) -> Points:
+    """The table in order of size; no size costs more than a larger one, since a disturbance only adds time."""
+    least, points = math.inf, []
+    for size in sorted(part, reverse=True):
+        least = min(least, part[size])
+        points.append((size, least))
+    return tuple(reversed(points))
 
 
 def ms_at(points: Points, size: int) -> float:
