@@ -30,7 +30,8 @@ AUTO = "auto"
 def cell(asked: tuple[str, str, int, float], args: argparse.Namespace) -> dict[str, object]:
     """One machine, text and number of requests."""
     machine, text, rows, off = asked
-    lab, took = Lab(replace(MACHINES[machine], off=off, busy=args.busy), TEXTS[text], args.seed), Counter[str]()
+    made_up = replace(MACHINES[machine], off=off, busy=args.busy, unsteady=args.unsteady)
+    lab, took = Lab(made_up, TEXTS[text], args.seed), Counter[str]()
     shapes: dict[str, dict[str, object]] = {str(k): {"num_drafts": k, "windows": "fixed"} for k in args.fixed}
     before, counted = -(-args.learn // rows), -(-args.requests // rows)
     max_rows = 2 if rows <= 2 else max(rows, 16)
@@ -39,8 +40,8 @@ def cell(asked: tuple[str, str, int, float], args: argparse.Namespace) -> dict[s
             with lab.build(max_rows, **shape) as llm:
                 first = 0 if name == AUTO else max(0, before - 2)  # fixed windows learn nothing, they are recorded
                 for number in range(first, before + counted):
-                    began, outputs = lab.seconds, lab.turn(llm, rows, number)
-                    ms = 1e3 * (lab.seconds - began)
+                    began, outputs = lab.work_ms, lab.turn(llm, rows, number)
+                    ms = lab.work_ms - began
                     took[name] += ms if number >= before else 0.0
                     if args.verbose:
                         rounds = max(output.stats.rounds for output in outputs)
@@ -58,6 +59,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[2, 4, 8, 16], help="requests that run together")
     parser.add_argument("--off", type=float, nargs="+", default=[-0.1, 0.0, 0.1, 0.25], help="by what share tables err")
     parser.add_argument("--busy", type=float, default=0.0, help="sizes seemed slower at the start, up to this share")
+    parser.add_argument("--unsteady", type=float, default=0.0, help="the machine's speed changes by up to this share")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--fixed", type=int, nargs="+", default=[0, 1, 2, 3], help="fixed numbers of drafts")
     parser.add_argument("--requests", type=int, default=64, help="that count")
@@ -66,7 +68,7 @@ def main() -> None:
     parser.add_argument("--verbose", action="store_true", help="every turn")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    leasts = {"rows": 1, "requests": 1, "processes": 1, "learn": 0, "fixed": 0, "off": -0.5, "busy": 0}
+    leasts = {"rows": 1, "requests": 1, "processes": 1, "learn": 0, "fixed": 0, "off": -0.5, "busy": 0, "unsteady": 0}
     for name, least in leasts.items():
         given = getattr(args, name)
         if min(given if isinstance(given, list) else [given]) < least:

@@ -25,7 +25,7 @@ from peregrine.engine.request import Output, Request
 from peregrine.engine.rounds import ChunkInputs, Rounds
 from peregrine.engine.runner import Runner
 from peregrine.kernels.round import FINISH_LENGTH, FINISH_NONE, HEADER, Verdict
-from peregrine.kernels.runtime.cpu_graph import RECORDED_USE
+from peregrine.kernels.runtime.cpu_graph import RECORDED_USE, records_at_once
 from peregrine.llm import LLM
 from peregrine.sampling import SamplingParams
 from peregrine.spec.planner import Costs
@@ -38,6 +38,7 @@ NORMAL = NormalDist()
 BLUR = 2.0  # how far off the drafter's sight of a place is, over how far places differ
 ALIKE = 0.3  # how far a place is like the one before it
 TOKEN = 300  # all tokens
+SPELL = 0.2  # seconds for which an unsteady machine has one speed
 PROMPT, TURN = 20, 128  # tokens of a prompt, and of an answer
 
 
@@ -52,6 +53,7 @@ class Machine:
     decision_ms: float  # of the planner, each time that it decides
     ragged_ms: float  # more, if windows differ in length: the round is not one replay then
     off: float = 0.0  # by what share real rounds with drafts take longer than the table says
+    unsteady: float = 0.0  # every SPELL seconds its speed changes: all takes longer, at random up to this share
     busy: float = 0.0  # while the table was timed, each size seemed to take longer, at random up to this share
 
 
@@ -101,6 +103,7 @@ class Lab:
     chances: Sequence[float]
     seed: int = 0
     seconds: float = 1000.0  # by the clock
+    work_ms: float = 0.0  # what all would have taken at full speed
     is_timing: bool = False  # an engine is being built: rounds cost what the table will say
     _requests: Sequence[Request] = ()  # of the round under way
     _texts: dict[Request, list[float]] = field(default_factory=dict)  # how hard each place is
@@ -143,7 +146,11 @@ class Lab:
             yield self
 
     def wait(self, ms: float) -> None:
-        self.seconds += 1e-3 * ms
+        """The machine works so long, at its full speed."""
+        self.work_ms += ms
+        spell = int(self.seconds / SPELL)
+        slower = 1 + self.machine.unsteady * random.Random(f"{self.seed} {spell}").random()
+        self.seconds += 1e-3 * ms * (1.0 if self.is_timing else slower)
 
     def build(self, rows: int, **options: Any) -> LLM:
         """An engine for so many requests at a time."""
@@ -210,7 +217,7 @@ class Lab:
         """Milliseconds that this part takes more, since its size is recorded."""
         key = rounds, part, rows, size
         seen = self._seen[key] = self._seen.get(key, 0) + 1
-        is_recorded = seen == (1 if self.is_timing or tokens <= FEW else RECORDED_USE)
+        is_recorded = seen == (1 if self.is_timing or tokens <= FEW or records_at_once() else RECORDED_USE)
         return self.machine.recording_ms[part] if is_recorded else 0.0
 
     def _verdict(self, row: int, offered: int) -> tuple[int, int, int, int]:

@@ -285,7 +285,7 @@ class WindowPlanner:
         if plan.windows.lens != (1 + drafts,) * len(requests):
             again = SteadyPlan(requests, [1 + drafts] * len(requests), drafts)
             plan.expected = float(len(requests)) if plan.windows.lens[0] == 1 else self._expected_tokens
-        self._again, again.expected = again, self._expected_tokens
+        self._again, again.expected, again.lasts = again, self._expected_tokens, self._due >= self._rounds + FEWER
         return plan
 
     def learn(self, plan: AnyPlan, table: Ints, times: RoundTimes | None) -> None:

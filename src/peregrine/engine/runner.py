@@ -3,6 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -26,7 +27,7 @@ from peregrine.engine.rounds import Rounds
 from peregrine.engine.steady import SteadyPlan
 from peregrine.grammar import Window
 from peregrine.kernels.round import Verdict
-from peregrine.kernels.runtime.cpu_graph import count_recorded
+from peregrine.kernels.runtime.cpu_graph import count_recorded, record_at_once
 from peregrine.kernels.sampling import Features
 from peregrine.sampling import MAX_LOGPROBS
 from peregrine.spec.round import Logprobs, Mark, Verified, no_mark, planned_state
@@ -164,7 +165,8 @@ class Runner:
         elif ahead is not None and foreseen is not None:
             verdict, logprobs = ahead[1].run(foreseen, features, None if self.eager else self.graphs)
         elif isinstance(repeated, SteadyPlan):  # as a round with fixed windows
-            verdict, logprobs = self._round(repeated.of_fixed(rows), features)
+            with record_at_once() if repeated.lasts else nullcontext():
+                verdict, logprobs = self._round(repeated.of_fixed(rows), features)
         elif self.graphs is None or self.eager:
             verdict, logprobs = self._round(rows, features, plan)
         else:

@@ -57,6 +57,7 @@ class SteadyPlan(FixedPlan):
         self.requests, self.drafts, self.expected = tuple(requests), drafts, 0.0  # tokens
         self.drafted = list(range(len(lens)))
         self.offered = [length - 1 for length in lens]
+        self.lasts = False  # it will be repeated so often that its size is worth recording at once
 
     def of_fixed(self, rows: Rows) -> Rows:
         """The rows with windows of this length, whose rounds need no plan."""

@@ -46,6 +46,11 @@ def record_at_once() -> Iterator[None]:
         _hurry.at_once = False
 
 
+def records_at_once() -> bool:
+    """Whether the present call is inside `record_at_once`."""
+    return _hurry.at_once
+
+
 class _Recorded:
     """How many graphs there were until now."""
 
@@ -158,7 +163,7 @@ class CpuGraphs:
         graph = graphs.get(name)
         if graph is None and num_rows > self.few:
             self._uses[num_rows, name] += 1
-            if self._uses[num_rows, name] < RECORDED_USE and not _hurry.at_once:
+            if self._uses[num_rows, name] < RECORDED_USE and not records_at_once():
                 return step(*inputs)
         self._graphs.pop(num_rows, None)
         self._graphs[num_rows] = graphs  # now the most recently used
