@@ -25,13 +25,17 @@ from peregrine.engine.request import Request
 from peregrine.engine.round_costs import RoundCosts
 from peregrine.engine.round_plan import RoundPlan
 from peregrine.engine.round_times import RoundTimes
+from peregrine.engine.rounds import Rounds
 from peregrine.engine.steady import SteadyPlan, SteadyRounds
 from peregrine.kernels.round import HEADER, GateRule
+from peregrine.kernels.runtime.cpu_graph import records_at_once
+from peregrine.kernels.sampling import Features
 from peregrine.sampling import SamplingParams
 from peregrine.spec.branches import RANKS
 from peregrine.spec.links import Branched
 from peregrine.spec.odds import DEPTH_PRIOR, DEPTHS, EDGES, HOPE, MIDDLES, Ints, Odds, RequestOdds
 from peregrine.spec.planner import Costs, trim_windows, worth_taking
+from peregrine.spec.state import Rows
 from peregrine.spec.windows import Windows
 from spec.block_heads import block_head, calm_model
 from spec.expert_models import expert_model, mla_mtp_model
@@ -373,6 +377,57 @@ def test_rounds_are_planned_draft_by_draft_while_that_pays(costly: bool, monkeyp
     assert all(repeated)
     assert planner.record.rounds["drafts"] > 10
     assert planner.record.tokens == 60
+
+
+@pytest.mark.parametrize(("more", "steady"), [(1.1, True), (1.3, False)])
+def test_one_number_of_drafts_is_tried_where_rounds_by_draft_give_little_more_than_foreseen(
+    more: float, steady: bool
+) -> None:
+    """Costs may be off by a fifth; what was measured of both ways decides then."""
+
+    def planner_of_two() -> tuple[WindowPlanner, list[Request]]:
+        planner = WindowPlanner(3, Steady({1: 4.0, 64: 5.0}, {1: 0.0}, {1: 0.1}, 3), looks_up=False)
+        return planner, [Request(i, list(range(6)), SamplingParams(temperature=0.0), 0, 99) for i in range(2)]
+
+    planner, requests = planner_of_two()
+    foreseen = planner.steady.choose(requests, planner.odds, 3, 0, goes_on=False).rate
+    for measured in (None, 0.9 * more * foreseen):
+        planner, requests = planner_of_two()
+        planner.rates.of(requests).note(400, 400 / (more * foreseen))
+        if measured is not None:
+            planner.rates.of(requests, steady=True).note(400, 400 / measured)
+        plan = planner.plan(requests, [0, 0])
+        assert plan.drafted == [0, 1]
+        assert isinstance(plan, SteadyPlan) == (steady and measured is None)
+
+
+def test_one_number_of_drafts_is_recorded_at_once_where_it_will_be_repeated() -> None:
+    """Not where some requests have just ended: others may end soon."""
+    planner = WindowPlanner(3, Steady({1: 4.0, 64: 5.0}, {1: 0.0}, {1: 0.1}, 3), looks_up=False)
+    requests = [Request(i, list(range(6)), SamplingParams(), 0, 99) for i in range(4)]
+    for running, lasts in ((requests, True), (requests[:3], False)):
+        assert isinstance(planner.plan(running, [0] * len(running)), SteadyPlan)
+        again = planner.repeat(running)
+        assert isinstance(again, SteadyPlan)
+        assert again.lasts == lasts
+
+
+def test_a_round_that_lasts_is_recorded_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = list[tuple[bool, bool]]()  # whether a plan is repeated, and recorded at once
+    usual = Rounds.run
+
+    def run_round(rounds: Rounds, rows: Rows, features: Features, plan: object = None, **kwargs: object) -> object:
+        seen.append((plan is None, records_at_once()))
+        return usual(rounds, rows, features, plan, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Rounds, "run", run_round)
+    engine = build(**(DRAFTERS["noisy model"] | {"windows": "auto", "max_rows": 2})).engine  # type: ignore[arg-type]
+    engine.runner.planner = WindowPlanner(4, Steady({1: 4.0, 64: 5.0}, {1: 0.0}, {1: 0.1}, 4), looks_up=False)
+    engine.runner.planner.rates._rates[1, False, False].note(400, 400 * 40.0)
+    seen.clear()
+    run(engine, [Case((5, 9, 200), SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True))])
+    assert (True, True) in seen
+    assert (False, True) not in seen
 
 
 def test_packing() -> None:

@@ -3,7 +3,6 @@
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -165,8 +164,7 @@ class Runner:
         elif ahead is not None and foreseen is not None:
             verdict, logprobs = ahead[1].run(foreseen, features, None if self.eager else self.graphs)
         elif isinstance(repeated, SteadyPlan):  # as a round with fixed windows
-            with record_at_once() if repeated.lasts else nullcontext():
-                verdict, logprobs = self._round(repeated.of_fixed(rows), features)
+            verdict, logprobs = self._round(repeated.of_fixed(rows), features, lasts=repeated.lasts)
         elif self.graphs is None or self.eager:
             verdict, logprobs = self._round(rows, features, plan)
         else:
@@ -215,8 +213,11 @@ class Runner:
             self.watch.proposing = time.perf_counter()
         self.mark(stage)
 
-    def _round(self, rows: Rows, features: Features, plan: Plan | None = None) -> tuple[Verdict, Logprobs | None]:
-        return self.rounds.run(rows, features, plan, mark=self._mark)
+    def _round(
+        self, rows: Rows, features: Features, plan: Plan | None = None, lasts: bool = False
+    ) -> tuple[Verdict, Logprobs | None]:
+        with record_at_once(lasts):
+            return self.rounds.run(rows, features, plan, mark=self._mark)
 
     def _masked_round(
         self,

@@ -37,13 +37,13 @@ _hurry = _Hurry()
 
 
 @contextmanager
-def record_at_once() -> Iterator[None]:
+def record_at_once(when: bool = True) -> Iterator[None]:
     """Inside, everything is recorded the first time it is run: for what is timed, or sure to be run again."""
-    _hurry.at_once = True
+    before, _hurry.at_once = _hurry.at_once, _hurry.at_once or when
     try:
         yield
     finally:
-        _hurry.at_once = False
+        _hurry.at_once = before
 
 
 def records_at_once() -> bool:
