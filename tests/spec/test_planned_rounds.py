@@ -9,6 +9,7 @@ import random
 from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ from peregrine.engine.round_costs import RoundCosts
 from peregrine.engine.round_plan import RoundPlan
 from peregrine.engine.round_times import RoundTimes
 from peregrine.engine.rounds import Rounds
-from peregrine.engine.steady import SteadyPlan, SteadyRounds
+from peregrine.engine.steady import TRIAL, Chosen, SteadyPlan, SteadyRounds
 from peregrine.kernels.round import HEADER, GateRule
 from peregrine.kernels.runtime.cpu_graph import records_at_once
 from peregrine.kernels.sampling import Features
@@ -399,6 +400,35 @@ def test_one_number_of_drafts_is_tried_where_rounds_by_draft_give_little_more_th
         plan = planner.plan(requests, [0, 0])
         assert plan.drafted == [0, 1]
         assert isinstance(plan, SteadyPlan) == (steady and measured is None)
+
+
+@pytest.mark.parametrize("by_draft", [False, True])
+def test_a_trial_is_made_whatever_else_pays_and_shortens_no_decision(
+    by_draft: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rounds are compared, so they have one number of drafts. Decisions before and after it hold ever longer."""
+    planner = WindowPlanner(3, Steady({1: 4.0, 64: 5.0}, {1: 0.0}, {1: 0.1}, 3), looks_up=False)
+    requests = [Request(i, list(range(6)), SamplingParams(temperature=0.0), 0, 999) for i in range(2)]
+    decided = list[int]()
+
+    def choose(_: SteadyRounds, requests: Sequence[Request], *args: object, **kwargs: object) -> Chosen:
+        tries = len(decided) == 2
+        decided.append(planner._rounds)
+        return Chosen(1 if tries else 3, 4.0, 1.0, TRIAL if tries else 0, 3)
+
+    monkeypatch.setattr(SteadyRounds, "choose", choose)
+    planner.rates.of(requests, steady=True).note(400, 400.0)
+    planner.rates.of(requests).note(400, 200.0 if by_draft else 800.0)
+    steady = list[bool]()
+    while planner._rounds < 150:
+        plan = planner.repeat(requests) or planner.plan(requests, [3, 3])
+        steady.append(isinstance(plan, SteadyPlan))
+    held = [after - before for before, after in pairwise(decided)]
+    assert held[2] == TRIAL - 1
+    first, last = sum(held[:2]), sum(held[:3])
+    assert all(steady[first:last])
+    assert all(one != by_draft for one in steady[:first] + steady[last:])
+    assert held[3] > 1.9 * held[1] > 3.6 * held[0]
 
 
 def test_one_number_of_drafts_is_recorded_at_once_where_it_will_be_repeated() -> None:

@@ -38,7 +38,7 @@ NORMAL = NormalDist()
 BLUR = 2.0  # how far off the drafter's sight of a place is, over how far places differ
 ALIKE = 0.3  # how far a place is like the one before it
 TOKEN = 300  # all tokens
-SPELL = 0.2  # seconds for which an unsteady machine has one speed
+SPELL = 0.05  # seconds for which an unsteady machine has one speed
 PROMPT, TURN = 20, 128  # tokens of a prompt, and of an answer
 
 

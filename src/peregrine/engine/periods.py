@@ -7,18 +7,35 @@ requests go on: the last ones before with the first ones after.
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 
-COMPARED, LEAST = 15, 5  # rounds on each side of a change; at least so many
-CHANGES = 8  # of which the median is taken: up and down, so that growing texts cancel
-TABLE = 0.5  # changes that each of the table's steps counts for: of a single change, rounds may be slow by chance
-UNSURE = 1.1  # times what a change said, if the one back says so much, neither counts: the machine's speed has changed
+from peregrine.spec.odds import Floats
+
+COMPARED, LEAST = 64, 5  # rounds on each side of a change; at least so many
+CHANGES = 32  # of which the median is taken: up and down, so that growing texts cancel
+TABLE_OFF = 0.1  # by what share each of the table's steps from one size to the next may be off
+# The same of one comparison: what counts for so many of them before there are others, and the least.
+NOISE, FEW, LEAST_NOISE = 0.07, 2, 0.005
+MIDDLE = 0.6745  # half of all errors are smaller than so many standard deviations
 
 Size = tuple[int, int]  # rows, drafts of each
 Pair = tuple[int, int, int]  # rows, drafts, more drafts
+
+
+class Fit(NamedTuple):
+    """Milliseconds of sizes, and how sure they are."""
+
+    times: list[float]
+    spread: Floats  # the covariance of their logarithms; the first one's is 0
+
+    def doubt(self, one: int, other: int) -> float:
+        """By what share it may be off how many times as long one takes as another: a standard deviation."""
+        spread = self.spread
+        return math.sqrt(max(0.0, spread[one, one] + spread[other, other] - 2 * spread[one, other]))
 
 
 class Periods:
@@ -30,7 +47,7 @@ class Periods:
         self._before: float | None = None  # milliseconds of the last rounds of `_from`, just before them
         self._from = 0  # drafts
         self._now: list[float] = []  # milliseconds
-        self._last: Pair | None = None  # what the rounds before were compared for, with those before them
+        self._there: Pair | None = None  # what the rounds before were compared for, with those before them
 
     def note(self, ms: float) -> None:
         """Take in one round of the present size."""
@@ -44,7 +61,7 @@ class Periods:
         ended, noted = self._size, self._now
         compares = goes_on and ended is not None and len(noted) >= LEAST
         if self._before is not None or not compares:
-            self._last = None
+            self._there = None
         self._before, self._from = (median(noted[-COMPARED:]), ended[1]) if compares and ended else (None, 0)
         self._size, self._now = size, []
 
@@ -56,48 +73,58 @@ class Periods:
         fewer, more = sorted((self._from, drafts))
         pair, ratio = (rows, fewer, more), ratio if drafts == more else 1 / ratio
         changes = self._ratios.setdefault(pair, deque(maxlen=CHANGES))
-        back = changes[-1] if changes and self._last == pair else ratio
-        if ratio >= 1 and max(ratio, back) < UNSURE * min(ratio, back):
+        if self._there == pair:  # there and back again: the rounds between are compared with those on both sides
+            changes[-1], self._there = math.sqrt(ratio * changes[-1]), None
+        else:
             changes.append(ratio)
-            self._last = pair
-        else:  # the machine's speed has changed meanwhile
-            if self._last == pair:
-                changes.pop()
-            self._last = None
+            self._there = pair
         self._before = None
 
-    def times(self, rows: int, table: Sequence[float]) -> list[float]:
-        """Milliseconds of rounds with no draft, one, two and so on, where the table says so much."""
-        of_rows = (kept for kept in self._ratios.items() if kept[0][0] == rows and kept[0][2] < len(table))
-        return fitted(table, {(fewer, more): ratios for (_, fewer, more), ratios in of_rows if ratios})
+    def fit(self, rows: int, table: Sequence[float]) -> Fit:
+        """Rounds with no draft, one, two and so on, where the table says so much.
+
+        Where more drafts seemed to take less time, something else was slow, and nothing was compared.
+        """
+        compared = dict[tuple[int, int], list[float]]()
+        for (count, fewer, more), ratios in self._ratios.items():
+            if count == rows and more < len(table) and (likely := [ratio for ratio in ratios if ratio >= 1]):
+                compared[fewer, more] = likely
+        return fitted(table, compared)
 
     def num_changes(self, rows: int, fewer: int, more: int) -> int:
         """How often they were compared, up to CHANGES."""
         return len(self._ratios.get((rows, fewer, more), ()))
 
 
-def fitted(table: Sequence[float], compared: Mapping[tuple[int, int], Sequence[float]]) -> list[float]:
+def fitted(table: Sequence[float], compared: Mapping[tuple[int, int], Sequence[float]]) -> Fit:
     """A table of times, by what was compared: how many times as long one entry takes as one before it.
 
-    The first entry is the table's. The others fit the table's steps from one entry to the next, and all comparisons,
-    each counting as often as it was made.
+    The first entry is the table's. The others fit the table's steps from one entry to the next and all comparisons, by
+    least squares of logarithms: each counts for the more, the surer it is.
     """
-    if not compared:
-        return list(table)
-    fits = [((more - 1, more), table[more] / table[more - 1], TABLE) for more in range(1, len(table))]
+    fits = [((more - 1, more), table[more] / table[more - 1], TABLE_OFF**-2) for more in range(1, len(table))]
+    noise = noise_of(compared.values())
     for (fewer, more), ratios in compared.items():
-        foreseen = [table[more] / table[fewer]] if len(ratios) > 1 else []  # of two the median alone is a mean
-        fits.append(((fewer, more), median([*ratios, *foreseen]), len(ratios)))
-    size = len(table)
-    sums, sides = [[0.0] * size for _ in table], [0.0] * size  # of the least squares, of logarithms
-    sums[0][0] = 1.0  # the first is 0
+        fits.append(((fewer, more), median(ratios), len(ratios) / noise**2))
+    sums, sides = np.zeros((len(table), len(table))), np.zeros(len(table))
     for (fewer, more), ratio, weight in fits:
-        value = weight * math.log(ratio)
-        sums[fewer][fewer] += weight
-        sums[more][more] += weight
-        sums[fewer][more] -= weight
-        sums[more][fewer] -= weight
-        sides[fewer] -= value
-        sides[more] += value
-    times: list[float] = (table[0] * np.exp(np.linalg.solve(sums, sides))).tolist()
-    return times
+        sums[fewer, fewer] += weight
+        sums[more, more] += weight
+        sums[fewer, more] -= weight
+        sums[more, fewer] -= weight
+        sides[fewer] -= weight * math.log(ratio)
+        sides[more] += weight * math.log(ratio)
+    spread = np.zeros_like(sums)
+    spread[1:, 1:] = np.linalg.inv(sums[1:, 1:])
+    times: list[float] = (table[0] * np.exp(spread @ sides)).tolist()
+    return Fit(times, spread)
+
+
+def noise_of(compared: Iterable[Sequence[float]]) -> float:
+    """The standard deviation of one comparison, of logarithms: a few that something disturbed hardly move it."""
+    errors = [MIDDLE * NOISE] * FEW
+    for ratios in compared:
+        if len(ratios) > 1:
+            logs, freedom = [math.log(ratio) for ratio in ratios], math.sqrt(len(ratios) / (len(ratios) - 1))
+            errors += [freedom * abs(value - median(logs)) for value in logs]
+    return max(LEAST_NOISE, median(errors) / MIDDLE)

@@ -5,9 +5,8 @@ of `spec/planner.py`. It changes speed, never a token. Every so many rounds it i
 by draft, have one number of drafts for all rows (`engine/steady.py`), or none. Those of one row have a form of their
 own (`engine/alone.py`).
 
-All rows are drafted for or none, but for a probe, which drafts for a few. In a round that drafts, the drafter absorbs
-every row's tokens, which costs little beside its other work. In others it is not called at all, and what it missed is
-read before the next draft (`engine/missed.py`).
+All rows are drafted for or none, but for a probe, which drafts for a few. In a round without drafts the drafter is not
+called, and what it missed is read before the next draft (`engine/missed.py`).
 """
 
 import math
@@ -206,7 +205,7 @@ class WindowPlanner:
     def _decide(self, requests: list[Request]) -> None:
         """Decide for some rounds whether rows get drafts: each as it deserves them, or one number for all."""
         self._take_in()
-        self._again = None
+        self._again = self.alone.rule = None
         rows, trial, usual = len(requests), 0, 1
         *before, kept = self._last.get(rows, (False, 0, KEPT))
         goes_on, passed = requests == self._planned, self._rounds - self._decided
@@ -223,7 +222,7 @@ class WindowPlanner:
             drafts, self._expected_tokens, foreseen, trial, usual = chosen
         (rate,) = self.missed.net(requests, [measured.value(foreseen)]) if foreseen else (0.0,)
         planned = rate > plain and (rows == 1 or (by_draft and drafts > 0))
-        if not planned and drafts and rate > plain:
+        if not planned and not trial and drafts and rate > plain:
             steady = self.rates.of(requests, steady=True).value(foreseen, UNSEEN)
             hope = self.steady.hope(requests, self.odds, drafts, self.costs_of(rows), self.branching is not None)
             planned = measured.value(steady, hope) > steady
@@ -238,10 +237,11 @@ class WindowPlanner:
         self.measured.periods.begin(None if planned or by_draft else (rows, self._drafts), goes_on)
         same = before == [planned, self._drafts] and (goes_on or not planned)
         most = MOST_RESTED if self._resting[rows] else KEPT_BY_DRAFT if planned and rows > 1 else MOST_KEPT
-        kept = trial if trial and not planned else min(most, 2 * kept) if same else KEPT
-        self._due, self._last[rows] = self._rounds + kept, (planned, self._drafts, kept)
+        if planned or not trial:  # after a trial, what was decided before it is kept as long
+            trial = kept = min(most, 2 * kept) if same else KEPT
+            self._last[rows] = planned, self._drafts, kept
+        self._due = self._rounds + trial
         self.rate = max(plain, rate)  # only planned rounds ask for it
-        self.alone.rule = None
         if planned and rows == 1 and not by_draft:
             kind, own = self.odds(requests[0]), requests[0].odds
             self.alone.rule = lone_rule(self.measured.replayed(), kind, own, self.rate, self._most(requests))

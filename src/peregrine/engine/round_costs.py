@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from peregrine.engine.lone_windows import LoneWindows
-from peregrine.engine.periods import Periods
+from peregrine.engine.periods import Fit, Periods
 from peregrine.engine.planned_rates import PlannedRate
 from peregrine.engine.round_times import RoundTimes
 from peregrine.spec.planner import Costs, Points, rising
@@ -101,13 +101,17 @@ class RoundCosts:
         return self.steady_times(rows, drafts)[drafts] if drafts else self._host + self._table.verify_ms(rows)
 
     def steady_times(self, rows: int, most: int) -> list[float]:
-        """The same for no draft, one, two and so on.
+        """The same for no draft, one, two and so on."""
+        return self.steady_fit(rows, most).times
+
+    def steady_fit(self, rows: int, most: int) -> Fit:
+        """The same, with how sure it is.
 
         How real rounds with more drafts compare with others is measured, too, where such rounds followed each other.
         """
         host, factor = self._host, middle(self._seen(rows))
         table = [host + self._steady_ms(rows * (1 + drafts), rows, drafts, factor) for drafts in range(1 + most)]
-        return self.periods.times(rows, table)
+        return self.periods.fit(rows, table)
 
     def _table_of(self, rows: int) -> Costs:
         """Of rounds of so many rows, whose windows have one length."""

@@ -6,7 +6,6 @@ would with fixed windows: the same plan is repeated, and verdicts are taken in t
 """
 
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import accumulate, groupby
 from typing import NamedTuple
@@ -14,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from peregrine.engine.missed import Missed
+from peregrine.engine.periods import Fit
 from peregrine.engine.plan_record import PlanRecord
 from peregrine.engine.planned_rates import PlannedRate
 from peregrine.engine.request import Request
@@ -34,16 +34,17 @@ APART = 0.02
 # and the more their chances, which are those after an answer's beginning, promise too much.
 DOUBT = 0.03
 LIKELY = 0.9  # the chance of drafts that are nearly all right
-NEARLY = 0.96  # of what the best gives: another number of drafts with as much is tried at once
-OFTEN, SPENT = 128, 4e-3  # rounds between trials, at least, and the share of their time that a trial may cost
-SPENT_ONCE = 1e-1  # the same of what the first round of a size takes more, which is spent once for all
-TRIAL, LASTING = 9, 4  # rounds for which it is tried, and how many times as many tokens requests must have left
-# Rounds for which rows that rest try a draft: what comes of the first tokens says little of others. The first trial
-# only times such rounds and has TRIAL of them: if they cost too much, the long one is saved.
+TRIAL, LASTING = 9, 4  # rounds for which another number is tried, and how many times as many tokens must be left
+# Rounds for which rows that rest try a draft: what comes of the first tokens says little of others. The first trials
+# only time such rounds and have TRIAL of them: if they cost too much, the long ones are saved.
 LONG_TRIAL = 64
-# Of the first trials, while all that is known is a table that may be off by a fifth, or one comparison: how many they
-# are, and the share of time that each may cost.
-FIRST, SPENT_FIRST = 2, {TRIAL: 5e-2, LONG_TRIAL: 1e-2}
+CHANGING = 1.0  # rounds that a trial takes in any case: it is decided twice
+# What share of their time rounds of so many rows may spend on trials of a number of drafts: what it may give more by
+# what is known, so many times and once more seldom for each comparison there was; the least and the most.
+# The first ones may cost the most: a table was seen to be off by a fifth, and one comparison by a half.
+EAGER, SPENT, SPENT_MOST, FIRST = 10.0, 4e-4, 5e-2, 2
+SPENT_ONCE = 1e-1  # the share that the first round of a size may take, which is recorded: it is spent once for all
+UNSURE = 0.01  # by what share the tokens of rounds may be off
 EARLY = 16  # tokens, or the first quarter of an answer: drafts are right less often there, and do not count
 UNLIKE = 1.2  # times as often as another's a row's first draft is right, where rows may deserve their own numbers
 OWN_PRIOR = 48.0  # drafts for which it counts that a request is like others: one number is chosen for many rounds
@@ -87,7 +88,6 @@ class SteadyRounds:
         self._last: dict[int, int] = {}  # what was the best for so many rows
         self._present: int | None = None  # what was the best of all
         self._tries = False  # whether another number is tried now
-        self._tried: Counter[tuple[int, int, int]] = Counter()  # how often that was so: rows, drafts, more drafts
         self._taken: dict[int, int] = {}  # what so many rows had last
         # Rows, drafts and more drafts: the round of so many rows before which one was last taken after the other.
         self._changed: dict[tuple[int, int, int], int] = {}
@@ -111,7 +111,8 @@ class SteadyRounds:
             most = min(most, last + 2)
         lines = expected_lines(requests, odds_of, most)
         rooms = [request.limit - request.num_tokens - 1 for request in requests]  # for drafts, in the next round
-        times = self.measured.steady_times(rows, most)
+        fit = self.measured.steady_fit(rows, most)
+        times = fit.times
         usual = [tokens / ms for tokens, ms in zip(added(lines, [most] * rows), times, strict=True)]
         self._last[rows] = self._present = best = best_of(usual, rows, last)
         won = added(lines, rooms)
@@ -124,12 +125,12 @@ class SteadyRounds:
         if lasts and (goes_on or all(r.missed is None for r in requests)):
             hoped = list(accumulate(LIKELY**depth for depth in range(most + 1)))  # tokens of a row
             hopes = worth_of([rows * tokens / ms for tokens, ms in zip(hoped, times, strict=True)], rows)
-            drafts = now if self._tries else self._trial(requests, worth_of(usual, rows), hopes, now, number, trial)
+            if not self._tries:
+                drafts = self._trial(requests, worth_of(usual, rows), fit, hopes, now, number, trial)
         will_try = drafts != now and now > 0 and not goes_on
         if will_try:
             drafts = now
         self._tries = drafts != now  # then the best again: rounds are compared on the way there and back
-        self._tried[rows, min(now, drafts), max(now, drafts)] += self._tries
         before, self._taken[rows] = self._taken.get(rows, drafts), drafts
         self._changed[rows, min(before, drafts), max(before, drafts)] = number
         self._ran.add((rows, drafts))
@@ -141,47 +142,50 @@ class SteadyRounds:
 
     def _trial_rounds(self, rows: int, best: int) -> int:
         """For how many rounds another number of drafts than the best is tried."""
-        return LONG_TRIAL if not best and self.measured.periods.num_changes(rows, 0, 1) else TRIAL
+        return LONG_TRIAL if not best and self.measured.periods.num_changes(rows, 0, 1) >= FIRST else TRIAL
 
     def _trial(
         self,
         requests: Sequence[Request],
         worth: Sequence[float],
+        fit: Fit,
         hopes: Sequence[float],
         best: int,
         number: int,
         rounds: int,
     ) -> int:
-        """One draft more or less than the best, if its trial is due, or the best.
+        """One draft more or less than the best, or none, if its trial is due, or the best.
 
-        The less often the more it costs, and the more often it was tried before; later if rounds of its size have to be
-        recorded first. If it would give less than the best even if nearly all drafts were right, it is tried until such
-        rounds were compared, and never again: the table may have been timed while the machine was busy.
+        The less often the more it costs, and the more often the more it may give: the less sure it is how their times
+        compare. Later if rounds of its size have to be recorded first. If it would give less than the best even if
+        nearly all drafts were right, it is tried until such rounds were compared, and never again: the table may have
+        been timed while the machine was busy.
         """
         rows, measured, due = len(requests), self.measured, math.inf
-        missed = self.missed.ms(requests) / measured.steady_ms(rows, 0)  # rounds to read it
+        plain_ms = measured.steady_ms(rows, 0)
+        missed = self.missed.ms(requests) / plain_ms  # rounds to read it
         for drafts in sorted({0, best - 1, best + 1}):
             if drafts == best or not 0 <= drafts < len(worth) or (drafts and self.missed.tokens_at_once(requests)):
                 continue
-            pair, given = (rows, min(best, drafts), max(best, drafts)), worth[drafts] / worth[best]
+            pair = rows, min(best, drafts), max(best, drafts)
             if drafts > best and hopes[drafts] < worth[best] and measured.periods.num_changes(*pair):
                 continue
             if drafts < best and self._taken.get(rows) != best:  # first the best itself: who drafts less learns less
                 continue
-            if given > NEARLY and pair not in self._changed and not missed:
-                return drafts
-            last, lost = self._changed.get(pair, 0), rounds * (1 - given)
+            lost = CHANGING + rounds * max(0.0, 1 - worth[drafts] / worth[best])
             if not drafts:  # what is missed in the trial is read after it
-                lost += measured.missed_ms(rounds * rows) / measured.steady_ms(rows, 0)
-            changes = measured.periods.num_changes(*pair)
-            known = max(self._tried[pair], changes) if rounds == TRIAL else self._tried[pair]
-            spent, often = (SPENT / (1 + changes), OFTEN) if known >= FIRST else (SPENT_FIRST[rounds], 0)
-            once = 0.0
-            if (rows, drafts) not in self._ran:
-                once = measured.recording_ms / measured.steady_ms(rows, 0) / SPENT_ONCE
-            if number >= last + max(often, (lost + missed) / spent + once):
+                lost += measured.missed_ms(rounds * rows) / plain_ms
+            doubt = math.hypot(fit.doubt(best, drafts), UNSURE)
+            gain, changes = (
+                expected_gain(math.log(worth[best] / worth[drafts]), doubt),
+                measured.periods.num_changes(*pair),
+            )
+            share = SPENT_MOST if changes < FIRST else min(SPENT_MOST, max(SPENT, EAGER * gain / (1 + changes)))
+            once = 0.0 if (rows, drafts) in self._ran else measured.recording_ms / plain_ms / SPENT_ONCE
+            last = self._changed.get(pair, 0)
+            if number >= last + (lost + missed) / share + once:
                 return drafts
-            due = min(due, last + max(often, lost / spent + once))
+            due = min(due, last + lost / share + once)
         self._due[rows] = due
         return best
 
@@ -269,6 +273,12 @@ def best_of(rates: Sequence[float], rows: int, present: int | None) -> int:
 def worth_of(rates: Sequence[float], rows: int) -> list[float]:
     """What so many tokens per millisecond with no draft, one, two and so on are worth, if so many rows have them."""
     return [rates[0] * (1 + APART * math.log2(rows)), *(rate * (1 - DOUBT) ** n for n, rate in enumerate(rates[1:]))]
+
+
+def expected_gain(gap: float, doubt: float) -> float:
+    """What the better of two gives more than the first, if the second seems worse by `gap`, by normal errors."""
+    off = gap / doubt
+    return doubt * (math.exp(-off * off / 2) / math.sqrt(2 * math.pi) - off * math.erfc(off / math.sqrt(2)) / 2)
 
 
 def added(lines: Sequence[Sequence[float]], rooms: Sequence[int]) -> list[float]:
