@@ -9,10 +9,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from peregrine.kernels.linear import DenseWeight
-from peregrine.kernels.linear.tiles import Tile, pick_tile
+from peregrine.kernels.linear.tiles import LargePlan, Tile, large_plans, pick_split, pick_tile
 
 ROWS = (1, 2, 4, 7, 16, 17, 48, 64, 96, 127, 128, 192, 200, 300)
-MANY_ROWS = (129, 160, 192, 200, 255, 256, 257, 384, 511, 512, 513, 1000, 1024, 1536, 2048, 3001, 4096, 4224, 8192)
+MANY_ROWS = (
+    *(129, 160, 192, 200, 255, 256, 257, 288, 384, 448, 511, 512, 513, 576, 640, 700, 768, 896, 1000, 1024, 1536, 2048),
+    *(3001, 4096, 4224, 8192),
+)
 EPS = 1e-5
 UNIT = 2.0**24  # squares are whole numbers of 1 / UNIT
 # Outputs, inputs, and what is fused with the product.
@@ -43,7 +46,12 @@ class Problem:
         outputs, inputs = self.residual.shape[1], self.x.shape[1]
         return pick_tile(max(ROWS), outputs, inputs, self.part == "gate", on_hopper=True)
 
-    def run(self, rows: slice, tile: Tile | None = None) -> tuple[Tensor, ...]:
+    def plans(self, rows: int) -> list[LargePlan]:
+        """All plans of the kernel for many rows."""
+        (outputs, inputs), gate = (self.residual.shape[1], self.x.shape[1]), self.part == "gate"
+        return list(large_plans(rows, outputs, gate, self.part == "add", pick_split(outputs, inputs, gate)))
+
+    def run(self, rows: slice, tile: Tile | None = None, plan: LargePlan | None = None) -> tuple[Tensor, ...]:
         """The kernel on some rows, with outputs that held NaN: the result, and the other outputs."""
         from peregrine.kernels.linear.triton import Addition, TritonWeight, run
 
@@ -52,10 +60,10 @@ class Problem:
         out, scaled = torch.full_like(residual, torch.nan), torch.full_like(residual, torch.nan)
         if self.part == "add":
             squares, stale = torch.zeros_like(self.squares[rows]), torch.full_like(self.squares[rows], 99)
-            run(x, weight, out, add=Addition(residual, self.norm, scaled, squares, stale), tile=tile)
+            run(x, weight, out, add=Addition(residual, self.norm, scaled, squares, stale), tile=tile, plan=plan)
             return out, scaled, squares, stale
         scale = None if self.part == "plain" else (self.squares[rows], EPS)
-        run(x, weight, out, scale=scale, gate=self.part == "gate", tile=tile)
+        run(x, weight, out, scale=scale, gate=self.part == "gate", tile=tile, plan=plan)
         return (out,)
 
     def exact(self, rows: slice) -> tuple[Tensor, Tensor]:
@@ -159,6 +167,19 @@ def test_many_rows_have_the_bits_of_few(problem: Problem) -> None:
     for rows in MANY_ROWS:
         for many, few in zip(problem.run(slice(0, rows)), problem.run(slice(0, rows), problem.tile), strict=True):
             assert torch.equal(many, few), rows
+
+
+@pytest.mark.parametrize("problem", ["qkv", "o", "gate_up", "down"], indirect=True)
+def test_every_plan_gives_the_same_bits(problem: Problem) -> None:
+    """Also those that other devices would take: whole tiles or pieces, two groups or three, pairs or parts in turn."""
+    kinds = set()
+    for rows in (190, 193, 290, 384, 530, 576, 640, 704, 770):
+        few = problem.run(slice(0, rows), problem.tile)
+        for plan in problem.plans(rows):
+            kinds.add((plan.groups, plan.half, plan.in_pairs, plan.rest))
+            for many, one in zip(problem.run(slice(0, rows), plan=plan), few, strict=True):
+                assert torch.equal(many, one), (rows, plan)
+    assert len(kinds) == (4 if problem.part == "add" else 8)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])

@@ -86,7 +86,7 @@ def compile_linear(kind: str, rows: int, outputs: int, inputs: int, split: int, 
     """One line of the tables, as a layer uses it; with several parts, one program has them all."""
     cols, depth, warps, stages = TALL_TILES[kind][rows, tail] if tail else HOPPER_TABLES[kind][rows]
     if parts > 1:
-        cols, depth, warps, stages, _ = IN_TURN[rows, tail]
+        rows, cols, depth, warps, stages = IN_TURN
     known = {"N": outputs, "K": inputs, "SPLIT": split, "ROWS": rows, "COLS": cols, "DEPTH": depth, "STAGES": stages}
     known["PARTS"] = parts
     known |= {"SCALE": kind != "split", "BIAS": False, "GATE": kind == "gated", "ADD": kind == "split", "TAIL": tail}
@@ -95,19 +95,20 @@ def compile_linear(kind: str, rows: int, outputs: int, inputs: int, split: int, 
     compile_kernel(hopper_kernel, tiled, known | {"num_warps": warps}, kind=kind)
 
 
-def compile_large(outputs: int, inputs: int, split: int, gate: bool, groups: int, narrow: bool = False) -> None:
-    """The kernel for many rows: of a gate, of an addition in parts, or narrow; experts have two groups and a gate."""
-    known = {"N": outputs, "K": inputs, "SPLIT": split, "PAIRS": False, "BIAS": False, "num_warps": 4}
-    known |= {"SCALE": gate or narrow, "GATE": gate, "ADD": not (gate or narrow), "GROUPS": groups, "NARROW": narrow}
-    compile_kernel(large_kernel, large_tiles(gate, narrow), known)
+def compile_large(outputs: int, inputs: int, gate: bool = False, add: bool = False, **plan: Any) -> None:
+    """The kernel for many rows, by its plan."""
+    known = {"N": outputs, "K": inputs, "SPLIT": 2 if add else 1, "PAIRS": False, "BIAS": False, "num_warps": 4}
+    known |= {"SCALE": not add, "GATE": gate, "ADD": add, "HALF": False, "REST": 0} | plan
+    compile_kernel(large_kernel, large_tiles(gate, quarters=known["REST"] % 2 > 0), known)
 
 
-def large_tiles(gate: bool, narrow: bool = False) -> dict[str, str]:
-    """The types of the matrices of kernels for many rows."""
-    weight = [8, 2, 8, 64] if gate else [64 if narrow else 128, 64]
+def large_tiles(gate: bool, quarters: bool = False) -> dict[str, str]:
+    """The types of the matrices of kernels for many rows; weights come in halves of a tile, or in quarters."""
+    weight = ([4, 2, 8, 64] if quarters else [8, 2, 8, 64]) if gate else [64 if quarters else 128, 64]
     layout = gl.NVMMASharedLayout.get_default_for(weight, gl.bfloat16)
     tiled = {"x_desc": tiles(64, 64), "w_desc": f"tensordesc<bf16{weight},{layout!r}>"}
-    return tiled | dict.fromkeys(("out_desc", "scaled_desc", "residual_desc"), tiles(64, 64))
+    tiled |= dict.fromkeys(("out_desc", "scaled_desc", "residual_desc"), tiles(64, 64))
+    return tiled | ({"scaled_desc": tiles(64, 32)} if gate and quarters else {})
 
 
 def compile_few(experts: int, shared: int, inner: int, choices: int) -> None:
@@ -119,9 +120,12 @@ def compile_few(experts: int, shared: int, inner: int, choices: int) -> None:
 
 
 if __name__ == "__main__":
-    compile_large(14336, 4096, 1, gate=True, groups=3)
-    compile_large(4096, 4096, 2, gate=False, groups=2)
-    compile_large(6144, 4096, 1, gate=False, groups=2, narrow=True)
+    compile_large(14336, 4096, gate=True, GROUPS=3, REST=3)
+    compile_large(4096, 4096, add=True, GROUPS=2)
+    compile_large(4096, 4096, add=True, GROUPS=3, HALF=True)
+    compile_large(4096, 4096, add=True, GROUPS=3, HALF=True, PAIRS=True)
+    compile_large(6144, 4096, GROUPS=2, REST=3)
+    compile_large(14336, 4096, gate=True, GROUPS=2, REST=1)
     known = {"N": 1408, "K": 2048, "SCALE": True, "GATE": True, "num_warps": 4}
     compile_kernel(experts_kernel, large_tiles(gate=True), known)
     compile_few(66, 2, 1408, 8)
@@ -129,7 +133,7 @@ if __name__ == "__main__":
     # Every kind of weight with one end of its table.
     compile_linear("plain", 16, 6144, 4096, 1)
     compile_linear("split", 128, 4096, 14336, 2, tail=64)
-    compile_linear("split", 128, 4096, 14336, 1, tail=64, parts=2)
+    compile_linear("split", 128, 4096, 14336, 1, parts=2)
     compile_linear("gated", 128, 14336, 4096, 1)
     compile_linear("wide", 16, 128256, 4096, 1)
     for rows, head_dim, page in ((16, 128, 16), (64, 128, 16), (32, 64, 128)):

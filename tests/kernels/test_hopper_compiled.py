@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(not TRITON_PRESENT, reason="needs triton")
 
 
 def test_all_fit_a_multiprocessor(compiled: list[dict[str, int | str]]) -> None:
-    assert len(compiled) == 20
+    assert len(compiled) == 23
     assert all(0 < int(facts["shared"]) <= MOST_SHARED for facts in compiled)
 
 
@@ -60,9 +60,13 @@ def test_products_of_attention_wait_for_each_other_only_where_they_must(compiled
 
 
 def test_products_for_many_rows_follow_each_other(compiled: list[dict[str, int | str]]) -> None:
-    """Two waits for every loop of products, for the step before and for the last; more if registers run out."""
+    """Two waits for every loop of products, for the step before and for the last; more if registers run out.
+
+    A group has one loop, and another one for pieces.
+    """
     large = [f for f in compiled if f["kernel"] == LARGE]
-    assert [(f["matrix"], f["held_up"]) for f in large] == [(36, 12), (8, 4), (16, 4)]  # of 3, 2 and 2 groups
+    whole, cut = [(8, 4), (12, 6), (12, 6)], [(48, 12), (24, 8), (16, 8)]
+    assert [(f["matrix"], f["held_up"]) for f in large] == [cut[0], *whole, *cut[1:]]
 
 
 def test_products_of_few_rows_follow_each_other(compiled: list[dict[str, int | str]]) -> None:
@@ -71,10 +75,10 @@ def test_products_of_few_rows_follow_each_other(compiled: list[dict[str, int | s
 
 
 def test_registers_for_many_rows_are_spilled_around_loops_only(compiled: list[dict[str, int | str]]) -> None:
-    """None but of an addition in parts, those of a part's end. A seldom path that keeps values needs far more."""
-    gate, addition, narrow = (int(f["spills"]) for f in compiled if f["kernel"] == LARGE)
-    assert gate == narrow == 0
-    assert addition < 60
+    """None but of additions in parts, those of a part's end. A seldom path that keeps values needs far more."""
+    gate, addition, half, *others = (int(f["spills"]) for f in compiled if f["kernel"] == LARGE)
+    assert [gate, *others] == [0, 0, 0, 0]
+    assert max(addition, half) < 60
 
 
 def test_every_warp_waits_for_the_kernel_before(compiled: list[dict[str, int | str]]) -> None:

@@ -29,6 +29,7 @@ from peregrine.kernels.linear.tiles import (
     LargePlan,
     Tile,
     large_plan,
+    large_plans,
     pick_split,
     pick_tile,
     tall_tile,
@@ -333,28 +334,33 @@ def test_partial_sums_find_room(outputs: int, rows: int, blocks: int) -> None:
     [
         (128, 6144, 4096, False, False, None),  # tiles of the table have as many rows
         (64, 14336, 4096, True, False, None),
-        (65, 14336, 4096, True, False, LargePlan(132, 1, False)),  # 112 tiles, which are busy enough
-        (128, 32000, 4096, False, False, LargePlan(132, 1, False)),
+        (65, 14336, 4096, True, False, LargePlan(112, 112)),  # busy enough
+        (128, 32000, 4096, False, False, LargePlan(125, 125)),
         (128, 32000, 4096, False, True, None),
-        (384, 6144, 4096, False, False, LargePlan(96, 1, False, narrow=True)),
-        (640, 6144, 4096, False, False, LargePlan(132, 1, False)),
-        (4096, 6144, 4096, False, False, LargePlan(132, 1, False, groups=3)),
-        (512, 6144, 4096, False, False, LargePlan(128, 1, False, narrow=True)),  # 96 tiles leave programs idle
         (130, 1024, 4096, False, False, None),  # tiles of all rows fill the device
         (129, 8192, 4096, False, True, None),
-        (192, 14336, 4096, True, False, LargePlan(132, 1, False, groups=3)),  # all rows in one wave of tiles
-        (192, 128256, 4096, False, False, LargePlan(132, 1, False, groups=3)),  # four waves, where others need eight
-        (193, 14336, 4096, True, False, LargePlan(132, 1, False)),
-        (192, 8192, 4096, True, False, LargePlan(128, 1, False, groups=3)),  # halves of tiles
-        (192, 16384, 4096, False, True, LargePlan(128, 1, False)),  # an addition has two groups
+        (640, 6144, 4096, False, False, LargePlan(120, 120)),
+        (4096, 6144, 4096, False, False, LargePlan(132, 22 * 24, groups=3)),
+        (192, 14336, 4096, True, False, LargePlan(112, 112, groups=3)),  # all rows in one wave of tiles
+        (192, 128256, 4096, False, False, LargePlan(132, 501, groups=3)),  # four waves, where others need eight
+        (193, 14336, 4096, True, False, LargePlan(132, 132, 124, 3)),  # a wave, and three quarters of one
+        (192, 8192, 4096, True, False, LargePlan(128, 0, 128, 2, groups=3)),
+        (384, 6144, 4096, False, False, LargePlan(96, 0, 96, 3)),
+        (512, 6144, 4096, False, False, LargePlan(128, 0, 128, 3)),  # 96 tiles leave programs idle
+        (768, 6144, 4096, False, False, LargePlan(128, 0, 128, 3, groups=3)),
+        (640, 14336, 4096, True, False, LargePlan(132, 4 * 132, 128, 1)),  # of 32 tiles
+        (576, 14336, 4096, True, False, LargePlan(132, 2 * 132, 96, 3, groups=3)),  # of 72 tiles
+        (192, 16384, 4096, False, True, LargePlan(128, 128, groups=3, half=True)),
         (250, 4096, 14336, False, True, None),
-        (257, 1024, 4096, False, False, LargePlan(12, 8, False)),
-        (512, 4096, 14336, False, True, LargePlan(128, 2, True)),  # a pair of programs for each of 64 tiles
-        (513, 4096, 14336, False, True, LargePlan(80, 2, False)),
-        (8192, 4096, 14336, False, True, LargePlan(132, 2, False)),
-        (4096, 14336, 4096, True, False, LargePlan(132, 1, False)),
-        (4224, 14336, 4096, True, False, LargePlan(132, 1, False, groups=3)),  # all rows of 22 tiles are there
-        (8192, 14336, 4096, True, False, LargePlan(132, 1, False)),
+        (257, 1024, 4096, False, False, LargePlan(16, 16, split=8, groups=3, half=True)),
+        (384, 4096, 14336, False, True, LargePlan(128, 64, split=2, in_pairs=True, groups=3, half=True)),
+        (512, 4096, 14336, False, True, LargePlan(128, 64, split=2, in_pairs=True)),  # two programs for each tile
+        (513, 4096, 14336, False, True, LargePlan(96, 96, split=2, groups=3, half=True)),
+        (896, 4096, 14336, False, True, LargePlan(112, 112, split=2)),
+        (8192, 4096, 14336, False, True, LargePlan(132, 1024, split=2)),
+        (4096, 14336, 4096, True, False, LargePlan(132, 27 * 132, 80, 1)),
+        (4224, 14336, 4096, True, False, LargePlan(132, 22 * 112 - 90, 120, 3, groups=3)),  # of the last 6 rows' 15
+        (8192, 14336, 4096, True, False, LargePlan(132, 36 * 132, 128, 2, groups=3)),
         (8192, 14332, 4096, True, False, None),  # rows of outputs that do not start at multiples of 16 bytes
         (8192, 6144, 192, False, False, None),  # fewer steps than the ring has places
     ],
@@ -372,10 +378,7 @@ def test_many_rows_have_a_plan_of_their_own(
         (129, 4096, 14336, False, Tile(128, 64, 64, 4, 6, 2, tail=64)),
         (193, 4096, 14336, False, Tile(128, 64, 64, 4, 8, parts=2)),
         (256, 4096, 4096, False, Tile(128, 64, 64, 4, 8, parts=2)),
-        (257, 4096, 14336, False, Tile(128, 64, 64, 4, 6, tail=64, parts=2)),
-        (384, 4096, 14336, False, Tile(128, 64, 64, 4, 6, tail=64, parts=2)),
-        (257, 4096, 4096, False, None),
-        (385, 4096, 14336, False, None),
+        (257, 4096, 14336, False, None),
         (256, 2048, 8192, False, Tile(128, 64, 64, 4, 5, 4, tail=128)),  # in four parts
         (256, 4608, 14336, False, None),
         (256, 6144, 4096, False, Tile(128, 64, 64, 4, 5, 1, tail=128)),
@@ -406,9 +409,22 @@ def test_tiles_have_parts_that_are_whole(outputs: int) -> None:
         assert tile.tail <= tile.rows <= rows <= tile.rows + tile.tail, rows
 
 
+@given(st.integers(65, 9000), st.integers(1, 4096), st.booleans(), st.integers(40, 160))
+def test_all_columns_of_the_last_tiles_are_in_a_piece(rows: int, outputs: int, gate: bool, num_sms: int) -> None:
+    """Pieces have all quarters of the tiles that are cut, hardly more, and no program has two."""
+    for plan in large_plans(rows, 8 * outputs, gate, add=False, split=1, num_sms=num_sms):
+        height = -(-rows // (plan.groups * LARGE_HEIGHT))
+        tiles = height * -(-8 * outputs // (LARGE_COLS // 2 if gate else LARGE_COLS))
+        quarters = 4 * (tiles - plan.tiles)
+        assert plan.pieces <= plan.programs <= num_sms
+        assert quarters == 0 if not plan.pieces else quarters <= plan.rest * plan.pieces < quarters + 3 * height
+        if plan.pieces:
+            assert plan.tiles <= tiles // num_sms * num_sms, "the others are done in rounds of all programs"
+
+
 def test_pairs_and_parked_sums_have_their_places_in_the_workspace() -> None:
     partial, arrived = workspace_sizes()
     chunk, sums = 64, 2 * LARGE_HEIGHT * LARGE_COLS
-    assert MULTIPROCESSORS // 2 * sums <= partial  # pairs: half of the sums of each part
-    assert arrived >= MULTIPROCESSORS // 2 * 2 * 2
+    assert MULTIPROCESSORS // 2 * sums <= partial  # pairs: half of the sums of each part, of three groups fewer
+    assert arrived >= MULTIPROCESSORS // 2 * 3 * 2
     assert MULTIPROCESSORS * 2 * LARGE_HEIGHT * chunk <= partial

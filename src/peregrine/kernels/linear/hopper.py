@@ -120,15 +120,12 @@ def hopper_kernel(  # type: ignore[no-untyped-def]
         end = gl.zeros((COLS, TAIL), gl.float32, product_layout(TAIL, COLS, num_warps))
     total = gl.zeros((COLS, ROWS), gl.float32, product)
     up = gl.zeros((COLS, ROWS), gl.float32, product)
-    first, first_end = total, total  # of two parts
-    gl.static_assert(PARTS <= 2)
+    first = total  # of two parts
+    gl.static_assert(PARTS == 1 or (PARTS == 2 and not TAIL))
     for number in gl.static_range(PARTS):
         if number:
             first = warpgroup_mma_wait(0, deps=(total,))
             total = gl.zeros((COLS, ROWS), gl.float32, product)
-            if TAIL:
-                first_end = warpgroup_mma_wait(0, deps=(end,))
-                end = gl.zeros((COLS, TAIL), gl.float32, product_layout(TAIL, COLS, num_warps))
         for step in range(number * STEPS, (number + 1) * STEPS):
             here = step % STAGES
             mbarrier.wait(ready.index(here), (step // STAGES) & 1)
@@ -177,8 +174,6 @@ def hopper_kernel(  # type: ignore[no-untyped-def]
         )
         if TAIL:
             end = warpgroup_mma_wait(0, deps=(end,))
-            if PARTS == 2:
-                end = first_end + end
             # Partial sums of tails come after those of all tiles.
             tile += gl.num_programs(1) * gl.num_programs(0) * (ROWS // TAIL)
             finish_tile(

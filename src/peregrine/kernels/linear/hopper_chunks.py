@@ -30,8 +30,8 @@ def halves(total):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def cut(total):  # type: ignore[no-untyped-def]
-    """Columns in chunks."""
-    if total.shape[1] == CHUNK:
+    """Columns in chunks; half a chunk is one."""
+    if total.shape[1] <= CHUNK:
         chunks = (total,)
     else:
         left, right = halves(total)
@@ -83,7 +83,7 @@ def places(base, chunk):  # type: ignore[no-untyped-def]
 @gluon.jit
 def column_values(vector, col, chunk, N: gl.constexpr):  # type: ignore[no-untyped-def]
     """The values of a vector [N] for the columns of a chunk; past the last column they are those of others."""
-    cols = gl.arange(0, CHUNK, gl.SliceLayout(0, chunk.type.layout))
+    cols = gl.arange(0, chunk.shape[1], gl.SliceLayout(0, chunk.type.layout))
     # Most weights need one remainder for the whole chunk.
     return gl.load(vector + (col + cols) % N) if N % CHUNK else gl.load(vector + col % N + cols)
 
@@ -129,6 +129,7 @@ def finish_chunk(  # type: ignore[no-untyped-def]
 ):
     """`finish_outputs` without a residual for one chunk [HEIGHT, CHUNK], which leaves through shared memory."""
     if SCALE:
+        factor = gl.convert_layout(factor, gl.SliceLayout(1, total.type.layout), assert_trivial=True)
         total = total * factor[:, None]
     if BIAS:
         total += column_values(bias, col, total, N).to(gl.float32)[None, :]

@@ -33,7 +33,7 @@ from peregrine.kernels.linear.hopper_ring import (
     copy_tiles,
     multiply,
     new_ring,
-    place_of,
+    piece_of,
     residual_chunks,
     rows_of,
     work_of,
@@ -56,22 +56,23 @@ def finish_tiles(  # type: ignore[no-untyped-def]
     BIAS: gl.constexpr,
     GATE: gl.constexpr,
     ADD: gl.constexpr,
-    NARROW: gl.constexpr,
+    HALF: gl.constexpr,
+    REST: gl.constexpr,
 ):
     """Four warps that multiply and finish some of every tile's tokens."""
     work, ring, pointers, outputs, scratch, eps = known
-    count, half_tile, M = work
+    count, piece, cut_from, M = work
     x_tiles, w_tiles, w_halves, w_quarters, ready, free, lead = ring
     bias, norm, next_squares, stale_squares = pointers
     out_desc, scaled_desc, residual_desc = outputs
     partial, arrived, squares = scratch
     STAGES: gl.constexpr = ready.shape[0]
     GROUPS: gl.constexpr = x_tiles.shape[0] // STAGES
-    OUT_COLS: gl.constexpr = COLS // 2 if GATE else COLS * 3 // 4 if NARROW else COLS
+    OUT_COLS: gl.constexpr = COLS // ((2 if GATE else 1) * (2 if HALF else 1))
     gdc_launch_dependents()
     gdc_wait()
     if WHICH > 0:
-        mbarrier.wait(lead, 0, pred=(count > 0) | (half_tile >= 0))
+        mbarrier.wait(lead, 0, pred=(count > 0) | (piece >= 0))
     i = 0
     parked = buffers._reinterpret(gl.float32, [HEIGHT, CHUNK], gl.NVMMASharedLayout(128, 32))
     nothing = gl.zeros((HEIGHT, CHUNK), gl.float32, product_layout(CHUNK))
@@ -80,14 +81,11 @@ def finish_tiles(  # type: ignore[no-untyped-def]
         tile, row, col, part = work_of(local, M, COL_TILES, SPLIT, PAIRS, GROUPS)
         row, own = rows_of(row, WHICH, M)
         col = col * OUT_COLS
-        if GROUPS == 2 and not NARROW:
+        if GROUPS == 2 or HALF:
             total, _, i = multiply(x_tiles, w_tiles, w_tiles, ready, free, lead, i, WHICH, STEPS, False)
             chunks, ups = in_chunks(total, GATE)
         else:
-            if NARROW:
-                left, right, i = multiply(x_tiles, w_halves, w_quarters, ready, free, lead, i, WHICH, STEPS, True)
-            else:
-                left, right, i = multiply(x_tiles, w_halves, w_halves, ready, free, lead, i, WHICH, STEPS, True)
+            left, right, i = multiply(x_tiles, w_halves, w_halves, ready, free, lead, i, WHICH, STEPS, True)
             left_chunks, left_ups = in_chunks(left, GATE)
             right_chunks, right_ups = in_chunks(right, GATE)
             chunks, ups = left_chunks + right_chunks, left_ups + right_ups
@@ -95,47 +93,57 @@ def finish_tiles(  # type: ignore[no-untyped-def]
         is_last = True
         if PAIRS:
             # Two programs have one part each: a program sends half of its columns to the other and finishes the rest.
-            sent = (gl.where(part == 0, chunks[2], chunks[0]), gl.where(part == 0, chunks[3], chunks[1]))
-            chunks = (gl.where(part == 0, chunks[0], chunks[2]), gl.where(part == 0, chunks[1], chunks[3]))
-            slot = (tile * 2 + WHICH) * 2
-            col += part * (COLS // 2)
-            for c in gl.static_range(2):
-                gl.store(places(partial + ((slot + part) * 2 + c) * (HEIGHT * CHUNK), sent[c]), sent[c])
+            slot = (tile * GROUPS + WHICH) * 2
+            col += part * (OUT_COLS // 2)
+            sent, chunks = for_other(chunks, part)
+            SENT: gl.constexpr = len(sent)
+            for c in gl.static_range(SENT):
+                gl.store(places(partial + ((slot + part) * SENT + c) * (HEIGHT * CHUNK), sent[c]), sent[c])
             gl.thread_barrier()
             gl.atomic_add(arrived + slot + part, 1, sem="release")
             while gl.atomic_cas(arrived + slot + 1 - part, 1, 0, sem="acquire") == 0:
                 pass
             gl.thread_barrier()
-            others = partial + (slot + 1 - part) * (2 * HEIGHT * CHUNK)
+            others = partial + (slot + 1 - part) * (SENT * HEIGHT * CHUNK)
             first = gl.load(places(others, chunks[0]), cache_modifier=".cg")
-            second = gl.load(places(others + HEIGHT * CHUNK, chunks[1]), cache_modifier=".cg")
-            chunks = (first + chunks[0], second + chunks[1])
+            if SENT == 2:
+                second = gl.load(places(others + HEIGHT * CHUNK, chunks[1]), cache_modifier=".cg")
+                chunks = (first + chunks[0], second + chunks[1])
+            else:
+                chunks = (first + chunks[0],)
         elif SPLIT > 1:
-            # Of a part's sums two chunks wait for the next part in registers, one in shared memory, one in L2.
+            # Of a part's sums two chunks wait for the next part in registers, of four one in shared memory, one in L2.
             in_l2 = places(partial + (gl.program_id(0) * 2 + WHICH) * (HEIGHT * CHUNK), nothing)
             is_last = part == SPLIT - 1
             is_later = part > 0
-            if is_later:
-                last = gl.load(in_l2)
-                chunks = (
-                    kept + chunks[0],
-                    kept_too + chunks[1],
-                    parked.load(nothing.type.layout) + chunks[2],
-                    last + chunks[3],
-                )
-            if part < SPLIT - 1:
-                tma.store_wait(0)
-                gl.thread_barrier()
-                parked.store(chunks[2])
-                gl.store(in_l2, chunks[3])
+            if HALF:
+                if is_later:
+                    chunks = (kept + chunks[0], kept_too + chunks[1])
+            else:
+                if is_later:
+                    last = gl.load(in_l2)
+                    chunks = (
+                        kept + chunks[0],
+                        kept_too + chunks[1],
+                        parked.load(nothing.type.layout) + chunks[2],
+                        last + chunks[3],
+                    )
+                if part < SPLIT - 1:
+                    tma.store_wait(0)
+                    gl.thread_barrier()
+                    parked.store(chunks[2])
+                    gl.store(in_l2, chunks[3])
             kept, kept_too = chunks[0], chunks[1]
         if is_last:
             if ADD:
                 weights = column_values(norm, col, chunks[0], N)
-                mine, theirs = (i + WHICH) % STAGES, (i + 1 - WHICH) % STAGES
-                mbarrier.wait(ready.index(theirs), ((i + 1 - WHICH) // STAGES) & 1)
-                gl.thread_barrier()
-                mbarrier.arrive(free.index(theirs), count=1)
+                for other in gl.static_range(GROUPS):
+                    if other != WHICH:
+                        theirs = i + other
+                        mbarrier.wait(ready.index(theirs % STAGES), (theirs // STAGES) & 1)
+                        gl.thread_barrier()
+                        mbarrier.arrive(free.index(theirs % STAGES), count=1)
+                mine = (i + WHICH) % STAGES
                 mbarrier.wait(ready.index(mine), ((i + WHICH) // STAGES) & 1)
                 residual = residual_chunks(w_tiles, mine, residual_desc)
                 whole, units = column_sums(nothing.to(gl.int64)), column_sums(nothing)
@@ -162,26 +170,58 @@ def finish_tiles(  # type: ignore[no-untyped-def]
                 tma.store_wait(1)  # the sums have left this place
                 gl.thread_barrier()
                 mbarrier.arrive(free.index(mine), count=1)
-                i += 2
+                i += GROUPS
             if SPLIT > 1:
                 kept, kept_too = nothing, nothing
-    if SPLIT == 1 and not ADD and not NARROW and half_tile >= 0:
-        last_row, last_col = place_of(half_tile // 2, M, COL_TILES, GROUPS)
+    if REST and piece >= 0:
+        last_row, quarter = piece_of(piece, cut_from, M, COL_TILES, GROUPS, REST)
         top, _ = rows_of(last_row, WHICH, M)
-        first_col = (2 * last_col + half_tile % 2) * (OUT_COLS // 2)
-        half_total, _, i = multiply(x_tiles, w_halves, w_halves, ready, free, lead, i, WHICH, STEPS, False)
-        few, few_ups = in_chunks(half_total, GATE)
+        last_col = quarter * (COLS // (8 if GATE else 4))
         last_factor = row_factors(squares, top, eps, K, SCALE)
-        for n in range(len(few)):
-            at = first_col + n * CHUNK
-            finish_chunk(
-                *(pick(few, n), pick(few_ups, n), last_factor, top, at, bias, out_desc, buffers.index(n % 2)),
-                *(N, SCALE, BIAS, GATE),
-            )
+        ends = (last_factor, top, bias, out_desc, scaled_desc, buffers)
+        if REST == 1:
+            begin, _, i = multiply(x_tiles, w_quarters, w_quarters, ready, free, lead, i, WHICH, STEPS, False)
+        else:
+            begin, end, i = multiply(x_tiles, w_halves, w_quarters, ready, free, lead, i, WHICH, STEPS, REST == 3)
+        finish_part(begin, 0, last_col, ends, N, SCALE, BIAS, GATE)
+        if REST == 3:  # the buffers go on taking turns
+            finish_part(end, 1 if GATE else 2, last_col + COLS // (4 if GATE else 2), ends, N, SCALE, BIAS, GATE)
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["M"])
+@gluon.jit
+def for_other(chunks, part):  # type: ignore[no-untyped-def]
+    """(the chunks that the other program of a pair finishes, those of this one): the first half is part 0's."""
+    if len(chunks) == 4:
+        sent = (gl.where(part == 0, chunks[2], chunks[0]), gl.where(part == 0, chunks[3], chunks[1]))
+        own = (gl.where(part == 0, chunks[0], chunks[2]), gl.where(part == 0, chunks[1], chunks[3]))
+    else:
+        sent = (gl.where(part == 0, chunks[1], chunks[0]),)  # type: ignore[assignment]
+        own = (gl.where(part == 0, chunks[0], chunks[1]),)  # type: ignore[assignment]
+    return sent, own
+
+
+@gluon.jit
+def finish_part(  # type: ignore[no-untyped-def]
+    total, buffer, col, ends, N: gl.constexpr, SCALE: gl.constexpr, BIAS: gl.constexpr, GATE: gl.constexpr
+):
+    """Finish some columns of a piece, from that buffer on.
+
+    A quarter of gates and ups has half a chunk of outputs, which leaves through tiles of that width: those of half_desc.
+    """
+    factor, row, bias, out_desc, half_desc, buffers = ends
+    chunks, ups = in_chunks(total, GATE)
+    for n in range(len(chunks)):
+        chunk, up, place = pick(chunks, n), pick(ups, n), buffers.index((buffer + n) % 2)
+        at = col + n * CHUNK
+        if chunks[0].shape[1] == CHUNK:
+            finish_chunk(chunk, up, factor, row, at, bias, out_desc, place, N, SCALE, BIAS, GATE)
+        else:
+            half = place._reinterpret(out_desc.dtype, [2, HEIGHT, CHUNK // 2], half_desc.layout).index(0)
+            finish_chunk(chunk, up, factor, row, at, bias, half_desc, half, N, SCALE, BIAS, GATE)
+
+
+@gluon.jit(do_not_specialize=["M", "tiles", "pieces"])
 def large_kernel(  # type: ignore[no-untyped-def]
     x_desc,  # [M, K] in tiles of HEIGHT x DEPTH
     w_desc,  # [N, K] in tiles of COLS x DEPTH, or with GATE [2 N, K] in tiles of gates and ups
@@ -196,6 +236,8 @@ def large_kernel(  # type: ignore[no-untyped-def]
     partial,
     arrived,
     M,
+    tiles,  # that are not cut
+    pieces,
     eps,
     N: gl.constexpr,
     K: gl.constexpr,
@@ -206,33 +248,29 @@ def large_kernel(  # type: ignore[no-untyped-def]
     SPLIT: gl.constexpr,
     PAIRS: gl.constexpr,
     GROUPS: gl.constexpr,
-    NARROW: gl.constexpr,
+    HALF: gl.constexpr,
+    REST: gl.constexpr,
     num_warps: gl.constexpr,
 ):
     """Further arguments are those of `linear_kernel`. With PAIRS two programs have one part of a tile each.
 
-    GROUPS: of four warps, each with HEIGHT rows of a tile; three for linears without split inputs or a residual.
-    NARROW: tiles have three quarters of the columns, of two groups, for linears with neither of them nor a gate; then
-    w_desc has tiles of a quarter.
+    GROUPS: of four warps, each with HEIGHT rows of a tile; three if HALF, or without split inputs and a residual.
+    HALF: tiles have half of the columns.
+    REST: quarters in the pieces that the last tiles are cut into, of linears without either; 0: they are not. If it is
+    odd, w_desc has tiles of a quarter, and with GATE scaled_desc those of half a chunk.
     """
     STEPS: gl.constexpr = K // SPLIT // DEPTH
-    OUT_COLS: gl.constexpr = COLS // 2 if GATE else COLS * 3 // 4 if NARROW else COLS
+    OUT_COLS: gl.constexpr = COLS // ((2 if GATE else 1) * (2 if HALF else 1))
     COL_TILES: gl.constexpr = (N + OUT_COLS - 1) // OUT_COLS
-    ROWS: gl.constexpr = GROUPS * HEIGHT
-    ring = new_ring(x_desc, w_desc, GROUPS)
+    ring = new_ring(x_desc, w_desc, GROUPS, HALF)
     first = gl.allocate_shared_memory(out_desc.dtype, [2, HEIGHT, CHUNK], out_desc.layout)
     second = gl.allocate_shared_memory(out_desc.dtype, [2, HEIGHT, CHUNK], out_desc.layout)
     program, programs = gl.program_id(0), gl.num_programs(0)
-    items = (M + ROWS - 1) // ROWS * COL_TILES * (SPLIT if PAIRS else 1)
-    count = (items - program + programs - 1) // programs * (1 if PAIRS else SPLIT)
-    half_tile = -1
-    if SPLIT == 1 and not ADD and not NARROW:
-        # Tiles that would keep only half of the programs busy at the end are halved.
-        left = items % programs
-        halved = 2 * left <= programs
-        count = gl.where(halved, items // programs, count)
-        half_tile = gl.where(halved & (program < 2 * left), 2 * (items - left) + program, -1)
-    work = (count, half_tile, M)
+    if PAIRS:
+        count = (tiles * SPLIT - program + programs - 1) // programs
+    else:
+        count = (tiles - program + programs - 1) // programs * SPLIT
+    work = (count, gl.where(program < pieces, program, -1), tiles, M)
     pointers = (bias, norm, next_squares, stale_squares)
     known = (work, ring, pointers, (out_desc, scaled_desc, residual_desc), (partial, arrived, squares), eps)
     matrices = (x_desc, w_desc, residual_desc)
@@ -240,12 +278,15 @@ def large_kernel(  # type: ignore[no-untyped-def]
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (finish_tiles, (0, first, known, STEPS, SPLIT, COL_TILES, PAIRS, N, K, SCALE, BIAS, GATE, ADD, NARROW)),
                 (
                     finish_tiles,
-                    (1, second, known, STEPS, SPLIT, COL_TILES, PAIRS, N, K, SCALE, BIAS, GATE, ADD, NARROW),
+                    (0, first, known, STEPS, SPLIT, COL_TILES, PAIRS, N, K, SCALE, BIAS, GATE, ADD, HALF, REST),
                 ),
-                (copy_tiles, (matrices, work, ring, STEPS, SPLIT, COL_TILES, PAIRS, GATE, ADD, NARROW)),
+                (
+                    finish_tiles,
+                    (1, second, known, STEPS, SPLIT, COL_TILES, PAIRS, N, K, SCALE, BIAS, GATE, ADD, HALF, REST),
+                ),
+                (copy_tiles, (matrices, work, ring, STEPS, SPLIT, COL_TILES, PAIRS, GATE, ADD, HALF, REST)),
             ],
             [4, 1],
             [240, 24],
@@ -254,13 +295,19 @@ def large_kernel(  # type: ignore[no-untyped-def]
         third = gl.allocate_shared_memory(out_desc.dtype, [2, HEIGHT, CHUNK], out_desc.layout)
         gl.warp_specialize(
             [
-                (finish_tiles, (0, first, known, STEPS, SPLIT, COL_TILES, PAIRS, N, K, SCALE, BIAS, GATE, ADD, NARROW)),
                 (
                     finish_tiles,
-                    (1, second, known, STEPS, SPLIT, COL_TILES, PAIRS, N, K, SCALE, BIAS, GATE, ADD, NARROW),
+                    (0, first, known, STEPS, SPLIT, COL_TILES, PAIRS, N, K, SCALE, BIAS, GATE, ADD, HALF, REST),
                 ),
-                (finish_tiles, (2, third, known, STEPS, SPLIT, COL_TILES, PAIRS, N, K, SCALE, BIAS, GATE, ADD, NARROW)),
-                (copy_tiles, (matrices, work, ring, STEPS, SPLIT, COL_TILES, PAIRS, GATE, ADD, NARROW)),
+                (
+                    finish_tiles,
+                    (1, second, known, STEPS, SPLIT, COL_TILES, PAIRS, N, K, SCALE, BIAS, GATE, ADD, HALF, REST),
+                ),
+                (
+                    finish_tiles,
+                    (2, third, known, STEPS, SPLIT, COL_TILES, PAIRS, N, K, SCALE, BIAS, GATE, ADD, HALF, REST),
+                ),
+                (copy_tiles, (matrices, work, ring, STEPS, SPLIT, COL_TILES, PAIRS, GATE, ADD, HALF, REST)),
             ],
             [4, 4, 1],
             [160, 160, 24],

@@ -4,7 +4,7 @@ The number of rows may choose the tile's height, width and depth, because they d
 the split, which does: that follows from the weight's shape alone. `peregrine bench tiles` measures other shapes.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -19,14 +19,11 @@ SPLIT_COLS = 64  # outputs of a tile that is shared
 MULTIPROCESSORS = 132  # of an H200
 BUSY = 0.8  # share of multiprocessors with a tile from which on tiles of many rows are the fastest for up to 128, too
 WIDE_OUTPUTS = 32768
-# Of narrow tiles, where two groups with whole ones cost 2, and of half a tile, where a whole one costs 1: both copy
-# more for each product.
-NARROW_COST, HALF_COST = 1.72, 0.6
-# Rows that fill tiles of three groups, and the share of cost by which these may be dearer for a gate. Measured at 4,224
-# rows of the 8B's: 1,275 us from rest and 1,524 us at the power limit, where two groups take 1,307 and 1,564.
-FILLED_ROWS, FILLED_COST = range(22 * 192, 1 << 20, 192), 0.02
 # Of Hopper's kernel for many rows: rows of a group of warps, the rest of its tile, what descriptors of outputs need.
 LARGE_HEIGHT, LARGE_COLS, LARGE_DEPTH, LARGE_STAGES, LARGE_ALIGNMENT = 64, 256, 64, 4, 8
+# Its tiles, as measured: what one takes, where 1 is a tile of two groups, and a piece of some quarters of its columns.
+PIECES = {2: {1: 0.37, 2: 0.5, 3: 0.79}, 3: {1: 0.75, 2: 0.92, 3: 1.2}}  # by groups
+THREE_GROUPS, THREE_GROUPS_HALF = 1.47, 0.78
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,17 +90,17 @@ TALL_TILES: dict[str, dict[tuple[int, int], tuple[int, int, int, int]]] = {
 }
 MOST_SHARED = 192  # rows up to which two programs had better have a part of the inputs each
 # For more rows of a weight that two programs would share one has both parts of the inputs, one after the other, and two
-# tiles have all rows: their (rows, tail), then the entries of a table, and the fewest inputs.
-IN_TURN = {(128, 0): (64, 64, 4, 8, 0), (128, 64): (64, 64, 4, 6, 8192)}
+# tiles have all rows: the entry of a table.
+IN_TURN = 128, 64, 64, 4, 8
 
 
 def tall_tile(num_rows: int, num_outputs: int, num_inputs: int, gate: bool, split: int) -> Tile | None:
     """Hopper's tile that holds all rows, or half of them, if it is the fastest for so many."""
     kind = kind_of(num_outputs, gate, split)
-    for (rows, tail), (cols, depth, warps, stages, fewest) in IN_TURN.items() if split == 2 else ():
-        fits = MOST_SHARED < num_rows <= 2 * (rows + tail) and num_inputs >= fewest and num_inputs % (2 * depth) == 0
-        if fits and 2 * -(-num_outputs // cols) <= MULTIPROCESSORS:
-            return Tile(rows, cols, depth, warps, stages, tail=tail, parts=2)
+    in_turn = Tile(*IN_TURN, parts=2)
+    fits = MOST_SHARED < num_rows <= 2 * in_turn.rows and num_inputs % (2 * in_turn.depth) == 0
+    if split == 2 and fits and 2 * -(-num_outputs // in_turn.cols) <= MULTIPROCESSORS:
+        return in_turn
     for (rows, tail), (cols, depth, warps, stages) in TALL_TILES.get(kind, {}).items():
         if HEIGHTS[-1] < num_rows <= rows + tail and num_inputs % (split * depth) == 0:
             at_once = split * -(-num_outputs // cols) <= MULTIPROCESSORS
@@ -165,10 +162,56 @@ class LargePlan:
     """How Hopper's kernel for many rows (`hopper_large.py`) computes a linear."""
 
     programs: int
-    split: int
-    in_pairs: bool  # two programs have one part of the inputs each
+    tiles: int  # that are not cut
+    pieces: int = 0  # that the others are cut into, no more than there are programs
+    rest: int = 0  # quarters of LARGE_COLS in a piece
+    split: int = 1
+    in_pairs: bool = False  # two programs have one part of the inputs each
     groups: int = 2  # of warps, each with LARGE_HEIGHT rows of a tile
-    narrow: bool = False  # tiles have three quarters of LARGE_COLS
+    half: bool = False  # tiles have half of LARGE_COLS
+
+
+def large_together(col_tiles: int) -> int:
+    """Tiles of rows that share a tile of the weight while it is in L2: a weight far larger is read half as often."""
+    return 16 if col_tiles > 64 else 8
+
+
+def large_plans(
+    num_rows: int, num_outputs: int, gate: bool, add: bool, split: int, num_sms: int = MULTIPROCESSORS
+) -> dict[LargePlan, float]:
+    """The plans that there are, with what they cost: how long the program with the most work takes."""
+    cols = LARGE_COLS // 2 if gate else LARGE_COLS
+    two, three = (-(-num_rows // (groups * LARGE_HEIGHT)) for groups in (2, 3))  # tiles of rows
+    if split == 1 and not add:
+        of_two = whole_or_cut(two, -(-num_outputs // cols), num_sms, 2, 1.0)
+        return of_two | whole_or_cut(three, -(-num_outputs // cols), num_sms, 3, THREE_GROUPS)
+    plans = {}
+    for tiles, cost, groups in (
+        (two * -(-num_outputs // cols), 1.0, 2),
+        (three * -(-num_outputs // (cols // 2)), THREE_GROUPS_HALF, 3),
+    ):
+        whole = LargePlan(min(num_sms, tiles), tiles, split=split, groups=groups, half=groups == 3)
+        plans[whole] = cost * -(-tiles // num_sms)
+        if split == 2 and 2 * tiles <= num_sms:
+            plans[replace(whole, programs=2 * tiles, in_pairs=True)] = cost / 2
+    return plans
+
+
+def whole_or_cut(height: int, col_tiles: int, num_sms: int, groups: int, cost: float) -> dict[LargePlan, float]:
+    """Plans of so many tiles of rows and of columns, of which a program takes this long for one."""
+    tiles = height * col_tiles
+    rounds, left = divmod(tiles, num_sms)
+    plans = {LargePlan(min(num_sms, tiles), tiles, groups=groups): cost * -(-tiles // num_sms)}
+    for rest, piece_cost in PIECES[groups].items() if left else ():
+        cut, pieces = left, left * 4 // rest
+        if rest == 3:  # pieces lie across tiles, so that of the last rows whole columns are cut: see `piece_of`
+            last = (height - 1) % large_together(col_tiles) + 1
+            cut_cols = min(col_tiles, -(-left // last))
+            cut, pieces = last * cut_cols, last * -(-4 * cut_cols // 3)
+        if left <= cut and pieces <= num_sms:
+            plan = LargePlan(num_sms if rounds else pieces, tiles - cut, pieces, rest, groups=groups)
+            plans[plan] = cost * rounds + piece_cost
+    return plans
 
 
 def large_plan(
@@ -190,32 +233,15 @@ def large_plan(
         return None
     if tall_tile(num_rows, num_outputs, num_inputs, gate, split) is not None:
         return None
-    plain = split == 1 and not add
-    tiles, three = (
-        -(-num_rows // (groups * LARGE_HEIGHT)) * -(-num_outputs // (LARGE_COLS // 2 if gate else LARGE_COLS))
-        for groups in (2, 3)
-    )
-    if num_rows <= HEIGHTS[-1] and not (plain and tiles >= BUSY * -(-tiles // num_sms) * num_sms):
-        return None
-
-    def cost(groups: int, tiles: int, half: float = 0.5) -> float:
-        whole, left = divmod(tiles, num_sms)
-        # Without split inputs or a residual, tiles that would leave half of the programs idle are halved.
-        return groups * (whole + (half if plain and 2 * left <= num_sms else 1.0) * (left > 0))
-
-    narrow = -(-num_rows // (2 * LARGE_HEIGHT)) * -(-num_outputs // (LARGE_COLS * 3 // 4))
-    others = min(cost(2, tiles, HALF_COST), cost(3, three, HALF_COST))
-    if plain and not gate and NARROW_COST * -(-narrow // num_sms) < others:
-        return LargePlan(min(num_sms, narrow), split, in_pairs=False, narrow=True)
-    # Three groups copy less for each product. Of a gate they were not faster where they cost the same, unless many
-    # rows fill their tiles.
-    more = 0.5 if not gate else FILLED_COST * cost(2, tiles) if num_rows in FILLED_ROWS else 0.0
-    if plain and cost(3, three) - cost(2, tiles) < more:
-        return LargePlan(min(num_sms, 2 * three), split, in_pairs=False, groups=3)
-    in_pairs = split == 2 and 2 * tiles <= num_sms
-    if in_pairs and 4 * tiles <= num_sms and num_rows % HEIGHTS[-1] == 0:
+    if num_rows <= HEIGHTS[-1]:
+        tiles = -(-num_outputs // (LARGE_COLS // 2 if gate else LARGE_COLS))
+        if split > 1 or add or tiles < BUSY * -(-tiles // num_sms) * num_sms:
+            return None
+    plans = large_plans(num_rows, num_outputs, gate, add, split, num_sms)
+    plan = min(plans, key=plans.__getitem__)
+    if plan.in_pairs and 2 * plan.programs <= num_sms and num_rows % HEIGHTS[-1] == 0:
         return None  # half of the device would be idle, and rows fill the table's tiles
-    return LargePlan(min(num_sms, (2 if in_pairs or plain else 1) * tiles), split, in_pairs)
+    return plan
 
 
 def check_inputs(what: str, *sizes: int) -> None:

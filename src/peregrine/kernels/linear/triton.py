@@ -101,20 +101,21 @@ def run(
     gate: bool = False,
     add: Addition | None = None,
     tile: Tile | None = None,
+    plan: LargePlan | None = None,
     split: int | None = None,
 ) -> None:
     """One launch for every MAX_ROWS rows. `scale` is (squares, eps); without a tile, the one that the tables say.
 
-    Without a tile many rows may go to Hopper's kernel for them, in one launch. `split`: see `pick_tile`.
+    Without a tile many rows may go to Hopper's kernel for them, in one launch, by this plan or the best. `split`: see
+    `pick_tile`.
     """
     x = dense_rows(x)
     (num_rows, num_outputs), num_inputs = out.shape, x.shape[1]
     matrix, bias, on_hopper = weight.weight, weight.bias, hopper_takes(weight.weight)
-    if tile is None and on_hopper:
+    if plan is None and tile is None and on_hopper:
         plan = large_plan(num_rows, num_outputs, num_inputs, gate, add is not None, multiprocessors(x.device, 0), split)
-        if plan is not None:
-            _run_large(x, weight, out, scale, gate, add, plan)
-            return
+    if plan is not None:
+        return _run_large(x, weight, out, scale, gate, add, plan)
     room = Room(shared_bytes(x.device), x.element_size())
     tile = tile or pick_tile(min(num_rows, MAX_ROWS), num_outputs, num_inputs, gate, on_hopper, room, split)
     squares, eps = scale or (None, 0.0)
@@ -167,19 +168,20 @@ def _run_large(
     from peregrine.kernels.linear.hopper_large import large_kernel
     from peregrine.kernels.linear.hopper_ring import CHUNK, DEPTH, HEIGHT, weight_tiles
 
-    def in_chunks(matrix: Tensor) -> Any:
-        return tiled(matrix, HEIGHT.value, CHUNK.value)
+    def in_chunks(matrix: Tensor, parts: int = 1) -> Any:
+        return tiled(matrix, HEIGHT.value, CHUNK.value // parts)
 
     squares, eps = scale or (None, 0.0)
-    results = in_chunks(out)
+    results, in_quarters = in_chunks(out), plan.rest % 2 > 0
+    ends = in_chunks(out, 2) if gate and in_quarters else results
     launch(
         large_kernel,
         (plan.programs,),
-        *(tiled(x, HEIGHT.value, DEPTH.value), weight_tiles(weight.weight, gate, narrow=plan.narrow), results),
-        *((in_chunks(add.scaled), in_chunks(add.residual)) if add else (results, results)),
+        *(tiled(x, HEIGHT.value, DEPTH.value), weight_tiles(weight.weight, gate, quarters=in_quarters), results),
+        *((in_chunks(add.scaled), in_chunks(add.residual)) if add else (ends, results)),
         *(out if weight.bias is None else weight.bias, out if squares is None else squares),
         *((add.norm, add.squares, add.stale_squares) if add else (out,) * 3),
-        *(*_workspace(x.device), len(out), eps),
+        *(*_workspace(x.device), len(out), plan.tiles, plan.pieces, eps),
         N=out.shape[1],
         K=x.shape[1],
         SCALE=squares is not None,
@@ -189,7 +191,8 @@ def _run_large(
         SPLIT=plan.split,
         PAIRS=plan.in_pairs,
         GROUPS=plan.groups,
-        NARROW=plan.narrow,
+        HALF=plan.half,
+        REST=plan.rest,
         num_warps=4,
         pdl=True,
     )

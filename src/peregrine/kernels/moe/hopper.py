@@ -61,7 +61,7 @@ def copy_tiles(  # type: ignore[no-untyped-def]
     x_desc, w_desc, blocks, ring, N: gl.constexpr, STEPS: gl.constexpr, COL_TILES: gl.constexpr, GATE: gl.constexpr
 ):
     """One warp: copy the inputs and weights of all tiles into the ring."""
-    x_tiles, _, w_halves, _, ready, free, _ = ring
+    x_tiles, _, _, _, ready, free, _ = ring
     STAGES: gl.constexpr = ready.shape[0]
     gdc_wait()
     num_blocks, count = num_tiles(blocks, COL_TILES)
@@ -75,9 +75,8 @@ def copy_tiles(  # type: ignore[no-untyped-def]
             arrived = ready.index(place)
             mbarrier.expect(arrived, (ROWS + COLS) * DEPTH * 2)
             request_inputs(x_desc, x_tiles, ready, place, block * ROWS, step * DEPTH, num_blocks * ROWS)
-            for half in gl.static_range(2):
-                slot, first = 2 * place + half, expert * (2 * N // 8 if GATE else N)
-                request_weights(w_desc, w_halves, ready, slot, first, 2 * col + half, step * DEPTH, True, GATE)
+            first = expert * (2 * N // 8 if GATE else N)
+            request_weights(w_desc, ring, place, first, 4 * col, step * DEPTH, True, 4, GATE)
             i += 1
 
 
@@ -146,7 +145,7 @@ def experts_kernel(  # type: ignore[no-untyped-def]
     STEPS: gl.constexpr = K // DEPTH
     OUT_COLS: gl.constexpr = COLS // 2 if GATE else COLS
     COL_TILES: gl.constexpr = (N + OUT_COLS - 1) // OUT_COLS
-    ring = new_ring(x_desc, w_desc, 2)
+    ring = new_ring(x_desc, w_desc, 2, False)
     first_buffers = gl.allocate_shared_memory(out_desc.dtype, [2, HEIGHT, CHUNK], out_desc.layout)
     second_buffers = gl.allocate_shared_memory(out_desc.dtype, [2, HEIGHT, CHUNK], out_desc.layout)
     gl.warp_specialize(
