@@ -73,6 +73,18 @@ def pick(chunks, c):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
+def for_other(chunks, part):  # type: ignore[no-untyped-def]
+    """(the chunks that the other program of a pair finishes, those of this one): the first half is part 0's."""
+    if len(chunks) == 4:
+        sent = (gl.where(part == 0, chunks[2], chunks[0]), gl.where(part == 0, chunks[3], chunks[1]))
+        own = (gl.where(part == 0, chunks[0], chunks[2]), gl.where(part == 0, chunks[1], chunks[3]))
+    else:
+        sent = (gl.where(part == 0, chunks[1], chunks[0]),)  # type: ignore[assignment]
+        own = (gl.where(part == 0, chunks[0], chunks[1]),)  # type: ignore[assignment]
+    return sent, own
+
+
+@gluon.jit
 def places(base, chunk):  # type: ignore[no-untyped-def]
     """Pointers to the elements of a chunk that lies at `base` in blocks of 8 by 8, each of them what a warp holds."""
     layout: gl.constexpr = chunk.type.layout
@@ -140,6 +152,26 @@ def finish_chunk(  # type: ignore[no-untyped-def]
             up += column_values(bias + N, col, up, N).to(gl.float32)[None, :]
         total = gated(total, up)
     store_chunk(total, row, col, out_desc, buffer)
+
+
+@gluon.jit
+def finish_part(  # type: ignore[no-untyped-def]
+    total, buffer, col, ends, N: gl.constexpr, SCALE: gl.constexpr, BIAS: gl.constexpr, GATE: gl.constexpr
+):
+    """Finish some columns of a piece, from that buffer on.
+
+    A quarter of gates and ups has half a chunk of outputs, which leaves through tiles of that width (half_desc).
+    """
+    factor, row, bias, out_desc, half_desc, buffers = ends
+    chunks, ups = in_chunks(total, GATE)
+    for n in range(len(chunks)):
+        chunk, up, place = pick(chunks, n), pick(ups, n), buffers.index((buffer + n) % 2)
+        at = col + n * CHUNK
+        if chunks[0].shape[1] == CHUNK:
+            finish_chunk(chunk, up, factor, row, at, bias, out_desc, place, N, SCALE, BIAS, GATE)
+        else:
+            half = place._reinterpret(out_desc.dtype, [2, HEIGHT, CHUNK // 2], half_desc.layout).index(0)
+            finish_chunk(chunk, up, factor, row, at, bias, half_desc, half, N, SCALE, BIAS, GATE)
 
 
 @gluon.jit

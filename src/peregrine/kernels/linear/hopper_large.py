@@ -19,7 +19,9 @@ from peregrine.kernels.linear.hopper_chunks import (
     column_sums,
     column_values,
     finish_chunk,
+    finish_part,
     finish_squares,
+    for_other,
     in_chunks,
     pick,
     places,
@@ -187,38 +189,6 @@ def finish_tiles(  # type: ignore[no-untyped-def]
         if REST == 3:  # the buffers go on taking turns
             finish_part(end, 1 if GATE else 2, last_col + COLS // (4 if GATE else 2), ends, N, SCALE, BIAS, GATE)
     tma.store_wait(0)
-
-
-@gluon.jit
-def for_other(chunks, part):  # type: ignore[no-untyped-def]
-    """(the chunks that the other program of a pair finishes, those of this one): the first half is part 0's."""
-    if len(chunks) == 4:
-        sent = (gl.where(part == 0, chunks[2], chunks[0]), gl.where(part == 0, chunks[3], chunks[1]))
-        own = (gl.where(part == 0, chunks[0], chunks[2]), gl.where(part == 0, chunks[1], chunks[3]))
-    else:
-        sent = (gl.where(part == 0, chunks[1], chunks[0]),)  # type: ignore[assignment]
-        own = (gl.where(part == 0, chunks[0], chunks[1]),)  # type: ignore[assignment]
-    return sent, own
-
-
-@gluon.jit
-def finish_part(  # type: ignore[no-untyped-def]
-    total, buffer, col, ends, N: gl.constexpr, SCALE: gl.constexpr, BIAS: gl.constexpr, GATE: gl.constexpr
-):
-    """Finish some columns of a piece, from that buffer on.
-
-    A quarter of gates and ups has half a chunk of outputs, which leaves through tiles of that width: those of half_desc.
-    """
-    factor, row, bias, out_desc, half_desc, buffers = ends
-    chunks, ups = in_chunks(total, GATE)
-    for n in range(len(chunks)):
-        chunk, up, place = pick(chunks, n), pick(ups, n), buffers.index((buffer + n) % 2)
-        at = col + n * CHUNK
-        if chunks[0].shape[1] == CHUNK:
-            finish_chunk(chunk, up, factor, row, at, bias, out_desc, place, N, SCALE, BIAS, GATE)
-        else:
-            half = place._reinterpret(out_desc.dtype, [2, HEIGHT, CHUNK // 2], half_desc.layout).index(0)
-            finish_chunk(chunk, up, factor, row, at, bias, half_desc, half, N, SCALE, BIAS, GATE)
 
 
 @gluon.jit(do_not_specialize=["M", "tiles", "pieces"])
