@@ -70,7 +70,7 @@ def test_a_chunk_is_full_and_half_of_it_is_the_oldest_prompts() -> None:
         sizes = [rng.choice([1, 5, 40, 300, 5000]) + rng.randrange(3) for _ in range(rng.randint(1, 12))]
         requests = [Request(i, [1] * (n + 1), PARAMS, 0, n + 2) for i, n in enumerate(sizes)]
         size = rng.choice([1, 7, 64, 256])
-        chunks = next_chunks(requests, size)
+        chunks = next_chunks({request: request.num_unread for request in requests}, size)
         read = {chunk.request.id: chunk.end - chunk.start for chunk in chunks}
         assert sum(read.values()) == min(size, sum(sizes))
         assert all(0 < length <= sizes[i] for i, length in read.items())
@@ -84,5 +84,5 @@ def test_a_chunk_is_full_and_half_of_it_is_the_oldest_prompts() -> None:
 @pytest.mark.parametrize(("size", "expected"), [(4224, 4096), (4095, 4095), (8192, 8192), (9000, 9000)])
 def test_a_prompt_alone_is_cut_evenly(size: int, expected: int) -> None:
     alone, other = (Request(i, [1] * 20_001, PARAMS, 0, 20_002) for i in range(2))
-    assert [chunk.num_tokens for chunk in next_chunks([alone], size)] == [expected]
-    assert sum(chunk.num_tokens for chunk in next_chunks([alone, other], size)) == size
+    assert [chunk.num_tokens for chunk in next_chunks({alone: 20_000}, size)] == [expected]
+    assert sum(chunk.num_tokens for chunk in next_chunks({alone: 20_000, other: 20_000}, size)) == size

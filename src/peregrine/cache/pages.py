@@ -35,6 +35,10 @@ class PagePool:
         """The number of references to a page; 0: the page is free, or the scratch page."""
         return self._refs[page]
 
+    def are_held(self, pages: Iterable[int]) -> bool:
+        """Whether all pages have references."""
+        return all(map(self._refs.__getitem__, pages))
+
     def allocate(self, num_pages: int) -> list[int]:
         """Take free pages with one reference each; raises OutOfPages, and takes none, if there are too few."""
         if num_pages < 0:
@@ -44,7 +48,9 @@ class PagePool:
                 f"{num_pages} pages wanted, {len(self._free)} of {self.num_pages - 1} free; "
                 "evict cached pages or finish a request first"
             )
-        pages = [self._free.pop() for _ in range(num_pages)]
+        start = len(self._free) - num_pages
+        pages = self._free[start:][::-1]
+        del self._free[start:]
         for page in pages:
             self._refs[page] = 1
         return pages

@@ -258,8 +258,9 @@ class PrefixTree:
             raise EngineFault(f"pages={list(pages)}: a page holds one run of tokens; insert each page once")
         for page in sorted(self._cached.keys() & new):
             raise EngineFault(f"page {page} is cached for other tokens; insert pages of the caller's own")
-        if free := [page for page, refs in zip(new, map(self.pool.refs, new), strict=True) if not refs]:
-            raise EngineFault(f"page {free[0]} is free, so not the caller's to give; allocate it first")
+        if not self.pool.are_held(new):
+            page = next(page for page in new if not self.pool.refs(page))
+            raise EngineFault(f"page {page} is free, so not the caller's to give; allocate it first")
 
     def _add_child(self, parent: Node, run: Run, pages: list[int]) -> Node:
         self._inserted += 1

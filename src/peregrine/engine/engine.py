@@ -134,7 +134,7 @@ class Engine:
         True: more prompts come before the next round, since nobody reads the tokens of running requests as they come.
         """
         self.ledger.settle(self.reading, idle=not self.running)
-        unread = [request for request in self.reading if request.num_unread and request.arriving is None]
+        unread = {r: count for r in self.reading if (count := r.num_unread) and r.arriving is None}
         watched = bool(unread) and any(request.streams for request in self.running)
         if unread:
             chunks = next_chunks(unread, self.chunk_size.tokens(watched))

@@ -4,7 +4,7 @@ A prompt is read up to, and not including, its last token. That token is the roo
 tokens are chosen in one place only, and a prompt that is cached up to its last token needs no prefill at all.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -37,25 +37,25 @@ Replay = Callable[[list[PromptChunk], bool], bool]
 SHARED, ALONE = 4224, 4096
 
 
-def next_chunks(requests: list[Request], chunk_size: int) -> list[PromptChunk]:
-    """What to read in one step of the requests with unread tokens, oldest first: `chunk_size` tokens in all.
+def next_chunks(unread: Mapping[Request, int], chunk_size: int) -> list[PromptChunk]:
+    """What to read in one step of the requests with so many unread tokens, oldest first: `chunk_size` tokens in all.
 
     Half of it is the oldest prompt's. The rest goes to the prompts with the least left to read, so that a short one
     does not wait for long ones; sizes are compared as powers of two, the older first among equals, so that long
     prompts are read one after the other. A prompt alone is cut evenly. How a prompt is cut changes no bit.
     """
-    if len(requests) == 1:
+    if len(unread) == 1:
         chunk_size = size_alone(chunk_size)
-    unread = {request: request.num_unread for request in requests}
-    shares = {requests[0]: min(unread[requests[0]], -(-chunk_size // 2), chunk_size)}
-    room = chunk_size - shares[requests[0]]
+    oldest = next(iter(unread))
+    shares = {oldest: min(unread[oldest], -(-chunk_size // 2), chunk_size)}
+    room = chunk_size - shares[oldest]
     for request in sorted(unread, key=lambda request: unread[request].bit_length()):
         if not room:
             break
         given = shares.get(request, 0)
         shares[request] = min(unread[request], given + room)
         room -= shares[request] - given
-    return [PromptChunk(r, r.read_len, r.read_len + shares[r]) for r in requests if r in shares]
+    return [PromptChunk(r, r.read_len, r.read_len + shares[r]) for r in unread if r in shares]
 
 
 def size_alone(chunk_size: int) -> int:
