@@ -142,7 +142,7 @@ def written(engine: Engine) -> list[torch.Tensor]:
 
 
 def test_a_chunk_is_padded_to_the_next_size_or_read_as_it_is() -> None:
-    assert chunk_sizes(4096) == [64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096]
+    assert chunk_sizes(4096) == [64, 128, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048, 3072, 4096]
     assert chunk_sizes(4224)[-3:] == [3072, 4096, 4224], "prompts alone have chunks of 4096"
     assert chunk_sizes(100) == [64, 100]
     assert [rows_of(size) for size in (20, 64, 256, 4096)] == [1, 1, 5, 32]
@@ -150,7 +150,7 @@ def test_a_chunk_is_padded_to_the_next_size_or_read_as_it_is() -> None:
     assert size_for(sizes, 1, 1) == 64
     assert size_for(sizes, 2, 2) == 128, "a chunk of 64 has one prompt"
     assert size_for(sizes, 700, 5) == 768
-    assert size_for(sizes, 1030, 1) == 1536
+    assert size_for(sizes, 1030, 1) == 1280
     assert size_for(sizes, 2016, 32) == 2048
     assert size_for(sizes, 2049, 1) is None, "the device would take longer for the padding than the host to launch"
     assert size_for(sizes, 4095, 1) == 4096, "a prompt is read up to its last token"

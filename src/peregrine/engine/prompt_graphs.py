@@ -32,10 +32,15 @@ HOST_BOUND = 2048  # tokens of a chunk for which the host would take as long or 
 
 
 def chunk_sizes(most: int) -> list[int]:
-    """Tokens of recorded chunks: powers of two, from 256 on one between each two, and the largest chunk."""
+    """Tokens of recorded chunks: powers of two, sizes between them from 256 on, and the largest chunk.
+
+    From 512 to 2,048, where the device is busy and any padding is taken, there are three between each two: a prompt is
+    padded by a tenth on average, where one between them would make it a fifth.
+    """
     powers = [LEAST_TOKENS << i for i in range(12)]
     between = [size * 3 // 2 for size in powers if size >= 256]
-    return sorted({size for size in (*powers, *between) if size < most} | {most})
+    quarters = [size * part // 4 for size in powers if 512 <= size < HOST_BOUND for part in (5, 7)]
+    return sorted({size for size in (*powers, *between, *quarters) if size < most} | {most})
 
 
 def rows_of(num_tokens: int) -> int:
