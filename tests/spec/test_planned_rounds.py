@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from peregrine.engine.alone import LonePlan, LoneRounds, lone_rule
 from peregrine.engine.build import Built
+from peregrine.engine.draft_number import TRIAL, Chosen, DraftNumber
 from peregrine.engine.plan_record import PlanRecord
 from peregrine.engine.planned_rates import PlannedRate
 from peregrine.engine.planning import AnyPlan, WindowPlanner
@@ -27,7 +28,7 @@ from peregrine.engine.round_costs import RoundCosts
 from peregrine.engine.round_plan import RoundPlan
 from peregrine.engine.round_times import RoundTimes
 from peregrine.engine.rounds import Rounds
-from peregrine.engine.steady import TRIAL, Chosen, SteadyPlan, SteadyRounds
+from peregrine.engine.steady import SteadyPlan
 from peregrine.kernels.round import HEADER, GateRule
 from peregrine.kernels.runtime.cpu_graph import records_at_once
 from peregrine.kernels.sampling import Features
@@ -353,7 +354,7 @@ def test_one_number_of_drafts_for_all_rows_is_the_best_of_all(per_step: float, e
     best = max(rates, key=lambda drafts: rates[drafts])
     assert best == expected
     requests[0].missed = 5  # so that no other number is tried
-    chosen = SteadyRounds(measured).choose(requests, lambda _: odds, 3, 0, goes_on=False)
+    chosen = DraftNumber(measured).choose(requests, lambda _: odds, 3, 0, goes_on=False)
     plain = 2 / (1.4 + 0.1 * 2)
     assert chosen.rate == pytest.approx(rates[best])
     assert chosen.drafts == (best if rates[best] > plain else 0)
@@ -391,7 +392,7 @@ def test_one_number_of_drafts_is_tried_where_rounds_by_draft_give_little_more_th
         return planner, [Request(i, list(range(6)), SamplingParams(temperature=0.0), 0, 99) for i in range(2)]
 
     planner, requests = planner_of_two()
-    foreseen = planner.steady.choose(requests, planner.odds, 3, 0, goes_on=False).rate
+    foreseen = planner.number.choose(requests, planner.odds, 3, 0, goes_on=False).rate
     for measured in (None, 0.9 * more * foreseen):
         planner, requests = planner_of_two()
         planner.rates.of(requests).note(400, 400 / (more * foreseen))
@@ -411,12 +412,12 @@ def test_a_trial_is_made_whatever_else_pays_and_shortens_no_decision(
     requests = [Request(i, list(range(6)), SamplingParams(temperature=0.0), 0, 999) for i in range(2)]
     decided = list[int]()
 
-    def choose(_: SteadyRounds, requests: Sequence[Request], *args: object, **kwargs: object) -> Chosen:
+    def choose(_: DraftNumber, requests: Sequence[Request], *args: object, **kwargs: object) -> Chosen:
         tries = len(decided) == 2
         decided.append(planner._rounds)
         return Chosen(1 if tries else 3, 4.0, 1.0, TRIAL if tries else 0, 3)
 
-    monkeypatch.setattr(SteadyRounds, "choose", choose)
+    monkeypatch.setattr(DraftNumber, "choose", choose)
     planner.rates.of(requests, steady=True).note(400, 400.0)
     planner.rates.of(requests).note(400, 200.0 if by_draft else 800.0)
     steady = list[bool]()

@@ -9,30 +9,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peregrine.engine.periods import LEAST, LEAST_NOISE, NOISE, TABLE_OFF, Periods, fitted
-from peregrine.engine.plan_record import PlanRecord
-from peregrine.engine.planning import WindowPlanner
-from peregrine.engine.request import Request
-from peregrine.engine.round_costs import PastRound, RoundCosts
-from peregrine.engine.round_times import RoundTimes
-from peregrine.engine.steady import (
+from peregrine.engine.draft_number import (
     APART,
     CHANGED,
     CHANGING,
     DOUBT,
-    EARLY,
     FIRST,
     LONG_TRIAL,
     SPENT,
     SPENT_MOST,
     SPENT_ONCE,
     TRIAL,
-    SteadyPlan,
-    SteadyRounds,
+    DraftNumber,
     best_of,
     expected_gain,
     worth_of,
 )
+from peregrine.engine.periods import LEAST, LEAST_NOISE, NOISE, TABLE_OFF, Compared, Periods
+from peregrine.engine.plan_record import PlanRecord
+from peregrine.engine.planning import WindowPlanner
+from peregrine.engine.request import Request
+from peregrine.engine.round_costs import PastRound, RoundCosts
+from peregrine.engine.round_times import RoundTimes
+from peregrine.engine.steady import EARLY, SteadyPlan, SteadyRounds
 from peregrine.kernels.round import FINISH_NONE
 from peregrine.sampling import SamplingParams
 from peregrine.spec.odds import Odds, RequestOdds
@@ -113,9 +112,9 @@ def test_drafts_that_seem_to_cost_less_than_none_were_not_compared() -> None:
 def test_what_was_compared_often_and_alike_is_sure(ratios: list[float]) -> None:
     """One comparison may be off by more than the table's step; alike ones leave less doubt than unlike ones."""
     table = [1.0, 2.0, 3.0]
-    assert fitted(table, {}).doubt(0, 1) == pytest.approx(TABLE_OFF)
-    assert fitted(table, {}).doubt(0, 2) == pytest.approx(2**0.5 * TABLE_OFF)
-    once, often, unlike = (fitted(table, {(0, 1): each}) for each in ([2.0], [2.0] * len(ratios), ratios))
+    assert Compared({}, 3).fit(table).doubt(0, 1) == pytest.approx(TABLE_OFF)
+    assert Compared({}, 3).fit(table).doubt(0, 2) == pytest.approx(2**0.5 * TABLE_OFF)
+    once, often, unlike = (Compared({(0, 1): each}, 3).fit(table) for each in ([2.0], [2.0] * len(ratios), ratios))
     assert often.doubt(0, 1) < once.doubt(0, 1) < min(TABLE_OFF, NOISE)
     assert often.doubt(0, 1) <= unlike.doubt(0, 1) + 1e-12
     assert once.doubt(0, 1) > LEAST_NOISE
@@ -216,7 +215,7 @@ def test_numbers_of_drafts_that_are_far_apart_are_compared_too() -> None:
 
 def test_another_number_of_drafts_is_tried_now_and_then() -> None:
     """Soon if it seems nearly as good, and ever less often the surer it is that it is not."""
-    steady, requests, odds = SteadyRounds(some_costs(NEARLY_AS_GOOD)), some_requests(8), some_odds(60)
+    steady, requests, odds = DraftNumber(some_costs(NEARLY_AS_GOOD)), some_requests(8), some_odds(60)
     tried = []
     for number in range(0, 1 << 14, 16):
         chosen = steady.choose(requests, lambda _: odds, 1, number, goes_on=True)
@@ -235,7 +234,7 @@ def test_drafts_that_would_not_pay_if_nearly_all_were_right_are_tried_until_comp
     ms_per_token: float, again: bool
 ) -> None:
     """Of eight rows, 1.9 tokens each in 4 + 16 x 0.95 + 1.6 ms are as good as one in 4 + 8 x 0.95, worth 1.06."""
-    steady, requests, odds = SteadyRounds(some_costs(ms_per_token)), some_requests(8), some_odds(60)
+    steady, requests, odds = DraftNumber(some_costs(ms_per_token)), some_requests(8), some_odds(60)
 
     def tries(first: int) -> bool:
         rounds = range(first, first + (1 << 14), 16)
@@ -252,7 +251,7 @@ def test_what_was_seldom_compared_is_tried_sooner() -> None:
     """Of the table alone, or one comparison that something disturbed, it is not known what a trial loses."""
     requests, odds, waits = some_requests(8), some_odds(60), list[int]()
     for compared in range(FIRST + 1):
-        steady = SteadyRounds(some_costs(0.8))
+        steady = DraftNumber(some_costs(0.8))
         for _ in range(compared):
             compare(steady.measured.periods, *(steady.measured.steady_ms(8, drafts) for drafts in range(2)))
         numbers = range(0, 1 << 16, 16)
@@ -271,7 +270,7 @@ def test_what_may_be_gained_is_the_mean_of_what_is_better(gap: float, doubt: flo
 
 def test_drafts_are_compared_with_none_at_first() -> None:
     """Even if two or three are the best by the table: to be never slower than plain decoding, it must be timed."""
-    steady, requests, odds = SteadyRounds(some_costs(0.3)), some_requests(4), some_odds(95)
+    steady, requests, odds = DraftNumber(some_costs(0.3)), some_requests(4), some_odds(95)
     judge_counts(odds, {(3, 3): 300, (3, 2): 10}, RequestOdds())
     tried = list[int]()
     for number in range(0, 1 << 12, 16):
@@ -284,7 +283,7 @@ def test_drafts_are_compared_with_none_at_first() -> None:
 
 def test_new_requests_have_rounds_to_compare_a_trial_with() -> None:
     """Rounds before and after it are compared; an answer's first rounds are not like others."""
-    steady, requests, odds = SteadyRounds(some_costs()), some_requests(4), some_odds(60)
+    steady, requests, odds = DraftNumber(some_costs()), some_requests(4), some_odds(60)
     first, tried, then = (
         steady.choose(requests, lambda _: odds, 3, 10_000, goes_on) for goes_on in (False, True, True)
     )
@@ -298,7 +297,7 @@ def test_a_size_that_has_to_be_recorded_is_tried_later(ms_per_token: float) -> N
     """Once: what its first round takes more is spent then."""
     first, again, requests, odds = [], [], some_requests(8), some_odds(60)
     for first_ms in (40.0, 80.0):
-        steady = SteadyRounds(some_costs(ms_per_token))
+        steady = DraftNumber(some_costs(ms_per_token))
         steady.measured.recording_ms = first_ms
         tried = [n for n in range(1 << 14) if steady.choose(requests, lambda _: odds, 1, n, goes_on=True).trial]
         first.append(tried[0])
@@ -314,15 +313,15 @@ def test_windows_of_unlike_length_are_hoped_for_with_what_they_cost(ragged: floa
     measured, requests, odds = some_costs(), some_requests(2), some_odds(60)
     requests[0].odds, requests[1].odds = RequestOdds(10.0, 60.0), RequestOdds(60.0, 0.0)
     costs = replace(measured.costs(), ragged=ragged)
-    hope = SteadyRounds(measured).hope(requests, lambda _: odds, 1, costs, branches=False)
-    free = SteadyRounds(measured).hope(requests, lambda _: odds, 1, replace(costs, ragged=0.0), branches=False)
+    hope = DraftNumber(measured).hope(requests, lambda _: odds, 1, costs, branches=False)
+    free = DraftNumber(measured).hope(requests, lambda _: odds, 1, replace(costs, ragged=0.0), branches=False)
     ms = plan_depths(costs, [[0.9], [0.1]]).ms
     assert hope == pytest.approx(free * ms / (ms + ragged))
 
 
 def test_what_is_best_comes_before_less_is_tried() -> None:
     """Else the first trial is of what teaches least, and costs the reading of what was missed."""
-    steady, requests, odds = SteadyRounds(some_costs(2.2)), some_requests(2), some_odds(60)
+    steady, requests, odds = DraftNumber(some_costs(2.2)), some_requests(2), some_odds(60)
     due = 1 << 14
     first, second = (steady.choose(requests, lambda _: odds, 1, number, goes_on=True) for number in (due, due + 16))
     assert (first.drafts, first.trial) == (1, 0)
@@ -332,7 +331,7 @@ def test_what_is_best_comes_before_less_is_tried() -> None:
 def test_trials_cost_a_small_share_of_the_time() -> None:
     """Rows that rest try a draft for long, but at first only for as long as it takes to time such rounds."""
     requests, odds = some_requests(8), some_odds(60)
-    steady, tried, lengths = SteadyRounds(some_costs(0.8)), [-16], []
+    steady, tried, lengths = DraftNumber(some_costs(0.8)), [-16], []
     plain, drafted = (steady.measured.steady_ms(8, drafts) for drafts in range(2))
     for number in range(0, 1 << 17, 16):
         chosen = steady.choose(requests, lambda _: odds, 1, number, goes_on=True)
@@ -377,7 +376,7 @@ def test_rows_come_back_if_there_is_enough_left_to_win() -> None:
         for request in requests:
             request.tokens += [0] * (100 - request.num_tokens)
             request.missed = 10
-        assert SteadyRounds(some_costs()).choose(requests, lambda _: odds, 1, 0, goes_on=False).drafts == drafts
+        assert DraftNumber(some_costs()).choose(requests, lambda _: odds, 1, 0, goes_on=False).drafts == drafts
 
 
 @pytest.mark.parametrize(("missed", "streams", "waits"), [(9000, False, False), (9000, True, True), (100, True, False)])
@@ -402,9 +401,7 @@ def test_what_was_missed_holds_up_nobody_who_watches(missed: int, streams: bool,
 @pytest.mark.parametrize(("left", "drafts"), [(1, 0), (2, 1), (40, 3)])
 def test_no_draft_is_made_past_the_end(left: int, drafts: int) -> None:
     requests = some_requests(2, limit=6 + left)
-    assert (
-        SteadyRounds(some_costs(0.01)).choose(requests, lambda _: some_odds(90), 3, 0, goes_on=False).drafts == drafts
-    )
+    assert DraftNumber(some_costs(0.01)).choose(requests, lambda _: some_odds(90), 3, 0, goes_on=False).drafts == drafts
 
 
 def test_requests_without_drafts_are_not_planned_in_every_round() -> None:
@@ -444,7 +441,7 @@ def test_fewer_rows_at_the_end_of_answers_do_not_shorten_what_is_kept() -> None:
 def test_requests_that_are_about_to_end_or_have_changed_try_nothing(
     left: int, missed: int | None, goes_on: bool, tries: bool
 ) -> None:
-    steady, odds = SteadyRounds(some_costs(NEARLY_AS_GOOD)), some_odds(60)
+    steady, odds = DraftNumber(some_costs(NEARLY_AS_GOOD)), some_odds(60)
     requests = some_requests(8, limit=6 + left)
     requests[0].missed = missed
     for _ in range(FIRST):

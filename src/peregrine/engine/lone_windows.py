@@ -8,7 +8,7 @@ lengths often follow each other, at one speed of the machine. Of several request
 from collections import Counter, deque
 from dataclasses import replace
 
-from peregrine.engine.periods import fitted
+from peregrine.engine.periods import Compared
 from peregrine.spec.planner import Costs, rising
 
 RECENT = 15  # comparisons of two lengths that count: single rounds are compared
@@ -42,7 +42,7 @@ class LoneWindows:
         """Correct the table by what was taken in."""
         start, new = self._start, next(size for size in range(2, 3 + len(self._rounds)) if self._rounds[size] < TRIED)
         sizes = range(1, 1 + max([new, *self._rounds]))
-        times = fitted([start.verify_ms(size) for size in sizes], self._ratios).times
+        times = Compared(self._ratios, len(sizes)).fit([start.verify_ms(size) for size in sizes]).times
         last = times[-1] / start.verify_ms(sizes[-1])
         larger = {size: last * ms for size, ms in start.verify if size > sizes[-1]}
         self.table = replace(start, verify=rising(dict(zip(sizes, times, strict=True)) | larger))

@@ -20,6 +20,7 @@ CHANGES = 32  # of which the median is taken: up and down, so that growing texts
 TABLE_OFF = 0.1  # by what share each of the table's steps from one size to the next may be off
 # The same of one comparison: what counts for so many of them before there are others, and the least.
 NOISE, FEW, LEAST_NOISE = 0.07, 2, 0.005
+SIGNS = np.array((-1.0, 1.0))  # of the two entries of a difference
 MIDDLE = 0.6745  # half of all errors are smaller than so many standard deviations
 
 Size = tuple[int, int]  # rows, drafts of each
@@ -43,6 +44,7 @@ class Periods:
 
     def __init__(self) -> None:
         self._ratios: dict[Pair, deque[float]] = {}  # how many times as long rounds with more drafts take
+        self._compared: dict[tuple[int, int], Compared] = {}  # the same of so many rows, for tables of so many entries
         self._size: Size | None = None  # of the rounds that are noted now
         self._before: float | None = None  # milliseconds of the last rounds of `_from`, just before them
         self._from = 0  # drafts
@@ -79,45 +81,59 @@ class Periods:
             changes.append(ratio)
             self._there = pair
         self._before = None
+        self._compared.clear()
 
     def fit(self, rows: int, table: Sequence[float]) -> Fit:
         """Rounds with no draft, one, two and so on, where the table says so much.
 
         Where more drafts seemed to take less time, something else was slow, and nothing was compared.
         """
-        compared = dict[tuple[int, int], list[float]]()
-        for (count, fewer, more), ratios in self._ratios.items():
-            if count == rows and more < len(table) and (likely := [ratio for ratio in ratios if ratio >= 1]):
-                compared[fewer, more] = likely
-        return fitted(table, compared)
+        size = rows, len(table)
+        if size not in self._compared:
+            compared = dict[tuple[int, int], list[float]]()
+            for (count, fewer, more), ratios in self._ratios.items():
+                if count == rows and more < len(table) and (likely := [ratio for ratio in ratios if ratio >= 1]):
+                    compared[fewer, more] = likely
+            self._compared[size] = Compared(compared, len(table))
+        return self._compared[size].fit(table)
 
     def num_changes(self, rows: int, fewer: int, more: int) -> int:
         """How often they were compared, up to CHANGES."""
         return len(self._ratios.get((rows, fewer, more), ()))
 
 
-def fitted(table: Sequence[float], compared: Mapping[tuple[int, int], Sequence[float]]) -> Fit:
-    """A table of times, by what was compared: how many times as long one entry takes as one before it.
+class Compared:
+    """What was compared of a table of `count` times: how many times as long one entry takes as one before it.
 
     The first entry is the table's. The others fit the table's steps from one entry to the next and all comparisons, by
-    least squares of logarithms: each counts for the more, the surer it is.
+    least squares of logarithms: each counts for the more, the surer it is. So a fit is the table's logarithms times a
+    matrix that depends on nothing but what was compared.
     """
-    fits = [((more - 1, more), table[more] / table[more - 1], TABLE_OFF**-2) for more in range(1, len(table))]
-    noise = noise_of(compared.values())
-    for (fewer, more), ratios in compared.items():
-        fits.append(((fewer, more), median(ratios), len(ratios) / noise**2))
-    sums, sides = np.zeros((len(table), len(table))), np.zeros(len(table))
-    for (fewer, more), ratio, weight in fits:
-        sums[fewer, fewer] += weight
-        sums[more, more] += weight
-        sums[fewer, more] -= weight
-        sums[more, fewer] -= weight
-        sides[fewer] -= weight * math.log(ratio)
-        sides[more] += weight * math.log(ratio)
-    spread = np.zeros_like(sums)
-    spread[1:, 1:] = np.linalg.inv(sums[1:, 1:])
-    times: list[float] = (table[0] * np.exp(spread @ sides)).tolist()
-    return Fit(times, spread)
+
+    def __init__(self, ratios: Mapping[tuple[int, int], Sequence[float]], count: int) -> None:
+        steps, sums, sides = np.zeros((count, count)), np.zeros((count, count)), np.zeros(count)
+        for more in range(1, count):
+            join(steps, more - 1, more, TABLE_OFF**-2)
+        noise = noise_of(ratios.values())
+        for (fewer, more), found in ratios.items():
+            weight = len(found) / noise**2
+            join(sums, fewer, more, weight)
+            sides[[fewer, more]] += weight * math.log(median(found)) * SIGNS
+        self._spread = np.zeros_like(sums)
+        self._spread[1:, 1:] = np.linalg.inv((steps + sums)[1:, 1:])
+        self._of_table, self._more = self._spread @ steps, self._spread @ sides
+
+    def fit(self, table: Sequence[float]) -> Fit:
+        """Such a table, corrected."""
+        logs = np.log(table)
+        times: list[float] = np.exp(logs[0] + self._of_table @ (logs - logs[0]) + self._more).tolist()
+        return Fit(times, self._spread)
+
+
+def join(sums: Floats, one: int, other: int, weight: float) -> None:
+    """The difference of two entries counts for so much, squared."""
+    for row, col, sign in ((one, one, 1), (other, other, 1), (one, other, -1), (other, one, -1)):
+        sums[row, col] += sign * weight
 
 
 def noise_of(compared: Iterable[Sequence[float]]) -> float:
@@ -126,5 +142,6 @@ def noise_of(compared: Iterable[Sequence[float]]) -> float:
     for ratios in compared:
         if len(ratios) > 1:
             logs, freedom = [math.log(ratio) for ratio in ratios], math.sqrt(len(ratios) / (len(ratios) - 1))
-            errors += [freedom * abs(value - median(logs)) for value in logs]
+            usual = median(logs)
+            errors += [freedom * abs(value - usual) for value in logs]
     return max(LEAST_NOISE, median(errors) / MIDDLE)

@@ -19,6 +19,7 @@ from functools import partial
 from peregrine.engine.alone import LonePlan, LoneRounds, lone_rule
 from peregrine.engine.branching import Branching
 from peregrine.engine.by_draft import RoundsByDraft
+from peregrine.engine.draft_number import DraftNumber
 from peregrine.engine.missed import Missed
 from peregrine.engine.plan_record import PlanRecord
 from peregrine.engine.planned_rates import UNSEEN, PlannedRate, PlannedRates
@@ -36,7 +37,6 @@ KEPT_BY_DRAFT = 256  # the most of rounds that are planned draft by draft: their
 FEWER = 8  # rounds for which it is kept if some requests have ended
 MOST_RESTED = 512  # where rows rest: nothing is learnt there, so that only a trial can change the decision
 JUDGED = 150  # drafts with a verdict before rounds count for the rate of planned ones: the odds have to be learnt first
-LOOK_AHEAD = 4  # drafts that are planned before the first is made; further ones are decided step by step
 AnyPlan = RoundPlan | SteadyPlan | LonePlan
 
 
@@ -61,7 +61,8 @@ class WindowPlanner:
         self._wanted = 0  # drafts that are made in any case, for trees that were asked for
         self._due = 0  # the round after which they are chosen anew
         self.missed = Missed(measured, max_stall_ms)
-        self.steady, self.alone = SteadyRounds(measured, self.missed), LoneRounds(measured)
+        self.number = DraftNumber(measured, self.missed)
+        self.steady, self.alone = SteadyRounds(measured), LoneRounds(measured)
         self.by_draft = RoundsByDraft(measured, lines, depth, self.branching)
         self._drafts = 0  # of every row, if it is one number for all
         self._resting: dict[int, bool] = {}  # whether so many rows rest, by the last decision
@@ -121,7 +122,7 @@ class WindowPlanner:
     def rests_with(self, rows: int) -> bool:
         """Whether so many requests, if they come now, will not be drafted for."""
         self._count_rounds()
-        return self._resting.get(rows, False) and not self.steady.is_trial_due(rows, self._rounds_of[rows])
+        return self._resting.get(rows, False) and not self.number.is_trial_due(rows, self._rounds_of[rows])
 
     def missed_tokens_now(self, requests: list[Request]) -> int:
         """How many of the tokens that it missed the drafter reads before the next round, while rows still rest."""
@@ -213,18 +214,16 @@ class WindowPlanner:
         plain, measured = rows / self.measured.steady_ms(rows, 0), self.rates.of(requests)
         by_draft = self.looks_up or any(r.matcher is not None or r.params.tree == "tree" for r in requests)
         if by_draft:
-            means = {sampled: odds.means_by_depth(LOOK_AHEAD) for sampled, odds in self._odds.items()}
-            lines = [expected_survivals(r, means[r.params.temperature > 0], self.cap_of(r)) for r in requests]
-            following = plan_depths(self.costs_of(rows), lines)
+            following = plan_depths(self.costs_of(rows), expected_survivals(requests, self._odds, self.cap_of))
             drafts, foreseen = max(following.depths), following.rate
         else:
-            chosen = self.steady.choose(requests, self.odds, self._most(requests), self._rounds_of[rows], goes_on)
+            chosen = self.number.choose(requests, self.odds, self._most(requests), self._rounds_of[rows], goes_on)
             drafts, self._expected_tokens, foreseen, trial, usual = chosen
         (rate,) = self.missed.net(requests, [measured.value(foreseen)]) if foreseen else (0.0,)
         planned = rate > plain and (rows == 1 or (by_draft and drafts > 0))
         if not planned and not trial and drafts and rate > plain:
             steady = self.rates.of(requests, steady=True).value(foreseen, UNSEEN)
-            hope = self.steady.hope(requests, self.odds, drafts, self.costs_of(rows), self.branching is not None)
+            hope = self.number.hope(requests, self.odds, drafts, self.costs_of(rows), self.branching is not None)
             planned = measured.value(steady, hope) > steady
         self._resting[rows] = not (planned or usual)
         self.catches_up = (planned or drafts > 0) and self.missed.tokens_at_once(requests) is not None

@@ -142,10 +142,8 @@ class RoundCosts:
 
         Returns the milliseconds that they should take.
         """
-        total = 0.0
         for past in rounds:
-            most = MOST_OFF * self._now * self._table.verify_ms(past.tokens)
-            if past.rows == 1 and past.times.usual and past.times.verify_ms < most:
+            if past.rows == 1 and past.times.usual and past.times.verify_ms < self._most_ms(past.tokens):
                 self._lone.note(past.tokens, past.times.verify_ms)
         if rounds and rounds[-1].rows == 1:
             self._lone.correct()
@@ -154,18 +152,25 @@ class RoundCosts:
         speed = self._now = middle(self._speed)
         for past in rounds[-RECENT:]:
             self._note_host(past.times.host_ms)
-        host = self._host
         for tokens, rows, drafts, times, _, _ in rounds:
             if drafts:
                 drafting = speed * self._drafting_ms(tokens, rows, drafts)
                 self._seen(rows).append(ratio(times.ms - times.verify_ms, drafting))
-        alone, several = middle(self._alone), middle(self._steady)
+        host, alone, several = self._host, middle(self._alone), middle(self._steady)
+        total, due = 0.0, dict[tuple[int, int, int], float]()
         for tokens, rows, drafts, times, won, rate in rounds:
-            expected = speed * self._steady_ms(tokens, rows, drafts, alone if rows == 1 else several)
+            size = tokens, rows, drafts
+            if size not in due:
+                due[size] = speed * self._steady_ms(*size, alone if rows == 1 else several)
+            expected, ms = due[size], times.ms
             total += expected
-            if rate is not None and times.usual and times.ms < MOST_OFF * expected:
-                rate.note(won, times.ms / speed + host)
+            if rate is not None and times.usual and ms < MOST_OFF * expected:
+                rate.note(won, ms / speed + host)
         return total
+
+    def _most_ms(self, tokens: int) -> float:
+        """What it may take to verify so many tokens, unless something held the round up."""
+        return MOST_OFF * self._now * self._table.verify_ms(tokens)
 
     def _note_host(self, ms: float | None) -> None:
         if ms is not None:

@@ -1,7 +1,7 @@
 """The plan of one round: its windows, and how far the drafter goes on, decided step by step from what it says."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -12,9 +12,11 @@ from peregrine.engine.draft_rows import DraftRows
 from peregrine.engine.request import Request
 from peregrine.kernels.round import HEADER
 from peregrine.spec.links import Branched
-from peregrine.spec.odds import MOST, Ints, survivals
+from peregrine.spec.odds import MOST, Ints, Odds, survivals
 from peregrine.spec.planner import Costs
 from peregrine.spec.windows import Ruled, Windows, paths_of
+
+LOOK_AHEAD = 4  # drafts that are planned before the first is made; further ones are decided step by step
 
 
 class Planner(Protocol):
@@ -122,7 +124,16 @@ class RoundPlan:
         self.known.force(known, first=not self.stamps)
 
 
-def expected_survivals(request: Request, means: Sequence[float], cap: int) -> list[float]:
-    """The survival of drafts that have not been made, by the engine's mean chance at each depth."""
-    factor = request.odds.factor
-    return survivals([min(MOST, mean * factor) for mean in means[:cap]])
+def expected_survivals(
+    requests: Sequence[Request], odds: Mapping[bool, Odds], cap_of: Callable[[Request], int]
+) -> list[list[float]]:
+    """The survivals of each request's first drafts, before they are made, by the mean chance at each depth.
+
+    `odds` are by whether a request is sampled, and `cap_of` says how many drafts it may have.
+    """
+    means = {sampled: kind.means_by_depth(LOOK_AHEAD) for sampled, kind in odds.items()}
+    lines = []
+    for request in requests:
+        factor, chances = request.odds.factor, means[request.params.temperature > 0][: cap_of(request)]
+        lines.append(survivals([min(MOST, chance * factor) for chance in chances]))
+    return lines
