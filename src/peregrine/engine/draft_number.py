@@ -18,7 +18,7 @@ from peregrine.engine.steady import OddsOf
 from peregrine.spec.odds import MOST, Floats, Odds
 from peregrine.spec.planner import Costs, depth_plan, plan_depths
 
-CHANGED = 1.005  # times as many tokens, by which another number of drafts must be better: to change costs time
+CHANGED = 1.015  # times as many tokens, by which another number of drafts must be better: to change costs time
 # By what share drafts must be better than none, for every doubling of the rows: with drafts they get on unequally, so
 # that requests that began together end one after another, and the last rounds have fewer rows.
 APART = 0.02
