@@ -31,7 +31,7 @@ from peregrine.engine.planning import WindowPlanner
 from peregrine.engine.request import Request
 from peregrine.engine.round_costs import PastRound, RoundCosts
 from peregrine.engine.round_times import RoundTimes
-from peregrine.engine.steady import EARLY, SteadyPlan, SteadyRounds
+from peregrine.engine.steady import BRIEF, EARLY, SteadyPlan, SteadyRounds
 from peregrine.kernels.round import FINISH_NONE
 from peregrine.sampling import SamplingParams
 from peregrine.spec.odds import Odds, RequestOdds
@@ -120,6 +120,18 @@ def test_what_was_compared_often_and_alike_is_sure(ratios: list[float]) -> None:
     assert once.doubt(0, 1) > LEAST_NOISE
     assert often.doubt(1, 2) == pytest.approx(TABLE_OFF), "of which nothing is known but by the table"
     assert often.doubt(1, 0) == often.doubt(0, 1)
+
+
+def test_rounds_next_to_a_change_are_compared() -> None:
+    """Not those long before or after it: texts grow, and the machine's speed changes."""
+    periods = Periods()
+    for drafts, ms in ((0, [9.0] * 40 + [5.0] * 9), (1, [10.0] * 9 + [30.0] * 40)):
+        periods.begin((4, drafts), goes_on=True)
+        for each in ms:
+            periods.note(each)
+    periods.compare()
+    known = Compared({(0, 1): [2.0]}, 2).fit([1.0, 1.5])
+    assert periods.fit(4, [1.0, 1.5]).times == pytest.approx(known.times)
 
 
 def test_rounds_are_compared_as_soon_as_there_are_enough() -> None:
@@ -349,23 +361,28 @@ def test_trials_cost_a_small_share_of_the_time() -> None:
     assert spent[-1] == pytest.approx(SPENT, rel=0.05)
 
 
-@pytest.mark.parametrize(("generated", "limit", "counted"), [(0, 99, 3), (EARLY, 99, 19), (0, 22, 14)])
-def test_drafts_at_the_beginning_of_an_answer_do_not_count(generated: int, limit: int, counted: int) -> None:
+@pytest.mark.parametrize(
+    ("rounds", "generated", "limit", "counted"),
+    [(11, 0, 99, 0), (11, EARLY - 8, 99, 3), (11, EARLY, 99, 11), (11, 0, 22, 6), (BRIEF, 0, 99, BRIEF)],
+)
+def test_a_few_rounds_at_the_beginning_of_an_answer_do_not_count(
+    rounds: int, generated: int, limit: int, counted: int
+) -> None:
     """Of the first tokens, or the first quarter of a short answer: a first draft is right less often there.
 
-    Nineteen rounds of a token each, all of whose drafts are wrong; the request has taken their tokens.
+    So many rounds of a token each, all of whose drafts are wrong; the request has taken their tokens.
     """
     steady, odds, record = SteadyRounds(some_costs()), Odds(), PlanRecord()
     (request,) = some_requests(1, limit=6 + limit)
     plan = SteadyPlan([request], [2], 1)
     request.tokens += [0] * generated
-    for _ in range(19):
+    for _ in range(rounds):
         steady.note(plan, np.array([[1, 0, 0, FINISH_NONE]]), None)
         request.tokens.append(0)
     steady.learn(lambda _: odds, lambda _: None, record)
     assert odds.depths[0, 1] == counted
     assert request.odds.right == 0.0
-    assert record.tokens == 19
+    assert record.tokens == rounds
 
 
 def test_rows_come_back_if_there_is_enough_left_to_win() -> None:

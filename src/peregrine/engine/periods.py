@@ -15,7 +15,8 @@ import numpy as np
 
 from peregrine.spec.odds import Floats
 
-COMPARED, LEAST = 64, 5  # rounds on each side of a change; at least so many
+# Rounds on each side of a change: with more the machine's speed changes between them, and texts grow; the least.
+COMPARED, LEAST = 9, 5
 CHANGES = 32  # of which the median is taken: up and down, so that growing texts cancel
 TABLE_OFF = 0.1  # by what share each of the table's steps from one size to the next may be off
 # The same of one comparison: what counts for so many of them before there are others, and the least.

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 import numpy as np
+from numpy.typing import NDArray
 
 from peregrine.engine.plan_record import PlanRecord
 from peregrine.engine.planned_rates import PlannedRate
@@ -23,7 +24,8 @@ from peregrine.spec.state import Rows
 
 OddsOf = Callable[[Request], Odds]
 RateOf = Callable[[Sequence[Request]], PlannedRate | None]
-EARLY = 16  # tokens, or the first quarter of an answer: drafts are right less often there, and do not count
+EARLY = 16  # tokens, or the first quarter of an answer: drafts are right less often there
+BRIEF = 12  # rounds with one plan: of fewer, drafts of an answer's beginning do not count, which say little of the rest
 
 
 class SteadyPlan(FixedPlan):
@@ -89,7 +91,8 @@ class SteadyRounds:
             offered = np.repeat([run.plan.offered for run in runs], counts, axis=0)  # [n, R]
             tables = np.concatenate([table for run in runs for table in run.tables])
             won, right, _, finish = tables.reshape(*offered.shape, HEADER).transpose(2, 0, 1)  # [n, R]
-            self._judge(requests, offered, won, right, finish, odds_of)
+            brief = np.repeat([count < BRIEF for count in counts], counts)
+            self._judge(requests, offered, won, right, finish, brief, odds_of)
             rate, tokens, first = rate_of(requests), won.sum(axis=1).tolist(), 0
             for run, count in zip(runs, counts, strict=True):
                 lens, drafts = run.plan.windows.lens, run.plan.drafts or 0
@@ -103,12 +106,19 @@ class SteadyRounds:
         record.ms += took
 
     def _judge(
-        self, requests: Sequence[Request], offered: Ints, won: Ints, right: Ints, finish: Ints, odds_of: OddsOf
+        self,
+        requests: Sequence[Request],
+        offered: Ints,
+        won: Ints,
+        right: Ints,
+        finish: Ints,
+        brief: NDArray[np.bool_],
+        odds_of: OddsOf,
     ) -> None:
-        """Learn from verdicts on drafts, [n, R] each; drafts of an answer's beginning do not count."""
+        """Learn from verdicts on drafts, [n, R] each; in `brief` rounds [n] an answer's beginning does not count."""
         known = np.minimum(offered, right + (finish == FINISH_NONE))
         begun = np.array([request.num_generated for request in requests]) - won[::-1].cumsum(axis=0)[::-1]
-        counted = begun >= [min(EARLY, (r.limit - len(r.prompt)) // 4) for r in requests]
+        counted = ~brief[:, None] | (begun >= [min(EARLY, (r.limit - len(r.prompt)) // 4) for r in requests])
         drafts = deeper(np.stack((known * counted, right * counted)), offered.max())
         kinds = [odds_of(request) for request in requests]
         for odds in {id(kind): kind for kind in kinds}.values():
