@@ -2,8 +2,8 @@
 
 The choice is by measured costs (`engine/round_costs.py`) and learnt odds (`spec/odds.py`), through the pure functions
 of `spec/planner.py`. It changes speed, never a token. Every so many rounds it is decided whether they are planned draft
-by draft, have one number of drafts for all rows (`engine/steady.py`), or none. Those of one row have a form of their
-own (`engine/alone.py`).
+by draft, have one number of drafts for all rows (`engine/draft_number.py`), or none. Those of one row have a form of
+their own (`engine/alone.py`).
 
 All rows are drafted for or none, but for a probe, which drafts for a few. In a round without drafts the drafter is not
 called, and what it missed is read before the next draft (`engine/missed.py`).
