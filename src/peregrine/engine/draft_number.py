@@ -23,7 +23,7 @@ CHANGED = 1.015  # times as many tokens, by which another number of drafts must 
 # that requests that began together end one after another, and the last rounds have fewer rows.
 APART = 0.02
 # By what share every draft after the first must make rounds better: the more drafts, the more unequally rows get on,
-# and the more their chances, which are those after an answer's beginning, promise too much.
+# and the more their chances promise too much.
 DOUBT = 0.03
 LIKELY = 0.9  # the chance of drafts that are nearly all right
 TRIAL, LASTING = 9, 4  # rounds for which another number is tried, and how many times as many tokens must be left

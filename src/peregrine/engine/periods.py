@@ -107,18 +107,18 @@ class Compared:
     """What was compared of a table of `count` times: how many times as long one entry takes as one before it.
 
     The first entry is the table's. The others fit the table's steps from one entry to the next and all comparisons, by
-    least squares of logarithms: each counts for the more, the surer it is. So a fit is the table's logarithms times a
-    matrix that depends on nothing but what was compared.
+    least squares of logarithms: each counts for the more, the surer it is. So the logarithms of a fit are those of the
+    table times a matrix, and an offset, which depend on nothing but what was compared.
     """
 
     def __init__(self, ratios: Mapping[tuple[int, int], Sequence[float]], count: int) -> None:
         steps, sums, sides = np.zeros((count, count)), np.zeros((count, count)), np.zeros(count)
         for more in range(1, count):
-            join(steps, more - 1, more, TABLE_OFF**-2)
+            add_difference(steps, more - 1, more, TABLE_OFF**-2)
         noise = noise_of(ratios.values())
         for (fewer, more), found in ratios.items():
             weight = len(found) / noise**2
-            join(sums, fewer, more, weight)
+            add_difference(sums, fewer, more, weight)
             sides[[fewer, more]] += weight * math.log(median(found)) * SIGNS
         self._spread = np.zeros_like(sums)
         self._spread[1:, 1:] = np.linalg.inv((steps + sums)[1:, 1:])
@@ -131,8 +131,8 @@ class Compared:
         return Fit(times, self._spread)
 
 
-def join(sums: Floats, one: int, other: int, weight: float) -> None:
-    """The difference of two entries counts for so much, squared."""
+def add_difference(sums: Floats, one: int, other: int, weight: float) -> None:
+    """Add the square of the difference of two entries, times a weight, to a quadratic form."""
     for row, col, sign in ((one, one, 1), (other, other, 1), (one, other, -1), (other, one, -1)):
         sums[row, col] += sign * weight
 
