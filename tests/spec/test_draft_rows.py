@@ -22,7 +22,12 @@ from peregrine.spec.planner import Costs
 
 DEPTH = 4
 COSTS = Costs(((1, 1.0), (64, 7.3)), ((1, 0.0),), ((1, 0.1),), DEPTH, ragged=0.1)
-PLAIN = "peregrine.kernels.runtime.host_jit", "peregrine.spec.planner_cpu", "peregrine.spec.rows_cpu"
+PLAIN = (
+    "peregrine.kernels.runtime.host_jit",
+    "peregrine.spec.planner_cpu",
+    "peregrine.spec.odds_cpu",
+    "peregrine.spec.rows_cpu",
+)
 
 
 def requests_of(count: int, temperature: float = 0.0) -> list[Request]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from peregrine.engine.request import Request
 from peregrine.kernels.round import HEADER
+from peregrine.kernels.runtime.arrays import Arrays
 from peregrine.kernels.runtime.dispatch import DeviceFile
 from peregrine.spec import draft_table as column
 from peregrine.spec.links import Branched
@@ -37,12 +38,13 @@ class DraftRows:
         self._offered, self._lens, self._held, self._made = self.numbers
         self._drafted = table[:, column.DRAFTED]
         self._rows: Sequence[int] | None = None  # that are drafted for
-        self._state = table, self.numbers, odds.reshape(-1)
+        self._arrays = Arrays(table, self.numbers, odds)
+        self._state = self._arrays.address
         self._counted: Sequence[int] = ()  # drafts that each row got in this round, if they were counted since
         self._chosen_by: Costs | None = None
-        self._prices: tuple[Floats, float]  # by those costs: of verifying, and of windows that differ
+        self._verify: Arrays  # by those costs
         self._costs: Costs | None = None
-        self._curves: list[tuple[Floats, Floats, Floats]] = []  # of each level: verify, absorb, step
+        self._curves: list[Arrays] = []  # of each level: verify, absorb, step
         self._verified: Sequence[int] = ()  # nodes of the windows, as `_lens` has them
 
     @staticmethod
@@ -87,9 +89,9 @@ class DraftRows:
         if not offers_made:
             self._offered[:] = offered
         if costs is not self._chosen_by:
-            self._chosen_by, self._prices = costs, (costs.curves.verify, costs.ragged)
-        state, prices = self._state, self._prices
-        expected, won = _compiled.choose_windows(*state, verdicts, offers_made, *prices, rate, whole)
+            self._chosen_by, self._verify = costs, Arrays(costs.curves.verify)
+        curves = self._verify.address
+        expected, won = _compiled.choose_windows(self._state, verdicts, offers_made, curves, costs.ragged, rate, whole)
         self._verified = lens = tuple(self._lens.tolist())
         return lens, expected, won
 
@@ -107,7 +109,7 @@ class DraftRows:
     def add(self, said: Tensor, first: bool) -> None:
         """One more draft of each row that is drafted for, of which the drafter says this [n]; `first`: of the round."""
         said, self._counted = said.float().contiguous(), ()
-        _compiled.add_drafts(*self._state, said.data_ptr(), first)
+        _compiled.add_drafts(self._state, said.data_ptr(), first)
 
     def add_and_want(self, said: Tensor, depth: int, costs: Costs, tokens: int, rate: float) -> int:
         """The same; returns how many rows are worth one draft more after so many.
@@ -117,11 +119,12 @@ class DraftRows:
         if costs is not self._costs:
             curves, levels = costs.curves, range(1 + len(self._window[0]))
             steps = [curves.step_at(level, costs.steps) for level in levels]
-            self._costs, self._curves = costs, [(curves.verify, curves.absorb, step) for step in steps]
+            self._costs, self._curves = costs, [Arrays(curves.verify, curves.absorb, step) for step in steps]
         if said.dtype is not torch.float32 or not said.is_contiguous():  # asked, since to convert nothing takes longer
             said = said.float().contiguous()
         self._counted = ()
-        count: int = _compiled.add_and_want(*self._state, said.data_ptr(), *self._curves[depth], depth, tokens, rate)
+        at = self._curves[depth].address
+        count: int = _compiled.add_and_want(self._state, said.data_ptr(), at, depth, tokens, rate)
         return count
 
     @property
@@ -153,7 +156,7 @@ class DraftRows:
             path = table[:, (HEADER + table.shape[1]) // 2 + 1 :]
             taken = np.arange(path.shape[1]) < table[:, 1:2]
             right = ((path < self._lens[:, None]) & taken).sum(axis=1)
-        won: int = _compiled.judge_windows(*self._state, table, right)
+        won: int = _compiled.judge_windows(self._state, table, right)
         return won, table[:, 1] if branched is None else right
 
     def won(self, lens: Sequence[int]) -> float:

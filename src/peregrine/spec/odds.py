@@ -39,7 +39,7 @@ ALL = MEANS + 2 * DEPTHS
 COMPARED = ALL + 2 * DEPTHS
 LINE = COMPARED + 3 * TENTHS
 
-_rows = DeviceFile("peregrine.spec.rows_cpu")
+_compiled = DeviceFile("peregrine.spec.odds_cpu")
 
 
 @dataclass(slots=True)
@@ -75,7 +75,7 @@ class Odds:
     """The engine's counts for one class of requests (greedy, or sampled).
 
     Counts are pairs: how many drafts were right, of how many. They lie in one line of numbers, which compiled functions
-    read and write (`rows_cpu.py`).
+    read and write (`odds_cpu.py`).
     """
 
     def __init__(self, line: Floats | None = None) -> None:
@@ -139,7 +139,7 @@ class Odds:
         how many drafts there were, and what was said of each; made [n, 1 + K] the same of those made.
         """
         record = np.array((own.expected, own.right))
-        _rows.judge_chains(self.line, record, known, right, read, made)
+        _compiled.judge_chains(self.line, record, known, right, read, made)
         own.expected, own.right = map(float, record)
 
     def judge_rounds(self, rounds: int, tried: Ints, right: Ints, owns: Sequence[RequestOdds]) -> None:
@@ -148,7 +148,7 @@ class Odds:
         [R, K] each. The drafter said nothing of these drafts.
         """
         records = np.array([(own.expected, own.right) for own in owns])
-        _rows.judge_counts(self.line, records, rounds, np.ascontiguousarray(tried), np.ascontiguousarray(right))
+        _compiled.judge_counts(self.line, records, rounds, np.ascontiguousarray(tried), np.ascontiguousarray(right))
         for own, record in zip(owns, records, strict=True):
             own.expected, own.right = map(float, record)
 

@@ -2,7 +2,8 @@
 
 In Python it would take a hundred microseconds a round, and ten more for each row. `table` has a line and `numbers` a
 column for each row (`draft_table.py`), `odds` a line for greedy and one for sampled requests (`Odds.line`).
-verify, absorb, step [2, n] are sizes and milliseconds (`Costs.curves`).
+verify, absorb, step [2, n] are sizes and milliseconds (`Costs.curves`). What is called in every round gets the address
+of (table, numbers, odds), its `state`, and that of its curves (`kernels/runtime/arrays.py`).
 """
 
 import math
@@ -10,7 +11,8 @@ import math
 import numpy as np
 
 from peregrine.kernels.round import FINISH_NONE
-from peregrine.kernels.runtime.host_jit import floats_at, jit_cached, jit_part
+from peregrine.kernels.runtime.arrays import WORDS
+from peregrine.kernels.runtime.host_jit import doubles_at, floats_at, jit_cached, jit_part, longs_at
 from peregrine.spec.draft_table import (
     ASKED,
     CHANCE,
@@ -30,24 +32,8 @@ from peregrine.spec.draft_table import (
     WANTED,
     depth_in,
 )
-from peregrine.spec.odds import (
-    ALIKE,
-    ALL,
-    COMPARED,
-    DEPTH_MEMORY,
-    DEPTH_PRIOR,
-    DEPTHS,
-    EDGES,
-    FIRST_GUESS,
-    LINE,
-    MEANS,
-    MEMORY,
-    MOST,
-    OWN_MEMORY,
-    OWN_PRIOR,
-    RANGES,
-    TENTHS,
-)
+from peregrine.spec.odds import LINE, MEMORY, MOST, OWN_MEMORY
+from peregrine.spec.odds_cpu import add, chance_of, factor_of, judge, mean_at
 from peregrine.spec.planner_cpu import trim, worth
 
 WON, CORRECT, ENDED = 0, 1, 3  # columns of a verdict
@@ -56,63 +42,18 @@ depth_of = jit_part(depth_in)
 
 
 @jit_part
-def add(odds, at, right, tried, memory):  # type: ignore[no-untyped-def]
-    """Count drafts; of more than `memory`, older ones count less."""
-    odds[at] += right
-    odds[at + 1] += tried
-    if odds[at + 1] > memory:
-        odds[at] /= 2
-        odds[at + 1] /= 2
+def doubles_of(arrays, number):  # type: ignore[no-untyped-def]
+    """One of the arrays in a list, of float64."""
+    words = longs_at(arrays + 8 * WORDS * number, WORDS)
+    return doubles_at(words[0], (words[1], words[2]))
 
 
 @jit_part
-def note(odds, line, chance, tried, right):  # type: ignore[no-untyped-def]
-    """Compare a chance with what came of it."""
-    tenth = line + COMPARED + 3 * min(TENTHS - 1, int(chance * TENTHS))
-    odds[tenth] += tried
-    odds[tenth + 1] += chance * tried
-    odds[tenth + 2] += right
-
-
-@jit_part
-def count_at(line, depth, said):  # type: ignore[no-untyped-def]
-    """Where drafts of this depth are counted of which this is said."""
-    place = 0
-    for edge in EDGES:
-        place += said >= edge
-    return line + 2 * (RANGES * min(depth, DEPTHS - 1) + place)
-
-
-@jit_part
-def mean_at(line, depth):  # type: ignore[no-untyped-def]
-    """Where the chances of the drafts of this depth are added up."""
-    return line + MEANS + 2 * min(depth, DEPTHS - 1)
-
-
-@jit_part
-def depth_at(line, depth):  # type: ignore[no-untyped-def]
-    """Where drafts of this depth are counted, whatever is said of them."""
-    return line + ALL + 2 * min(depth, DEPTHS - 1)
-
-
-@jit_part
-def chance_of(odds, line, depth, said):  # type: ignore[no-untyped-def]
-    """The chance of a draft, by what is said of it; if nothing is, by its depth (`Odds.chances_by_depth`)."""
-    if said == said:
-        at = count_at(line, depth, said)
-        return odds[at] / odds[at + 1]
-    chance, weight = FIRST_GUESS, DEPTH_PRIOR
-    for level in range(min(depth, DEPTHS - 1) + 1):
-        at = depth_at(line, level)
-        chance = (odds[at] + weight * chance) / (odds[at + 1] + weight)
-        weight = ALIKE
-    return chance
-
-
-@jit_part
-def factor_of(expected, right):  # type: ignore[no-untyped-def]
-    """`RequestOdds.factor`."""
-    return (right + OWN_PRIOR) / (expected + OWN_PRIOR)
+def state_at(arrays):  # type: ignore[no-untyped-def]
+    """(table, numbers, odds)."""
+    words = longs_at(arrays + 8 * WORDS, WORDS)
+    numbers, odds = longs_at(words[0], (words[1], words[2])), doubles_of(arrays, 2)
+    return doubles_of(arrays, 0), numbers, odds.reshape(-1)
 
 
 @jit_part
@@ -137,17 +78,7 @@ def put_guess(table, row, odds, first, depth, said, counts):  # type: ignore[no-
 
 
 @jit_part
-def judge(odds, line, depth, said, chance, right):  # type: ignore[no-untyped-def]
-    """Count a verdict on a draft all of whose predecessors were right."""
-    if said == said:
-        add(odds, count_at(line, depth, said), right, 1, MEMORY)
-    if said != said or depth == 0:  # further ones are made only where those before seemed likely
-        add(odds, depth_at(line, depth), right, 1, DEPTH_MEMORY)
-    note(odds, line, chance, 1, right)
-
-
-@jit_cached("i8(f8[:,::1], i8[:,::1], f8[::1], i8[:,::1], i8[::1])")
-def judge_windows(table, numbers, odds, verdicts, correct):  # type: ignore[no-untyped-def]
+def judge_rows(table, numbers, odds, verdicts, correct):  # type: ignore[no-untyped-def]
     """Count a round's verdicts [R, columns] on the drafts that were verified; then windows have the new drafts.
 
     Where windows branch, correct [R] are the right drafts of the chains; else it is empty. Returns the round's tokens.
@@ -171,18 +102,25 @@ def judge_windows(table, numbers, odds, verdicts, correct):  # type: ignore[no-u
     return won
 
 
-@jit_cached("Tuple((f8, i8))(f8[:,::1], i8[:,::1], f8[::1], i8[:,::1], b1, f8[:,::1], f8, f8, b1)")
-def choose_windows(  # type: ignore[no-untyped-def]
-    table, numbers, odds, verdicts, offers_made, verify, ragged, rate, whole
-):
+@jit_cached("i8(i8, i8[:,::1], i8[::1])")
+def judge_windows(state, verdicts, correct):  # type: ignore[no-untyped-def]
+    """`judge_rows` alone."""
+    table, numbers, odds = state_at(state)
+    return judge_rows(table, numbers, odds, verdicts, correct)
+
+
+@jit_cached("Tuple((f8, i8))(i8, i8[:,::1], b1, i8, f8, f8, b1)")
+def choose_windows(state, verdicts, offers_made, curves, ragged, rate, whole):  # type: ignore[no-untyped-def]
     """How many of the drafts that it is offered each row verifies: what pays, or the `whole` window.
 
     `offers_made`: it is offered the drafts that were made. Of offered drafts that are not known, the drafter said
     nothing. Verdicts of the round before are taken in first, if there are any. Returns the tokens that the drafts are
     expected to give, and those of the round before.
     """
+    table, numbers, odds = state_at(state)
+    verify = doubles_of(curves, 0)
     rows, won = len(table), 0.0
-    before = judge_windows(table, numbers, odds, verdicts, np.empty(0, np.int64)) if len(verdicts) else 0
+    before = judge_rows(table, numbers, odds, verdicts, np.empty(0, np.int64)) if len(verdicts) else 0
     survivals, most = np.empty((rows, depth_of(table))), np.empty(rows, np.int64)
     for row in range(rows):
         held, survival = numbers[HELD if offers_made else OFFERED, row], 1.0
@@ -201,8 +139,8 @@ def choose_windows(  # type: ignore[no-untyped-def]
     return won, before
 
 
-@jit_cached("void(f8[:,::1], i8[:,::1], f8[::1], i8, b1)")
-def add_drafts(table, numbers, odds, said, first):  # type: ignore[no-untyped-def]
+@jit_part
+def add_to_rows(table, numbers, odds, said, first):  # type: ignore[no-untyped-def]
     """One more draft of each row that is drafted for; `first`: the first ones of a round.
 
     What is said of them is float32 from the address `said` on. Drafts of rows that are not wanted were made because
@@ -217,6 +155,13 @@ def add_drafts(table, numbers, odds, said, first):  # type: ignore[no-untyped-de
             table[row, SURVIVAL] *= put_guess(table, row, odds, new, depth, values[number], counts)
             numbers[MADE, row] += 1
             number += 1
+
+
+@jit_cached("void(i8, i8, b1)")
+def add_drafts(state, said, first):  # type: ignore[no-untyped-def]
+    """`add_to_rows` alone."""
+    table, numbers, odds = state_at(state)
+    add_to_rows(table, numbers, odds, said, first)
 
 
 @jit_part
@@ -243,52 +188,10 @@ def want_drafts(table, odds, verify, absorb, step, depth, tokens, rate):  # type
     return taken
 
 
-@jit_cached("i8(f8[:,::1], i8[:,::1], f8[::1], i8, f8[:,::1], f8[:,::1], f8[:,::1], i8, i8, f8)")
-def add_and_want(  # type: ignore[no-untyped-def]
-    table, numbers, odds, said, verify, absorb, step, depth, tokens, rate
-):
-    """`add_drafts`, then `want_drafts`: how many rows get one draft more."""
-    add_drafts(table, numbers, odds, said, depth == 1)
+@jit_cached("i8(i8, i8, i8, i8, i8, f8)")
+def add_and_want(state, said, curves, depth, tokens, rate):  # type: ignore[no-untyped-def]
+    """`add_to_rows`, then `want_drafts`: how many rows get one draft more."""
+    table, numbers, odds = state_at(state)
+    add_to_rows(table, numbers, odds, said, depth == 1)
+    verify, absorb, step = doubles_of(curves, 0), doubles_of(curves, 1), doubles_of(curves, 2)
     return want_drafts(table, odds, verify, absorb, step, depth, tokens, rate)
-
-
-@jit_cached("void(f8[::1], f8[::1], i8[::1], i8[::1], f8[:,::1], f8[:,::1])")
-def judge_chains(odds, own, known, right, read, made):  # type: ignore[no-untyped-def]
-    """Count the verdicts of rounds of one request (`Odds.judge_chains`), and the drafts that they made."""
-    for number in range(len(known)):
-        own[0] *= OWN_MEMORY
-        own[1] *= OWN_MEMORY
-        factor = factor_of(own[0], own[1])
-        for depth in range(known[number]):
-            said, good = read[number, 1 + depth], 1.0 if depth < right[number] else 0.0
-            chance = chance_of(odds, 0, depth, said)
-            judge(odds, 0, depth, said, min(MOST, chance * factor), good)
-            own[0] += chance
-            own[1] += good
-        for depth in range(int(made[number, 0])):
-            chance = chance_of(odds, 0, depth, made[number, 1 + depth])
-            add(odds, mean_at(0, depth), chance, 1, MEMORY)
-
-
-@jit_cached("void(f8[::1], f8[:,::1], i8, i8[:,::1], i8[:,::1])")
-def judge_counts(odds, own, rounds, tried, right):  # type: ignore[no-untyped-def]
-    """Count the verdicts of many rounds (`Odds.judge_rounds`)."""
-    rows, most = tried.shape
-    chances, kept = np.empty(most), OWN_MEMORY**rounds
-    for depth in range(most):
-        chances[depth] = chance_of(odds, 0, depth, math.nan)
-    for row in range(rows):
-        own[row, 0] *= kept
-        own[row, 1] *= kept
-        factor = factor_of(own[row, 0], own[row, 1])
-        for depth in range(most):
-            count, correct = tried[row, depth], right[row, depth]
-            own[row, 0] += chances[depth] * count
-            own[row, 1] += correct
-            note(odds, 0, min(MOST, chances[depth] * factor), count, correct)
-    for depth in range(most):
-        count, correct = 0, 0
-        for row in range(rows):
-            count += tried[row, depth]
-            correct += right[row, depth]
-        add(odds, depth_at(0, depth), correct, count, DEPTH_MEMORY)

@@ -14,7 +14,7 @@ from peregrine.kernels.runtime.cpu import NUMBA_PRESENT
 
 if NUMBA_PRESENT:
     from peregrine.kernels.runtime.cpu_cache import jit_cached, jit_part
-    from peregrine.kernels.runtime.cpu_jit import floats_at
+    from peregrine.kernels.runtime.cpu_jit import doubles_at, floats_at, longs_at
 else:
 
     def jit_cached(signature: str) -> Callable[[Callable[..., Any]], Any]:
@@ -25,9 +25,16 @@ else:
         """A part of such functions."""
         return body
 
-    def floats_at(address: int, count: int) -> NDArray[np.float32]:
-        """The float32 array of this length that starts at an address."""
-        return np.ctypeslib.as_array(ctypes.cast(address, ctypes.POINTER(ctypes.c_float)), (count,))
+    def array_at(kind: Any) -> Callable[[int, Any], NDArray[Any]]:
+        """A function that finds the array of this shape, or length, that starts at an address."""
+
+        def found(address: int, shape: Any) -> NDArray[Any]:
+            sizes = shape if isinstance(shape, tuple) else (shape,)
+            return np.ctypeslib.as_array(ctypes.cast(int(address), ctypes.POINTER(kind)), sizes)
+
+        return found
+
+    floats_at, doubles_at, longs_at = map(array_at, (ctypes.c_float, ctypes.c_double, ctypes.c_int64))
 
 
-__all__ = ["floats_at", "jit_cached", "jit_part"]
+__all__ = ["doubles_at", "floats_at", "jit_cached", "jit_part", "longs_at"]
