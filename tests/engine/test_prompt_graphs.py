@@ -141,20 +141,22 @@ def written(engine: Engine) -> list[torch.Tensor]:
     return [part[:, store.page_size :] for store in stores_of(engine) for part in store.parts]
 
 
-def test_a_chunk_is_padded_to_the_next_size_or_read_as_it_is() -> None:
-    assert chunk_sizes(4096) == [64, 128, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048, 3072, 4096]
-    assert chunk_sizes(4224)[-3:] == [3072, 4096, 4224], "prompts alone have chunks of 4096"
+def test_a_chunk_is_padded_to_the_next_size() -> None:
+    assert chunk_sizes(4096) == [64, *range(128, 4096, 128), 4096]
+    assert chunk_sizes(4224)[-3:] == [3968, 4096, 4224], "prompts alone have chunks of 4096"
+    assert chunk_sizes(8192)[-3:] == [7680, 7936, 8192], "larger ones are padded by a sixteenth at most"
     assert chunk_sizes(100) == [64, 100]
+    assert chunk_sizes(50) == [50]
     assert [rows_of(size) for size in (20, 64, 256, 4096)] == [1, 1, 5, 32]
     sizes = chunk_sizes(4096)
     assert size_for(sizes, 1, 1) == 64
     assert size_for(sizes, 2, 2) == 128, "a chunk of 64 has one prompt"
     assert size_for(sizes, 700, 5) == 768
-    assert size_for(sizes, 1030, 1) == 1280
-    assert size_for(sizes, 2016, 32) == 2048
-    assert size_for(sizes, 2049, 1) is None, "the device would take longer for the padding than the host to launch"
+    assert size_for(sizes, 1030, 1) == 1152
+    assert size_for(sizes, 1500, 32) == 1536
+    assert size_for(sizes, 2049, 1) == 2176
     assert size_for(sizes, 4095, 1) == 4096, "a prompt is read up to its last token"
-    assert size_for(sizes, 33, 33) is None
+    assert size_for(sizes, 33, 33) is None, "more prompts than a recorded chunk has are read kernel by kernel"
     assert size_for(sizes, 4097, 1) is None
 
 

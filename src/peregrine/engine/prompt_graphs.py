@@ -1,8 +1,9 @@
 """Recorded forwards of prompt chunks: a chunk costs the host one copy and one launch, whatever its length.
 
-Launched kernel by kernel, a chunk takes the host 20 to 50 ms, which is longer than the device needs for a short one. So
-forwards are recorded for some numbers of tokens and rows, and a chunk is padded to the next one. What is left over is a
-row on the scratch page whose tokens are all at place 0; a row that is not needed is empty. Padding changes no bit.
+Launched kernel by kernel, a chunk takes the host 20 to 50 ms, which is longer than the device needs for a short one,
+and seconds where a kernel is needed for the first time. So forwards are recorded for some numbers of tokens and rows,
+and a chunk is padded to the next one. What is left over is a row on the scratch page whose tokens are all at place 0; a
+row that is not needed is empty. Padding changes no bit.
 
 A prompt is read up to its last token, the root of the first round. If nothing else runs, that round would read all
 weights again for this one token; so the last chunk reads it as well, and the first round begins with its hidden state.
@@ -27,20 +28,16 @@ from peregrine.models.parallel import on_every_rank
 
 LEAST_TOKENS = 64  # of the smallest recorded chunk
 MOST_ROWS, ROW_TOKENS = 32, 48  # of a recorded chunk: prompts, and tokens that each has on average at least
-MOST_PADDING = 1 / 64  # of a chunk that takes the device longer than the host
-HOST_BOUND = 2048  # tokens of a chunk for which the host would take as long or longer: any padding is worth it
+STEP, PART = 128, 16  # between recorded sizes: a linear's tile of tokens, or this part of the power of two before
 
 
 def chunk_sizes(most: int) -> list[int]:
-    """Tokens of recorded chunks: powers of two, sizes between them from 256 on, and the largest chunk.
-
-    From 512 to 2,048, where the device is busy and any padding is taken, there are three between each two: a prompt is
-    padded by a tenth on average, where one between them would make it a fifth.
-    """
-    powers = [LEAST_TOKENS << i for i in range(12)]
-    between = [size * 3 // 2 for size in powers if size >= 256]
-    quarters = [size * part // 4 for size in powers if 512 <= size < HOST_BOUND for part in (5, 7)]
-    return sorted({size for size in (*powers, *between, *quarters) if size < most} | {most})
+    """Tokens of recorded chunks: multiples of STEP, since a linear takes hardly longer for the rest of a tile."""
+    sizes = [LEAST_TOKENS]
+    while sizes[-1] < most:
+        power = 1 << (sizes[-1].bit_length() - 1)
+        sizes.append(min(most, sizes[-1] // STEP * STEP + max(STEP, power // PART)))
+    return sizes if sizes[0] < most else [most]
 
 
 def rows_of(num_tokens: int) -> int:
@@ -50,10 +47,7 @@ def rows_of(num_tokens: int) -> int:
 
 def size_for(sizes: Sequence[int], num_tokens: int, num_rows: int) -> int | None:
     """The recorded size for a chunk of so many tokens of so many prompts; None: it is launched kernel by kernel."""
-    size = next((size for size in sizes if size >= num_tokens and rows_of(size) >= num_rows), None)
-    if size is not None and size > HOST_BOUND and size > num_tokens * (1 + MOST_PADDING):
-        return None
-    return size
+    return next((size for size in sizes if size >= num_tokens and rows_of(size) >= num_rows), None)
 
 
 class PromptGraphs:
@@ -94,7 +88,7 @@ class PromptGraphs:
         self.drafter.absorb(replace(chunk, taps=taps))
 
     def replay(self, chunks: Sequence[PromptChunk], alone: bool) -> bool:
-        """Read the chunks by a recorded forward; False if none is recorded that they fill well enough.
+        """Read the chunks by a recorded forward; False if none is recorded for as many prompts.
 
         `alone`: nothing runs, so that the newest token of a prompt that ends here is best read with it.
         """
