@@ -197,7 +197,7 @@ def test_graphs_are_reported_with_their_memory() -> None:
     variants = len(VARIANTS) + (2 if GRAMMARS_PRESENT else 0)  # the two parts of a round with a grammar
     chunks, firsts = 3, len(VARIANTS)  # of 64 and 128 tokens, and of 128 of one prompt; first rounds of single requests
     assert made["recorded"].value == 2 * variants + chunks + firsts
-    because = r"rounds of 1, 8 rows in \d+ variants; prompt chunks of 64, 128 tokens; \d+ MiB, [\d.]+ s"
+    because = r"rounds of 1, 8 rows in \d+ variants; prompt chunks of 2 sizes, 64 to 128 tokens; \d+ MiB, [\d.]+ s"
     assert re.search(because, made["recorded"].because)
 
 

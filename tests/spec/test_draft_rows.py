@@ -15,7 +15,9 @@ from peregrine.engine.draft_rows import NO_VERDICTS, DraftRows
 from peregrine.engine.request import Request
 from peregrine.kernels.round import FINISH_NONE, FINISH_STOP
 from peregrine.kernels.runtime import cpu
+from peregrine.kernels.runtime.arrays import Arrays
 from peregrine.sampling import SamplingParams
+from peregrine.spec import rows_cpu
 from peregrine.spec.links import Branched
 from peregrine.spec.odds import PRIOR, Floats, Guess, Odds, RequestOdds, odds_by_kind
 from peregrine.spec.planner import Costs
@@ -87,6 +89,18 @@ def test_without_numba_the_same_is_decided_and_learnt(
     assert decided == plain
     assert np.allclose(table, plain_table, rtol=1e-12, equal_nan=True)
     assert np.allclose(odds, plain_odds, rtol=1e-12)
+
+
+def test_compiled_functions_find_arrays_by_one_address(plain_functions: ModuleType) -> None:
+    dice = np.random.default_rng(1)
+    table, numbers, odds = dice.random((3, 5)), dice.integers(9, size=(4, 3)), dice.random((2, 7))
+    arrays = Arrays(table, numbers, odds)
+    for found in (rows_cpu.state_at(arrays.address), plain_functions.state_at(arrays.address)):
+        for one, other in zip(found, (table, numbers, odds.reshape(-1)), strict=True):
+            assert np.array_equal(one, other)
+            assert np.shares_memory(one, other), "what is written there is seen here"
+    with pytest.raises(AssertionError):
+        Arrays(table[:, :2])
 
 
 @pytest.mark.parametrize(

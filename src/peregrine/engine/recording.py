@@ -50,6 +50,6 @@ def record_graphs(engine: Engine, device: torch.device) -> Decision:
     return Decision(
         "recorded",
         len(engine.runner.graphs),
-        f"rounds of {', '.join(map(str, sizes))} rows {parts}; prompt chunks of "
-        f"{', '.join(map(str, prompts.sizes))} tokens; {taken / 2**20:.0f} MiB, {seconds:.1f} s",
+        f"rounds of {', '.join(map(str, sizes))} rows {parts}; prompt chunks of {len(prompts.sizes)} sizes, "
+        f"{prompts.sizes[0]} to {prompts.sizes[-1]} tokens; {taken / 2**20:.0f} MiB, {seconds:.1f} s",
     )
