@@ -13,6 +13,7 @@ from peregrine.engine.choices import pick_max_rows, pick_page_size, pick_prefill
 from peregrine.engine.chunk_size import ChunkSize
 from peregrine.engine.memory import page_bytes
 from peregrine.engine.prefill import PromptChunk, read_chunks
+from peregrine.engine.prompt_graphs import chunk_sizes
 from peregrine.engine.rounds import Rounds
 from peregrine.hardware import GIB, Gpu
 from peregrine.sampling import SamplingParams
@@ -105,6 +106,14 @@ def test_a_chunk_is_never_smaller_than_the_least() -> None:
     size.learn(3, 0.009)  # a short prompt costs little less, and says nothing about long ones
     assert size.tokens(running=True) == 320
     assert ChunkSize(8, 0.1, CPU).tokens(running=True) == 8
+
+
+def test_chunks_on_a_gpu_have_sizes_that_are_recorded() -> None:
+    size, recorded = ChunkSize(4224, 0.1, CUDA), chunk_sizes(4224)
+    for seconds in (0.3, 0.09, 0.11, 0.17, 0.05):
+        count = size.tokens(running=True)
+        assert count in recorded
+        size.learn(count, seconds)
 
 
 class SlowEvent:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 
 LEAST_TOKENS = {"cpu": 32, "cuda": 256}  # below it a chunk hardly gets faster; a step never reads less
+ROUNDED = {"cpu": 8, "cuda": 128}  # sizes are multiples of it; on CUDA of these a forward is recorded
 MOST_QUEUED = 2  # chunks on a device: what comes meanwhile is not stuck behind more
 
 
@@ -37,7 +38,7 @@ class ChunkSize:
 
     def __init__(self, most: int, max_stall_s: float | None, device: torch.device) -> None:
         self.most, self.max_stall_s, self._on_cuda = most, max_stall_s, device.type == "cuda"
-        self.least = min(most, LEAST_TOKENS[device.type])
+        self.least, self._step = min(most, LEAST_TOKENS[device.type]), ROUNDED[device.type]
         self._next = most if max_stall_s is None else self.least  # until a chunk was timed
         self._queued: deque[TimedChunk] = deque()
         self._spare: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []  # events to be used again
@@ -63,7 +64,7 @@ class ChunkSize:
         """Take in what a chunk cost; a small one that was quick says nothing about larger ones."""
         if self.max_stall_s is None or (tokens < self._next and seconds <= self.max_stall_s):
             return
-        allowed, step = int(tokens * self.max_stall_s / max(seconds, 1e-6)), max(1, self.least // 4)
+        allowed, step = int(tokens * self.max_stall_s / max(seconds, 1e-6)), self._step
         rounded = allowed // step * step if allowed <= tokens else -(-allowed // step) * step  # a step up at least
         self._next = max(self.least, min(self.most, rounded))
 
