@@ -22,8 +22,7 @@ from peregrine.kernels.round.places import (
 )
 from peregrine.kernels.round.tree import Frontier, Growth, grow, grow_torch, select, select_torch
 from peregrine.kernels.round.verdict import HEADER, Ends, Nodes, Verdict, commit, commit_torch
-from peregrine.kernels.sampling import reference
-from peregrine.kernels.sampling import triton as choose_triton
+from peregrine.kernels.sampling import adjust_triton, reference
 from peregrine.kernels.sampling.drafts import pick, pick_torch
 from peregrine.kernels.sampling.filters import divisors, lowest_kept_torch
 from peregrine.kernels.sampling.filters_triton import lowest_kept
@@ -139,7 +138,7 @@ def test_adjusted_scores_are_the_twins(dtype: torch.dtype) -> None:
     for rows, nodes in NODES:
         logits, sampling = logits_of(rows, nodes, 128_256, dtype), gpu_sampling(rows)
         context, at = context_of(rows, nodes, 128_256), positions_of(rows, nodes)
-        found = choose_triton.adjust(logits, at, sampling, features, context)
+        found = adjust_triton.adjust(logits, at, sampling, features, context)
         expected = adjust(logits, at, sampling, features, context)
         adjusted = found.rows != 0
         assert torch.equal(found.scores.view_as(expected)[adjusted], expected[adjusted])

@@ -68,6 +68,7 @@ def compile_rounds() -> None:
     )
     from peregrine.kernels.round.tree import Frontier, Growth
     from peregrine.kernels.round.verdict import Ends, Nodes, Verdict
+    from peregrine.kernels.sampling import adjust_triton as adjust_gpu
     from peregrine.kernels.sampling import filters_triton as filters_gpu
     from peregrine.kernels.sampling import logprobs_triton as logprobs_gpu
     from peregrine.kernels.sampling import scores_triton as scores_gpu
@@ -89,7 +90,7 @@ def compile_rounds() -> None:
         everything = Features(True, True, True, True, True, masked=True)
         words = torch.zeros(rows, nodes, -(-vocab_size // 32), dtype=torch.int32)
         sampling = replace(sampling, masks=Masks(torch.zeros(rows, dtype=torch.int32), words))
-        adjusted = choose_gpu.adjust(logits, at, sampling, everything, context)
+        adjusted = adjust_gpu.adjust(logits, at, sampling, everything, context)
         lowest = filters_gpu.lowest_kept(logits, sampling, adjusted)
         choose_gpu.best_tokens(logits, at, sampling, True, None, lowest, True, out, adjusted)
         logprobs_gpu.logprobs(logits, out, out, sampling.logprobs, 64)

@@ -25,13 +25,15 @@ VOCAB = 75  # with spans of 32: two whole ones and a part
 @pytest.fixture(autouse=True)
 def _short_spans(monkeypatch):
     """Make spans short, so that small vocabularies have several."""
+    from peregrine.kernels.sampling import adjust_triton as adjust_gpu
     from peregrine.kernels.sampling import scores_triton as scores_gpu
     from peregrine.kernels.sampling import triton as choose_gpu
 
     send_to_triton(monkeypatch)
-    for name, size in {"WHOLE": 64, "SPAN": 32, "NOISY_SPAN": 32, "COUNT_SPAN": 32}.items():
+    for name, size in {"WHOLE": 64, "SPAN": 32, "NOISY_SPAN": 32}.items():
         monkeypatch.setattr(choose_gpu, name, size)
-    monkeypatch.setattr(scores_gpu, "COUNT_SPAN", 32)
+    for module in (adjust_gpu, scores_gpu):
+        monkeypatch.setattr(module, "COUNT_SPAN", 32)
 
 
 def logits_of(dtype, vocab_size=VOCAB, nodes=2):
@@ -153,10 +155,10 @@ def test_every_part_of_sampling_at_once(dtype):
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_adjusted_scores_are_the_twins(dtype):
-    from peregrine.kernels.sampling import triton as choose_gpu
+    from peregrine.kernels.sampling import adjust_triton as adjust_gpu
 
     logits, positions, context = demanding(dtype)
-    found = choose_gpu.adjust(logits, positions, demanded(), EVERYTHING, context)
+    found = adjust_gpu.adjust(logits, positions, demanded(), EVERYTHING, context)
     expected = adjust(logits, positions, demanded(), EVERYTHING, context)
     assert found.rows.tolist() == [1, 1, 1, 1, 1, 0, 1, 0, 1]
     adjusted = found.rows.bool()

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from peregrine.kernels.runtime.gpu import launch
 from peregrine.kernels.runtime.pdl import enter
+from peregrine.kernels.sampling.adjust_triton import Adjusted
 from peregrine.kernels.sampling.params import SamplingTensors
 from peregrine.kernels.sampling.scores_triton import (
     COUNT_SPAN,
@@ -22,7 +23,6 @@ from peregrine.kernels.sampling.scores_triton import (
     radix_key,
     score_of_radix_key,
 )
-from peregrine.kernels.sampling.triton import Adjusted
 
 CHUNK = 2048  # bins of a histogram that are read at once
 HALF_BYTES = 2  # bfloat16 and float16

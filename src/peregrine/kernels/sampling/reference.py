@@ -24,6 +24,7 @@ from peregrine.kernels.sampling.params import MASS, Context, Features, Masks, Sa
 
 _cpu = DeviceFile("peregrine.kernels.sampling.cpu")
 _triton = DeviceFile("peregrine.kernels.sampling.triton")
+_adjust_triton = DeviceFile("peregrine.kernels.sampling.adjust_triton")
 _filters_triton = DeviceFile("peregrine.kernels.sampling.filters_triton")
 _logprobs_triton = DeviceFile("peregrine.kernels.sampling.logprobs_triton")
 
@@ -56,7 +57,7 @@ def _choose_triton(
 ) -> Tensor:
     """`choose` on a GPU. Rows without bias, penalties, min_tokens and grammar keep their raw logits."""
     tokens = torch.empty(positions.shape, dtype=torch.int64, device=logits.device)
-    adjusted = _triton.adjust(logits, positions, sampling, features, context) if features.adjusted else None
+    adjusted = _adjust_triton.adjust(logits, positions, sampling, features, context) if features.adjusted else None
     lowest = None
     if features.sampled and features.filtered:
         lowest = _filters_triton.lowest_kept(logits, sampling, adjusted)
