@@ -86,6 +86,9 @@ def main() -> None:
     parser.add_argument("--churn", type=int, default=0, metavar="N", help="requests that end and join in each round")
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
+    for name, least in {"rows": 1, "drafts": 0, "context": 1, "rounds": 1, "churn": 0}.items():
+        if (given := getattr(args, name)) < least:
+            parser.error(f"--{name}: {given} is below {least}")
     max_tokens = (args.rounds + WARM + 8) * (args.drafts + 1)
     with torch.inference_mode():
         engine = null_engine(args.rows, args.drafts, args.context, max_tokens)

@@ -19,8 +19,10 @@ from dataclasses import dataclass
 
 import torch
 
+from peregrine.engine.prefill import STEP
+
 LEAST_TOKENS = {"cpu": 32, "cuda": 256}  # below it a chunk hardly gets faster; a step never reads less
-ROUNDED = {"cpu": 8, "cuda": 128}  # sizes are multiples of it; on CUDA of these a forward is recorded
+STEPS = {"cpu": 8, "cuda": STEP}  # sizes are multiples of it; on CUDA a forward of such a size is recorded
 MOST_QUEUED = 2  # chunks on a device: what comes meanwhile is not stuck behind more
 
 
@@ -38,7 +40,7 @@ class ChunkSize:
 
     def __init__(self, most: int, max_stall_s: float | None, device: torch.device) -> None:
         self.most, self.max_stall_s, self._on_cuda = most, max_stall_s, device.type == "cuda"
-        self.least, self._step = min(most, LEAST_TOKENS[device.type]), ROUNDED[device.type]
+        self.least, self._step = min(most, LEAST_TOKENS[device.type]), STEPS[device.type]
         self._next = most if max_stall_s is None else self.least  # until a chunk was timed
         self._queued: deque[TimedChunk] = deque()
         self._spare: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []  # events to be used again

@@ -31,6 +31,7 @@ class PromptChunk:
 
 
 Replay = Callable[[list[PromptChunk], bool], bool]
+STEP = 128  # chunks on a GPU have multiples of so many tokens: tiles of a linear have as many or more
 # Tokens of a chunk on a GPU. The former are 33 tiles of 128: with tiles of most weights they make whole waves on the
 # 132 multiprocessors of an H200, where 4,096 leave a thirtieth of it idle. But long prompts often have a power of two
 # of tokens, so that one that is read alone would end with a short chunk.

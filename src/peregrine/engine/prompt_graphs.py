@@ -22,17 +22,17 @@ from peregrine.engine.chunk_inputs import read_inputs, words_of, write_inputs
 from peregrine.engine.first_round import FirstRound
 from peregrine.engine.graphs import Graphs
 from peregrine.engine.host_copy import UploadRing
-from peregrine.engine.prefill import PromptChunk, size_alone
+from peregrine.engine.prefill import STEP, PromptChunk, size_alone
 from peregrine.engine.rounds import Rounds
 from peregrine.models.parallel import on_every_rank
 
 LEAST_TOKENS = 64  # of the smallest recorded chunk
 MOST_ROWS, ROW_TOKENS = 32, 48  # of a recorded chunk: prompts, and tokens that each has on average at least
-STEP, PART = 128, 16  # between recorded sizes: a linear's tile of tokens, or this part of the power of two before
+PART = 16  # recorded sizes from one power of two to the next, above 4,096 tokens
 
 
 def chunk_sizes(most: int) -> list[int]:
-    """Tokens of recorded chunks: multiples of STEP, since a linear takes hardly longer for the rest of a tile."""
+    """Tokens of recorded chunks: multiples of STEP, and the largest."""
     sizes = [LEAST_TOKENS]
     while sizes[-1] < most:
         power = 1 << (sizes[-1].bit_length() - 1)

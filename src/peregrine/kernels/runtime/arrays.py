@@ -1,6 +1,6 @@
 """Arrays that a compiled function finds by one address.
 
-To pass an array takes a tenth of a microsecond, to pass a number a tenth of that. So what is called many times with the
+To pass an array takes about a tenth of a microsecond, to pass a number far less. So what is called many times with the
 same arrays gets the address of a list of them: three words for each, its address, lines and columns.
 """
 
