@@ -24,7 +24,7 @@ from peregrine.kernels.attention.plan import MLA_WARPS
 from peregrine.kernels.attention.triton import HOPPER_REGISTERS, HOPPER_STAGES, PROMPT_REGISTERS
 from peregrine.kernels.linear.hopper import hopper_kernel
 from peregrine.kernels.linear.hopper_large import large_kernel
-from peregrine.kernels.linear.tiles import HOPPER_TABLES, IN_TURN, TALL_TILES
+from peregrine.kernels.linear.tiles import HOPPER_TABLES, TALL_TILES
 from peregrine.kernels.moe.hopper import experts_kernel
 from peregrine.kernels.moe.hopper_few import STAGES as FEW_STAGES
 from peregrine.kernels.moe.hopper_few import few_experts_kernel
@@ -82,13 +82,10 @@ def machine_code(cubin: bytes) -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def compile_linear(kind: str, rows: int, outputs: int, inputs: int, split: int, tail: int = 0, parts: int = 1) -> None:
-    """One line of the tables, as a layer uses it; with several parts, one program has them all."""
+def compile_linear(kind: str, rows: int, outputs: int, inputs: int, split: int, tail: int = 0) -> None:
+    """One line of the tables, as a layer uses it."""
     cols, depth, warps, stages = TALL_TILES[kind][rows, tail] if tail else HOPPER_TABLES[kind][rows]
-    if parts > 1:
-        rows, cols, depth, warps, stages = IN_TURN
     known = {"N": outputs, "K": inputs, "SPLIT": split, "ROWS": rows, "COLS": cols, "DEPTH": depth, "STAGES": stages}
-    known["PARTS"] = parts
     known |= {"SCALE": kind != "split", "BIAS": False, "GATE": kind == "gated", "ADD": kind == "split", "TAIL": tail}
     known["EXCHANGE"] = tail > 0 and split == 2
     tiled = {"x_desc": tiles(rows, depth), "tail_desc": tiles(tail or rows, depth), "w_desc": tiles(cols, depth)}
@@ -124,6 +121,8 @@ if __name__ == "__main__":
     compile_large(4096, 4096, add=True, GROUPS=2)
     compile_large(4096, 4096, add=True, GROUPS=3, HALF=True)
     compile_large(4096, 4096, add=True, GROUPS=3, HALF=True, PAIRS=True)
+    compile_large(4096, 4096, add=True, GROUPS=2, HALF=True)
+    compile_large(4096, 4096, add=True, GROUPS=2, HALF=True, PAIRS=True)
     compile_large(6144, 4096, GROUPS=2, REST=3)
     compile_large(14336, 4096, gate=True, GROUPS=2, REST=1)
     known = {"N": 1408, "K": 2048, "SCALE": True, "GATE": True, "num_warps": 4}
@@ -133,7 +132,6 @@ if __name__ == "__main__":
     # Every kind of weight with one end of its table.
     compile_linear("plain", 16, 6144, 4096, 1)
     compile_linear("split", 128, 4096, 14336, 2, tail=64)
-    compile_linear("split", 128, 4096, 14336, 1, parts=2)
     compile_linear("gated", 128, 14336, 4096, 1)
     compile_linear("wide", 16, 128256, 4096, 1)
     for rows, head_dim, page in ((16, 128, 16), (64, 128, 16), (32, 64, 128)):

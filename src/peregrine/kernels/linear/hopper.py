@@ -72,7 +72,6 @@ def hopper_kernel(  # type: ignore[no-untyped-def]
     GATE: gl.constexpr,
     ADD: gl.constexpr,
     SPLIT: gl.constexpr,
-    PARTS: gl.constexpr,
     ROWS: gl.constexpr,
     TAIL: gl.constexpr,
     COLS: gl.constexpr,
@@ -85,10 +84,10 @@ def hopper_kernel(  # type: ignore[no-untyped-def]
 
     A program has ROWS rows, and without GATE it may have TAIL more: tiles have powers of two, and 192 is 128 and 64.
     Where the last rows are fewer they begin earlier: copies of rows past the last one would take far longer.
-    Where the inputs are split, SPLIT programs have a part each, or one has all PARTS, one after the other.
+    Where the inputs are split, SPLIT programs have a part each.
     With EXCHANGE all programs are resident: of two that share a tile one finishes the first rows, the other the tail.
     """
-    STEPS: gl.constexpr = K // (SPLIT * PARTS) // DEPTH  # of one part
+    STEPS: gl.constexpr = K // SPLIT // DEPTH
     BYTES: gl.constexpr = (COLS * (2 if GATE else 1) + ROWS + TAIL) * DEPTH * 2
     w_tiles = gl.allocate_shared_memory(w_desc.dtype, [STAGES * (2 if GATE else 1), COLS, DEPTH], w_desc.layout)
     x_tiles = gl.allocate_shared_memory(x_desc.dtype, [STAGES, ROWS, DEPTH], x_desc.layout)
@@ -103,13 +102,13 @@ def hopper_kernel(  # type: ignore[no-untyped-def]
     row, tail_row = gl.minimum(own, gl.maximum(M - ROWS, 0)), gl.minimum(own + ROWS, gl.maximum(M - TAIL, 0))
     begin = part * (K // SPLIT)
     for place in gl.static_range(STAGES):
-        live = place < PARTS * STEPS
+        live = place < STEPS
         mbarrier.expect(ready.index(place), BYTES, live)
         request_weights(w_desc, w_tiles, ready, place, col, begin + place * DEPTH, live, N, GATE)
     gdc_launch_dependents()
     gdc_wait()
     for place in gl.static_range(STAGES):
-        live = place < PARTS * STEPS
+        live = place < STEPS
         depth = begin + place * DEPTH
         tma.async_copy_global_to_shared(x_desc, [row, depth], ready.index(place), x_tiles.index(place), live)
         if TAIL:
@@ -120,39 +119,31 @@ def hopper_kernel(  # type: ignore[no-untyped-def]
         end = gl.zeros((COLS, TAIL), gl.float32, product_layout(TAIL, COLS, num_warps))
     total = gl.zeros((COLS, ROWS), gl.float32, product)
     up = gl.zeros((COLS, ROWS), gl.float32, product)
-    first = total  # of two parts
-    gl.static_assert(PARTS == 1 or (PARTS == 2 and not TAIL))
-    for number in gl.static_range(PARTS):
-        if number:
-            first = warpgroup_mma_wait(0, deps=(total,))
-            total = gl.zeros((COLS, ROWS), gl.float32, product)
-        for step in range(number * STEPS, (number + 1) * STEPS):
-            here = step % STAGES
-            mbarrier.wait(ready.index(here), (step // STAGES) & 1)
-            x_tile = x_tiles.index(here).permute((1, 0))
-            total = warpgroup_mma(w_tiles.index(here), x_tile, total, is_async=True)
-            # While this step is multiplied, the slot of the step before it, which is finished now, is filled again.
-            if GATE:
-                up = warpgroup_mma(w_tiles.index(STAGES + here), x_tile, up, is_async=True)
-                total, up = warpgroup_mma_wait(2, deps=(total, up))
-            elif TAIL:
-                end = warpgroup_mma(w_tiles.index(here), tail_tiles.index(here).permute((1, 0)), end, is_async=True)
-                total, end = warpgroup_mma_wait(2, deps=(total, end))
-            else:
-                total = warpgroup_mma_wait(1, deps=(total,))
-            later = step - 1 + STAGES
-            depth = begin + later * DEPTH
-            more = (step > 0) & (later < PARTS * STEPS)
-            there = later % STAGES
-            mbarrier.expect(ready.index(there), BYTES, more)
-            request_weights(w_desc, w_tiles, ready, there, col, depth, more, N, GATE)
-            tma.async_copy_global_to_shared(x_desc, [row, depth], ready.index(there), x_tiles.index(there), more)
-            if TAIL:
-                beside = tail_tiles.index(there)
-                tma.async_copy_global_to_shared(tail_desc, [tail_row, depth], ready.index(there), beside, more)
+    for step in range(STEPS):
+        here = step % STAGES
+        mbarrier.wait(ready.index(here), (step // STAGES) & 1)
+        x_tile = x_tiles.index(here).permute((1, 0))
+        total = warpgroup_mma(w_tiles.index(here), x_tile, total, is_async=True)
+        # While this step is multiplied, the slot of the step before it, which is finished now, is filled again.
+        if GATE:
+            up = warpgroup_mma(w_tiles.index(STAGES + here), x_tile, up, is_async=True)
+            total, up = warpgroup_mma_wait(2, deps=(total, up))
+        elif TAIL:
+            end = warpgroup_mma(w_tiles.index(here), tail_tiles.index(here).permute((1, 0)), end, is_async=True)
+            total, end = warpgroup_mma_wait(2, deps=(total, end))
+        else:
+            total = warpgroup_mma_wait(1, deps=(total,))
+        later = step - 1 + STAGES
+        depth = begin + later * DEPTH
+        more = (step > 0) & (later < STEPS)
+        there = later % STAGES
+        mbarrier.expect(ready.index(there), BYTES, more)
+        request_weights(w_desc, w_tiles, ready, there, col, depth, more, N, GATE)
+        tma.async_copy_global_to_shared(x_desc, [row, depth], ready.index(there), x_tiles.index(there), more)
+        if TAIL:
+            beside = tail_tiles.index(there)
+            tma.async_copy_global_to_shared(tail_desc, [tail_row, depth], ready.index(there), beside, more)
     total, up = warpgroup_mma_wait(0, deps=(total, up))
-    if PARTS == 2:
-        total = first + total
     tile = gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)
     pointers = bias, out, squares, residual, norm, scaled, next_squares, stale_squares, partial, arrived
     if EXCHANGE:

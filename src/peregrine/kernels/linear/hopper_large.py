@@ -224,7 +224,7 @@ def large_kernel(  # type: ignore[no-untyped-def]
 ):
     """Further arguments are those of `linear_kernel`. With PAIRS two programs have one part of a tile each.
 
-    GROUPS: of four warps, each with HEIGHT rows of a tile; three if HALF, or without split inputs and a residual.
+    GROUPS: of four warps, each with HEIGHT rows of a tile; three only if HALF, or without split inputs and a residual.
     HALF: tiles have half of the columns.
     REST: quarters in the pieces that the last tiles are cut into, of linears without either; 0: they are not. If it is
     odd, w_desc has tiles of a quarter, and with GATE scaled_desc those of half a chunk.

@@ -23,7 +23,8 @@ WIDE_OUTPUTS = 32768
 LARGE_HEIGHT, LARGE_COLS, LARGE_DEPTH, LARGE_STAGES, LARGE_ALIGNMENT = 64, 256, 64, 4, 8
 # Its tiles, as measured: what one takes, where 1 is a tile of two groups, and a piece of some quarters of its columns.
 PIECES = {2: {1: 0.37, 2: 0.5, 3: 0.79}, 3: {1: 0.75, 2: 0.92, 3: 1.2}}  # by groups
-THREE_GROUPS, THREE_GROUPS_HALF = 1.47, 0.78
+THREE_GROUPS = 1.47
+HALF_TILES = {2: 0.51, 3: 0.78}  # by groups: of half of the columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,6 @@ class Tile:
     stages: int
     split: int = 1  # programs that share the inputs
     tail: int = 0  # rows more, on Hopper: parts of a tile have powers of two, and 192 rows are 128 and 64
-    parts: int = 1  # of the inputs, on Hopper: that one program multiplies one after the other
 
     @property
     def in_halves(self) -> bool:
@@ -88,19 +88,15 @@ TALL_TILES: dict[str, dict[tuple[int, int], tuple[int, int, int, int]]] = {
     "plain": {(128, 64): (64, 64, 4, 6), (128, 128): (64, 64, 4, 5)},
     "split": {(128, 64): (64, 64, 4, 6), (128, 128): (64, 64, 4, 5)},
 }
-MOST_SHARED = 192  # rows up to which two programs had better have a part of the inputs each
-# For more rows of a weight that two programs would share one has both parts of the inputs, one after the other, and two
-# tiles have all rows: the entry of a table.
-IN_TURN = 128, 64, 64, 4, 8
+# Rows up to which two programs that finish half of such a tile each are faster than the kernel for many rows.
+MOST_IN_HALVES = 192
 
 
 def tall_tile(num_rows: int, num_outputs: int, num_inputs: int, gate: bool, split: int) -> Tile | None:
-    """Hopper's tile that holds all rows, or half of them, if it is the fastest for so many."""
+    """Hopper's tile that holds all rows, if it is the fastest for so many."""
     kind = kind_of(num_outputs, gate, split)
-    in_turn = Tile(*IN_TURN, parts=2)
-    fits = MOST_SHARED < num_rows <= 2 * in_turn.rows and num_inputs % (2 * in_turn.depth) == 0
-    if split == 2 and fits and 2 * -(-num_outputs // in_turn.cols) <= MULTIPROCESSORS:
-        return in_turn
+    if split == 2 and num_rows > MOST_IN_HALVES:
+        return None
     for (rows, tail), (cols, depth, warps, stages) in TALL_TILES.get(kind, {}).items():
         if HEIGHTS[-1] < num_rows <= rows + tail and num_inputs % (split * depth) == 0:
             at_once = split * -(-num_outputs // cols) <= MULTIPROCESSORS
@@ -185,15 +181,17 @@ def large_plans(
     if split == 1 and not add:
         of_two = whole_or_cut(two, -(-num_outputs // cols), num_sms, 2, 1.0)
         return of_two | whole_or_cut(three, -(-num_outputs // cols), num_sms, 3, THREE_GROUPS)
+    whole, halves = -(-num_outputs // cols), -(-num_outputs // (cols // 2))
+    tiles_of = {(2, False): two * whole, (3, True): three * halves}
+    if split == 2 and two * halves <= num_sms:  # measured for a program's only tile, in two parts
+        tiles_of[2, True] = two * halves
     plans = {}
-    for tiles, cost, groups in (
-        (two * -(-num_outputs // cols), 1.0, 2),
-        (three * -(-num_outputs // (cols // 2)), THREE_GROUPS_HALF, 3),
-    ):
-        whole = LargePlan(min(num_sms, tiles), tiles, split=split, groups=groups, half=groups == 3)
-        plans[whole] = cost * -(-tiles // num_sms)
+    for (groups, half), tiles in tiles_of.items():
+        plan = LargePlan(min(num_sms, tiles), tiles, split=split, groups=groups, half=half)
+        cost = HALF_TILES[groups] if half else 1.0
+        plans[plan] = cost * -(-tiles // num_sms)
         if split == 2 and 2 * tiles <= num_sms:
-            plans[replace(whole, programs=2 * tiles, in_pairs=True)] = cost / 2
+            plans[replace(plan, programs=2 * tiles, in_pairs=True)] = cost / 2
     return plans
 
 

@@ -145,7 +145,7 @@ def run(
 
             parts = (x[rows], tile.rows), (x[rows], tile.tail or tile.rows), (matrix, tile.cols)
             tiles = [tiled(*part, tile.depth) for part in parts]
-            more = {"TAIL": tile.tail, "STAGES": tile.stages, "PARTS": tile.parts}
+            more = {"TAIL": tile.tail, "STAGES": tile.stages}
             # Programs that wait for each other must all run at once.
             more["EXCHANGE"] = tile.in_halves and math.prod(grid) <= multiprocessors(x.device, 0)
             launch(hopper_kernel, grid, *tiles, *pointers, count, eps, **constants, **more, pdl=True)
