@@ -29,7 +29,7 @@ LAYERS = (
 )
 LAYER = {unit: height for height, units in enumerate(LAYERS) for unit in units}
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_ARGUMENTS = 300, 60, 8
-MAX_KERNEL_LINES, MAX_LAUNCH_ARGUMENTS = 900, 12  # a kernel with its device functions and its launch is one file
+MAX_LAUNCH_ARGUMENTS = 12  # of a function that launches a kernel
 COMPILED = re.compile(r"jit|cfunc|cpu_kernel|intrinsic")  # decorators of kernels: the hardware sets their size
 # peregrine.kernels.FOLDER.FILE.name; device files may be imported by the code that chose the device.
 KERNEL_FILE = re.compile(r"peregrine\.kernels\.(?P<folder>\w+)\.(?P<file>[a-z]\w*)\.\w+$")
@@ -167,9 +167,8 @@ def test_files_are_short_and_plainly_named() -> None:
     complaints = []
     for path in FILES:
         name, lines = path.relative_to(SRC), path.read_text().count("\n")
-        most = MAX_KERNEL_LINES if unit_of(path) == "kernels" else MAX_FILE_LINES
-        if lines > most:
-            complaints.append(f"{name}: {lines} lines, more than {most}: cut it where the subject changes")
+        if lines > MAX_FILE_LINES:
+            complaints.append(f"{name}: {lines} lines, more than {MAX_FILE_LINES}: cut it where the subject changes")
         if {word for part in name.with_suffix("").parts for word in part.split("_")} & VAGUE_NAMES:
             complaints.append(f"{name}: name the file after what is in it")
     assert not complaints, "\n".join(complaints)

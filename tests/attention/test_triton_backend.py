@@ -63,6 +63,7 @@ def test_the_kernel_that_costs_less_is_launched(kernel: Kernel, monkeypatch: pyt
 @needs_interpreter
 @pytest.mark.parametrize("kernel", Kernel)
 def test_mla_has_both_kernels(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    from peregrine.kernels.attention import mla_merge_triton as merge
     from peregrine.kernels.attention import mla_triton as gpu
 
     launched = []
@@ -72,9 +73,10 @@ def test_mla_has_both_kernels(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -
         launched.append((what, options.get("SPLIT_KV")))
         right(what, *arguments, **options)
 
-    monkeypatch.setattr(gpu, "launch", spy)
+    for module in (gpu, merge):
+        monkeypatch.setattr(module, "launch", spy)
     attend(TritonBackend(only(kernel, [(1, 2)])), [chain(140, 2, MLA_HEADS)], LAYER)
-    decode = [(gpu.mla_kernel, True), (gpu.mla_merge_kernel, None)]
+    decode = [(gpu.mla_kernel, True), (merge.mla_merge_kernel, None)]
     assert launched == (decode if kernel is Kernel.DECODE else [(gpu.mla_kernel, False)])
 
 

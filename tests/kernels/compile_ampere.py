@@ -19,7 +19,7 @@ def main() -> None:
     gpu.generation = lambda: 8
     from kernels.compile_attention import PLAIN, SHAPE, TYPES
     from peregrine.kernels.attention.blocks import SAME_BITS
-    from peregrine.kernels.attention.triton import decode_kernel, merge_kernel
+    from peregrine.kernels.attention.dense_triton import decode_kernel, merge_kernel
 
     types = {name: kind for kind, names in TYPES.items() for name in names}
     types |= dict.fromkeys(("q", "out", "keys", "values"), "*bf16")

@@ -12,9 +12,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kernels.compile_kernels import UNFENCED
+from peregrine.kernels.attention import dense_triton as kernels
 from peregrine.kernels.attention import kv_write_triton as kv_write
 from peregrine.kernels.attention import plan_triton
-from peregrine.kernels.attention import triton as kernels
 from peregrine.kernels.attention.blocks import SAME_BITS
 from peregrine.kernels.attention.plan import BLOCK, TALL_TILE, TILE
 

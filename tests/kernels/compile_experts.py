@@ -51,9 +51,10 @@ MODELS = {
 def compile_experts() -> None:
     """Routing and experts of every model; tensors have shapes but no memory."""
     from peregrine.kernels.linear.triton import TritonWeight
+    from peregrine.kernels.moe.combine_triton import combine
     from peregrine.kernels.moe.gather_triton import gather
     from peregrine.kernels.moe.route_triton import route
-    from peregrine.kernels.moe.triton import TritonExperts, combine
+    from peregrine.kernels.moe.triton import TritonExperts
     from peregrine.kernels.residual import Residual
 
     def shape(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

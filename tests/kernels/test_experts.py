@@ -331,7 +331,7 @@ def test_rows_are_gathered_in_blocks_that_share_an_expert(num_rows: int, num_exp
 
 @needs_interpreter
 def test_outputs_at_places_add_up_to_the_same_bits() -> None:
-    from peregrine.kernels.moe.triton import combine
+    from peregrine.kernels.moe.combine_triton import combine
 
     outputs, residual, norm = draw(9 * 3, HIDDEN), draw(9, HIDDEN, seed=1), draw(HIDDEN, seed=2)
     places = torch.randperm(40, generator=torch.Generator().manual_seed(0))[: len(outputs)]

@@ -22,7 +22,7 @@ if not (TRITON_PRESENT and triton_interprets()):
 
 import triton
 
-from peregrine.kernels.attention import GpuPlan, Kernel, Launch, mla_num_splits, mla_triton
+from peregrine.kernels.attention import GpuPlan, Kernel, Launch, mla_merge_triton, mla_num_splits, mla_triton
 from peregrine.kernels.attention import plan as plans
 from peregrine.kernels.attention.mla_triton import mla_attention
 from peregrine.kernels.attention.plan import BLOCK, MLA_MAX_SPLITS, mla_max_keys, mla_split_width
@@ -115,7 +115,9 @@ def few_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, function in (("split_width", mla_split_width), ("max_keys", mla_max_keys)):
         monkeypatch.setattr(function, "__defaults__", (FEW, *(function.__defaults__ or ())[1:]))
         copied = FunctionType(function.__code__, function.__globals__)  # what is interpreted is kept by function
-        monkeypatch.setattr(mla_triton, name, triton.jit(copied))
+        for kernels in (mla_triton, mla_merge_triton):
+            if name in vars(kernels):
+                monkeypatch.setattr(kernels, name, triton.jit(copied))
     assert mla_max_keys(128) == BORDER
 
 

@@ -81,14 +81,15 @@ class Launches(TorchDispatchMode):
 def count_kernels(patch: pytest.MonkeyPatch, launches: Launches) -> None:
     from peregrine.kernels.round import drafts_triton, ngram_triton, places_triton, tree_triton, verdict_triton
     from peregrine.kernels.sampling import adjust_triton as adjust_gpu
-    from peregrine.kernels.sampling import filters_triton as filters_gpu
+    from peregrine.kernels.sampling import digits_triton, histogram_triton
     from peregrine.kernels.sampling import logprobs_triton as logprobs_gpu
     from peregrine.kernels.sampling import scores_triton as scores_gpu
     from peregrine.kernels.sampling import triton as choose_gpu
     from peregrine.synthetic import accept_triton as simulated
 
     rounds = (drafts_triton, ngram_triton, places_triton, tree_triton, verdict_triton)
-    for module in (choose_gpu, adjust_gpu, scores_gpu, filters_gpu, logprobs_gpu, *rounds, simulated):
+    filters = (histogram_triton, digits_triton)
+    for module in (choose_gpu, adjust_gpu, scores_gpu, *filters, logprobs_gpu, *rounds, simulated):
         patch.setattr(module, "launch", launches.launch)
     # The target's vocabulary of 300 takes several spans and the head's of 200 one; with noise both take several.
     for name, size in {"WHOLE": 256, "SPAN": 256, "NOISY_SPAN": 128}.items():

@@ -28,7 +28,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from peregrine.kernels.attention import plan
 from peregrine.kernels.attention.blocks import LOG2_E, LOWEST
 from peregrine.kernels.attention.hopper import BLOCK, WIDTH, slots_of
-from peregrine.kernels.attention.mla_hopper import find_tile, key_limits, power_of_two, rows_of_tile
+from peregrine.kernels.attention.mla_hopper_keys import find_tile, key_limits, power_of_two, rows_of_tile
 from peregrine.kernels.runtime.layouts import product_layout
 from peregrine.kernels.runtime.rounding import rounded
 
