@@ -1,6 +1,7 @@
 """What the host counts in bulk: pages that cover every reach, statistics from verdicts, outputs without deltas."""
 
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -98,9 +99,13 @@ def test_outputs_do_not_depend_on_deltas(stop: tuple[str, ...]) -> None:
     assert stop or deltas < 3 * len(asked)
 
 
-def test_prompts_come_first_if_nobody_reads_along() -> None:
-    """Whole outputs are awaited: all prompts are read, then everybody is in every round. Streams are not held up."""
-    asked = cases(6, max_tokens=10, ignore_eos=True)
+@pytest.mark.parametrize("more", [{}, {"logprobs": 1}, {"stop": ("\u2603",)}], ids=["free", "logprobs", "stop string"])
+def test_prompts_come_first_if_nobody_reads_along(more: dict[str, Any]) -> None:
+    """Whole outputs are awaited: all prompts are read, then everybody is in every round. Streams are not held up.
+
+    So it is for requests whose tokens are looked at as they come, too: nobody watches them.
+    """
+    asked = cases(6, max_tokens=10, ignore_eos=True, **more)
     long = [Case((case.prompt * 50)[:50], case.params) for case in asked]
     sizes = {"drafter": "none", "prefill_chunk": 16, "max_rows": 6, "prefix_cache": False, "lag": 0}
     streamed, awaited = build(**sizes).engine, build(**sizes).engine

@@ -193,12 +193,13 @@ def test_every_plan_gives_the_same_bits(problem: Problem) -> None:
         (4096, 4096, "plain", True),
         (2048, 2048, "add", False),
         (2048, 1536, "scale", True),
+        (2880, 4096, "add", True),
     ],
-    ids=["bias", "gate of odd width", "narrow", "unsplit addition", "two parts", "four parts", "three parts"],
+    ids=["bias", "gate of odd width", "narrow", "unsplit addition", "two parts", "four parts", "three parts", "past N"],
 )
 def test_many_rows_of_other_weights(outputs: int, inputs: int, part: str, bias: bool, dtype: torch.dtype) -> None:
     problem = make_problem(outputs, inputs, part, bias, 1500, dtype)
-    for rows in (40, 100, 190, 257, 512, 1500):
+    for rows in (40, 100, 190, 200, 257, 512, 1500):
         for many, few in zip(problem.run(slice(0, rows)), problem.run(slice(0, rows), problem.tile), strict=True):
             assert torch.equal(many, few), rows
 
@@ -211,7 +212,7 @@ def test_squares_that_cannot_be_counted_and_small_rows_of_many(inputs: int) -> N
     problem.residual[3::11, 70] = 3e5
     problem.residual[4::13, 5] = torch.nan
     problem.residual[5::17, 300] = torch.inf
-    for rows in (96, 190, 300, 600):
+    for rows in (96, 190, 200, 300, 600):
         for many, few in zip(problem.run(slice(0, rows)), problem.run(slice(0, rows), problem.tile), strict=True):
             assert torch.equal(many.nan_to_num(), few.nan_to_num()), rows
 
@@ -237,7 +238,7 @@ def test_a_sum_is_what_the_library_computes_without_splitting(rows: int) -> None
         torch.backends.cuda.preferred_blas_library(library)
 
 
-@pytest.mark.parametrize("rows", [96, 192, 512])
+@pytest.mark.parametrize("rows", [96, 192, 200, 512])
 @pytest.mark.parametrize("problem", ["o"], indirect=True)
 def test_programs_that_wait_for_each_other_give_the_same_bits_again(problem: Problem, rows: int) -> None:
     """These rows of a split weight are computed by pairs of programs, which exchange sums."""

@@ -60,6 +60,7 @@ def compile_kernel(kernel: Any, tiled: dict[str, str], known: dict[str, Any], **
         "kernel": kernel.fn.__name__,
         "kind": kind,
         "rows": known.get("ROWS"),
+        "tail": known.get("TAIL", 0),
         "shared": code.metadata.shared,
         "fusible": len(re.findall(r"\b(?:mul|add|sub)\.f32", ptx)),  # those that stay apart are .rn.f32
         "matrix": len(re.findall(r"wgmma\.mma_async", ptx)),
@@ -123,6 +124,7 @@ if __name__ == "__main__":
     compile_large(4096, 4096, add=True, GROUPS=3, HALF=True, PAIRS=True)
     compile_large(4096, 4096, add=True, GROUPS=2, HALF=True)
     compile_large(4096, 4096, add=True, GROUPS=2, HALF=True, PAIRS=True)
+    compile_large(2880, 4096, add=True, BIAS=True, GROUPS=2, HALF=True, PAIRS=True)  # with chunks past the last output
     compile_large(6144, 4096, GROUPS=2, REST=3)
     compile_large(14336, 4096, gate=True, GROUPS=2, REST=1)
     known = {"N": 1408, "K": 2048, "SCALE": True, "GATE": True, "num_warps": 4}
@@ -131,6 +133,7 @@ if __name__ == "__main__":
     compile_few(128, 0, 768, 8)
     # Every kind of weight with one end of its table.
     compile_linear("plain", 16, 6144, 4096, 1)
+    compile_linear("split", 128, 4096, 14336, 2)
     compile_linear("split", 128, 4096, 14336, 2, tail=64)
     compile_linear("gated", 128, 14336, 4096, 1)
     compile_linear("wide", 16, 128256, 4096, 1)

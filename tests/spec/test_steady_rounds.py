@@ -396,12 +396,12 @@ def test_rows_come_back_if_there_is_enough_left_to_win() -> None:
         assert DraftNumber(some_costs()).choose(requests, lambda _: odds, 1, 0, goes_on=False).drafts == drafts
 
 
-@pytest.mark.parametrize(("missed", "streams", "waits"), [(9000, False, False), (9000, True, True), (100, True, False)])
-def test_what_was_missed_holds_up_nobody_who_watches(missed: int, streams: bool, waits: bool) -> None:
+@pytest.mark.parametrize(("missed", "watched", "waits"), [(9000, False, False), (9000, True, True), (100, True, False)])
+def test_what_was_missed_holds_up_nobody_who_watches(missed: int, watched: bool, waits: bool) -> None:
     """It is read in parts, between rounds that rest, if all of it would take too long."""
     (request,), odds, stall = some_requests(1, limit=1 << 20, num_drafts=1), some_odds(75), 100.0
     request.tokens += [0] * missed
-    request.missed, request.streams = request.num_tokens - 1 - missed, streams
+    request.missed, request.is_watched = request.num_tokens - 1 - missed, watched
     planner = WindowPlanner(3, some_costs(0.05), looks_up=False, max_stall_ms=stall)
     planner._odds = {False: odds, True: odds}
     parts = 0

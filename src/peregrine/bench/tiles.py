@@ -19,8 +19,8 @@ from peregrine.bench.device import COLD_BYTES, graph_ms
 from peregrine.engine.sources import open_source
 from peregrine.errors import ConfigError
 from peregrine.hardware import resolve_device, resolve_dtype
-from peregrine.kernels.linear.tiles import HEIGHTS, Tile, kind_of, pick_split, pick_tile
-from peregrine.kernels.runtime.gpu import TRITON_PRESENT
+from peregrine.kernels.linear.tiles import HEIGHTS, Tile, kind_of, large_plan, pick_split, pick_tile
+from peregrine.kernels.runtime.gpu import TRITON_PRESENT, multiprocessors
 from peregrine.models.layers import MLP, Linear
 
 COLS, DEPTHS, WARPS, STAGES = (64, 128), (64, 128), (4, 8), (3, 4, 5, 6)
@@ -86,7 +86,8 @@ def run(model: str, drafter: str, rows: Sequence[int], dtype: str) -> dict[str, 
     shapes = shapes_of([target, network] if isinstance(network, nn.Module) else [target])
     shapes = [replace(shape, on_hopper=takes_hopper(shape, number, device)) for shape in shapes]
     del target, network  # room for the copies
-    plan = list(itertools.product(shapes, rows))
+    num_sms = multiprocessors(device, 0)
+    plan = [cell for cell in itertools.product(shapes, rows) if has_tile(*cell, num_sms)]
     bar = tqdm(plan, "measuring tiles", unit="shape", leave=False)
     lines = [measure(shape, count, lambda s, t: time_tile(s, t, number, device)) for shape, count in bar]
     return {
@@ -124,6 +125,13 @@ def takes_hopper(shape: WeightShape, dtype: torch.dtype, device: torch.device) -
     from peregrine.kernels.linear.triton import hopper_takes
 
     return hopper_takes(torch.empty(1, shape.inputs, dtype=dtype, device=device))
+
+
+def has_tile(shape: WeightShape, rows: int, num_sms: int) -> bool:
+    """Whether so many rows have a tile of the tables: from 65 on Hopper's kernel for many rows may serve them."""
+    if not shape.on_hopper:
+        return True
+    return large_plan(rows, shape.outputs, shape.inputs, shape.gate, add=False, num_sms=num_sms) is None
 
 
 def candidates(shape: WeightShape, rows: int) -> list[Tile]:

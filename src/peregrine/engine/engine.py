@@ -135,7 +135,7 @@ class Engine:
         """
         self.ledger.settle(self.reading, idle=not self.running)
         unread = {r: count for r in self.reading if (count := r.num_unread) and r.arriving is None}
-        watched = bool(unread) and any(request.streams for request in self.running)
+        watched = bool(unread) and any(request.is_watched for request in self.running)
         if unread:
             chunks = next_chunks(unread, self.chunk_size.tokens(watched))
             with self.chunk_size.timed(sum(chunk.num_tokens for chunk in chunks)):
@@ -264,7 +264,7 @@ class Engine:
             for request, line, extras in zip(result.requests, result.lines, result.extras, strict=False):
                 if request.seat is None or not (line[0] or line[3]):
                     continue
-                if request.streams or line[3]:  # its user waits for the tokens, or it ends
+                if request.is_followed or line[3]:  # its user waits for the tokens, or it ends
                     deltas.append(self._take_or_fail(request, line, extras))
                 else:
                     request.take(line)

@@ -28,6 +28,22 @@ class Ring:
         return buffer.copy_(value, non_blocking=True)
 
 
+class Rings:
+    """A ring for each thing that a round copies to the host once: no copy is overwritten before it is read."""
+
+    def __init__(self) -> None:
+        self._rings: dict[tuple[str, tuple[int, ...]], Ring] = {}
+
+    def copy(self, name: str, value: Tensor) -> Tensor:
+        """Queue a copy into a pinned buffer; a value on the host is returned as it is."""
+        if not value.is_cuda:
+            return value
+        key = name, tuple(value.shape)
+        if key not in self._rings:
+            self._rings[key] = Ring(value)
+        return self._rings[key].copy(value)
+
+
 class UploadRing:
     """Pinned host memory of int64 words, used in turn for copies to the device."""
 

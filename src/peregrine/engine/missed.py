@@ -40,7 +40,7 @@ class Missed:
         The limit is the one for prompts.
         """
         ms = self.ms(requests)
-        if ms <= self.max_stall_ms or not any(request.streams for request in requests):
+        if ms <= self.max_stall_ms or not any(request.is_watched for request in requests):
             return None
         return max(1, int(self.max_stall_ms / ms * sum([request.num_missed for request in requests])))
 

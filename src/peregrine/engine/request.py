@@ -119,7 +119,7 @@ class Request:
     """One user's generation: what was asked, the pages and the seat it holds, what it has produced."""
 
     def __init__(self, request_id: int, prompt: list[int], params: SamplingParams, seed: int, limit: int) -> None:
-        self.streams = True  # its tokens are handled as they come; False: when it ends
+        self.is_watched = self.is_followed = True  # see `wait_for_end`
         self.id, self.prompt, self.params, self.seed, self.limit = request_id, prompt, params, seed, limit
         self.stream: TextStream | None = None  # None: no text was asked for
         self.text_of: Callable[[int], str] | None = None  # a token's text, for log-probabilities
@@ -201,8 +201,8 @@ class Request:
         )
 
     def wait_for_end(self) -> None:
-        """Make no delta but the last; tokens are handled as they come all the same if something depends on it."""
-        self.streams = bool(self.params.stops) or self.params.logprobs is not None
+        """Nobody watches its tokens come; each is followed, handled as it comes, only if something depends on it."""
+        self.is_watched, self.is_followed = False, bool(self.params.stops) or self.params.logprobs is not None
 
     def add_text(self, silent: int = 0) -> str:
         """Turn new tokens into text, all but the last `silent`; returns what is final."""

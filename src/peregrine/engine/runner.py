@@ -15,7 +15,7 @@ from peregrine.engine.ahead_planner import AheadPlan, AheadPlanner
 from peregrine.engine.ahead_rounds import AheadRounds
 from peregrine.engine.first_round import FirstRound
 from peregrine.engine.graphs import Graphs
-from peregrine.engine.host_copy import Ring, event_after
+from peregrine.engine.host_copy import Rings, event_after
 from peregrine.engine.masks import MaskWriter
 from peregrine.engine.planning import AnyPlan, WindowPlanner
 from peregrine.engine.request import Request
@@ -78,7 +78,7 @@ class Runner:
         self.mark: Mark = no_mark
         self.in_flight: deque[RoundInFlight] = deque()
         self.launched = 0  # rounds until now
-        self._rings: dict[tuple[tuple[int, ...], torch.dtype], Ring] = {}
+        self._to_host = Rings().copy
 
     @property
     def any_planner(self) -> WindowPlanner | AheadPlanner | None:
@@ -148,12 +148,12 @@ class Runner:
         ahead = self.ahead
         foreseen = None if ahead is None or features.masked else ahead[0].plan(requests, rows.count)
         said = None if foreseen is None else self.seats.view(rows).said
-        said = None if said is None else self._to_host(said if said.is_cuda else said.clone())
+        said = None if said is None else self._to_host("said", said if said.is_cuda else said.clone())
         first = self.first if self.first and self.first.serves(requests, features) and not self.eager else None
         if features.masked or any(r.params.report_drafts for r in requests):
             if ahead is not None and foreseen is not None:
                 ahead[1].clip(foreseen)
-            windows = self._to_host(self._windows(rows if foreseen is None else Rows(rows.count, rows.places), plan))
+            windows = self._to_host("windows", self._windows(rows, plan, foreseen is not None))
         if features.masked and windows is not None:
             if ahead is not None:
                 ahead[0].drafted = (self.masked_nodes or 1) - 1
@@ -170,10 +170,10 @@ class Runner:
         else:
             verdict, logprobs = self._replay(rows, features)
         self.mark("copy")
-        packed = self._to_host(verdict.table)
+        packed = self._to_host("verdicts", verdict.table)
         values = None
         if logprobs is not None and features.logprobs is not None:  # a recorded round may do more than was asked
-            values = self._to_host(logprobs.chosen), self._to_host(logprobs.top_ids), self._to_host(logprobs.top)
+            values = self._copied(logprobs)
         ready = event_after(verdict.table)
         planned: tuple[AnyPlan, RoundTimes | None] | AheadPlan | None = foreseen
         if plan is not None and (repeated is None or not repeated.rests):  # else there is nothing to learn
@@ -264,15 +264,6 @@ class Runner:
         result: tuple[Verdict, Logprobs | None] = self.graphs.replay((rows, variant))
         return result
 
-    def _to_host(self, value: Tensor) -> Tensor:
-        """Queue a copy into a pinned buffer of a ring; a value on the host is returned as it is."""
-        if not value.is_cuda:
-            return value
-        key = tuple(value.shape), value.dtype
-        if key not in self._rings:
-            self._rings[key] = Ring(value)
-        return self._rings[key].copy(value)
-
     def read(self) -> RoundResult:
         """Wait for the oldest round in flight; returns what it did, and grammars take its tokens."""
         flight = self.in_flight.popleft()
@@ -292,8 +283,17 @@ class Runner:
             return RoundResult(requests, lines, accept)
         return RoundResult(requests, lines, accept, extras_of(requests, lines, flight.windows, flight.logprobs))
 
-    def _windows(self, rows: Rows, plan: Plan | None) -> Tensor:
-        """Tokens, parents and offered flags of the windows to be verified, as copies: the round overwrites them."""
+    def _copied(self, logprobs: Logprobs) -> tuple[Tensor, Tensor, Tensor]:
+        copy = self._to_host
+        return copy("chosen", logprobs.chosen), copy("top ids", logprobs.top_ids), copy("top", logprobs.top)
+
+    def _windows(self, rows: Rows, plan: Plan | None, whole: bool) -> Tensor:
+        """Tokens, parents and offered flags of the windows to be verified, as copies: the round overwrites them.
+
+        `whole`: with all their nodes, also if a batch with a grammar has fewer.
+        """
+        if whole:
+            rows = Rows(rows.count, rows.places)
         branches = plan is not None and plan.branched is not None
         nodes = planned_state(self.seats, rows, plan if branches else None).nodes()
         offered = (nodes.depths > 0) & (nodes.depths <= nodes.offered[:, None])  # [R, T]

@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from peregrine.kernels.linear.epilogue import gated, reset_squares
-from peregrine.kernels.linear.hopper_ring import CHUNK, HEIGHT
+from peregrine.kernels.linear.hopper_ring import CHUNK, COLS, HEIGHT
 from peregrine.kernels.residual.reference import MAX_SQUARE, SQUARE_UNIT
 from peregrine.kernels.residual.triton import counted_square, fine_square, is_small, root_mean_square, weighted
 from peregrine.kernels.runtime.layouts import product_layout
@@ -212,9 +212,9 @@ def add_chunk(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def counted(values, col, N: gl.constexpr):  # type: ignore[no-untyped-def]
-    """The values of a chunk in float32; 0 in columns past the last."""
+    """The values of a chunk in float32; 0 in columns past the last, where whole chunks of a tile may lie."""
     values = values.to(gl.float32)
-    if N % CHUNK:
+    if N % COLS:
         cols = col + gl.arange(0, CHUNK, gl.SliceLayout(0, values.type.layout))
         values = gl.where((cols < N)[None, :], values, 0.0)
     return values

@@ -222,7 +222,7 @@ def large_kernel(  # type: ignore[no-untyped-def]
     REST: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """Further arguments are those of `linear_kernel`. With PAIRS two programs have one part of a tile each.
+    """Further arguments are those of `linear_kernel`. With PAIRS two programs have a part of one tile each.
 
     GROUPS: of four warps, each with HEIGHT rows of a tile; three only if HALF, or without split inputs and a residual.
     HALF: tiles have half of the columns.

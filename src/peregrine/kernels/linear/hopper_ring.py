@@ -3,8 +3,8 @@
 There are as many programs as multiprocessors, and each takes tile after tile: some tokens by COLS rows of the weight.
 One warp of a program copies steps of DEPTH inputs by TMA into a ring of places. Two or three groups of four warps
 multiply them, each for HEIGHT tokens. Three groups read a weight once for 192 tokens; they have places for three steps
-only, and registers for a residual only if tiles have half of the columns (HALF). The last tiles, which are too few for
-all programs, may be cut into pieces of REST quarters of their columns.
+only, or for four, and registers for a residual, if tiles have half of the columns (HALF). The last tiles, which are too
+few for all programs, may be cut into pieces of REST quarters of their columns.
 
 With GATE a tile's rows are 8 gates, 8 ups, 8 gates and so on, copied by a descriptor of four dimensions: so a thread
 has the gate and the up of an output.
@@ -94,7 +94,7 @@ def new_ring(x_desc, w_desc, GROUPS: gl.constexpr, HALF: gl.constexpr):  # type:
 
     All groups of multiplying warps free a place; the first lets the others start through `lead`.
     """
-    STAGES: gl.constexpr = 4 if GROUPS == 2 or HALF else 3  # as many as fit
+    STAGES: gl.constexpr = 4 if GROUPS == 2 or HALF else 3  # two groups with HALF have room for more, and are no faster
     HALVES: gl.constexpr = 1 if HALF else 2  # of COLS, in a place
     w_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COLS // 2, DEPTH], w_desc.dtype)
     x_tiles = gl.allocate_shared_memory(x_desc.dtype, [GROUPS * STAGES, HEIGHT, DEPTH], x_desc.layout)

@@ -49,7 +49,6 @@ def lowest_by_digits(logits: Tensor, sampling: SamplingTensors, adjusted: Adjust
         _select_digits,
         (num_rows * num_nodes,),
         *(adjusted_rows, *limits(sampling), bins, lowest, num_nodes, vocab_size),
-        ADJUSTED=adjusted is not None,
         HALF=logits.element_size() == HALF_BYTES,
         num_warps=8,
         pdl=True,
@@ -151,17 +150,7 @@ def _sum_digits(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["num_nodes"])
 def _select_digits(  # type: ignore[no-untyped-def]
-    adjusted_rows,
-    temperatures,
-    top_ks,
-    top_ps,
-    log_min_ps,
-    bins,
-    lowest,
-    num_nodes,
-    vocab_size,
-    ADJUSTED: tl.constexpr,
-    HALF: tl.constexpr,
+    adjusted_rows, temperatures, top_ks, top_ps, log_min_ps, bins, lowest, num_nodes, vocab_size, HALF: tl.constexpr
 ):
     """The lowest score kept at one node, from all digits."""
     enter()
