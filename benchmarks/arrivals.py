@@ -11,10 +11,10 @@ The definitions are those of `peregrine bench serve`.
 
 import argparse
 import json
+import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from random import Random
 
 from tqdm import tqdm
@@ -23,8 +23,9 @@ from peregrine.bench.batches import Load, make_prompts
 from peregrine.bench.generation import decided
 from peregrine.bench.serve import Case, arrivals
 from peregrine.bench.serve_metrics import Exchange, Limits, summarise
+from peregrine.cli.flags import new_file
 from peregrine.engine.request import Delta
-from peregrine.errors import EngineFault
+from peregrine.errors import EngineFault, PeregrineError
 from peregrine.llm import LLM
 from peregrine.sampling import SamplingParams
 
@@ -48,23 +49,25 @@ def measured(llm: LLM, prompts: list[list[int]], output_len: int, case: Case, se
                 failed = delta.output.error
             whole = Exchange(sent, tuple(times), output_len, len(prompts[number]), True, 0.0)
             exchanges[number] = whole if failed is None else Exchange.failed(sent, failed)
+            bar.update()
             room.release()
             ended.release()
 
         return take
 
     start = time.perf_counter()
-    for number, prompt in enumerate(prompts):
-        if due is None:
-            room.acquire()
-        else:
-            time.sleep(max(0.0, start + due[number] - time.perf_counter()))
-        params = SamplingParams(
-            temperature=0.0, seed=seed + number, max_tokens=output_len, ignore_eos=True, detokenize=False
-        )
-        llm.loop.submit(prompt, params, reader(number, time.perf_counter()))
-    for _ in tqdm(prompts, str(case), leave=False, disable=None):
-        ended.acquire()
+    with tqdm(total=len(prompts), desc=str(case), unit="request", leave=False, disable=None) as bar:
+        for number, prompt in enumerate(prompts):
+            if due is None:
+                room.acquire()
+            else:
+                time.sleep(max(0.0, start + due[number] - time.perf_counter()))
+            params = SamplingParams(
+                temperature=0.0, seed=seed + number, max_tokens=output_len, ignore_eos=True, detokenize=False
+            )
+            llm.loop.submit(prompt, params, reader(number, time.perf_counter()))
+        for _ in prompts:
+            ended.acquire()
     return [exchanges[number] for number in range(len(prompts))]
 
 
@@ -79,7 +82,7 @@ def main() -> None:
     parser.add_argument("--input-len", type=int, default=1024)
     parser.add_argument("--output-len", type=int, default=256)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--json", type=new_file, metavar="FILE")
     args = parser.parse_args()
     for name in ("concurrency", "rate", "requests", "input_len", "output_len"):
         given = getattr(args, name)
@@ -113,4 +116,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except PeregrineError as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)

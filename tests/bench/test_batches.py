@@ -65,6 +65,21 @@ def test_prompts_of_a_file_are_used_in_turn(seen: list[tuple[int, int]], tmp_pat
     assert f"prompts of {file}" in batches.show(result)
 
 
-def test_what_does_not_fit_is_refused() -> None:
-    with pytest.raises(ConfigError, match="output_len=100: with 700 prompt tokens that is more than max_len"):
-        batches.run_throughput(Load(1, input_len=700, output_len=100), OPTIONS)
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    """Before any token is drawn: no machine could hold so many."""
+    with pytest.raises(ConfigError, match=r"input_len=1000000000000: with output_len=100 more than the \d+ tokens"):
+        batches.run_throughput(Load(1, input_len=10**12, output_len=100), OPTIONS)
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "one"}\n{"prompt": "' + "two " * 900 + '"}\n')
+    with pytest.raises(ConfigError, match=r"prompts.*: prompt 2 has .* take it out"):
+        batches.run_throughput(Load(2, output_len=1, prompts=file), OPTIONS)
+    with pytest.raises(ConfigError, match="batch_size=4: at most 3 requests"):
+        batches.run_latency(Load(4), 1, 0, {**OPTIONS, "max_rows": 3})
+
+
+def test_answers_of_one_batch_are_not_looked_up_in_the_next() -> None:
+    """Batches have the same prompts: with the first one's answers all drafts of the others would be right."""
+    options = {**OPTIONS, "drafter": "suffix", "num_drafts": 3, "windows": "fixed"}
+    load = Load(1, input_len=9, output_len=40)
+    once, again = (batches.run_latency(load, count, 0, options)["accept_length"] for count in (1, 3))
+    assert once == again < 2

@@ -5,6 +5,7 @@ tests/serve/test_bench.py runs it against the real server.
 
 import asyncio
 import json
+import math
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -436,9 +437,21 @@ def test_a_line_that_is_not_a_prompt_is_named(tmp_path: Path, line: str) -> None
         prompt_sets.load_prompts(file, "")
 
 
-def test_impossible_loads_are_refused() -> None:
-    with pytest.raises(ConfigError, match="rate=-1"):
-        serve.Case(rate=-1.0)
+@pytest.mark.parametrize("rate", [-1.0, 0.0, math.inf, math.nan])
+def test_impossible_loads_are_refused(rate: float) -> None:
+    with pytest.raises(ConfigError, match=f"rate={rate:g}: .*--concurrency"):
+        serve.Case(rate=rate)
+
+
+def test_more_at_a_time_than_there_are_requests_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"concurrency=9: only 8 requests .*--requests 9"):
+        serve.Plan(cases=(serve.Case(1), serve.Case(9)), prompts=["x"], requests=8)
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://x", "http://", "http://[::1"])
+def test_what_is_no_address_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="is not the address of a server"):
+        Client(url)
 
 
 @pytest.mark.parametrize("words", [["--api-key", "secret"], ["--api-key=secret"]])

@@ -9,14 +9,14 @@ from peregrine.config import EngineConfig, TreeShape
 from peregrine.errors import CheckpointError, ConfigError, RequestError
 from peregrine.llm import LLM, engine_config
 from peregrine.sampling import SamplingParams, sampling_params
-from spec.harness import Case, build, run
+from spec.harness import Case, build, run, tiny_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
 
 @pytest.fixture(scope="module")
 def engine():
-    return build(num_pages=20).engine
+    return build(num_pages=60).engine
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,6 @@ def engine():
         ([1, True], GREEDY, "prompt", "is not a token id"),
         ([1] * 768, GREEDY, "prompt", "768 tokens leave no room in the context of 768"),
         ([1] * 700, SamplingParams(max_tokens=69), "max_tokens", "use at most 68"),
-        ([1] * 300, GREEDY, "max_tokens", "exceed the 304 places of all pages"),
         ([1], SamplingParams(logit_bias={300: 1.0}), "logit_bias", "ids run from 0 to 299"),
         ([1], SamplingParams(stop_token_ids=[999]), "stop_token_ids", "is not a token id"),
         ([1], SamplingParams(num_drafts=1), "num_drafts", "the engine drafts 0 deep"),
@@ -42,6 +41,21 @@ def test_refused_with_field_and_remedy(engine, prompt, params, field, says):
         engine.prepare(prompt, params)
     assert caught.value.field == field
     assert says in str(caught.value)
+
+
+def test_a_request_has_the_context_that_all_pages_hold(caplog: pytest.LogCaptureFixture) -> None:
+    """It is announced, is the default of max_tokens, and a request that fills it ends."""
+    with LLM(tiny_model(), drafter="none", num_pages=3) as llm:
+        (decision,) = [d for d in llm.decisions if d.field == "max_len"]
+        assert decision.value == llm.engine.limits.max_len == 31
+        assert "num_pages=3 hold 32 tokens, 1 of them drafts; the context is 768" in decision.because
+        assert "max_len=31: num_pages=3" in caplog.text
+        with pytest.raises(RequestError, match="31 tokens leave no room in the context of 31; shorten it to 30"):
+            llm.generate([[1] * 31])
+        (output,) = llm.generate([[1] * 4], {"max_tokens": None, "ignore_eos": True})
+        assert len(output.token_ids) == 27
+    with pytest.raises(ConfigError, match="num_pages=2: holds no token beside 16 of drafts; ask for 3 or more"):
+        LLM(tiny_model(), drafter="ngram", num_pages=2, num_drafts=15, windows="fixed")
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ Prompts are random token ids, so that none shares a prefix with another, and eve
 length. The prefix cache is emptied before each measurement.
 """
 
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from tqdm import tqdm
 from peregrine.bench.generation import decided
 from peregrine.bench.prompts import read_prompts, repeated
 from peregrine.bench.serve_metrics import figures
+from peregrine.config import LIMITS
 from peregrine.engine.request import Output
 from peregrine.errors import ConfigError
 from peregrine.llm import LLM
@@ -46,7 +48,7 @@ def run_throughput(load: Load, options: dict[str, object]) -> Json:
         prompts = make_prompts(llm, load)
         few = min(load.count, llm.engine.policy.max_rows)
         measured(llm, prompts[:few], replace(load, output_len=min(WARM_UP_TOKENS, load.output_len)), progress=False)
-        outputs, seconds = measured(llm, prompts, load, progress=True)
+        outputs, seconds = measured(llm, prompts, load, progress=sys.stderr.isatty())
         inputs, made = (sum(map(len, texts)) for texts in (prompts, (output.token_ids for output in outputs)))
         return (
             {"model": str(options.get("model", "merlin"))}
@@ -67,10 +69,11 @@ def run_throughput(load: Load, options: dict[str, object]) -> Json:
 
 def run_latency(load: Load, num_iters: int, num_iters_warmup: int, options: dict[str, object]) -> Json:
     """One batch `num_iters` times: its latency, first tokens, and time per further token."""
+    most = options.get("max_rows") or LIMITS["max_rows"][1]
+    if isinstance(most, int) and load.count > most:
+        raise ConfigError(f"batch_size={load.count}: at most {most} requests run at a time (max_rows); ask for no more")
     with LLM(**{"max_rows": load.count, **options}) as llm:  # type: ignore[arg-type]
         prompts = make_prompts(llm, load)
-        if llm.engine.policy.max_rows < load.count:
-            raise ConfigError(f"batch_size={load.count}: max_rows={llm.engine.policy.max_rows} is less; raise it")
         runs = [
             measured(llm, prompts, load, progress=False)
             for _ in tqdm(range(num_iters_warmup + num_iters), "batches", leave=False, disable=None)
@@ -94,18 +97,22 @@ def run_latency(load: Load, num_iters: int, num_iters_warmup: int, options: dict
 
 def make_prompts(llm: LLM, load: Load) -> list[list[int]]:
     """The token ids of every request; refused if one does not fit."""
+    most = llm.engine.limits.max_len
+    told = f"with output_len={load.output_len} more than the {most} tokens of a request (max_len)"
     if load.prompts is not None:
         asked = repeated(read_prompts(load.prompts), load.count)
         prompts = [llm.encode(text) if isinstance(text, str) else llm.encode_chat(text) for text in asked]
-    else:
-        draw, vocab = Random(load.seed), llm.config.vocab_size
-        prompts = [[draw.randrange(vocab) for _ in range(load.input_len)] for _ in range(load.count)]
-    longest, most = max(map(len, prompts)), llm.engine.limits.max_len
-    if longest + load.output_len > most:
-        raise ConfigError(
-            f"output_len={load.output_len}: with {longest} prompt tokens that is more than max_len={most}; lower either"
-        )
-    return prompts
+        longest = max(prompts, key=len)
+        if len(longest) + load.output_len > most:
+            raise ConfigError(
+                f"prompts={str(load.prompts)!r}: prompt {prompts.index(longest) + 1} has {len(longest)} tokens, {told}"
+                "; take it out, or lower output_len"
+            )
+        return prompts
+    if load.input_len + load.output_len > most:
+        raise ConfigError(f"input_len={load.input_len}: {told}; lower one of these two")
+    draw, vocab = Random(load.seed), llm.config.vocab_size
+    return [[draw.randrange(vocab) for _ in range(load.input_len)] for _ in range(load.count)]
 
 
 def measured(llm: LLM, prompts: Sequence[list[int]], load: Load, progress: bool) -> tuple[list[Output], float]:

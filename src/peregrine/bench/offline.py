@@ -85,6 +85,7 @@ def measure_rows(plan: Plan, rows: int, slow: LLM, fast: LLM, peer: Peer | None)
     speeds: dict[str, list[float]] = {name: [] for name in (*engines, "peer")}
     for attempt in range(plan.repeats):
         for name, llm in engines.items():
+            llm.drop_cached()  # what was answered before helps nobody
             outputs[name], speed = generate(llm, prompts, plan.tokens, plan.temperature)
             speeds[name].append(speed)
         if peer is not None:

@@ -6,6 +6,7 @@ not the server keeps up). The server's prefix cache is emptied before each case,
 
 import asyncio
 import json
+import math
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -35,8 +36,11 @@ class Case:
     rate: float | None = None
 
     def __post_init__(self) -> None:
-        if self.rate is not None and not self.rate > 0:
-            raise ConfigError(f"rate={self.rate}: must be above 0 requests per second")
+        if self.rate is not None and not 0 < self.rate < math.inf:
+            raise ConfigError(
+                f"rate={self.rate:g}: must be a number of requests per second above 0; to send all at once, pass "
+                "--concurrency with as many as --requests"
+            )
 
     def __str__(self) -> str:
         return f"{self.concurrency} at a time" if self.rate is None else f"{self.rate:g} per second"
@@ -56,6 +60,14 @@ class Plan:
     ignore_eos: bool = False
     limits: Limits = NO_LIMITS
     flush: bool = True
+
+    def __post_init__(self) -> None:
+        most = max((case.concurrency or 0 for case in self.cases), default=0)
+        if most > self.requests:
+            raise ConfigError(
+                f"concurrency={most}: only {self.requests} requests are sent, so there are never as many; pass "
+                f"--requests {most} or more"
+            )
 
 
 def run(plan: Plan, client: Client) -> dict[str, Any]:

@@ -23,6 +23,15 @@ REQUEST_S = 1800  # a request that takes longer has failed
 TROUBLE = (aiohttp.ClientError, OSError, ValueError, TimeoutError)
 
 
+def is_server(url: str) -> bool:
+    """Whether this may be the address of a server."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # of brackets that are no IPv6 address
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.hostname)
+
+
 class Client:
     """Sends requests to one server inside `async with`; `url` may end in /v1."""
 
@@ -33,8 +42,7 @@ class Client:
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        if not is_server(url):
             raise ConfigError(f"url={url!r}: is not the address of a server; write http://HOST:PORT or https://HOST")
         self.url, self.clock, self.sleep = url, clock, sleep
         self._root = url.rstrip("/").removesuffix("/v1")

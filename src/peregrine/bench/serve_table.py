@@ -55,7 +55,7 @@ def title_of(case: dict[str, Any]) -> str:
 def acceptance_line(acceptance: dict[str, Any] | None) -> str:
     """Acceptance as one line, if the server publishes it."""
     if acceptance is None:
-        return "acceptance: the server counted no drafts"
+        return "acceptance: none; the server counted no drafts, or its /metrics could not be read"
     positions = " ".join(f"{share:.2f}" for share in acceptance["by_position"])
     return (
         f"acceptance: {acceptance['accept_length']:.2f} tokens per round (bonus included), "

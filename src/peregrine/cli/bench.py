@@ -157,7 +157,8 @@ def run_grammar(args: argparse.Namespace) -> int:
 
 def add_round(kinds: Commands) -> None:
     text = "ms per round on a GPU against the bytes it must read"
-    parser = add_parser(kinds, "round", run_round, text, epilog=ROUND_EPILOG)
+    told = "A round's time, on a CUDA device, against its roofline; the model needs no trained weights."
+    parser = add_parser(kinds, "round", run_round, text, told, ROUND_EPILOG)
     cases = ("1x2048", "1x32768", "8x2048", "32x2048")
     parser.add_argument(
         "--cases",
@@ -170,7 +171,7 @@ def add_round(kinds: Commands) -> None:
     add_number(parser, "--rounds", 200, "per case")
     parser.add_argument("--accept", type=float, metavar="LEN", help="simulated tokens per round, bonus counted")
     add_result_flags(parser)
-    add_engine_flags(parser)
+    add_engine_flags(parser, model="shape:llama-3.1-8b")
 
 
 def case(text: str) -> "tuple[int, int]":

@@ -40,10 +40,11 @@ def add_latency(kinds: Commands) -> None:
 
 def add_load_flags(parser: argparse.ArgumentParser, input_len: int) -> None:
     """Flags of the requests, the result and the engine."""
-    add_number(parser, "--input-len", input_len, "random prompt tokens per request")
-    add_number(parser, "--output-len", 128, "generated tokens per request")
+    source = parser.add_mutually_exclusive_group()
+    add_number(source, "--input-len", input_len, "random prompt tokens per request")
     text = 'JSONL of {"prompt": ...} or {"messages": [...]}, used in turn instead of random prompts'
-    parser.add_argument("--prompts", type=Path, metavar="FILE", help=text)
+    source.add_argument("--prompts", type=Path, metavar="FILE", help=text)
+    add_number(parser, "--output-len", 128, "generated tokens per request")
     add_number(parser, "--temperature", 0.0, metavar="T")
     add_number(parser, "--seed", 0, "of prompts and requests", "SEED")
     parser.add_argument("--accept", type=float, metavar="LEN", help="simulated tokens per round, bonus counted")

@@ -7,8 +7,9 @@ import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, TypeVar
+
+from peregrine.cli.flags import new_file
 
 T = TypeVar("T")
 
@@ -16,7 +17,7 @@ T = TypeVar("T")
 def add_result_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that say where the result goes."""
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="also write the JSON here")
+    parser.add_argument("--out", type=new_file, metavar="FILE", help="also write the JSON here")
 
 
 def plan_from(plan: Callable[..., T], args: argparse.Namespace, **more: object) -> T:
@@ -31,10 +32,9 @@ def finish(result: dict[str, Any], show: Callable[[dict[str, Any]], str], args: 
 
     origin = {"command": command_line(sys.argv), "machine": asdict(read_hardware())}
     written = json.dumps(origin | result, indent=2)
-    if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(written + "\n", encoding="utf-8")
     print(written if args.json else show(result))
+    if args.out is not None:
+        args.out.write_text(written + "\n", encoding="utf-8")
 
 
 def command_line(argv: list[str]) -> str:

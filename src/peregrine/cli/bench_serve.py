@@ -4,9 +4,20 @@ import argparse
 from pathlib import Path
 
 from peregrine.cli.bench_result import add_result_flags, finish, plan_from
-from peregrine.cli.flags import Commands, add_engine_flags, add_number, add_parser, at_least, engine_options, tree_shape
+from peregrine.cli.flags import (
+    Commands,
+    above_zero,
+    add_engine_flags,
+    add_number,
+    add_parser,
+    at_least,
+    engine_options,
+    new_file,
+    tree_shape,
+)
 from peregrine.errors import need_packages
 
+CONCURRENCY = (1, 4, 16)
 SERVE_EPILOG = """examples:
   peregrine bench serve --url http://127.0.0.1:8000
   peregrine bench serve --url http://127.0.0.1:8000 --set code --concurrency 1 8 32 --out code.json
@@ -33,7 +44,13 @@ def add_serve(kinds: Commands) -> None:
     add("--url", required=True, metavar="URL", help="the server, such as http://127.0.0.1:8000")
     add("--model", metavar="NAME", help="(default: the first one the server lists)")
     add("--api-key", metavar="KEY", help="sent as Authorization: Bearer KEY")
-    add("--concurrency", type=at_least(1), nargs="+", metavar="N", help="closed loops (default: 1 4 16)")
+    add(
+        "--concurrency",
+        type=at_least(1),
+        nargs="+",
+        metavar="N",
+        help="closed loops (default: 1 4 16, as far as there are requests)",
+    )
     add("--rate", type=float, nargs="+", metavar="R", help="open loops: requests per second, Poisson")
     add_number(parser, "--requests", 64, "per case")
     add_prompt_flags(parser)
@@ -41,8 +58,8 @@ def add_serve(kinds: Commands) -> None:
     add_number(parser, "--temperature", 0.0, metavar="T")
     add_number(parser, "--seed", 0, "of arrivals and requests", "SEED")
     add("--ignore-eos", action="store_true", help="always --max-tokens; not every server knows it")
-    add("--slo-ttft", type=float, metavar="MS", help="a good request has its first token by then")
-    add("--slo-tpot", type=float, metavar="MS", help="and takes no longer for each further token")
+    add("--slo-ttft", type=above_zero, metavar="MS", help="a good request has its first token by then")
+    add("--slo-tpot", type=above_zero, metavar="MS", help="and takes no longer for each further token")
     add("--no-flush", action="store_true", help="leave the server's prefix cache alone between cases")
     add_result_flags(parser)
 
@@ -56,7 +73,8 @@ def run_serve(args: argparse.Namespace) -> int:
     from peregrine.bench.serve_metrics import Limits
     from peregrine.bench.serve_table import show
 
-    loops = args.concurrency or ([] if args.rate else [1, 4, 16])
+    usual = [] if args.rate else [count for count in CONCURRENCY if count <= args.requests]
+    loops = args.concurrency or usual
     cases = [serve.Case(concurrency=count) for count in loops]
     cases += [serve.Case(rate=rate) for rate in args.rate or ()]
     prompts, limits = load_prompts(args.prompts, args.set), Limits(args.slo_ttft, args.slo_tpot)
@@ -110,7 +128,7 @@ def add_report(kinds: Commands) -> None:
         kinds, "report", run_report, text, "Turn results into one page that needs nothing but a browser.", REPORT_EPILOG
     )
     parser.add_argument("results", type=Path, nargs="+", metavar="RESULT.json")
-    parser.add_argument("--out", type=Path, default=Path("report.html"), metavar="FILE")
+    parser.add_argument("--out", type=new_file, default="report.html", metavar="FILE", help="(default: report.html)")
     parser.add_argument("--title", default="Benchmark report", metavar="TEXT")
 
 
@@ -120,7 +138,6 @@ def run_report(args: argparse.Namespace) -> int:
     from peregrine.bench.report import read_results, render
 
     page = render(read_results(args.results), args.title)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(page, encoding="utf-8")
     print(args.out)
     return 0

@@ -5,6 +5,7 @@ that was not given is not passed on, so that defaults stand in the dataclasses a
 """
 
 import argparse
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
 from pathlib import Path
@@ -73,6 +74,30 @@ def bias_entry(text: str) -> tuple[int, float]:
         return int(token), float(bias)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not ID=BIAS, such as 42=-5") from None
+
+
+def above_zero(text: str) -> float:
+    """A finite number above 0."""
+    if not 0 < (value := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is no limit; pass a number above 0")
+    return value
+
+
+def new_file(text: str) -> Path:
+    """A file to write: tried now, so that nobody works for a result that cannot be kept."""
+    path = Path(text)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        existed = path.exists()
+        path.open("a").close()
+        if not existed:
+            path.unlink()
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise argparse.ArgumentTypeError(
+            f"{text!r} cannot be written ({reason}); name a file in a folder where you may write"
+        ) from None
+    return path
 
 
 def text_of(path: str) -> str:
@@ -164,7 +189,7 @@ def add_flags(
 
 
 def add_number(
-    parser: argparse.ArgumentParser,
+    parser: "argparse.ArgumentParser | argparse._MutuallyExclusiveGroup",
     flag: str,
     default: float | list[int],
     text: str = "",
@@ -184,9 +209,9 @@ def add_number(
     )
 
 
-def add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    """Flags for everything an engine may be asked for."""
-    add_flags(parser, "engine", ENGINE_FLAGS)
+def add_engine_flags(parser: argparse.ArgumentParser, **defaults: object) -> None:
+    """Flags for everything an engine may be asked for; `defaults` are this command's own."""
+    add_flags(parser, "engine", ENGINE_FLAGS, **defaults)
 
 
 def add_generation_flags(parser: argparse.ArgumentParser, shows_logprobs: bool = False, **defaults: object) -> None:

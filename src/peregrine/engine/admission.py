@@ -18,8 +18,6 @@ class Limits:
 
     vocab_size: int
     max_len: int
-    num_places: int  # in all pages together
-    span: int  # places past its length a round may write
     num_drafts: int
     nodes: int  # most of a round's window
     tree: tuple[str, str]  # auto, chain, or the shape of every round's tree; and why
@@ -63,9 +61,6 @@ def admit(request_id: int, prompt: list[int], params: SamplingParams, limits: Li
         problem = f"the prompt's {len(prompt)} tokens and max_tokens exceed the context of {limits.max_len}"
         raise RequestError("max_tokens", params.max_tokens, problem, f"use at most {room}")
     limit = len(prompt) + (room if params.max_tokens is None else params.max_tokens)
-    if limit + limits.span > limits.num_places:
-        problem = f"{limit} tokens and {limits.span} for drafts exceed the {limits.num_places} places of all pages"
-        raise RequestError("max_tokens", params.max_tokens, problem, "lower it, or start the engine with more pages")
     seed = secrets.randbits(SEED_BITS) if params.seed is None else params.seed
     return Request(request_id, prompt, params, seed, limit)
 

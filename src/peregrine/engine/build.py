@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import torch
 from tqdm import tqdm
@@ -15,6 +14,7 @@ from peregrine.cache.store import KVStore
 from peregrine.config import Decision, EngineConfig
 from peregrine.engine.admission import Limits
 from peregrine.engine.choices import (
+    Decisions,
     check_windows,
     pick_backend,
     pick_drafter,
@@ -34,6 +34,7 @@ from peregrine.engine.given_ranks import open_ranks
 from peregrine.engine.kernel_costs import choose_kernels, window_shapes
 from peregrine.engine.memory import (
     explain_memory,
+    fit_max_len,
     make_host_tier,
     make_stores,
     mask_bytes,
@@ -55,6 +56,7 @@ from peregrine.grammar import GrammarCompiler
 from peregrine.hardware import arithmetic_dtype, current_device, resolve_device, resolve_kv_dtype
 from peregrine.kernels.linear import workspace_bytes
 from peregrine.kernels.runtime.cpu import COMPILED, load_kernels
+from peregrine.log import logger
 from peregrine.models.config import ModelConfig
 from peregrine.models.decoder import Decoder
 from peregrine.models.parallel import Ranks
@@ -63,8 +65,6 @@ from peregrine.spec.registry import DraftSource, LoadDrafter, StoreShape
 from peregrine.text.chat import has_system_place
 from peregrine.text.tokenizer import Tokenizer
 from peregrine.threads import pick_threads
-
-Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,20 +78,6 @@ class Built:
     decisions: tuple[Decision, ...]
     close: Callable[[], None] = lambda: None  # ends the other ranks of a tensor-parallel engine
     check: Callable[[], None] | None = None  # raises if one of them has ended; None: there are none
-
-
-class Decisions:
-    """The decisions made so far."""
-
-    def __init__(self) -> None:
-        self.made: list[Decision] = []
-
-    def take(self, field: str, choice: tuple[Value, str]) -> Value:
-        """Note a value and the reason for it; returns the value."""
-        value, because = choice
-        shown = str(value).removeprefix("torch.") if isinstance(value, torch.device | torch.dtype) else value
-        self.made.append(Decision(field, shown, because))
-        return value
 
 
 def build_engine(asked: EngineConfig, joined: Started | None = None) -> Built:
@@ -165,7 +151,7 @@ def _build(asked: EngineConfig, device: torch.device, start_ranks: Callable[[], 
     options = RoundOptions.of(asked, max(policy.row_sizes or (policy.max_rows,)), max_len)
     rounds = make_rounds(target, draft, stores, backend, options)
     ledger = make_ledger(asked, stores, ranks, int(rounds.drafter.reads_next_token), decisions)
-    engine = assemble(asked, rounds, tokenizer, policy, ledger, tree)
+    engine = assemble(asked, rounds, tokenizer, policy, ledger, tree, decisions)
     if graphs:
         plan_ahead(asked, engine.runner, draft)
         decisions.made.append(record_graphs(engine, device))
@@ -222,18 +208,25 @@ def make_rounds(
 
 
 def assemble(
-    asked: EngineConfig, rounds: Rounds, tokenizer: Tokenizer, policy: BatchPolicy, ledger: PageLedger, tree: Chosen
+    asked: EngineConfig,
+    rounds: Rounds,
+    tokenizer: Tokenizer,
+    policy: BatchPolicy,
+    ledger: PageLedger,
+    tree: Chosen,
+    decisions: Decisions,
 ) -> Engine:
     """Put the engine's parts together."""
-    config, shape = rounds.target.decoder.config, rounds.drafter.shape
+    config, shape, max_len = rounds.target.decoder.config, rounds.drafter.shape, rounds.seats.max_len
+    if fewer := fit_max_len(max_len, rounds.target.store.num_pages, asked.page_size, shape.span):
+        logger.warning("max_len=%d: %s", *fewer)
+        max_len = decisions.take("max_len", fewer)
     return Engine(
         runner=Runner(rounds),
         ledger=ledger,
         limits=Limits(
             vocab_size=config.vocab_size,
-            max_len=rounds.seats.max_len,
-            num_places=(rounds.target.store.num_pages - 1) * asked.page_size,
-            span=shape.span,
+            max_len=max_len,
             num_drafts=shape.depth,
             nodes=shape.span if tree[0] == AUTO else shape.nodes,
             tree=tree,

@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 
 from peregrine.attention.backend import AttentionBackend
 from peregrine.attention.routing import choose_backend
 from peregrine.attention.traits import Needs
-from peregrine.config import EngineConfig
+from peregrine.config import Decision, EngineConfig
 from peregrine.engine.memory import GPU_SHARE, scratch_bytes
 from peregrine.engine.prefill import SHARED
 from peregrine.engine.sources import ModelSource
@@ -34,6 +35,22 @@ CHUNK_SHARE = 0.05  # of free memory, for the scratch tensors of the largest chu
 GPU_CHUNKS = (SHARED, 2048, 1024, 512)
 MEASURED_WEIGHTS = 1e8  # with fewer weights no dtype is much faster than the other, so none is measured
 MAX_DEFAULT_LEN = 2**20  # tables with an entry for every position take memory before the first request comes
+
+Value = TypeVar("Value")
+
+
+class Decisions:
+    """The decisions made so far."""
+
+    def __init__(self) -> None:
+        self.made: list[Decision] = []
+
+    def take(self, field: str, choice: tuple[Value, str]) -> Value:
+        """Note a value and the reason for it, instead of an earlier one of that field; returns the value."""
+        value, because = choice
+        shown = str(value).removeprefix("torch.") if isinstance(value, torch.device | torch.dtype) else value
+        self.made = [each for each in self.made if each.field != field] + [Decision(field, shown, because)]
+        return value
 
 
 def pick_dtype(asked: EngineConfig, device: torch.device, source: ModelSource, rows: int) -> tuple[torch.dtype, str]:

@@ -20,7 +20,6 @@ from peregrine.kernels.sampling import Features
 from peregrine.log import logger
 from peregrine.sampling import SamplingParams
 from peregrine.spec.seat_entry import Words
-from peregrine.spec.suffix import SuffixDrafter
 from peregrine.text.tokenizer import Tokenizer
 
 
@@ -38,16 +37,14 @@ class Engine:
         grammars: GrammarCompiler | None = None,
     ) -> None:
         self.runner, self.ledger, self.limits, self.tokenizer = runner, ledger, limits, tokenizer
-        self.grammars = grammars
-        self.policy, self.simulated = policy, simulated
+        self.policy, self.simulated, self.grammars = policy, simulated, grammars
         self.chunk_size = ChunkSize(policy.prefill_chunk, policy.max_stall_s, runner.device)
         self.replay_chunks: Replay = lambda *_: False  # by recorded forwards
         self.waiting: deque[Request] = deque()
         self.reading: list[Request] = []  # in prefill, in order of admission
         self.running: list[Request] = []  # index = seat
         self._ids, self._admissions = itertools.count(), itertools.count()
-        shape = runner.drafter.shape
-        self._most_accepted, self._span = shape.depth + 1, shape.span  # of one round
+        self._most_accepted, self._span = runner.drafter.shape.depth + 1, runner.drafter.shape.span  # of one round
         self._blocked: tuple[int, int] | None = None  # request that found too few pages, ledger's version then
         self._ended: list[Delta] = []  # last deltas of requests that ended outside a round
         self._results: list[RoundResult] = []  # read while a round was being queued, not taken yet
@@ -95,8 +92,12 @@ class Engine:
             self._ended.append(self._finish(request, Delta(request.id), "abort"))
 
     def drop_cached(self) -> int | None:
-        """Evict every page of the prefix cache; returns how many, or None if the engine is busy."""
-        return None if self.has_work else self.ledger.drop_cached()
+        """Empty the prefix cache, and the answers that are looked up; how many pages, or None if the engine is busy."""
+        if self.has_work:
+            return None
+        if self.runner.rounds.looks_up:
+            self.runner.rounds.forget()
+        return self.ledger.drop_cached()
 
     def step(self) -> list[Delta]:
         """Admit requests, prefill one chunk, queue the next round, then read the oldest rounds in flight."""
@@ -240,8 +241,7 @@ class Engine:
             return False
         count = self.policy.padded(len(self.running))
         rows = self.runner.rows(count, lambda: max(map(self._reach, self.running)) + 2)
-        if self._features is None:
-            self._features = features_of(self.running)
+        self._features = self._features or features_of(self.running)
         self.runner.launch(self.running, rows, self._features, self._catch_up)
         return True
 
@@ -295,6 +295,6 @@ class Engine:
         else:
             (self.reading if request in self.reading else self.waiting).remove(request)
         self.ledger.release(request)
-        if isinstance(self.runner.drafter, SuffixDrafter) and request.params.store and reason in ("stop", "length"):
+        if self.runner.rounds.looks_up and request.params.store and reason in ("stop", "length"):
             self.runner.rounds.learn(request.generated)
         return last._replace(finish_reason=reason, output=request.output(reason, stop, self.simulated))

@@ -105,6 +105,18 @@ def pick_num_pages(
     return allowed, of_what
 
 
+def fit_max_len(max_len: int, num_pages: int, page_size: int, span: int) -> tuple[int, str] | None:
+    """Tokens of a request that runs alone, if all pages hold fewer than its context and a round's drafts; and why."""
+    places = (num_pages - 1) * page_size
+    held = places - span
+    if held < 2:
+        least = 1 - (-(span + 2) // page_size)
+        raise ConfigError(f"num_pages={num_pages}: holds no token beside {span} of drafts; ask for {least} or more")
+    if held >= max_len:
+        return None
+    return held, f"num_pages={num_pages} hold {places} tokens, {span} of them drafts; the context is {max_len}"
+
+
 def make_stores(
     shapes: Sequence[StoreShape], num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
 ) -> list[KVStore]:

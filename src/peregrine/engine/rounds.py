@@ -166,11 +166,22 @@ class Rounds:
         """Let a drafter that needs no taps absorb what the target has read before."""
         self.drafter.absorb(inputs.upload(self.device))
 
+    @property
+    def looks_up(self) -> bool:
+        """Whether the drafter looks finished answers up."""
+        return isinstance(self.drafter, SuffixDrafter)
+
     @on_every_rank("rounds", at_once=False)
     def learn(self, answer: list[int]) -> None:
         """Let the drafter, which looks answers up, know a finished one."""
         assert isinstance(self.drafter, SuffixDrafter)
         self.drafter.learn(answer)
+
+    @on_every_rank("rounds", at_once=False)
+    def forget(self) -> None:
+        """Let the drafter, which looks answers up, forget them all."""
+        assert isinstance(self.drafter, SuffixDrafter)
+        self.drafter.forget()
 
     def _offered(self, rows: Rows) -> Offered | None:
         """Windows of the drafts that are offered, if they are read so; every rank sees the same."""

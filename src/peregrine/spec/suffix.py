@@ -36,6 +36,11 @@ class SuffixDrafter:
         add_answer(self.pool, upload(answer, self.pool.tokens.device), self._next)
         self._next += len(answer) + 1
 
+    def forget(self) -> None:
+        """Empty the pool, in its place: recorded rounds read it there."""
+        self.pool.clear()
+        self._next = 0
+
     def propose(self, seen: Seen) -> Drafts:
         return self.draft(seen, None, seen.depth)
 

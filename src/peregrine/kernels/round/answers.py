@@ -30,6 +30,11 @@ class AnswerPool:
         tokens = torch.full((size,), END, device=device)
         return AnswerPool(tokens, torch.full((size, WAYS), -1, device=device))
 
+    def clear(self) -> None:
+        """Forget all answers."""
+        self.tokens.fill_(END)
+        self.index.fill_(-1)
+
 
 def add_answer(pool: AnswerPool, answer: Tensor, start: int) -> None:
     """Write an answer [n] i64 and its end at places from `start` on; the room must be there."""
