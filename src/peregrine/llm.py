@@ -176,7 +176,12 @@ class LLM:
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The prompt's token ids; text gets the special tokens its tokenizer adds."""
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else token_ids(prompt)
+        if not isinstance(prompt, str):
+            return token_ids(prompt)
+        ids = self.tokenizer.encode(prompt)
+        if not ids:
+            raise RequestError("prompt", prompt, "has no tokens", "pass a longer text")
+        return ids
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """Chat messages through the model's template, ready for the assistant's turn."""

@@ -37,7 +37,7 @@ INTEGERS = {
     "n": (1, MAX_CHOICES, f"use 1 to {MAX_CHOICES}"),
     "top_k": (-1, LARGEST, "use 0 (or -1, or None) for no limit"),
     "seed": (0, 2**SEED_BITS - 1, "use a non-negative 63-bit integer"),
-    "max_tokens": (1, LARGEST, "use at least 1, or None for the rest of the context"),
+    "max_tokens": (1, LARGEST, f"use 1 to {LARGEST}, or None for the rest of the context"),
     "min_tokens": (0, LARGEST, "use 0 or more, and at most max_tokens"),
     "logprobs": (0, MAX_LOGPROBS, f"use 0 to {MAX_LOGPROBS}, or None"),
     "prompt_logprobs": (0, MAX_LOGPROBS, f"use 0 to {MAX_LOGPROBS}, or None"),

@@ -91,13 +91,14 @@ def test_a_request_keeps_the_id_its_client_gave_it(http: httpx.Client, sent: str
         assert kept or re.fullmatch("[0-9a-f]{24}", answer.headers["x-request-id"])
 
 
-def test_the_log_has_a_line_for_each_request(http: httpx.Client, log: pytest.LogCaptureFixture) -> None:
+def test_the_log_has_a_line_for_each_request(server: Served, http: httpx.Client, log: pytest.LogCaptureFixture) -> None:
     http.post("/v1/completions", json={**ASKED, "n": 2}, headers={"X-Request-Id": "mine"})
     http.post("/v1/completions", json={**ASKED, "colour": "red"}, headers={"X-Request-Id": "wrong"})
     for path in ("/health", "/livez", "/metrics", "/"):
         http.get(path)
     http.get("/version")  # the one before has been logged by now
-    pattern = r"POST /v1/completions 200 id=mine ms=\d+ model=merlin prompt_tokens=(\d+) tokens=6 finish=length"
+    size = len(server.llm.encode("Once upon"))  # the prompt counts once, as in a response's usage
+    pattern = rf"POST /v1/completions 200 id=mine ms=\d+ model=merlin prompt_tokens={size} tokens=6 finish=length"
     lines = log.messages
     found = [match for line in lines if (match := re.fullmatch(pattern, line))]
     assert len(found) == 1
@@ -123,7 +124,15 @@ def test_a_client_that_left_is_in_the_log(server: Served, log: pytest.LogCapture
         http.get("/version")
     [line] = [line for line in log.messages if "id=hasty" in line]
     assert "/v1/completions 499 " in line
-    assert "finish=abort" in line
+    prompt, tokens = map(int, re.search(r" prompt_tokens=(\d+) tokens=(\d+) finish=abort", line).groups())  # type: ignore[union-attr]
+    assert prompt == len(server.llm.encode(ASKED["prompt"]))
+    assert 0 < tokens < 2000  # those that were generated until then
+
+
+def test_a_scored_prompt_has_no_tokens_of_its_own_in_the_log(http: httpx.Client, log: pytest.LogCaptureFixture) -> None:
+    http.post("/v1/completions", json={**ASKED, "max_tokens": 0, "echo": True}, headers={"X-Request-Id": "scored"})
+    http.get("/version")
+    assert [line for line in log.messages if "id=scored" in line and " tokens=0 finish=length" in line]
 
 
 def test_headers_for_browsers(http: httpx.Client) -> None:

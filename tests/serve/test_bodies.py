@@ -46,7 +46,7 @@ def refusal(model: type, body: object) -> ApiError:
         ({"prompt": "x", "speculation": {"num_drafts": -1}}, "speculation.num_drafts", "num_drafts=-1"),
         ({"prompt": "x", "speculation": {"num_drafts": 1, "trees": 1}}, "speculation.trees", "is not a field"),
         ({"prompt": "x", "speculation": {"tree": "oak"}}, "speculation.tree", "tree='oak'"),
-        ({"prompt": "x", "stream_options": {}}, "stream_options", "needs stream"),
+        ({"prompt": "x", "stream_options": {}}, "stream_options", "stream_options={}: needs stream"),
         ({"prompt": "x", "metadata": {"a": 1}}, "metadata.a", "valid string"),
         ([1], None, "the body is not a JSON object"),
         ({"prompt": [1] * 9 + ["a"] * 9}, "prompt[9]", "valid integer"),

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import json
 import resource
 import socket
 import time
@@ -73,7 +74,10 @@ def test_one_connection_too_many_is_refused_and_the_others_go_on(narrow: Served)
     wait_empty(narrow)
     held = [connect(narrow, HEALTH) for _ in range(3)]
     assert all(read_health(client).startswith(b"HTTP/1.1 200") for client in held)
-    assert read_all(connect(narrow)).startswith(b"HTTP/1.1 503")
+    head, _, body = read_all(connect(narrow)).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 503 Service Unavailable")
+    assert b"Retry-After: 5" in head
+    assert json.loads(body)["error"]["code"] == "too_many_connections"
     held[0].sendall(HEALTH)
     assert read_health(held[0]).startswith(b"HTTP/1.1 200")
     for client in held:

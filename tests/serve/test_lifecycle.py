@@ -13,10 +13,12 @@ import httpx
 import pytest
 
 from peregrine import LLM
-from peregrine.engine.request import Delta
+from peregrine.engine.request import Delta, Request
 from peregrine.errors import EngineFault
 from peregrine.grammar import GrammarCompiler
 from peregrine.serve import run
+from peregrine.serve.gateway import Gateway
+from peregrine.serve.job import Job
 from serve.conftest import Lent, Served, start, wait_ready
 from serve.processes import HANG, breaking, process
 from spec.harness import check_pages
@@ -223,6 +225,39 @@ def test_sigterm_drains_then_cuts_off() -> None:
             last = [line for line in lines if line][-1]
             assert json.loads(last.removeprefix("data: "))["error"]["code"] == "shutting_down"
         assert running.wait(timeout=60) == 0
+
+
+@pytest.mark.parametrize(("drain_seconds", "status"), [(30, 200), (0.1, 503)])
+def test_a_request_that_is_still_prepared_is_drained_too(
+    server: Served, monkeypatch: pytest.MonkeyPatch, drain_seconds: float, status: int
+) -> None:
+    """It has its response if it can begin before the deadline, else an error that says why."""
+    go_on, begun, answers = threading.Event(), threading.Event(), list[httpx.Response]()
+    prepare = Gateway.prepare
+
+    def slowly(gateway: Gateway, job: Job) -> list[Request]:
+        begun.set()
+        go_on.wait()
+        return prepare(gateway, job)
+
+    monkeypatch.setattr(Gateway, "prepare", slowly)
+    monkeypatch.setattr(run, "SHUTDOWN_S", 2)
+    served = start(lambda: Lent(server.llm), drain_seconds=drain_seconds)  # type: ignore[arg-type, return-value]
+    wait_ready(served)
+    with served.http() as http:
+        body = {"prompt": "Once", "max_tokens": 2}
+        asked = threading.Thread(target=lambda: answers.append(http.post("/v1/completions", json=body)))
+        asked.start()
+        begun.wait()
+        ends = threading.Thread(target=served.stop)
+        ends.start()
+        time.sleep(2.5 if status == 200 else 0.5)  # longer than open responses are waited for; than the deadline
+        go_on.set()
+        asked.join()
+        ends.join()
+    assert answers[0].status_code == status
+    if status == 503:
+        assert answers[0].json()["error"]["code"] == "shutting_down"
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_server_in_one_line(

@@ -10,6 +10,7 @@ import pytest
 
 from peregrine import LLM, SamplingParams, __version__
 from peregrine.engine.request import Delta
+from peregrine.serve import job
 from peregrine.serve.gateway import Reply
 from serve.conftest import Lent, Served, start, wait_ready
 
@@ -178,6 +179,8 @@ def test_limits() -> None:
             assert "limit of 40" in long.json()["error"]["message"]
             many = http.post("/v1/completions", json={"prompt": "x", "n": 3})
             assert (many.status_code, many.json()["error"]["param"]) == (400, "n")
+            several = http.post("/v1/completions", json={"prompt": ["x"] * 3}).json()["error"]
+            assert "prompt='3 prompts'" in several["message"]
             with http.stream("POST", "/v1/completions", json=ENDLESS) as first:
                 lines = first.iter_lines()
                 next(lines)
@@ -196,6 +199,39 @@ def test_limits() -> None:
             assert http.post("/v1/completions", json={"prompt": "x"}).status_code == 200
     finally:
         served.stop()
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"prompt": ""}, "prompt='': has no tokens; pass a longer text"),
+        ({"prompt": []}, "prompt=[]: is empty"),
+        (
+            {"prompt": "x", "max_tokens": 0},
+            "max_tokens=0: generates nothing; use at least 1 (default: 16), or 0 with echo",
+        ),
+        ({"prompt": "x", "max_tokens": -1, "echo": True}, "max_tokens=-1: generates nothing"),
+        ({"prompt": "x", "max_tokens": 2**31}, "max_tokens=2147483648: is above 2147483647; use 1 to 2147483647"),
+        ({"prompt": "x", "return_speculation": True}, "return_speculation=True: the response may have"),
+        ({"prompt": "x", "logprobs": 3}, "logprobs=3: the response may have"),
+    ],
+)
+def test_a_refusal_names_what_was_sent(
+    http: httpx.Client, monkeypatch: pytest.MonkeyPatch, body: dict[str, object], said: str
+) -> None:
+    monkeypatch.setattr(job, "MAX_DETAILS", 1)
+    refused = http.post("/v1/completions", json=body)
+    assert refused.status_code == 400
+    assert said in refused.json()["error"]["message"]
+
+
+def test_the_default_length_gives_way_to_a_long_prompt(server: Served, http: httpx.Client) -> None:
+    """Of several prompts each has what is left for it; a length that was asked for is refused instead."""
+    max_len = server.llm.engine.limits.max_len
+    body = {"prompt": [[5] * (max_len - 5), [5, 6]], "ignore_eos": True}
+    assert http.post("/v1/completions", json=body).json()["usage"]["completion_tokens"] == 5 + 16
+    refused = http.post("/v1/completions", json={**body, "max_tokens": 16})
+    assert "use at most 5" in refused.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(("interval", "events"), [(1, [1] * 8), (3, [1, 3, 3, 1]), (99, [1, 7])])

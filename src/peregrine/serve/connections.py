@@ -1,16 +1,19 @@
 """Connections: how many there may be, how long a client may take, and in how many pieces it may send a body."""
 
 import asyncio
+import json
 import resource
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from http import HTTPStatus
 from typing import Any
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from peregrine.log import logger
+from peregrine.serve.errors import ApiError
 
 HEAD_SECONDS = 10.0  # for the head of a request to arrive
 READ_SECONDS = 120.0  # for a client to read something of what waits for it
@@ -18,7 +21,8 @@ FEW_PIECES, SMALL_PIECE = 1024, 64  # pieces of a body that may have any size; b
 MAX_FILES = 65536
 OWN_FILES = 64  # descriptors that are not connections: libraries, model files, the log
 REPEAT_SECONDS, MAX_KINDS = 10.0, 100  # the same trouble is logged once in this time
-FULL = b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nRetry-After: 5\r\nContent-Length: 0\r\n\r\n"
+CLOSES = {"Retry-After": "5", "Connection": "close", "Content-Type": "application/json"}
+FULL = ApiError(503, "too many connections are open; try again in 5 s", code="too_many_connections", headers=CLOSES)
 
 
 class LeanConnection(h11.Connection):
@@ -62,7 +66,7 @@ class LimitedConnection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if len(self.connections) > self._max_connections:
-            transport.write(FULL)
+            transport.write(plain_response(FULL))
             transport.close()
         else:
             self._head_alarm.set(HEAD_SECONDS, transport.abort)
@@ -87,6 +91,14 @@ class LimitedConnection(H11Protocol):
         super().connection_lost(exc)
         self._head_alarm.clear()
         self._read_alarm.clear()
+
+
+def plain_response(error: ApiError) -> bytes:
+    """An error as it is sent on a connection that no application serves."""
+    body = json.dumps(error.body())
+    headers = {**error.headers, "Content-Length": str(len(body))}
+    status = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"
+    return "\r\n".join([status, *map(": ".join, headers.items()), "", body]).encode()
 
 
 class Alarm:

@@ -63,6 +63,11 @@ class ApiError(PeregrineError):
         return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
 
 
+def shutting_down() -> ApiError:
+    """What a client hears whose generation ends, or is not begun, because the server does."""
+    return ApiError(503, "the server is shutting down; send the request again", code="shutting_down")
+
+
 def refusals(*statuses: int) -> dict[int | str, dict[str, object]]:
     """For the API's description: which error statuses an endpoint may have."""
     return {status: {"model": ErrorBody} for status in statuses}

@@ -14,8 +14,9 @@ from peregrine.engine.loop import Sink
 from peregrine.engine.request import Delta, Output, Request
 from peregrine.errors import EngineFault, RequestError
 from peregrine.llm import LLM
-from peregrine.serve.errors import ApiError
-from peregrine.serve.job import Job, named_as_in
+from peregrine.serve.errors import ApiError, shutting_down
+from peregrine.serve.job import Job, named_as_in, num_generations
+from peregrine.serve.protocol import ChatBody, CompletionBody
 from peregrine.serve.settings import ServeConfig
 from peregrine.serve.workers import Workers
 
@@ -38,6 +39,7 @@ class Reply:
         self._interval = interval
         self._fault: EngineFault | None = None
         self._abandoned = False
+        self.num_tokens = 0  # generated until now, by all of them
         self._streamed = streamed  # wake the reader as tokens come, not only at the end
         self._news = asyncio.Event()
 
@@ -45,6 +47,7 @@ class Reply:
         """Take in what the engine sent for one generation."""
         waiting = self._deltas[index]
         waiting.append(delta)
+        self.num_tokens += len(delta.token_ids)
         self.outputs[index] = delta.output
         if self._streamed:
             due = delta.output is not None or sum(len(each.token_ids) for each in waiting) >= self._due[index]
@@ -84,12 +87,13 @@ class Gateway:
         self.llm, self.max_prompt = llm, settings.max_prompt
         self.num_rows = llm.engine.policy.max_rows
         self.capacity = self.num_rows + settings.max_queue
-        self.idle = asyncio.Event()  # set while no generation runs or waits
+        self.idle = asyncio.Event()  # set while no generation is open
         self.idle.set()
         self._requests: dict[int, Request] = {}  # by id: submitted to the engine and not ended
         self._replies: set[Reply] = set()
         self._num_preparing = 0  # generations that have room and are not submitted yet
         self._num_details = 0  # of open jobs
+        self._ends = False  # no job is taken any more, not even one that has room
         self._observe, self._stream_interval = observe, settings.stream_interval
         self._event_loop = asyncio.get_running_loop()
         self._queue: deque[tuple[Reply, int, Delta | EngineFault]] = deque()  # from the engine's thread
@@ -99,18 +103,19 @@ class Gateway:
 
     @property
     def num_open(self) -> int:
-        """Generations that run or wait."""
-        return len(self._requests)
+        """Generations that run, wait or are being prepared."""
+        return len(self._requests) + self._num_preparing
 
     def abort_all(self) -> None:
-        """End every generation now; their replies get an output with finish_reason "abort"."""
+        """End every generation now; their replies get an output with finish_reason "abort", or none is begun."""
+        self._ends = True
         for request in self._requests.values():
             self.llm.loop.abort(request)
 
     def fail_all(self, fault: EngineFault) -> None:
         """The engine will send nothing more: end every reply."""
         self._requests.clear()
-        self.idle.set()
+        self._note_idle()
         for reply in self._replies:
             reply.fail(fault)
 
@@ -121,21 +126,25 @@ class Gateway:
                 await self._compilers.run(job.compile, self.llm)
 
     @contextlib.contextmanager
-    def room(self, size: int, asked: int | None) -> Iterator[None]:
+    def room(self, body: CompletionBody | ChatBody) -> Iterator[None]:
         """Keep room for a body's generations while they are prepared; refuses them if there is none."""
+        size, choices = num_generations(body), body.n or 1
         if size > self.capacity:
+            field, value = ("n", choices) if choices > 1 else ("prompt", f"{size} prompts")
             problem = f"the body asks for {size} generations, more than the {self.capacity} this server takes"
-            raise RequestError("n", asked, problem, "send fewer prompts or a smaller n")
-        if self.num_open + self._num_preparing + size > self.capacity:
-            ahead = max(0, self.num_open + self._num_preparing - self.num_rows)
+            raise RequestError(field, value, problem, "send fewer prompts or a smaller n")
+        if self.num_open + size > self.capacity:
+            ahead = max(0, self.num_open - self.num_rows)
             wait = min(LONGEST_WAIT_S, max(1, math.ceil(self._seconds * ahead / self.num_rows)))
             message = f"the queue is full: {ahead} generations wait already; try again in {wait} s"
             raise ApiError(429, message, headers={"Retry-After": str(wait)})
         self._num_preparing += size
+        self.idle.clear()
         try:
             yield
         finally:
             self._num_preparing -= size
+            self._note_idle()
 
     def prepare(self, job: Job) -> list[Request]:
         """The checked requests of a job; called in any thread."""
@@ -149,6 +158,8 @@ class Gateway:
     @contextlib.asynccontextmanager
     async def submit(self, job: Job, requests: list[Request], streamed: bool) -> AsyncIterator[Reply]:
         """Hand a job to the engine; its generations are aborted if the block is left before they have ended."""
+        if self._ends:
+            raise shutting_down()
         if self._num_details + job.num_details > MAX_OPEN_DETAILS:
             message = "too many log-probabilities and drafts are being reported already; try again in 5 s"
             raise ApiError(429, message, headers={"Retry-After": "5"})
@@ -196,5 +207,8 @@ class Gateway:
                 self._requests.pop(delta.request_id, None)
                 timing = delta.output.timing
                 self._seconds += 0.1 * (timing.total_s - timing.queue_s - self._seconds)
-                if not self._requests:
-                    self.idle.set()
+                self._note_idle()
+
+    def _note_idle(self) -> None:
+        if not self.num_open:
+            self.idle.set()

@@ -46,6 +46,8 @@ class Job:
     body: CompletionBody | ChatBody
     scores_only: bool  # max_tokens 0: the prompt is scored, and the one token generated with it is dropped
     num_details: int  # log-probabilities and drafts that the response may have
+    max_len: int  # the context
+    default_length: bool  # the body sets no max_tokens, so a long prompt may leave less room than the default
     tools: ToolPlan | None = None
     thinks: bool = False  # the model writes its thoughts before its answer
     opened: bool = False  # and the prompt has begun them
@@ -58,7 +60,11 @@ class Job:
 
     def generation(self, index: int) -> tuple[list[int], SamplingParams]:
         """Prompt and parameters of one generation."""
-        return self.prompts[index // len(self.params)], self.params[index % len(self.params)]
+        prompt, params = self.prompts[index // len(self.params)], self.params[index % len(self.params)]
+        room = self.max_len - len(prompt)
+        if self.default_length and 0 < room < COMPLETION_MAX_TOKENS:
+            params = replace(params, max_tokens=room)
+        return prompt, params
 
     def compile(self, llm: LLM) -> None:
         """Compile the grammars of all generations, if they have one; RequestError names the tool that is to blame."""
@@ -119,11 +125,12 @@ def make_job(
         for prompt in prompts
     )
     if details > MAX_DETAILS:
-        name = "return_speculation" if drafts else "logprobs"
+        name, value = ("return_speculation", True) if drafts else ("logprobs", one.logprobs)
         problem = f"the response may have {details} log-probabilities and drafts, more than {MAX_DETAILS}"
-        raise RequestError(name, one.logprobs, problem, "lower max_tokens, n, or the number of log-probabilities")
-    scores_only = isinstance(body, CompletionBody) and body.max_tokens == 0
-    return Job(prompts, params, echoes, body, scores_only, details)
+        raise RequestError(name, value, problem, "lower max_tokens, n, or the number of log-probabilities")
+    completes = isinstance(body, CompletionBody)
+    scores_only, default_length = completes and body.max_tokens == 0, completes and body.max_tokens is None
+    return Job(prompts, params, echoes, body, scores_only, details, limits.max_len, default_length)
 
 
 def check_length(field: str, characters: int, llm: LLM) -> None:
@@ -139,6 +146,9 @@ def completion_job(body: CompletionBody, llm: LLM) -> Job:
     prompts = prompt_list(body)
     max_tokens = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     scores_only = max_tokens == 0 and body.echo is True
+    if max_tokens < 1 and not scores_only:
+        remedy = f"use at least 1 (default: {COMPLETION_MAX_TOKENS}), or 0 with echo to score the prompt"
+        raise RequestError("max_tokens", max_tokens, "generates nothing", remedy)
     more = {
         "max_tokens": 1 if scores_only else max_tokens,
         "logprobs": body.logprobs,

@@ -205,7 +205,8 @@ class Generation(WithoutEffect, StructuredFields):
     @model_validator(mode="after")
     def check_stream_options(self) -> "Generation":
         if self.stream_options is not None and not self.stream:
-            raise RequestError("stream_options", True, "needs stream", "set stream to true, or leave it out")
+            given = self.stream_options.model_dump(exclude_unset=True)
+            raise RequestError("stream_options", given, "needs stream", "set stream to true, or leave it out")
         return self
 
 

@@ -10,6 +10,7 @@ from starlette.types import Scope
 
 from peregrine.engine.request import Output
 from peregrine.log import logger
+from peregrine.serve.job import Job
 
 SCOPE_KEY = "peregrine.record"
 CLIENTS_ID = re.compile(rb"[\x21-\x7e]{1,128}")
@@ -34,13 +35,12 @@ class RequestRecord:
         if prompt is not None:
             self.details["text"] = ascii(prompt[:MAX_PROMPT_SHOWN])  # one line, whatever is in it
 
-    def note_outputs(self, outputs: Sequence[Output | None]) -> None:
-        """How its generations went, those included that were aborted."""
-        ended = [output for output in outputs if output is not None]
+    def note_end(self, job: Job, num_tokens: int, outputs: Sequence[Output | None]) -> None:
+        """How its generations went. Those without an output were aborted; their tokens until then count."""
         self.details |= {
-            "prompt_tokens": sum(len(output.prompt_token_ids) for output in ended),
-            "tokens": sum(len(output.token_ids) for output in ended),
-            "finish": ",".join(sorted({output.finish_reason for output in ended})) or "abort",
+            "prompt_tokens": sum(map(len, job.prompts)),  # counted as in a response's usage
+            "tokens": 0 if job.scores_only else num_tokens,
+            "finish": ",".join(sorted({"abort" if output is None else output.finish_reason for output in outputs})),
         }
 
     def write(self, method: str, path: str) -> None:

@@ -11,7 +11,7 @@ from peregrine import __version__
 from peregrine.engine.request import Delta, Output
 from peregrine.llm import LLM
 from peregrine.serve.choices import ChatWriter, ChoiceWriter, CompletionWriter, Json, usage_fields
-from peregrine.serve.errors import ApiError
+from peregrine.serve.errors import ApiError, shutting_down
 from peregrine.serve.job import Job, chat_job, completion_job
 from peregrine.serve.protocol import ChatBody, CompletionBody
 
@@ -130,5 +130,5 @@ def final_output(deltas: Sequence[Delta]) -> Output:
     if output.finish_reason == "error":
         raise ApiError(500, str(output.error))
     if output.finish_reason == "abort":
-        raise ApiError(503, "the server is shutting down; send the request again", code="shutting_down")
+        raise shutting_down()
     return output

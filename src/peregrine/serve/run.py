@@ -187,7 +187,8 @@ async def drained(service: Service, ending: asyncio.Event) -> None:
     logger.info("draining: %d generations, %g s at most", gateway.num_open, seconds)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
-            await gateway.idle.wait()
+            while gateway.num_open:  # `idle` is also set between the end of a preparation and what it leads to
+                await gateway.idle.wait()
     gateway.abort_all()
 
 

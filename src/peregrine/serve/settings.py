@@ -39,7 +39,7 @@ class ServeConfig:
     stream_interval: int = option(
         1, "tokens that wait for each other before they are streamed; the first and the last do not wait", "TOKENS"
     )
-    drain_seconds: float = option(30.0, "how long running requests may go on after SIGTERM", "S")
+    drain_seconds: float = option(30.0, "how long requests that have arrived may go on after SIGTERM", "S")
     hang_seconds: float = option(
         180.0, "a step of the engine that takes longer is a hang: requests fail and the server ends with code 1", "S"
     )

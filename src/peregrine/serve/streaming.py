@@ -11,7 +11,6 @@ from peregrine.engine.request import Delta, Output
 from peregrine.errors import PeregrineError
 from peregrine.serve.errors import ApiError, api_error
 from peregrine.serve.gateway import ClientGone, Gateway, Reply
-from peregrine.serve.job import num_generations
 from peregrine.serve.protocol import ChatBody, CompletionBody
 from peregrine.serve.request_log import MAX_PROMPT_SHOWN, record_of
 from peregrine.serve.responses import Endpoint, ResponseWriter, encode, encode_slowly, event, final_output
@@ -70,7 +69,7 @@ class JobResponse(Response):
         streamed = body.stream is True
         with contextlib.suppress(ClientGone):
             try:
-                with self._gateway.room(num_generations(body), body.n):
+                with self._gateway.room(body):
                     writer, shown = await self._workers.run(self._begin)
                     await self._gateway.compile(writer.job)
                     requests = await self._workers.run(self._gateway.prepare, writer.job)
@@ -83,7 +82,7 @@ class JobResponse(Response):
                             whole = await self._whole(writer, [deltas for _, deltas in await reply.fetch()])
                             await whole(scope, receive, send)
                     finally:
-                        record.note_outputs(reply.outputs)
+                        record.note_end(writer.job, reply.num_tokens, reply.outputs)
             except PeregrineError as error:
                 await error_response(api_error(error))(scope, receive, send)
 
