@@ -1,6 +1,7 @@
 """The options of an engine, and the decisions made from them, each with its reason."""
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from types import NoneType
@@ -63,6 +64,7 @@ class TreeShape:
 
 
 TEXTS = ("model", "drafter", "device", "dtype", "kv_dtype", "attention", "generation_config", "windows")
+SPECULATION = {"drafter", "num_drafts", "tree", "windows", "confidence_threshold"}  # what plain decoding goes without
 KINDS: dict[str, tuple[type, ...]] = {
     "tree": (TreeShape, NoneType),
     "graphs": (bool, NoneType),
@@ -166,6 +168,10 @@ class EngineConfig:
         object.__setattr__(self, "host_cache", check_number("host_cache", self.host_cache, "GiB, such as 0, 0.5 or 64"))
         stall = check_number("max_stall_ms", self.max_stall_ms, "milliseconds, such as 20 or 100")
         object.__setattr__(self, "max_stall_ms", stall)
+        if self.tree is not None and self.num_drafts not in (None, self.tree.depth):
+            raise ConfigError(
+                f"num_drafts={self.num_drafts}: the tree is {self.tree.depth} deep; leave one of them out"
+            )
         threshold = check_number("confidence_threshold", self.confidence_threshold, "0 to 1, such as 0.5")
         object.__setattr__(self, "confidence_threshold", threshold)
         if threshold > 1:
@@ -203,6 +209,11 @@ class Decision:
     field: str
     value: object
     because: str
+
+
+def plain_options(options: Mapping[str, T]) -> dict[str, T | str]:
+    """The options of the same engine without speculation."""
+    return {name: value for name, value in options.items() if name not in SPECULATION} | {"drafter": "none"}
 
 
 def checked_text(name: str, value: object) -> str:

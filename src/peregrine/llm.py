@@ -188,7 +188,7 @@ class LLM:
         return encode_chat(self.tokenizer, messages)
 
     def drop_cached(self) -> int | None:
-        """Evict every page of the prefix cache; returns how many, or None if requests are running."""
+        """Empty the prefix cache, and the answers that are looked up; how many pages, or None if requests run."""
         return self.loop.call(self.engine.drop_cached)
 
     @property

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from peregrine import LLM
-from peregrine.bench import batches
+from peregrine.bench import batches, offline, sweep
 from peregrine.bench.batches import Load
 from peregrine.errors import ConfigError
 from spec.harness import tiny_model
@@ -75,6 +75,17 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         batches.run_throughput(Load(2, output_len=1, prompts=file), OPTIONS)
     with pytest.raises(ConfigError, match="batch_size=4: at most 3 requests"):
         batches.run_latency(Load(4), 1, 0, {**OPTIONS, "max_rows": 3})
+    for refused in (
+        lambda: offline.run(offline.Plan(rows=(1, 4)), {**OPTIONS, "max_rows": 3}),
+        lambda: sweep.run(sweep.Plan(drafts=(1,), trees=(), prompts=["x"], rows=4), {"model": "x", "max_rows": 3}),
+    ):
+        with pytest.raises(ConfigError, match="rows=4: at most 3 requests"):
+            refused()
+
+
+def test_a_batch_is_as_large_as_was_asked_for_where_the_engine_may_choose() -> None:
+    load = Load(12, input_len=4, output_len=1)
+    assert batches.run_latency(load, 1, 0, {**OPTIONS, "max_rows": 0})["max_rows"] == 12
 
 
 def test_answers_of_one_batch_are_not_looked_up_in_the_next() -> None:

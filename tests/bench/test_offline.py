@@ -97,7 +97,7 @@ def test_stages_are_what_lies_between_their_marks(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(offline, "timed_rounds", lambda engine: nullcontext(clock))
     monkeypatch.setattr(offline, "generate", lambda *_: None)
     monkeypatch.setattr("peregrine.bench.clock.time.perf_counter", iter([0, 30]).__next__)
-    times = offline.stage_times(SimpleNamespace(engine=None), [], offline.Plan())  # type: ignore[arg-type]
+    times = offline.stage_times(SimpleNamespace(engine=None, drop_cached=int), [], offline.Plan())  # type: ignore[arg-type]
     assert times["target_ms"] == 1000 * (3 + 4 + 5) / 2
     assert times["rest_ms"] == 1000 * (2 + 7) / 2
     assert times["host_between_rounds_ms"] == 1500
@@ -107,9 +107,10 @@ def test_measurements_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that is busy for a while must slow all of them."""
     order: list[str] = []
     output = SimpleNamespace(token_ids=[1], stats=SimpleNamespace(accepted=2, rounds=1))
-    monkeypatch.setattr(offline, "generate", lambda llm, *_: (order.append(llm), ([output], len(order)))[1])
+    monkeypatch.setattr(offline, "generate", lambda llm, *_: (order.append(llm.name), ([output], len(order)))[1])
     monkeypatch.setattr(offline, "stage_times", lambda *_: {})
     monkeypatch.setattr(offline, "measure_peer", lambda *_, warm_up: order.append("peer") or [7.0])
-    line = offline.measure_rows(offline.Plan(repeats=3), 1, "slow", "fast", CountingPeer())  # type: ignore[arg-type]
-    assert order == ["slow", "fast", *["slow", "fast", "peer"] * 3]
-    assert line["plain"] == {"tokens_per_s": 6, "slowest": 3, "fastest": 9, "accept_length": 2, "stages": {}}
+    slow, fast = (SimpleNamespace(name=name, drop_cached=lambda: order.append("drop")) for name in ("slow", "fast"))
+    line = offline.measure_rows(offline.Plan(repeats=3), 1, slow, fast, CountingPeer())  # type: ignore[arg-type]
+    assert order == ["slow", "fast", *["drop", "slow", "drop", "fast", "peer"] * 3]
+    assert line["plain"] == {"tokens_per_s": 9, "slowest": 4, "fastest": 14, "accept_length": 2, "stages": {}}

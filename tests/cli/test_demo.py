@@ -36,6 +36,15 @@ def test_compares_plain_and_speculative(calls: Any, peregrine: Run, model: str) 
     assert "\033" not in out
 
 
+def test_options_of_speculation_are_for_that_engine_alone(calls: Any, peregrine: Run, model: str) -> None:
+    """Plain decoding would refuse them."""
+    assert (
+        peregrine("demo", "--model", model, "--tree", "3,2,8", "--confidence-threshold", "0.5", "--max-rows", "2")[0]
+        == 0
+    )
+    assert calls.options[1] == {"model": model, "drafter": "none", "max_rows": 2}
+
+
 def test_a_model_with_a_head_uses_it(calls: Any, peregrine: Run, model: str) -> None:
     (Path(model) / "eagle3").mkdir()
     (Path(model) / "eagle3" / "config.json").write_text("{}")

@@ -125,3 +125,14 @@ def test_commands_show_their_own_defaults() -> None:
     assert "holds (default: 96)" in helps["demo"]
     assert "holds (default: none)" in helps["chat"]
     assert "holds (default: 128)" in helps["generate"]
+
+
+def test_a_file_to_write_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
+    kept, link = tmp_path / "kept.json", tmp_path / "link.json"
+    kept.write_text("old")
+    link.symlink_to(tmp_path / "elsewhere.json")
+    for path in (kept, link, tmp_path / "new.json", tmp_path / "folder" / "new.json"):
+        assert flags.new_file(str(path)) == path
+    assert (kept.read_text(), link.is_symlink(), (tmp_path / "new.json").exists()) == ("old", True, False)
+    with pytest.raises(argparse.ArgumentTypeError, match="cannot be written"):
+        flags.new_file(str(tmp_path))

@@ -48,13 +48,13 @@ def test_a_request_has_the_context_that_all_pages_hold(caplog: pytest.LogCapture
     with LLM(tiny_model(), drafter="none", num_pages=3) as llm:
         (decision,) = [d for d in llm.decisions if d.field == "max_len"]
         assert decision.value == llm.engine.limits.max_len == 31
-        assert "num_pages=3 hold 32 tokens, 1 of them drafts; the context is 768" in decision.because
+        assert "num_pages=3 hold 32 tokens, 1 of them for a round's window; the context is 768" in decision.because
         assert "max_len=31: num_pages=3" in caplog.text
         with pytest.raises(RequestError, match="31 tokens leave no room in the context of 31; shorten it to 30"):
             llm.generate([[1] * 31])
         (output,) = llm.generate([[1] * 4], {"max_tokens": None, "ignore_eos": True})
         assert len(output.token_ids) == 27
-    with pytest.raises(ConfigError, match="num_pages=2: holds no token beside 16 of drafts; ask for 3 or more"):
+    with pytest.raises(ConfigError, match="holds no token beside 16 of a round's window; ask for 3 or more"):
         LLM(tiny_model(), drafter="ngram", num_pages=2, num_drafts=15, windows="fixed")
 
 

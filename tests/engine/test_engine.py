@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from scipy import stats
 
-from peregrine.engine.request import Output
+from peregrine.engine.request import Output, Request
 from peregrine.sampling import SamplingParams
 from peregrine.text.stream import TextStream
 from peregrine.text.tokenizer import Tokenizer
@@ -93,19 +93,19 @@ class Panic(BaseException):
     """As a panic of the tokenizers library: no Exception."""
 
 
-@pytest.mark.parametrize("part", ["pack", "push"])
+@pytest.mark.parametrize("part", ["pack", "push", "output"])
 def test_a_fault_in_handling_one_request_ends_it_alone(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While it is seated, or while its text is made."""
+    """While it is seated, while its text is made, or when it ends."""
     some = cases(6, max_tokens=20)
     engine = build(max_rows=3, **TREE).engine
-    owner: object = TextStream if part == "push" else engine.runner.seats.buffers
+    owner: object = {"push": TextStream, "pack": engine.runner.seats.buffers, "output": Request}[part]
     method, calls = getattr(owner, part), 0
 
     def fail_once(*arguments: object) -> object:
         nonlocal calls
         calls += 1
         if calls == 2:
-            raise Panic("index out of bounds") if part == "push" else OverflowError("int too large to convert")
+            raise OverflowError("int too large to convert") if part == "pack" else Panic("index out of bounds")
         return method(*arguments)
 
     monkeypatch.setattr(owner, part, fail_once)
@@ -115,6 +115,23 @@ def test_a_fault_in_handling_one_request_ends_it_alone(part: str, monkeypatch: p
     assert "ended it alone" in str(outputs[failed[0]].error)
     others = [i for i in range(6) if i not in failed]
     assert tokens([outputs[i] for i in others]) == tokens(run(build().engine, [some[i] for i in others]))
+
+
+def test_a_fault_while_one_request_is_aborted_ends_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All text of a request that is awaited as a whole is made when it ends."""
+    engine = build().engine
+    bad, good = (engine.prepare([1, 2, n], SamplingParams(temperature=0, max_tokens=9)) for n in (3, 4))
+    bad.wait_for_end()
+    assert bad.stream is not None
+    monkeypatch.setattr(bad.stream, "push", lambda _: (_ for _ in ()).throw(Panic("index out of bounds")))
+    engine.enqueue(bad)
+    engine.enqueue(good)
+    with torch.inference_mode():
+        engine.step()
+        engine.abort(bad)
+        deltas = [delta for _ in range(20) for delta in engine.step()]
+    reasons = {delta.request_id: delta.output.finish_reason for delta in deltas if delta.output is not None}
+    assert reasons == {bad.id: "error", good.id: "length"}
 
 
 @pytest.mark.parametrize(

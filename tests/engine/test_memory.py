@@ -69,7 +69,7 @@ def pick(free: int | None, device: torch.device, patch: pytest.MonkeyPatch, **as
     """The number of pages chosen with `free` bytes unused, for 4 requests of 100 tokens on pages of 16."""
     patch.setattr(hardware, "read_memory", lambda: (None, free))
     patch.setattr(hardware, "read_gpu", lambda index: Gpu(index, "a GPU", (9, 0), 0, free or 0))
-    config = EngineConfig(max_rows=4, page_size=16, **asked)  # type: ignore[arg-type]
+    config = EngineConfig(**{"max_rows": 4, "page_size": 16, **asked})  # type: ignore[arg-type]
     return pick_num_pages(config, SHAPES, 100, device, torch.bfloat16)
 
 
@@ -78,6 +78,11 @@ def test_pages_suffice_for_every_request_and_the_scratch_page(monkeypatch: pytes
     for device in (CPU, CUDA):
         assert pick(100 * GIB, device, monkeypatch) == enough
     assert pick(None, CPU, monkeypatch) == enough  # free memory is unknown
+
+
+def test_small_pages_are_as_many_as_a_window_past_the_end_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the engine would choose too few pages for the context, and cut it."""
+    assert pick(None, CPU, monkeypatch, page_size=1)[0] == 1 + 4 * (100 + 128)
 
 
 def test_pages_take_their_share_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:

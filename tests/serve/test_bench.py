@@ -94,4 +94,6 @@ def test_flags_are_written_as_they_were_read() -> None:
     flags.add_engine_flags(parser)
     argv = ["--model", "m", "--tree", "3,2,8", "--num-pages", "64", "--no-prefix-cache"]
     assert flags.engine_flags(parser.parse_args(argv)) == argv
+    chosen = ["--num-drafts", "auto", "--tree", "auto"]
+    assert flags.engine_flags(parser.parse_args(chosen)) == chosen
     assert flags.engine_flags(parser.parse_args([])) == []

@@ -17,10 +17,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from peregrine.bench.generation import decided
+from peregrine.bench.generation import decided, with_rows
 from peregrine.bench.prompts import read_prompts, repeated
 from peregrine.bench.serve_metrics import figures
-from peregrine.config import LIMITS
 from peregrine.engine.request import Output
 from peregrine.errors import ConfigError
 from peregrine.llm import LLM
@@ -69,10 +68,7 @@ def run_throughput(load: Load, options: dict[str, object]) -> Json:
 
 def run_latency(load: Load, num_iters: int, num_iters_warmup: int, options: dict[str, object]) -> Json:
     """One batch `num_iters` times: its latency, first tokens, and time per further token."""
-    most = options.get("max_rows") or LIMITS["max_rows"][1]
-    if isinstance(most, int) and load.count > most:
-        raise ConfigError(f"batch_size={load.count}: at most {most} requests run at a time (max_rows); ask for no more")
-    with LLM(**{"max_rows": load.count, **options}) as llm:  # type: ignore[arg-type]
+    with LLM(**with_rows(options, load.count, "batch_size")) as llm:  # type: ignore[arg-type]
         prompts = make_prompts(llm, load)
         runs = [
             measured(llm, prompts, load, progress=False)

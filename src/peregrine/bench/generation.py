@@ -1,9 +1,11 @@
 """Timed generation through an LLM, for the benchmarks that run the engine in this process."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from peregrine.config import LIMITS
 from peregrine.engine.request import Output
+from peregrine.errors import ConfigError
 from peregrine.llm import LLM
 from peregrine.sampling import SamplingParams
 
@@ -22,6 +24,15 @@ PROMPTS = (
 def first_prompts(count: int) -> list[str]:
     """`count` of the prompts, starting over when they run out."""
     return [PROMPTS[i % len(PROMPTS)] for i in range(count)]
+
+
+def with_rows(options: Mapping[str, object], rows: int, field: str) -> dict[str, object]:
+    """An engine's options with room for `rows` requests at a time; ConfigError if they ask for less."""
+    asked = options.get("max_rows") or rows
+    most = min(asked, LIMITS["max_rows"][1] or rows) if isinstance(asked, int) else rows
+    if rows > most:
+        raise ConfigError(f"{field}={rows}: at most {most} requests run at a time (max_rows); ask for no more")
+    return {**options, "max_rows": asked}
 
 
 def generate(

@@ -17,15 +17,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from peregrine.bench.clock import timed_rounds
-from peregrine.bench.generation import PROMPTS, decided, first_prompts, generate
+from peregrine.bench.generation import PROMPTS, decided, first_prompts, generate, with_rows
 from peregrine.bench.peers import Peer, open_peer
+from peregrine.config import plain_options
 from peregrine.engine.request import Output
 from peregrine.errors import ConfigError
 from peregrine.hardware import DTYPES
 from peregrine.llm import LLM
 from peregrine.models.loading import num_weights
 
-SPECULATION = ("drafter", "num_drafts", "tree", "windows")
 MIB = 2**20
 Json = dict[str, Any]
 START_UP = """
@@ -51,9 +51,9 @@ class Plan:
 
 def run(plan: Plan, options: dict[str, object]) -> Json:
     """Measure, and return everything as plain values."""
-    speculative = {"max_rows": max(plan.rows), **options}
+    speculative = with_rows(options, max(plan.rows), "rows")
     model = str(speculative.pop("model", "merlin"))
-    plain = {name: value for name, value in speculative.items() if name not in SPECULATION} | {"drafter": "none"}
+    plain = plain_options(speculative)
     start_up_s = start_up_seconds(model, speculative)
     before = peak_mib()
     with ExitStack() as opened:
@@ -124,6 +124,7 @@ def accept_length(outputs: Sequence[Output]) -> float:
 
 def stage_times(llm: LLM, prompts: Sequence[str], plan: Plan) -> dict[str, float]:
     """Milliseconds per round by stage, and the share of a round outside compiled kernels."""
+    llm.drop_cached()
     with timed_rounds(llm.engine) as clock:
         start = time.perf_counter()
         generate(llm, prompts, plan.tokens, plan.temperature)

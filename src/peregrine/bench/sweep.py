@@ -11,7 +11,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from peregrine.bench.generation import decided, generate
+from peregrine.bench.generation import decided, generate, with_rows
 from peregrine.bench.prompts import Prompt
 from peregrine.engine.plan_record import KINDS
 from peregrine.engine.request import Output
@@ -54,7 +54,7 @@ def run(plan: Plan, options: dict[str, object]) -> dict[str, Any]:
     for name in SWEPT:
         if name in options:
             raise ConfigError(f"{name}={options[name]!r}: is what a sweep varies; use --drafts and --trees")
-    shapes = plan.shapes()
+    options, shapes = with_rows(options, plan.rows, "rows"), plan.shapes()
     passes: dict[str, list[Pass]] = {name: [] for name in shapes}
     refused: dict[str, str] = {}
     order = [name for _ in range(plan.repeats) for name in shapes]
@@ -62,7 +62,7 @@ def run(plan: Plan, options: dict[str, object]) -> dict[str, Any]:
         if name in refused:
             continue
         try:
-            with LLM(**{"max_rows": plan.rows, **options, **shapes[name]}) as llm:  # type: ignore[arg-type]
+            with LLM(**options | shapes[name]) as llm:  # type: ignore[arg-type]
                 passes[name].append(measure(llm, plan))
         except ConfigError as error:
             refused[name] = str(error)

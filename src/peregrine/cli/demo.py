@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from peregrine.cli.flags import Commands, add_generation_flags, add_parser, engine_options, open_llm, sampling_options
 from peregrine.cli.printing import DraftMarks, acceptance, check_output, print_stream
-from peregrine.config import EngineConfig
+from peregrine.config import EngineConfig, plain_options
 from peregrine.log import is_terminal, style
 from peregrine.sampling import SamplingParams, sampling_params
 from peregrine.threads import usable_cores
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"prompt: {text}")
         prompt = [{"role": "user", "content": text}] if args.chat else text
         fast = opened.enter_context(open_llm(options))  # first, so that wrong options are refused before any text
-        slow = opened.enter_context(open_llm(options | {"drafter": "none"}))
+        slow = opened.enter_context(open_llm(plain_options(options)))
         plain = decode("plain decoding", slow, prompt, params)
         params = replace(params, seed=plain.seed)
         speculative = decode("with speculation", fast, prompt, params)

@@ -88,9 +88,9 @@ def new_file(text: str) -> Path:
     path = Path(text)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        existed = path.exists()
+        found = path.exists() or path.is_symlink()
         path.open("a").close()
-        if not existed:
+        if not found:
             path.unlink()
     except OSError as error:
         reason = error.strerror or str(error)
@@ -248,6 +248,8 @@ def engine_flags(args: argparse.Namespace) -> list[str]:
         value = vars(args)[flag.field]
         if isinstance(value, bool):
             written.append(flag.option if value else flag.option.replace("--", "--no-", 1))
+        elif value is None:
+            written += [flag.option, "auto"]
         else:
             written += [flag.option, ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
     return written

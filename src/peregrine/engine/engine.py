@@ -2,6 +2,7 @@
 
 import itertools
 from collections import deque
+from functools import partial
 
 import numpy as np
 
@@ -10,14 +11,13 @@ from peregrine.engine.chunk_size import ChunkSize
 from peregrine.engine.page_ledger import PageLedger
 from peregrine.engine.policy import BatchPolicy, next_admitted
 from peregrine.engine.prefill import Replay, next_chunks, read_chunks
-from peregrine.engine.request import FAILED, Delta, Request
-from peregrine.engine.round_result import RoundResult, RowExtras, end_text, take_line
+from peregrine.engine.request import Delta, Request
+from peregrine.engine.round_result import RoundResult, RowExtras, attempt, last_delta, take_line
 from peregrine.engine.runner import Runner
 from peregrine.errors import RequestError
 from peregrine.grammar import GrammarCompiler, Matcher
 from peregrine.hardware import current_device
 from peregrine.kernels.sampling import Features
-from peregrine.log import logger
 from peregrine.sampling import SamplingParams
 from peregrine.spec.seat_entry import Words
 from peregrine.text.tokenizer import Tokenizer
@@ -93,7 +93,7 @@ class Engine:
 
     def drop_cached(self) -> int | None:
         """Empty the prefix cache, and the answers that are looked up; how many pages, or None if the engine is busy."""
-        if self.has_work:
+        if self.num_requests:
             return None
         if self.runner.rounds.looks_up:
             self.runner.rounds.forget()
@@ -157,16 +157,19 @@ class Engine:
         read = [request for request in self.reading if not request.num_unread]
         taken = {}
         for request in read[: self.policy.max_rows - len(self.running)]:
-            try:
-                taken[request] = self.runner.seats.buffers.pack(seat_entry(request, self.limits))
-            except Exception:
-                self._ended.append(self._fail(request))
+            if (words := attempt(request, partial(self._packed, request))) is None:
+                self._ended.append(self._finish(request, Delta(request.id), "error"))
+            else:
+                taken[request] = words
         if taken:
             self._take_seats(taken)
         for request in taken if share else ():
             self.ledger.share(request)
 
     # Seats.
+
+    def _packed(self, request: Request) -> dict[str, Words]:
+        return self.runner.seats.buffers.pack(seat_entry(request, self.limits))
 
     def _take_seats(self, packed: dict[Request, dict[str, Words]]) -> None:
         first, self._features = len(self.running), None
@@ -265,29 +268,20 @@ class Engine:
                 if request.seat is None or not (line[0] or line[3]):
                     continue
                 if request.is_followed or line[3]:  # its user waits for the tokens, or it ends
-                    deltas.append(self._take_or_fail(request, line, extras))
+                    deltas.append(self._take(request, line, extras))
                 else:
                     request.take(line)
         return deltas
 
-    def _take_or_fail(self, request: Request, line: list[int], extras: RowExtras) -> Delta:
-        try:
-            delta, reason, stop = take_line(request, line, extras)
-            return delta if reason is None else self._finish(request, delta, reason, stop)
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException:  # such as a panic of the tokenizer, which is no Exception
-            return self._fail(request)
-
-    def _fail(self, request: Request) -> Delta:
-        """End the request whose handling raised; the others go on."""
-        logger.exception("request %d was ended", request.id)
-        request.failure, request.stream = FAILED, None
-        return self._finish(request, Delta(request.id), "error")
+    def _take(self, request: Request, line: list[int], extras: RowExtras) -> Delta:
+        taken = attempt(request, partial(take_line, request, line, extras))
+        delta, reason, stop = taken or (Delta(request.id), "error", None)
+        return delta if reason is None else self._finish(request, delta, reason, stop)
 
     def _finish(self, request: Request, last: Delta, reason: str, stop: str | int | None = None) -> Delta:
         """Free the request's seat and pages; returns its last delta, which carries the output."""
-        last, reason, stop = end_text(request, last, reason, stop)
+        last = last_delta(request, last, reason, stop, self.simulated)
+        reason = last.finish_reason or reason
         if request.seat is not None:
             # After a fault, none of its KV is known to be sound: nothing may be shared.
             request.read_len = 0 if reason == "error" else request.num_tokens - 1
@@ -297,4 +291,4 @@ class Engine:
         self.ledger.release(request)
         if self.runner.rounds.looks_up and request.params.store and reason in ("stop", "length"):
             self.runner.rounds.learn(request.generated)
-        return last._replace(finish_reason=reason, output=request.output(reason, stop, self.simulated))
+        return last

@@ -9,7 +9,7 @@ from peregrine.cache.host_tier import HostTier
 from peregrine.cache.page_copies import STAGED_BYTES, Event, PageCopies
 from peregrine.cache.pages import PagePool
 from peregrine.cache.store import KVStore
-from peregrine.config import EngineConfig
+from peregrine.config import MAX_NODES, EngineConfig
 from peregrine.errors import ConfigError
 from peregrine.grammar import GRAMMARS_PRESENT
 from peregrine.hardware import GIB, check_room, free_bytes
@@ -20,7 +20,8 @@ from peregrine.spec.registry import StoreShape
 
 # Share of pages in the memory left by weights and scratch; on a GPU the rest is for graphs.
 CPU_SHARE, GPU_SHARE = 0.25, 0.85
-SPARE_PAGES = 8  # per request, for places past its length that rounds in flight may write
+# Per request, for places past its length that rounds may write: pages, or as many as hold the longest window.
+SPARE_PAGES, SPARE_TOKENS = 8, 2 * MAX_NODES
 SPARE_COPIED = 2  # per row, kept free by copying cached pages to the host ahead
 EXPERT_BLOCK = 128  # most rows of a block that shares an expert; each expert leaves one unfilled
 LATENT_TILE = 64  # most queries times heads in one tile of the MLA kernel
@@ -91,7 +92,8 @@ def pick_num_pages(
     if asked.num_pages is not None:
         return asked.num_pages, "asked for"
     size = page_bytes(stores, asked.page_size, dtype)
-    wanted = 1 + asked.max_rows * (-(-max_len // asked.page_size) + SPARE_PAGES)
+    spare = max(SPARE_PAGES, SPARE_TOKENS // asked.page_size)
+    wanted = 1 + asked.max_rows * (-(-max_len // asked.page_size) + spare)
     free = free_bytes(device)
     share = CPU_SHARE if device.type == "cpu" else GPU_SHARE
     of_what = f"{share:.0%} of the free memory"
@@ -106,15 +108,20 @@ def pick_num_pages(
 
 
 def fit_max_len(max_len: int, num_pages: int, page_size: int, span: int) -> tuple[int, str] | None:
-    """Tokens of a request that runs alone, if all pages hold fewer than its context and a round's drafts; and why."""
+    """Tokens of a request that runs alone, if all pages hold fewer than its context and a round's window; and why."""
     places = (num_pages - 1) * page_size
     held = places - span
     if held < 2:
         least = 1 - (-(span + 2) // page_size)
-        raise ConfigError(f"num_pages={num_pages}: holds no token beside {span} of drafts; ask for {least} or more")
+        raise ConfigError(
+            f"num_pages={num_pages}: holds no token beside {span} of a round's window; ask for {least} or more"
+        )
     if held >= max_len:
         return None
-    return held, f"num_pages={num_pages} hold {places} tokens, {span} of them drafts; the context is {max_len}"
+    return (
+        held,
+        f"num_pages={num_pages} hold {places} tokens, {span} of them for a round's window; the context is {max_len}",
+    )
 
 
 def make_stores(

@@ -21,7 +21,6 @@ from peregrine.spec.odds import Guess, RequestOdds
 from peregrine.text.stream import TextStream
 from peregrine.text.tokenizer import Tokenizer
 
-FAILED = "the engine failed on this request, and ended it alone; its log says why"
 FAULT = "the model's logits held NaN or inf after {count} tokens; check the checkpoint and the dtype"
 
 

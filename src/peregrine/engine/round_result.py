@@ -1,9 +1,10 @@
 """What a round did for its requests: from lines of its verdict to tokens, deltas, and what some asked to see."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import repeat
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -11,8 +12,11 @@ from torch import Tensor
 
 from peregrine.engine.request import Delta, Request, RoundDrafts
 from peregrine.kernels.round import FINISH_FAULT, FINISH_LENGTH, FINISH_NONE, FINISH_STOP, HEADER
+from peregrine.log import logger
 
 FINISH_REASONS = {FINISH_NONE: None, FINISH_STOP: "stop", FINISH_LENGTH: "length", FINISH_FAULT: "error"}
+FAILED = "the engine failed on this request, and ended it alone; its log says why"
+Value = TypeVar("Value")
 Logprobs = tuple[Tensor, Tensor, Tensor]  # chosen [R, W], top ids and top [R, W, n], on the host
 
 
@@ -65,6 +69,19 @@ def advance_matcher(request: Request, line: list[int]) -> None:
         line[0], line[1], line[3] = legal, min(line[1], legal), FINISH_FAULT
 
 
+def attempt(request: Request, work: Callable[[], Value]) -> Value | None:
+    """What `work` returns; None if it raises: the request has failed then, to be ended alone."""
+    try:
+        return work()
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException:  # such as a panic of the tokenizer, which is no Exception
+        logger.exception("request %d was ended", request.id)
+        request.failure, request.stream = FAILED, None
+        request.forget_scores()  # what its output no longer has can fail no more
+        return None
+
+
 def take_line(request: Request, line: list[int], extras: RowExtras) -> tuple[Delta, str | None, str | int | None]:
     """Add a round's tokens to its request: (delta, why the request ends if it does, what stopped it)."""
     accept, correct, drafted, finish = line[:HEADER]
@@ -95,6 +112,16 @@ def with_extras(delta: Delta, request: Request, extras: RowExtras, start: int) -
         prompt_logprobs=request.prompt_logprobs() if start == 0 else None,
         drafts=extras.drafts if request.params.report_drafts else None,
     )
+
+
+def last_delta(request: Request, last: Delta, reason: str, stop: str | int | None, simulated: bool) -> Delta:
+    """The last delta of a request, which carries the output."""
+
+    def made(last: Delta, reason: str, stop: str | int | None) -> Delta:
+        last, reason, stop = end_text(request, last, reason, stop)
+        return last._replace(finish_reason=reason, output=request.output(reason, stop, simulated))
+
+    return attempt(request, partial(made, last, reason, stop)) or made(Delta(request.id), "error", None)
 
 
 def end_text(request: Request, last: Delta, reason: str, stop: str | int | None) -> tuple[Delta, str, str | int | None]:
