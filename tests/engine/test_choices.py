@@ -103,6 +103,7 @@ def test_whether_chains_branch() -> None:
     for chain, why in (
         (picked(head, windows="fixed"), "windows are fixed"),
         (picked(head, "cuda"), "recorded for chains"),
+        (picked(head, attention="triton"), "no trees of different shapes"),
         (picked(block), "block head"),
         (picked(DraftSource("ngram", None)), "looked up"),
         (picked(DraftSource("none", None)), "no drafter"),

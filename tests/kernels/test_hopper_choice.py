@@ -139,6 +139,8 @@ def test_a_tile_holds_all_queries_of_a_row_up_to_64(q_len: int, group: int, tile
         (128, 64, {}, True),
         (192, 64, {}, False),  # eight warps add 128 entries at a time
         (512, 32, {}, False),
+        (384, 64, {}, False),  # partials lie in rows of 512
+        (512, 128, {}, False),  # more than shared memory holds
         (512, 64, {"is_tree": True}, False),
         (512, 64, {"page_size": 4}, False),
     ],

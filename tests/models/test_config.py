@@ -5,11 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 from peregrine.errors import CheckpointError
 from peregrine.models.checkpoint.folder import Fields
 from peregrine.models.config import ModelConfig
-from peregrine.models.families import parse_config, read_config
+from peregrine.models.families import FAMILIES, parse_config, read_config
+from peregrine.models.families.family import Family
 from peregrine.models.rope_table import LinearScaling, Llama3Scaling, YarnScaling
 
 MINIMAL: dict[str, Any] = {
@@ -49,6 +51,14 @@ def test_defaults_of_a_minimal_config() -> None:
     assert config.windows == (None,) * 4
     assert not any((config.tied, config.qkv_bias, config.out_bias, config.mlp_bias, config.qk_norm))
     assert (config.bos_id, config.eos_ids) == (None, ())
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
+def test_absent_fields_mean_what_they_mean_in_transformers(family: Family) -> None:
+    config = AutoConfig.for_model(family.model_type)
+    rope = config.rope_parameters
+    assert family.norm_eps == config.rms_norm_eps
+    assert family.rope_theta == rope.get("sliding_attention", rope)["rope_theta"]
 
 
 @pytest.mark.parametrize(
@@ -133,6 +143,11 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "origi
     [
         ({"rope_theta": 5e5}, 5e5, None),
         ({"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, 5e5, None),
+        (
+            {"rope_parameters": {"rope_theta": 5e5}, "rope_scaling": {"type": "linear", "factor": 2}},  # added by hand
+            5e5,
+            LinearScaling(2.0),
+        ),
         ({"rope_theta": 9.0, "rope_parameters": {"rope_theta": 5e5}}, 5e5, None),
         ({"rope_theta": 9, "rope_scaling": {"type": "linear", "factor": 2}}, 9.0, LinearScaling(2.0)),
         ({"rope_scaling": {"rope_type": "llama3", **LLAMA3}}, 1e4, Llama3Scaling(8.0, 1.0, 4.0, 32)),
@@ -167,6 +182,10 @@ def test_yarn_stretches_the_context() -> None:
         ({"quantization_config": {"quant_method": "gptq"}}, ["quantization_config", "gptq", "bfloat16"]),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor=0.5", "whole heads"]),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, ["partial_rotary_factor=0.5"]),
+        (
+            {"architectures": ["Phi3ForCausalLM"], "head_dim": 100, "partial_rotary_factor": 0.33},
+            ["partial_rotary_factor=0.33", "33 of 100 entries"],
+        ),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["type='dynamic'", "linear, llama3, longrope, yarn"]),
         ({"rope_scaling": {"rope_type": "longrope"}}, ["long_factor=None", "not as many"]),
         ({"rope_scaling": {"type": "mrope", "mrope_section": [1]}}, ["type='mrope'"]),

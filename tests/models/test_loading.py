@@ -49,6 +49,22 @@ def refusal(folder: Path) -> str:
     return str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("family", "changes", "factor"),
+    [
+        ("Granite", {"embedding_multiplier": 12.0, "residual_multiplier": 0.22}, 12.0 / 0.22),  # as it is
+        ("Gemma2", {}, float(torch.tensor(48**0.5).bfloat16())),  # rounded, as in training
+    ],
+)
+def test_a_scaled_embedding(
+    write_checkpoint: Callable[..., Path], family: str, changes: dict[str, Any], factor: float
+) -> None:
+    folder = write_checkpoint(family, **changes)
+    stored = load_file(folder / "model.safetensors")["model.embed_tokens.weight"].bfloat16()
+    held = load_decoder(folder, dtype=torch.bfloat16, pack=False).embedding
+    assert torch.equal(held, (stored.double() * factor).bfloat16())
+
+
 def test_missing_folder_is_named(tmp_path: Path) -> None:
     assert "'" + str(tmp_path / "nowhere") + "' does not exist" in refusal(tmp_path / "nowhere")
 

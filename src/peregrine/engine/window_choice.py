@@ -55,6 +55,7 @@ def pick_tree(
         (draft.network is None, "drafts are looked up, without second choices"),
         (isinstance(draft.network, BlockHead), "chains of a block head do not branch yet; ask for a tree's shape"),
         (windows == FIXED, "windows are fixed; ask for a tree's shape"),
+        (asked.attention == "triton", "this attention backend takes no trees of different shapes"),
         (device.type != "cpu", "rounds are recorded for chains; ask for a tree's shape"),
         (shortest <= (asked.num_drafts or MOST_DRAFTS), f"nodes must see all before them; the window is {shortest}"),
     ):

@@ -81,6 +81,7 @@ class Scales:
     """Constants that some families multiply by or cap with; the defaults do nothing."""
 
     embedding: float = 1.0
+    rounds_embedding: bool = False  # the one above is rounded to the model's dtype before it multiplies
     residual: float = 1.0  # of what a layer adds to the residual stream
     attention: float | None = None  # multiplies q . k; None: head_dim ** -0.5
     logits: float = 1.0  # divides the logits

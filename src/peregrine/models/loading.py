@@ -44,9 +44,11 @@ def load_decoder(
         weights.fill_and_pack(decoder, plan, shared=[decoder.head] if config.shares_embedding else [], held=held)
     else:
         weights.fill(decoder, plan)
-    if config.embedding_factor != 1:  # rounded to the model's dtype first, as in training
+    if (factor := config.embedding_factor) != 1:
+        if config.scales.rounds_embedding:
+            factor = float(torch.tensor(factor).to(decoder.embedding.dtype))
         with torch.no_grad():
-            decoder.embedding.mul_(torch.tensor(config.embedding_factor).to(decoder.embedding))
+            decoder.embedding.mul_(factor)
     return decoder
 
 

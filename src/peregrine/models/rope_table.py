@@ -100,13 +100,20 @@ _KEYS = {
     },
     "longrope": {"short_factor", "long_factor", "factor", "original_max_position_embeddings", "attention_factor"},
 }
+_COMMON = {"rope_theta", "partial_rotary_factor"}  # to all kinds
 _RENAMED = {"su": "longrope"}  # kinds that older configs call otherwise
 
 
-def read_rope(config: Fields, max_positions: int, may_be_partial: bool = False) -> Rope:
-    """The rope of a config, from `rope_parameters` or from `rope_scaling` and `rope_theta`."""
-    name = "rope_scaling" if config.values.get("rope_scaling") else "rope_parameters"
-    fields = config.inner(name)
+def read_rope(config: Fields, max_positions: int, may_be_partial: bool = False, theta: float = 10000.0) -> Rope:
+    """The rope of a config, from `rope_parameters` or from `rope_scaling` and `rope_theta`; `theta` if it has none.
+
+    What `rope_scaling` does not say, such as one that was added by hand, is taken from `rope_parameters`.
+    """
+    fields = config.inner("rope_parameters")
+    if config.values.get("rope_scaling"):
+        common = {name: value for name, value in fields.values.items() if name in _COMMON}
+        fields = config.inner("rope_scaling")
+        fields = Fields(fields.source, common | fields.values)
     kind = fields.text("rope_type", fields.text("type", "default"))
     kind = _RENAMED.get(kind, kind)
     if kind not in _KEYS:
@@ -115,7 +122,7 @@ def read_rope(config: Fields, max_positions: int, may_be_partial: bool = False) 
             f"this rope scaling is not supported; supported are {', '.join(sorted(_KEYS))}",
             "choose a checkpoint with one of those",
         )
-    theta = fields.number("rope_theta", config.number("rope_theta", 10000.0))
+    theta = fields.number("rope_theta", config.number("rope_theta", theta))
     if theta <= 1:
         place = fields if "rope_theta" in fields else config
         raise place.refusal("rope_theta", "not above 1: frequencies must fall", "correct the config")
@@ -123,7 +130,7 @@ def read_rope(config: Fields, max_positions: int, may_be_partial: bool = False) 
     share = stated.number("partial_rotary_factor", 1.0)
     if share > 1 or (share != 1 and not may_be_partial):
         raise stated.refusal("partial_rotary_factor", "this family rotates whole heads", "choose one with factor 1")
-    known = _KEYS[kind] | {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+    known = _KEYS[kind] | _COMMON | {"rope_type", "type"}
     for key in fields.values:
         if key not in known:
             raise fields.refusal(

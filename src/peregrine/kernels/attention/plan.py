@@ -247,9 +247,13 @@ def _hopper_takes_dense(problem: Problem) -> bool:
 
 
 def _hopper_takes_mla(problem: Problem) -> bool:
-    """Whether latents and rotated parts are whole columns: eight warps add two columns of latents at a time."""
-    rope = problem.key_dim - problem.value_dim
-    return problem.suits_hopper and problem.value_dim % (2 * HOPPER_COLUMN) == 0 and rope % HOPPER_COLUMN == 0
+    """Whether latents and rotated parts are whole columns: eight warps add two columns of latents at a time.
+
+    Partials are merged in rows of a power of two, and the keys of a larger latent would not fit in shared memory.
+    """
+    rank, rope = problem.value_dim, problem.key_dim - problem.value_dim
+    whole = rank % (2 * HOPPER_COLUMN) == 0 and rope % HOPPER_COLUMN == 0
+    return problem.suits_hopper and whole and rank & (rank - 1) == 0 and problem.key_dim <= 9 * HOPPER_COLUMN
 
 
 def hopper_takes_mla_prompt(rank: int, rope: int) -> bool:

@@ -66,6 +66,10 @@ def parse_config(fields: Fields, generation: Fields | None = None) -> ModelConfi
     if positions > MAX_POSITIONS:
         raise fields.refusal("rope_scaling", f"stretches the context to {positions} positions", "correct the config")
     mla, biases = family.mla(fields, rope), family.biases(fields)
+    head_dim = family.head_dim(fields, hidden_size, num_heads) if mla is None else mla.q_dim
+    if mla is None and rope.rotated(head_dim) % 2:
+        problem = f"rotates {rope.rotated(head_dim)} of {head_dim} entries of a head, and they are rotated in pairs"
+        raise fields.refusal("partial_rotary_factor", problem, "correct the config")
     specials = generation if generation is not None else Fields(fields.source, {})
     bos_ids = (specials if "bos_token_id" in specials else fields).wholes("bos_token_id")
     return ModelConfig(
@@ -76,8 +80,8 @@ def parse_config(fields: Fields, generation: Fields | None = None) -> ModelConfi
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=family.head_dim(fields, hidden_size, num_heads) if mla is None else mla.q_dim,
-        norm_eps=fields.number("rms_norm_eps", 1e-6),
+        head_dim=head_dim,
+        norm_eps=fields.number("rms_norm_eps", family.norm_eps),
         rope=rope,
         max_positions=positions,
         windows=family.windows(fields, num_layers),

@@ -54,6 +54,7 @@ class Family:
     sinks = False  # a stored logit of each head joins the softmax of attention
     tied = False  # whether a config without tie_word_embeddings means true
     interleaved = False  # stored rotation pairs are neighbours, not half of the rotated part apart
+    norm_eps, rope_theta = 1e-6, 10000.0  # of configs that do not say
     rotates_part = False  # configs may say that only the first part of a head is rotated
 
     def biases(self, fields: Fields) -> Biases:
@@ -80,7 +81,7 @@ class Family:
 
     def rope(self, fields: Fields, max_positions: int) -> Rope:
         """Theta, scaling and rotated share of the rotary embedding."""
-        return read_rope(fields, max_positions, self.rotates_part)
+        return read_rope(fields, max_positions, self.rotates_part, self.rope_theta)
 
     def layer_ropes(self, fields: Fields, rope: Rope, num_layers: int) -> tuple[Rope, ...]:
         """The rope of each layer; empty: the config's own for all."""

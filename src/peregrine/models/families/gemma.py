@@ -51,6 +51,7 @@ class Gemma2(Family):
         require(fields, "hidden_activation", "gelu_pytorch_tanh", ("gelu_pytorch_tanh",))
         return Scales(
             embedding=fields.whole("hidden_size") ** 0.5,
+            rounds_embedding=True,
             attention=fields.number("query_pre_attn_scalar", 256) ** -0.5,
             score_cap=cap(fields, "attn_logit_softcapping", 50.0),
             logit_cap=cap(fields, "final_logit_softcapping", 30.0),

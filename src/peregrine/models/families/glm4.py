@@ -13,6 +13,7 @@ class Glm(Family):
 
     model_type = "glm"
     architectures: tuple[str, ...] = ("GlmForCausalLM",)
+    norm_eps = 1.5625e-7
     rotates_part = interleaved = True
 
     def rope(self, fields: Fields, max_positions: int) -> Rope:

@@ -18,6 +18,7 @@ class GptOss(Family):
 
     model_type = "gpt_oss"
     architectures = ("GptOssForCausalLM",)
+    norm_eps, rope_theta = 1e-5, 150000.0
     sinks = True
 
     def biases(self, fields: Fields) -> Biases:

@@ -10,6 +10,7 @@ class Mixtral(Family):
 
     model_type = "mixtral"
     architectures = ("MixtralForCausalLM",)
+    norm_eps, rope_theta = 1e-5, 1e6
     expert_names = ExpertNames("block_sparse_moe", "w1", "w3", "w2")
 
     def windows(self, fields: Fields, num_layers: int) -> tuple[int | None, ...]:

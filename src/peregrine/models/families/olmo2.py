@@ -11,6 +11,7 @@ class Olmo2(Family):
 
     model_type = "olmo2"
     architectures = ("Olmo2ForCausalLM",)
+    norm_eps = 1e-5
     qk_norm = whole_qk_norm = True
     norms = NORMS
 

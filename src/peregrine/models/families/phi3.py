@@ -11,6 +11,7 @@ class Phi3(Family):
 
     model_type = "phi3"
     architectures = ("Phi3ForCausalLM",)
+    norm_eps = 1e-5
     rotates_part = True
 
     def windows(self, fields: Fields, num_layers: int) -> tuple[int | None, ...]:

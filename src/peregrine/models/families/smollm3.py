@@ -14,6 +14,7 @@ class SmolLM3(Llama):
     model_type = "smollm3"
     architectures = ("SmolLM3ForCausalLM",)
     tied = True
+    rope_theta = 2e6
 
     def windows(self, fields: Fields, num_layers: int) -> tuple[int | None, ...]:
         if fields.flag("use_sliding_window", False) or "sliding_attention" in layer_types(fields, num_layers):
