@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SRC = ROOT / "src" / "peregrine"
 LAYERS = (
-    {"errors", "files", "log", "hardware", "threads", "config", "sampling", "assets"},
+    {"errors", "files", "log", "hardware", "threads", "control_groups", "config", "sampling", "assets"},
     {"kernels", "text"},
     {"cache", "grammar"},
     {"attention"},

@@ -94,6 +94,7 @@ def test_cpu_facts_come_from_the_first_processor(monkeypatch: pytest.MonkeyPatch
 
 def test_memory_is_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "read_text", lambda path: "MemTotal: 2048 kB\nMemAvailable:  1024 kB\n")
+    monkeypatch.setattr(hardware, "memory_limits", lambda: iter(()))
     assert hardware.read_memory() == (2 * 2**20, 2**20)
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from peregrine.control_groups import memory_limits
 from peregrine.errors import ConfigError
 from peregrine.threads import usable_cores
 
@@ -118,12 +119,13 @@ def read_cpu() -> Cpu:
 
 
 def read_memory() -> tuple[int | None, int | None]:
-    """Bytes of main memory, total and available to a new process; None where there is no /proc/meminfo."""
+    """Bytes of main memory that this process may have, and that are left; None where there is no /proc/meminfo."""
     facts = colon_table(read_text(Path("/proc/meminfo")))
     if "MemTotal" not in facts or "MemAvailable" not in facts:
         return None, None
     total, available = (int(facts[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))  # from kB
-    return total, available
+    limits = list(memory_limits())
+    return min([total, *(most for most, _ in limits)]), min([available, *(left for _, left in limits)])
 
 
 def read_gpus() -> tuple[Gpu, ...]:

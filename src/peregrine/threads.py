@@ -6,10 +6,9 @@ has set none of the three that say how to wait.
 
 import os
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
-CGROUPS = Path("/sys/fs/cgroup")
+from peregrine.control_groups import cpu_quotas
+
 # Compiled kernels have threads of their own (`kernels/runtime/cpu_team.py`); this is about torch's. An OpenMP kernel
 # ends when all threads have arrived. Those that wait spin before they sleep: for 300,000 turns in GNU's library (10 ms
 # where a turn is x86's `pause`), for 200 ms in LLVM's and Intel's, on cores that other threads need.
@@ -26,7 +25,7 @@ def limit_spinning() -> None:
 def usable_cores() -> int:
     """Cores that this process may use: by its affinity, and by the CPU quotas of its control groups, rounded down."""
     count = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    return max(1, min([count, *(int(quota) for quota in _quotas())]))
+    return max(1, min([count, *map(int, cpu_quotas())]))
 
 
 def pick_threads(current: int, ranks: int = 1) -> tuple[int, str]:
@@ -37,29 +36,3 @@ def pick_threads(current: int, ranks: int = 1) -> tuple[int, str]:
     shared = f", shared by {ranks} ranks" if ranks > 1 else ""
     why = f"this process may use {cores} core{'s' if cores > 1 else ''}{shared}"
     return max(1, min(current, cores) // ranks), why
-
-
-def _quotas() -> Iterator[float]:
-    """Cores that the control groups of this process allow, version 1 and 2; a group is bound by those above it, too."""
-    for line in _read(Path("/proc/self/cgroup")).splitlines():
-        _, controllers, name = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        root = CGROUPS / controllers if controllers else CGROUPS
-        group = root / name.strip("/")  # inside a container often not there: the root is the container's own group
-        for folder in (group, *group.parents):
-            if folder.is_relative_to(root):
-                yield from _quota(folder)
-
-
-def _quota(folder: Path) -> Iterator[float]:
-    fields = _read(folder / "cpu.max").split() or [_read(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
-    if fields[0].strip().isdigit() and float(fields[1]):  # "max" or -1: no limit
-        yield float(fields[0]) / float(fields[1])
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""

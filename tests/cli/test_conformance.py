@@ -59,6 +59,7 @@ def test_triton_passes_in_the_interpreter(peregrine: Run, part: str) -> None:
         (("--attention", "flash"), "attention='flash': no such backend; choose one of triton, numba, torch"),
         (("--attention", "torch", "--dtype", "int8"), "dtype='int8': torch computes in float32, bfloat16, float16"),
         (("--attention", "torch", "--device", "tpu"), "device='tpu'"),
+        (("--attention", "torch", "--quick", "--part", "5000/5000"), "part=5000/5000: there are"),
     ],
 )
 def test_bad_input_is_one_line(peregrine: Run, argv: tuple[str, ...], message: str) -> None:

@@ -12,6 +12,7 @@ from peregrine.attention.routing import BACKENDS
 from peregrine.bench import row_operations
 from peregrine.bench.row_operations import Operation
 from peregrine.cli import doctor
+from spec.harness import eagle3_head, tiny_model
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -101,6 +102,13 @@ def test_unknown_device_fails_with_its_reason(peregrine: Run) -> None:
     code, out, _ = peregrine("doctor", "--device", "tpu")
     assert code == 1
     assert "device='tpu'" in out
+
+
+def test_a_checkpoint_is_explained_alone(peregrine: Run) -> None:
+    code, _, err = peregrine("doctor", str(tiny_model()), "--device", "cuda:9")
+    assert (code, "device=cuda:9: a checkpoint is explained without loading it" in err) == (2, True)
+    code, out, _ = peregrine("doctor", str(eagle3_head()))
+    assert (code, "is a draft head" in out) == (1, True)
 
 
 def test_model_that_loads_shows_decisions(calls: Any, peregrine: Run) -> None:

@@ -1,5 +1,6 @@
 """Training of block heads: what a block sees, its loss, and that it learns."""
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -115,6 +116,19 @@ def test_a_fresh_head_learns_and_is_saved_under_public_names(kind: str, tmp_path
     assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), head.parameters(), strict=True))
     assert loaded.draft_to_target is not None
     assert torch.equal(loaded.draft_to_target, torch.from_numpy(ids))
+
+
+@pytest.mark.parametrize(("said", "causal"), [({}, True), ({"sliding_window_non_causal": True}, False)])
+def test_blocks_of_window_layers_may_see_both_ways(said: dict[str, bool], causal: bool, tmp_path: Any) -> None:
+    target = load_decoder(tiny_model(), pack=False)
+    order = HeadOrder("", (), tmp_path, kind="dflash", layers=1, options=HeadOptions(unroll=4))
+    save_head(fresh_block_head(target, (1, 3), None, order, mask_token=7), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"layer_types": ["sliding_attention"], "sliding_window": 9, "use_sliding_window": True, **said}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    loaded = load_head(tmp_path, target, "cpu", torch.float32, pack=False)
+    assert isinstance(loaded, BlockHead)
+    assert (loaded.config.layer.windows, loaded.config.causal) == ((9,), (causal,))
 
 
 def test_taps_are_spread_over_deep_targets() -> None:

@@ -11,19 +11,25 @@ from peregrine.attention.torch_backend import TorchBackend
 from peregrine.cache.store import KVStore
 from peregrine.errors import ConfigError
 from peregrine.kernels.round import slots_of
+from peregrine.models.checkpoint.folder import Fields
 from peregrine.models.draft_heads import load_head, save_head
+from peregrine.models.draft_heads.parts import dense_layers
+from peregrine.models.families import parse_config
 from peregrine.models.loading import load_decoder
+from peregrine.models.rope_table import read_rope, rope_fields, rope_table
 from peregrine.spec.bound import BoundModel
 from peregrine.spec.readers import HeadReader
 from peregrine.spec.row_pages import RowPages, even_starts
 from peregrine.spec.types import Chunk
 from peregrine.train.attend import UnrolledAttend, packed_attend
-from peregrine.train.head import draft_ids, fresh_head, head_loss, learnable, pick_taps, read_target, unroll
+from peregrine.train.head import COVERAGE, draft_ids, fresh_head, head_loss, learnable, pick_taps, read_target, unroll
 from peregrine.train.rows import PAD, Rows, SampleRows, fitting_row_len
 from peregrine.train.samples import Samples
 from spec.harness import CONTEXT, VOCAB, eagle3_head, tiny_model
 
 PAGE = 16
+LONG = {"rope_type": "longrope", "short_factor": [1.0] * 6, "long_factor": [2.0] * 6}
+LONG |= {"original_max_position_embeddings": 16}
 
 
 def make_samples(lens: list[int], prompt_len: int = 3, vocab_size: int = VOCAB) -> Samples:
@@ -205,10 +211,27 @@ def test_taps_and_vocabulary_are_chosen_for_the_target() -> None:
     found = draft_ids(samples, "auto", 64, (30,))
     assert found is not None
     assert len(found) == 32
+    # The ids that must be there take the place of three that cover much.
+    tokens = np.concatenate([np.repeat(np.arange(8, dtype=np.int32), 1000), np.arange(8, 10, dtype=np.int32)])
+    found = draft_ids(Samples(tokens, np.array([0, len(tokens)]), np.array([0])), "auto", 64, (60, 61, 62))
+    assert found is not None
+    assert np.isin(tokens, found).mean() >= COVERAGE
     with pytest.raises(ConfigError, match="draft_vocab=33"):
         draft_ids(samples, "33", 32, (30,))
     with pytest.raises(ConfigError, match="token 19 is not in the target's vocabulary of 10"):
         draft_ids(samples, "full", 10, ())
+
+
+@pytest.mark.parametrize("given", [{"rope_theta": 5e4}, {"rope_scaling": LONG}])
+def test_heads_of_targets_that_rotate_a_part_of_a_head_rotate_all_of_it(given: dict[str, object]) -> None:
+    """As layers of the families do that heads are saved as."""
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4}
+    fields = {"architectures": ["Phi3ForCausalLM"], "vocab_size": 100, "partial_rotary_factor": 0.75, **shape, **given}
+    target = parse_config(Fields("config.json", fields))
+    layer = dense_layers(target, "llama", 1)
+    assert target.rope.share == 0.75
+    assert layer.rope == read_rope(Fields("config.json", rope_fields(layer.rope)), 64)
+    assert rope_table(layer.rope, layer.head_dim, 64, "cpu").shape[1] == layer.head_dim
 
 
 def test_a_fresh_head_is_saved_under_public_names_and_loads_again(tmp_path: Path) -> None:

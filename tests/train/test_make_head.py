@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +13,12 @@ import torch
 from safetensors.torch import load_file
 
 from peregrine.cli.main import main
+from peregrine.errors import ConfigError
 from peregrine.llm import LLM
+from peregrine.models.draft_heads import Eagle3Head
 from peregrine.models.loading import load_decoder
 from peregrine.sampling import SamplingParams
+from peregrine.train import head_run
 from peregrine.train.block import fresh_block_head
 from peregrine.train.head import fresh_head
 from peregrine.train.head_run import HeadRun
@@ -138,16 +142,24 @@ def test_a_killed_run_ends_with_the_weights_of_an_uninterrupted_one(
             raise KeyboardInterrupt
         return loss(run, batch)
 
+    def killed_save_head(*_: object) -> None:
+        raise KeyboardInterrupt
+
     with monkeypatch.context() as patch:
         patch.setattr(Samples, "save", killed_save)
         assert train(*flags, out="parts") == 130
     with monkeypatch.context() as patch:
         patch.setattr(HeadRun, "loss", killed_loss)
-        assert train(*flags, out="parts") == 130
+        assert train(*flags, "--rows", "2", out="parts") == 130  # sampled on by a machine with room for fewer rows
     state = load_state(tmp_path / "parts" / STAGES_FOLDER / "run")
     assert state is not None
     assert state["step"] == 4
+    with monkeypatch.context() as patch:
+        patch.setattr(head_run, "save_head", killed_save_head)  # at the very end, when the state is saved and no head
+        assert train(*flags, out="parts") == 130
     assert train(*flags, out="parts") == 0
+    heads = [(tmp_path / out / "model.safetensors").read_bytes() for out in ("whole", "parts")]
+    assert heads[0] == heads[1]
     whole, parts = (tensors_of(load_state(tmp_path / out / STAGES_FOLDER / "run")) for out in ("whole", "parts"))
     assert len(whole) > 20
     assert whole.keys() == parts.keys()
@@ -173,14 +185,33 @@ def tensors_of(value: object, name: str = "") -> dict[str, torch.Tensor]:
         (("--tokens", "2000", "--batch", "4000"), "batch=4000: the samples fill only|training needs about .* GiB"),
         (("--tokens", "2000", "--batch", "900000"), r"training needs about .* GiB, cpu has .* free; lower batch"),
         (("--tokens", "2000", "--shares", "1", "2"), "there are 1 files; give one share for each"),
-        (("--tokens", "2000", "--taps", "0", "7"), r"taps=\(0, 7\): each must be one of the target's layers"),
+        (("--tokens", "2000", "--shares", "nan"), "shares=.* must be numbers"),
+        (("--taps", "0", "7"), r"taps=\(0, 7\): each must be one of the target's layers"),
+        (("--minutes", "60"), "minutes=60: steps=2 was given, too"),
+        (("--kind", "dspark", "--unroll", "1"), "unroll=1: blocks of a dspark head have 2 tokens at least"),
+        (("--kind", "dspark", "--markov-rank", "0"), "markov_rank=0: must be at least 1"),
+        (("--kind", "dflash", "--unroll", "70"), "unroll=70: a round has 1 to 16 drafts"),
+        (("--unroll", "0"), "unroll=0: a round has 1 to 16 drafts"),
+        (("--layers", "0"), "layers=0: must be at least 1"),
+        (("--batch", "0"), "batch=0: must be at least 1"),
+        (("--save-every", "0"), "save_every=0: must be at least 1"),
+        (("--max-tokens", "0"), "max_tokens=0: must be at least 1"),
+        (("--eval-tokens", "0"), "eval_tokens=0: must be at least 1"),
+        (("--rate", "nan"), "rate=nan: must be at least 0"),
+        (("--start", "nowhere"), "'nowhere' does not exist"),
     ],
 )
 def test_impossible_settings_are_refused_with_the_numbers(
-    train: Callable[..., int], capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], complaint: str
+    train: Callable[..., int],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    flags: tuple[str, ...],
+    complaint: str,
 ) -> None:
     assert train(*flags, "--no-eval", "--steps", "2") == 2
     assert_line(capsys.readouterr().err, complaint)
+    if "--tokens" not in flags:
+        assert not list(tmp_path.rglob("*.npz"))  # nothing was sampled
 
 
 def assert_line(text: str, pattern: str) -> None:
@@ -195,6 +226,9 @@ def assert_line(text: str, pattern: str) -> None:
         ("few.txt", "One.\n<|endoftext|>\nTwo.\n", "data: 2 documents; give at least 16"),
         ("bad.jsonl", '{"prompt": "x"}\n{"text": "y"}\n', 'line 2: has neither "prompt" nor "messages"'),
         ("worse.jsonl", "{\n", "line 1: is not JSON"),
+        ("empty.jsonl", "", "empty; give files with text"),
+        ("odd.jsonl", '{"messages": ["hi"]}\n', "line 1: a message is"),
+        ("torn.txt.xz", "One.\n", "is not a whole .xz file"),
         ("mute.jsonl", '{"messages": [{"role": "assistant", "content": "x"}]}\n', "holds no user's turn"),
     ],
 )
@@ -224,6 +258,8 @@ def test_a_folder_of_another_run_is_left_alone(
     assert train(*flags) == 0
     assert train(*flags, "--tokens", "600") == 2
     assert "tokens=600: the run in" in capsys.readouterr().err
+    assert train(*flags, "--target", str(tiny_model())) == 2
+    assert "target=llama, " in capsys.readouterr().err
     assert train(*flags, "--rate", "0.5") == 2
     assert "was started with rate=0.002" in capsys.readouterr().err
     # Samples of another model do not fit.
@@ -307,6 +343,21 @@ def test_a_head_starts_from_one_with_other_draft_tokens() -> None:
         assert torch.equal(got[name], given[name]), name
     assert torch.equal(got["head.weight"][1:3], given["head.weight"][1:])
     assert torch.equal(got["head.weight"][[0, 3]], fresh[[0, 3]])
+
+
+def test_a_head_does_not_start_from_one_whose_weights_mean_something_else() -> None:
+    target = load_decoder(tiny_model(), pack=False).requires_grad_(False)
+    head = fresh_head(target, (1, 2, 3), None, 0)
+    others = {
+        name: replace(head.config, **{name: value})
+        for name, value in (("norm_before_residual", True), ("own_head", False))
+    }
+    start, borrows = (Eagle3Head(config, target, "cpu", torch.float32, None) for config in others.values())
+    with pytest.raises(ConfigError, match="start=other: has norm_before_residual=True, and new heads have False"):
+        copy_weights(head, start, Path("other"))
+    kept = head.state_dict()["head.weight"].clone()
+    copy_weights(head, borrows, Path("other"))
+    assert torch.equal(head.state_dict()["head.weight"], kept)
 
 
 def test_a_block_head_keeps_the_mask_token_of_the_one_it_starts_from(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ Report = dict[str, Any]
 def checkpoint_report(name: str) -> Report:
     """The report on a GGUF file or a folder; every part that cannot be read is a problem, and the others are told."""
     from peregrine.engine.sources import FolderSource, open_source
+    from peregrine.models.draft_heads import is_head
 
     report: Report = {"checkpoint": name, "problems": []}
     try:
@@ -22,6 +23,9 @@ def checkpoint_report(name: str) -> Report:
         return report | {"problems": [str(error)]}
     if not isinstance(source, FolderSource):
         return report | {"problems": [f"{name!r} is a shape with random weights, not a checkpoint"]}
+    if source.folder.is_dir() and is_head(source.folder):
+        remedy = f"use it with --model MODEL --drafter {name}"
+        return report | {"problems": [f"{name!r} is a draft head, which drafts for a model; {remedy}"]}
     _add(report, lambda: _file(source.folder))
     _add(report, lambda: _shape(source))
     _add(report, lambda: _checked(source))

@@ -55,7 +55,10 @@ def run(args: argparse.Namespace) -> int:
     device = resolve_device(args.device)
     backend = find_backend(args.attention, device)
     index, count = args.part
-    cases = conformance_cases(backend.traits, pick_dtypes(args.dtype, backend), args.quick)[index::count]
+    cases = conformance_cases(backend.traits, pick_dtypes(args.dtype, backend), args.quick)
+    if count > len(cases):
+        raise ConfigError(f"part={index + 1}/{count}: there are {len(cases)} cases; ask for no more parts")
+    cases = cases[index::count]
 
     def watch(name: str) -> None:
         if sys.stderr.isatty():

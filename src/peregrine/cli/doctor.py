@@ -48,9 +48,12 @@ def run(args: argparse.Namespace) -> int:
     """Print the report; 0 if everything that was asked for works and the bits are right, else 1."""
     from peregrine.hardware import read_hardware
 
-    if args.checkpoint is not None:
-        return explain(args.checkpoint, args.json)
     options = engine_options(args)
+    if args.checkpoint is not None:
+        for name, value in options.items():
+            problem = "a checkpoint is explained without loading it"
+            raise ConfigError(f"{name}={value}: {problem}; leave it out, or use --model {args.checkpoint}")
+        return explain(args.checkpoint, args.json)
     if "tensor_parallel" in options and "model" not in options:
         raise ConfigError(f"tensor_parallel={options['tensor_parallel']}: depends on the model; pass --model, too")
     hardware = read_hardware()

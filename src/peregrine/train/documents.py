@@ -7,13 +7,15 @@ its text alone, so a copy in another shard is held out too.
 
 import json
 import lzma
+import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import chain
 from pathlib import Path
 
-from peregrine.errors import ConfigError, read_user_text, reading_utf8
+from peregrine.errors import ConfigError, read_user_text, reading_utf8, shown
 
 END_OF_TEXT, USER, ASSISTANT = "<|endoftext|>", "<|user|>", "<|assistant|>"
 SUFFIXES = (".txt", ".txt.xz")
@@ -73,12 +75,14 @@ def open_sources(data: Sequence[Path], shares: Sequence[float] | None, named: di
         raise ConfigError(f"shares={list(shares)}: there are {len(data)} files; give one share for each")
     for path in data:
         if not path.is_file():
-            raise ConfigError(f"data={path}: no such file; give text or JSONL files, or one folder of them")
+            raise ConfigError(f"data={path}: no such file; give text or JSONL files, or one folder of text files")
         if not path.name.endswith((*SUFFIXES, ".jsonl")):
             raise ConfigError(f"data={path}: is not {', '.join(SUFFIXES)} or .jsonl")
     weights = list(shares) if shares is not None else [float(path.stat().st_size) for path in data]
-    if sum(weights) <= 0 or min(weights) < 0:
-        raise ConfigError(f"shares={weights}: must not be negative, nor all zero")
+    if shares is None and not sum(weights):
+        raise ConfigError(f"data={', '.join(map(str, data))}: empty; give files with text")
+    if not 0 < sum(weights) < math.inf or min(weights) < 0:
+        raise ConfigError(f"shares={weights}: must be numbers, not negative and not all zero")
     pairs = zip(data, weights, strict=True)
     return [Source(source_name(path), (path,), weight / sum(weights)) for path, weight in pairs]
 
@@ -106,7 +110,7 @@ def read_texts(path: Path) -> Iterator[str]:
     """The texts of one shard in file order, without the end-of-text line and the newline before it."""
     lines: list[str] = []
     opener = lzma.open if path.suffix == ".xz" else open
-    with reading_utf8(f"data={str(path)!r}"), opener(path, "rt", encoding="utf-8") as stream:
+    with _unpacking(path), reading_utf8(f"data={str(path)!r}"), opener(path, "rt", encoding="utf-8") as stream:
         for line in chain(stream, [END_OF_TEXT]):
             if line.rstrip("\n") != END_OF_TEXT:
                 lines.append(line)
@@ -114,6 +118,14 @@ def read_texts(path: Path) -> Iterator[str]:
             if text := "".join(lines).strip("\n"):
                 yield text
             lines = []
+
+
+@contextmanager
+def _unpacking(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (lzma.LZMAError, EOFError) as error:
+        raise ConfigError(f"data={path}: is not a whole .xz file ({error}); compress its text again") from error
 
 
 def held_out(key: str, per_mille: int = HELD_OUT_PER_MILLE) -> bool:
@@ -145,8 +157,11 @@ def _parse(line: str, place: str) -> Document:
     messages = fields.get("messages") if isinstance(fields, dict) else None
     if not isinstance(messages, list) or not messages:
         raise ConfigError(f'data={place}: has neither "prompt" nor "messages"')
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise ConfigError(f'data={place}: a message is {{"role": ..., "content": ...}}, not {shown(message)}')
     # The target writes the last assistant turn itself.
-    while messages and isinstance(messages[-1], dict) and messages[-1].get("role") == "assistant":
+    while messages and messages[-1]["role"] == "assistant":
         messages = messages[:-1]
     if not messages:
         raise ConfigError(f"data={place}: holds no user's turn; give chats that begin with one")

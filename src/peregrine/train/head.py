@@ -78,13 +78,13 @@ def draft_ids(samples: Samples, asked: str, vocab_size: int, always: tuple[int, 
             f"samples: token {len(counts) - 1} is not in the target's vocabulary of {vocab_size}; "
             "they were made with another model, give another folder"
         )
-    counts[list(always)] = counts.sum() + 1  # end-of-text tokens must be in the draft vocabulary
-    order = np.argsort(-counts, kind="stable")
+    ranked = counts.copy()
+    ranked[list(always)] = counts.sum() + 1  # end-of-text tokens must be in the draft vocabulary
+    order = np.argsort(-ranked, kind="stable")
     if asked == FULL:
         return None
     if asked == AUTO:
-        real = np.where(counts > counts.sum(), 0, counts)
-        covered = np.cumsum(real[order]) / max(1, real.sum())
+        covered = np.cumsum(counts[order]) / max(1, counts.sum())
         sizes = [vocab_size // 8, vocab_size // 4, vocab_size // 2]
         fitting = [size for size in sizes if size > len(always) and covered[size - 1] >= COVERAGE]
         if not fitting:

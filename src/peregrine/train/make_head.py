@@ -17,13 +17,13 @@ from peregrine.errors import ConfigError
 from peregrine.hardware import resolve_device, resolve_dtype
 from peregrine.models.config import ModelConfig
 from peregrine.models.decoder import Decoder
-from peregrine.models.draft_heads import BlockHead, DraftHead, Eagle3Head, load_head, save_head
+from peregrine.models.draft_heads import BlockHead, DraftHead, Eagle3Head, find_head, load_head, save_head
 from peregrine.models.families import read_config
 from peregrine.models.loading import load_decoder
 from peregrine.train import report
 from peregrine.train.block import calibration, fresh_block_head, pick_block_taps
 from peregrine.train.documents import MERLIN_SHARES, open_sources
-from peregrine.train.head import check_draft_vocab, draft_ids, fresh_head, pick_taps
+from peregrine.train.head import check_draft_vocab, check_taps, draft_ids, fresh_head, pick_taps
 from peregrine.train.head_run import HeadRun
 from peregrine.train.head_size import check_size
 from peregrine.train.merlin.requests import with_requests
@@ -45,8 +45,13 @@ def make_head(order: HeadOrder) -> Facts | None:
     source, device = FolderSource(find_model(order.target)), resolve_device(order.device)
     folder, config = source.folder, source.config
     dtype = resolve_dtype(order.dtype, device, source.dtype)
-    check_draft_vocab(order.draft_vocab, config.vocab_size, config.eos_ids)  # before hours of sampling
-    claim(order)
+    # What cannot be done is refused before hours of sampling.
+    check_draft_vocab(order.draft_vocab, config.vocab_size, config.eos_ids)
+    if order.taps is not None:
+        check_taps(order.taps, config.num_layers)
+    if order.start is not None:
+        find_head(order.start, config)
+    claim(order, {"target": kind_of(config)})
     print(check_size(order, config, dtype, device), flush=True)
     check_context(order.plan, config)
 
@@ -64,14 +69,20 @@ def make_head(order: HeadOrder) -> Facts | None:
     return facts
 
 
-def claim(order: HeadOrder) -> None:
+def kind_of(config: ModelConfig) -> str:
+    """What must not change of a target between the stages of a run; where it lies may."""
+    layers = f"{config.num_layers} layers of {config.hidden_size}, {config.num_heads} heads of {config.head_dim}"
+    return f"{config.family}, {layers}, {config.vocab_size} tokens"
+
+
+def claim(order: HeadOrder, target: Facts) -> None:
     """Take the folder for this order; refuse one that holds anything else. An order that made nothing yet goes."""
-    noted, facts = order.stages / FACTS, order.facts()
+    noted, facts = order.stages / FACTS, target | order.facts()
     if order.samples_of is not None:
         others = order.data_folder / FACTS
         if not others.exists():
             raise ConfigError(f"samples_of={order.samples_of}: no head was trained there; give another head's --out")
-        check_same(json.loads(others.read_text()), order.data_facts(), order.samples_of)
+        check_same(json.loads(others.read_text()), target | order.data_facts(), order.samples_of)
     if (order.stages / PROMPTS).exists() or (order.stages / UNTRAINED).exists():
         check_same(json.loads(noted.read_text()), facts, order.out)
         return
@@ -165,6 +176,11 @@ def copy_weights(head: Eagle3Head | BlockHead, start: DraftHead, folder: Path) -
     shapes, wanted = ({n: p.shape for n, p in h.named_parameters() if n not in DRAFT_ROWS} for h in (start, head))
     if type(start) is not type(head) or start.taps != head.taps or shapes != wanted:
         raise ConfigError(f"start={folder}: has other sizes or taps than the head to be trained; ask for the same ones")
+    theirs_says, ours_says = variant(start), variant(head)
+    if differs := [name for name in ours_says if theirs_says[name] != ours_says[name]]:
+        name = differs[0]
+        problem = f"has {name}={theirs_says[name]}, and new heads have {ours_says[name]}"
+        raise ConfigError(f"start={folder}: {problem}; its weights would mean something else: leave it out")
     theirs, ours = draft_targets(start), draft_targets(head)
     place = {token: row for row, token in enumerate(theirs.tolist())}
     shared = [(row, place[token]) for row, token in enumerate(ours.tolist()) if token in place]
@@ -173,8 +189,15 @@ def copy_weights(head: Eagle3Head | BlockHead, start: DraftHead, folder: Path) -
         for name in wanted:
             parameters[name].copy_(given[name])
         rows, others = torch.tensor(shared, dtype=torch.int64, device=ours.device).view(-1, 2).T
-        for name in parameters.keys() & DRAFT_ROWS:
+        for name in parameters.keys() & given.keys() & DRAFT_ROWS:  # a head may borrow the target's output head
             parameters[name][rows] = given[name][others]
+
+
+def variant(head: Eagle3Head | BlockHead) -> Facts:
+    """What a head's weights mean, apart from the tokens that it drafts, their number, and where its tables are."""
+    free = {"layer", "taps", "draft_vocab_size", "mask_token", "block_size", "own_embedding", "own_head"}
+    layer, said = head.config.layer, {name: value for name, value in asdict(head.config).items() if name not in free}
+    return said | {"rope": layer.rope, "rms_norm_eps": layer.norm_eps, "windows": layer.windows}
 
 
 def draft_targets(head: DraftHead) -> Tensor:

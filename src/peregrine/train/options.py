@@ -1,10 +1,11 @@
 """Options of `peregrine train head`. The command line is made from these classes, so nothing heavy is imported."""
 
+import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from peregrine.config import option
+from peregrine.config import MAX_DRAFTS, option
 from peregrine.errors import ConfigError
 
 AUTO, FULL = "auto", "full"
@@ -12,6 +13,13 @@ EAGLE3, DFLASH, DSPARK = KINDS = "eagle3", "dflash", "dspark"
 STAGES = "prompts", "samples"  # what is made before a head is trained
 STAGES_FOLDER = "stages"  # in the folder of a head
 Facts = dict[str, Any]
+
+
+def check_least(least: float, **values: float | None) -> None:
+    """Refuse numbers below `least`, and what is no finite number; None is left out."""
+    for name, value in values.items():
+        if value is not None and not least <= value < math.inf:
+            raise ConfigError(f"{name}={value}: must be at least {least:g}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +32,10 @@ class SamplingPlan:
     rows: int = option(32, "requests sampled together; on a GPU the default is 512", "N")
     sample_minutes: float | None = option(None, "stop sampling after this long", "M")
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_least(1, tokens=self.tokens, max_tokens=self.max_tokens, prompt_tokens=self.prompt_tokens, rows=self.rows)
+        check_least(0, sample_minutes=self.sample_minutes)
 
     @property
     def num_prompts(self) -> int:
@@ -51,6 +63,10 @@ class RunOptions:
     save_every: int = option(500, "updates", "N")
 
     def __post_init__(self) -> None:
+        check_least(1, steps=self.steps, batch=self.batch_rows, save_every=self.save_every)
+        check_least(0, minutes=self.minutes, rate=self.rate, warmup_steps=self.warmup_steps)
+        if self.steps is not None and self.minutes:
+            raise ConfigError(f"minutes={self.minutes:g}: steps={self.steps} was given, too; keep one of them")
         if self.steps is None and self.minutes <= 0:
             raise ConfigError("steps=None: the run would have no end; give a number of steps, or minutes")
 
@@ -62,6 +78,12 @@ class HeadOptions(RunOptions):
     unroll: int = option(5, "drafts ahead to train for", "K")
     blocks: int = option(64, "blocks per row and update (dflash, dspark)", "N")
     step_decay: float = 0.9  # weight of a draft relative to the draft before
+
+    def __post_init__(self) -> None:
+        RunOptions.__post_init__(self)  # a dataclass with slots has no super() without arguments
+        check_least(1, blocks=self.blocks)
+        if not 1 <= self.unroll <= MAX_DRAFTS:
+            raise ConfigError(f"unroll={self.unroll}: a round has 1 to {MAX_DRAFTS} drafts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +127,12 @@ class HeadOrder:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ConfigError(f"kind={self.kind!r}: no such head; choose {', '.join(KINDS)}")
-        if self.mlp is not None and self.mlp < 1:
-            raise ConfigError(f"mlp={self.mlp}: must be at least 1")
+        check_least(1, mlp=self.mlp, layers=self.layers, eval_prompts=self.eval_prompts, eval_tokens=self.eval_tokens)
+        check_least(0, text_tokens=self.text_tokens)
+        if self.kind == DSPARK:
+            check_least(1, markov_rank=self.markov_rank)
+            if self.options.unroll < 2:
+                raise ConfigError(f"unroll={self.options.unroll}: blocks of a dspark head have 2 tokens at least")
         if self.stop_after is not None and self.stop_after not in STAGES:
             raise ConfigError(f"stop_after={self.stop_after!r}: no such stage; choose {' or '.join(STAGES)}")
 

@@ -62,8 +62,10 @@ class PromptBook:
     def prompts(self, tokenizer: Tokenizer, count: int, longest: int, seed: int, *, train: bool) -> list[Prompt]:
         """`count` prompts of at most `longest` tokens, mixed by share; a function of documents and seed."""
         generator = np.random.default_rng((seed, int(train)))
-        documents = self.train if train else self.held_out
+        documents, split = (self.train, "training") if train else (self.held_out, "held-out")
         shares = np.array([share if found else 0.0 for share, found in zip(self.shares, documents, strict=True)])
+        if not shares.sum():
+            raise ConfigError(f"shares={list(self.shares)}: files with a share hold no {split} documents; give others")
         orders = [generator.permutation(len(found)) for found in documents]
         taken = [0] * len(documents)
         prompts: list[Prompt] = []

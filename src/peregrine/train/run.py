@@ -87,6 +87,8 @@ class Run(ABC, Generic[Batch]):
         began = time.monotonic()
         mark = (self.step, began)
         batches, per_step = self.batches(), self.tokens_per_step
+        if self.step == self.total_steps:
+            self.save()  # a run that was killed while it ended has its state, and perhaps nothing else
         with tqdm(desc="train", initial=self.step * per_step, unit=" tokens", unit_scale=True, mininterval=1.0) as bar:
             while self.total_steps is None or self.step < self.total_steps:
                 rate = learning_rate(self.options, self.step, self.total_steps)

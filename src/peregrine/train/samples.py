@@ -22,7 +22,8 @@ from peregrine.sampling import SamplingParams
 from peregrine.train.options import SamplingPlan
 
 TEMPERATURES = (0.0, 0.25, 0.5, 0.75, 1.0, 1.0)
-SHARD_ROUNDS = 4  # prompts in a shard, as a multiple of the rows that run together
+SHARD_ROUNDS = 4  # prompts in a shard, as a multiple of the rows that run together when the first one is made
+SHARD_SIZE = "shard_size"
 PAGE_SIZE = 64
 PREFILL_CHUNK = 8192
 OWN_SHARE = 0.25  # at least this share of an epoch's tokens are the target's own samples with their prompts
@@ -99,7 +100,7 @@ def with_texts(samples: Samples, texts: Samples | None) -> Samples:
 def _sample_shards(
     target: Path, prompts: Sequence[list[int]], plan: SamplingPlan, folder: Path, options: dict[str, str]
 ) -> None:
-    size = plan.rows * SHARD_ROUNDS
+    size = _shard_size(folder, plan.rows)
     on_gpu = resolve_device(options.get("device", "auto")).type == "cuda"
     llm = LLM(
         str(target),
@@ -123,6 +124,14 @@ def _sample_shards(
             now = time.monotonic()
             if bar.n >= plan.tokens or (ends is not None and 2 * now - began > ends):
                 return
+
+
+def _shard_size(folder: Path, rows: int) -> int:
+    """Prompts in each shard of the folder; it stays when another machine, with other rows, goes on."""
+    noted = folder / SHARD_SIZE
+    if not noted.exists():
+        noted.write_text(str(rows * SHARD_ROUNDS))
+    return int(noted.read_text())
 
 
 def _continue(llm: LLM, prompts: Sequence[list[int]], plan: SamplingPlan, first: int) -> Samples:

@@ -138,9 +138,14 @@ def _drafts_from_newest(fields: HeadFields) -> bool:
 
 
 def _causal_layers(fields: HeadFields, layer: ModelConfig) -> tuple[bool, ...]:
-    """Layers whose blocks are causal: as the config says, otherwise those with a sliding window."""
+    """Layers whose blocks are causal: as the config says, otherwise those with a sliding window.
+
+    Where the speculators layout says nothing of windows that see both ways, their blocks are causal.
+    """
     for name in ("is_causal", "causal"):
         place = _place(fields, name)
         if name in place:
             return (place.flag(name, False),) * layer.num_layers
-    return tuple(window is not None for window in layer.windows[: layer.num_layers])
+    name = "sliding_window_non_causal"
+    both_ways = _place(fields, name).flag(name, False)
+    return tuple(window is not None and not both_ways for window in layer.windows[: layer.num_layers])

@@ -15,7 +15,7 @@ from peregrine.models.config import ModelConfig
 from peregrine.models.decoder import Decoder
 from peregrine.models.decoder_layer import Layer
 from peregrine.models.layers import Linear, LiveRows, RMSNorm, allocate
-from peregrine.models.rope_table import SPARE_POSITIONS, rope_table
+from peregrine.models.rope_table import SPARE_POSITIONS, LongScaling, rope_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +142,10 @@ def dense_layers(config: ModelConfig, family: str, num_layers: int, mlp: int | N
 
     `mlp` is the inner size of their MLPs, if it is not the target's.
     """
+    head_dim = config.head_dim if config.mla is None else config.mla.value_dim
+    # All of its heads is rotated. Factors of each pair, of which the target may have fewer, are left out then.
+    stretched = config.rope.scaling
+    fits = not isinstance(stretched, LongScaling) or 2 * len(stretched.short_factors) == head_dim
     plain = {field.name: field.default for field in fields(ModelConfig) if field.default is not MISSING}
     return replace(
         config,
@@ -149,7 +153,8 @@ def dense_layers(config: ModelConfig, family: str, num_layers: int, mlp: int | N
         family=family,
         num_layers=num_layers,
         intermediate_size=mlp or config.intermediate_size,
-        head_dim=config.head_dim if config.mla is None else config.mla.value_dim,
+        head_dim=head_dim,
+        rope=replace(config.rope, share=1.0, scaling=stretched if fits else None),
         windows=(None,) * num_layers,
         tied=False,
         qkv_bias=False,

@@ -4,6 +4,7 @@ EAGLE-3 in SafeAILab's names, with taps in both public spellings; DFlash in z-la
 """
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,9 @@ def save_head(head: Eagle3Head | BlockHead, folder: str | Path, dtype: torch.dty
         name: tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
         for name, tensor in head_tensors(head).items()
     }
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    new = path / "model.safetensors.new"  # the file is there whole or not at all
+    save_file(tensors, new, metadata={"format": "pt"})
+    os.replace(new, path / "model.safetensors")
     (path / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
 
