@@ -18,6 +18,7 @@ MAX_EOS_IDS = MAX_STOP_IDS // 2
 MAX_BIAS = 512
 MAX_LOGPROBS = 64
 SEED_BITS = 63
+DRAWN_BITS = 53  # of seeds that are drawn and reported: JavaScript's numbers hold them exactly
 MAX_GRAMMAR_BYTES = 1 << 18  # of a schema, regex, grammar or all choices together
 MAX_GRAMMAR_DEPTH = 64  # of nested objects and lists in a schema
 CONSTRAINTS = ("json_schema", "json_object", "regex", "grammar", "choice")
@@ -146,7 +147,7 @@ class SamplingParams:
         """The parameters of each of the n generations: equal but for the seeds, which follow each other."""
         if self.n == 1:
             return [self]
-        seed = secrets.randbits(SEED_BITS) if self.seed is None else self.seed
+        seed = secrets.randbits(DRAWN_BITS) if self.seed is None else self.seed
         return [replace(self, n=1, seed=(seed + i) % 2**SEED_BITS) for i in range(self.n)]
 
     @property

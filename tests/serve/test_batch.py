@@ -22,6 +22,7 @@ import torch
 from peregrine import LLM, SamplingParams
 from peregrine.config import EngineConfig
 from peregrine.errors import ConfigError, EngineFault
+from peregrine.serve import batch_engines
 from peregrine.serve.batch import Batch, check_source
 from peregrine.serve.batch_engines import Answer, EngineProcesses, LocalEngine
 from peregrine.serve.batch_identity import served_hash
@@ -115,6 +116,26 @@ def test_a_line_that_overflows_or_cannot_be_seated_ends_alone(
     statuses = {name: line["response"]["status_code"] for name, line in read(tmp_path / "out.jsonl").items()}
     assert statuses == {"top_k": 400, "min_tokens": 400, "max_tokens": 400, "seed": 400, "fault": 500, "good": 200}
     assert batch.num_refused == 5
+
+
+def test_a_line_that_no_code_expects_ends_alone(
+    server: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = {"type": "function", "function": {"name": "fly", "parameters": {"properties": {}, "required": [{}]}}}
+    chat = [{"role": "user", "content": "Hi"}]
+    odd = request("odd", "/v1/chat/completions", messages=chat, tools=[tool], tool_choice="required")
+    make = batch_engines.writer_of
+
+    def fails_once(line: dict[str, Any], *more: Any) -> Any:
+        if line["custom_id"] == "bug":
+            raise ZeroDivisionError("a defect of ours")
+        return make(line, *more)
+
+    monkeypatch.setattr(batch_engines, "writer_of", fails_once)
+    lines = [request("good", prompt="Once", max_tokens=2), odd, request("bug", prompt="x")]
+    run(server, write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl")
+    statuses = {name: line["response"]["status_code"] for name, line in read(tmp_path / "out.jsonl").items()}
+    assert (statuses["good"], statuses["odd"], statuses["bug"]) == (200, 400, 500)
 
 
 def test_lines_are_in_the_order_of_the_requests(server: Served, tmp_path: Path) -> None:

@@ -47,6 +47,13 @@ def test_chat_logprobs(client: openai.OpenAI) -> None:
     assert all(entry.top_logprobs[0].logprob >= entry.top_logprobs[1].logprob for entry in content)
 
 
+def test_alternatives_need_logprobs_and_none_of_them_do_not(http: httpx.Client) -> None:
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2, "logprobs": False}
+    assert http.post("/v1/chat/completions", json={**body, "top_logprobs": 0}).status_code == 200
+    refused = http.post("/v1/chat/completions", json={**body, "top_logprobs": 1})
+    assert (refused.status_code, "set logprobs to true" in refused.text) == (400, True)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("max_tokens", [0, 5])
 def test_echo_scores_the_prompt(server: Served, http: httpx.Client, stream: bool, max_tokens: int) -> None:

@@ -1,6 +1,7 @@
 """Tools over HTTP: calls by grammar, calls and reasoning found in text, a loop with a real function."""
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -16,7 +17,8 @@ from peregrine.grammar import MatcherLimits
 from peregrine.sampling import Constraint
 from peregrine.serve.choices import ChatWriter
 from peregrine.serve.job import Job, chat_job
-from peregrine.serve.protocol import ChatBody
+from peregrine.serve.protocol import ChatBody, ToolFields
+from peregrine.serve.tools import AnswerStream, tool_plan
 from peregrine.text.tool_formats import bracketed
 from peregrine.text.tools import auto_grammar
 from serve.conftest import Served
@@ -132,6 +134,38 @@ def test_a_tool_without_parameters_takes_none(server: Served, given: dict[str, o
     job = chat_job(ChatBody.model_validate({"messages": [USER], "tools": tools, "tool_choice": "required"}), server.llm)
     assert job.tools is not None
     assert job.tools.schemas["now"] == {**NOTHING, "properties": {}}
+
+
+def test_arguments_are_an_object_where_the_schema_leaves_it_open(server: Served) -> None:
+    tool = {"type": "function", "function": {"name": "fly", "parameters": {"properties": {"to": {}}}}}
+    assert not is_legal(server.llm, {"tools": [tool], "tool_choice": "required"}, '[{"name":"fly","arguments":5}]')
+    assert is_legal(server.llm, {"tools": [tool], "tool_choice": "required"}, '[{"name":"fly","arguments":{"to":5}}]')
+
+
+def test_calls_that_must_be_made_have_ids_that_the_template_takes(server: Served) -> None:
+    plan = tool_plan(ToolFields(tools=[LAND], tool_choice="required"), "[TOOL_CALLS]")
+    assert plan is not None
+    [call] = AnswerStream(plan, False, False).fields('[{"name":"land","arguments":{}}]', True, True)["tool_calls"]  # type: ignore[misc]
+    assert re.fullmatch("[0-9a-f]{9}", call["id"])  # type: ignore[index]
+
+
+def test_a_named_call_that_was_not_begun_is_none(server: Served) -> None:
+    choice = {"type": "function", "function": {"name": "land"}}
+    plan = tool_plan(ToolFields(tools=[LAND], tool_choice=choice), None)
+    assert "tool_calls" not in AnswerStream(plan, True, True).fields("Let me th", True, True)
+
+
+def test_a_parsed_message_may_be_sent_back(server: Served) -> None:
+    function = {"name": "fly", "arguments": '{"to": "Rome"}', "parsed_arguments": {"to": "Rome"}}
+    parsed = {
+        "role": "assistant",
+        "parsed": {"a": 1},
+        "tool_calls": [{"id": "1", "type": "function", "function": function}],
+    }
+    text = server.llm.tokenizer.decode(job_of(server, messages=[USER, parsed], tools=[LAND]).prompts[0], False)
+    assert '"arguments": {"to": "Rome"}' in text
+    assert "parsed" not in text
+    job_of(server, messages=[USER, {"role": "assistant", "content": "Hi.", "parsed": {"a": 1}}, USER])
 
 
 def test_only_allowed_tools_are_called(server: Served) -> None:

@@ -268,6 +268,12 @@ def test_a_choice_may_have_thousands_of_texts() -> None:
     assert (output.finish_reason, output.text in texts) == ("stop", True)
 
 
+@pytest.mark.parametrize("text", ["a\x7fb", "\x00", '\t"\\ ', "é\u2028"])
+def test_a_choice_may_have_any_character(text: str) -> None:
+    (output,) = run(build().engine, [case(3, {"choice": [text], "temperature": 1.0})])
+    assert (output.finish_reason, output.text) == ("stop", text)
+
+
 REFUSED: dict[str, dict[str, object]] = {
     "regex='(a': cannot be read: unclosed group; correct it": {"regex": "(a"},
     "look-around": {"regex": "(?=a)b"},

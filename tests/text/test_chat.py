@@ -182,6 +182,14 @@ def test_objects_with_methods_never_reach_a_template(write) -> None:
         render_chat(read_with(write, PLAIN), MESSAGES, tools=Tokenizer)
 
 
+def test_values_that_nest_too_deeply_are_refused(write) -> None:
+    deep: object = 1
+    for _ in range(5000):
+        deep = [deep]
+    with pytest.raises(RequestError, match=r"messages\[0\].*nests too deeply"):
+        render_chat(read_with(write, PLAIN), [{"role": "user", "content": "Hi", "deep": deep}])
+
+
 def test_a_chat_that_is_not_valid_unicode_is_refused(write) -> None:
     with pytest.raises(RequestError, match="lone surrogate"):
         encode_chat(read_with(write, PLAIN), [{"role": "user", "content": "\udc00"}])

@@ -22,6 +22,12 @@ CASES: dict[str, tuple[str, str, list[Call]]] = {
         "",
         [Call("fly", '{"to": "Oslo"}')],
     ),
+    f'<|channel|>commentary {FLY}<|message|>{{"to": "<|end|> \\\\\\"<|call|>"}}<|call|>': (
+        "",
+        "",
+        [Call("fly", '{"to": "<|end|> \\\\\\"<|call|>"}')],
+    ),
+    f'{FINAL}She said "no.<|end|>{NEXT}{FINAL}"': ("", 'She said "no.\n"', []),
     # The recipient may stand behind the role, and the first role is the prompt's.
     f" {FLY}<|channel|>commentary json<|message|>{{}}": ("", "", [Call("fly", "{}")]),
     f"{NEXT} {FLY}<|channel|>analysis<|message|>{{}}<|call|>": ("", "", [Call("fly", "{}")]),
@@ -104,6 +110,15 @@ def test_each_of_several_calls_is_a_message_with_its_result_behind_it(ids: tuple
     first, flew, second, landed, third, last = harmony_messages([asks, *given, user])
     assert [message["tool_calls"] for message in (first, second, third)] == [[call] for call in calls]
     assert (first["thinking"], "thinking" in second, flew, landed, last) == ("Hm.", False, *results, user)
+
+
+def test_results_go_to_their_calls_and_those_of_no_call_come_last() -> None:
+    calls = [{"id": id, "function": {"name": "fly"}} for id in ("a", "b", "c")]
+    results = [
+        {"role": "tool", "tool_call_id": id, "content": str(n)} for n, id in enumerate(("x", "b", None, "a", "b"))
+    ]
+    told = harmony_messages([{"role": "assistant", "content": "", "tool_calls": calls}, *results])
+    assert "".join(str(message["content"]) or "-" for message in told) == "-2-1-034"
 
 
 def test_the_format_follows_from_the_template() -> None:

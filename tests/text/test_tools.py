@@ -16,6 +16,7 @@ from peregrine.text.tools import call_schema, closed
 TOOLS: dict[str, dict[str, object]] = {
     "fly": {"type": "object", "properties": {"to": {"type": "string"}, "speed": {"type": "integer"}}},
     "land": {"type": "object"},
+    "stay": {"properties": {name: {"anyOf": [{"type": "string"}, {"type": "null"}]} for name in ("at", "or")}},
 }
 FLY, LAND = Call("fly", '{"to": "Oslo <b>", "speed": 3}'), Call("land", "{}")
 ONE, TWO = json.dumps({"name": "fly", "arguments": json.loads(FLY.arguments)}), '{"name": "land", "arguments": {}}'
@@ -45,6 +46,19 @@ CASES: dict[str, tuple[str, str, str, list[Call]]] = {
         "ok then",
         [Call("fly", r'{"to": "]}\\\"{"}')],
     ),
+    "hermes, a mark in a string": (
+        "hermes",
+        f'<tool_call>{{"name": "fly", "arguments": {{"to": "\\\\\\" {CLOSE} b"}}}}{CLOSE} ok',
+        "ok",
+        [Call("fly", f'{{"to": "\\\\\\" {CLOSE} b"}}')],
+    ),
+    "hermes, no arguments": ("hermes", '<tool_call>{"name": "land", "arguments": null}</tool_call>', "", [LAND]),
+    "hermes, no number": (
+        "hermes",
+        '<tool_call>{"arguments": {"x": NaN}, "name": "land"}</tool_call>',
+        '<tool_call>{"arguments": {"x": NaN}, "name": "land"}</tool_call>',
+        [],
+    ),
     "hermes, end missing": ("hermes", f"<tool_call>{TWO}", "", [LAND]),
     "hermes, no JSON": ("hermes", "a <tool_call> b </tool_call> c", "a <tool_call> b </tool_call> c", []),
     "hermes, unknown tool": (
@@ -66,6 +80,19 @@ CASES: dict[str, tuple[str, str, str, list[Call]]] = {
         "<tool_call><function=fly><parameter=to>\n\n<i>\n<parameter=speed>fast</tool_call><tool_call><function=land>",
         "",
         [Call("fly", '{"to": "\\n<i>", "speed": "fast"}'), LAND],
+    ),
+    "qwen3_coder, what may be a string": (
+        "qwen3_coder",
+        "<tool_call><function=stay><parameter=at>12345</parameter><parameter=or>null</parameter>"
+        "<parameter=far>NaN</parameter><parameter=any>7</parameter></function></tool_call>",
+        "",
+        [Call("stay", '{"at": "12345", "or": null, "far": "NaN", "any": 7}')],
+    ),
+    "mistral, a mark in a string": (
+        "mistral",
+        '[TOOL_CALLS]fly[ARGS]{"to": "[TOOL_CALLS]"}[TOOL_CALLS]land[ARGS]{}',
+        "",
+        [Call("fly", '{"to": "[TOOL_CALLS]"}'), LAND],
     ),
     "mistral, list": ("mistral", f"[TOOL_CALLS][{ONE}, {TWO}]", "", [FLY, LAND]),
     "mistral, names": (

@@ -8,7 +8,7 @@ from peregrine.engine.request import Request
 from peregrine.errors import RequestError
 from peregrine.grammar import MatcherLimits
 from peregrine.kernels.sampling import Features
-from peregrine.sampling import SEED_BITS, SamplingParams
+from peregrine.sampling import DRAWN_BITS, SamplingParams
 from peregrine.spec.seat_entry import SeatEntry
 
 
@@ -61,7 +61,7 @@ def admit(request_id: int, prompt: list[int], params: SamplingParams, limits: Li
         problem = f"the prompt's {len(prompt)} tokens and max_tokens exceed the context of {limits.max_len}"
         raise RequestError("max_tokens", params.max_tokens, problem, f"use at most {room}")
     limit = len(prompt) + (room if params.max_tokens is None else params.max_tokens)
-    seed = secrets.randbits(SEED_BITS) if params.seed is None else params.seed
+    seed = secrets.randbits(DRAWN_BITS) if params.seed is None else params.seed
     return Request(request_id, prompt, params, seed, limit)
 
 

@@ -162,7 +162,8 @@ def regex_in_lark(regex: str) -> str:
 
 def choice_in_lark(texts: str) -> str:
     """A JSON list of texts as Lark's alternatives."""
-    return " | ".join(json.dumps(text, ensure_ascii=False) for text in json.loads(texts))
+    # Lark's lexer takes no control characters, and JSON leaves one of them as it is.
+    return " | ".join(json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f") for text in json.loads(texts))
 
 
 def lark_definition(constraint: Constraint) -> str | None:

@@ -94,7 +94,7 @@ class LocalEngine:
                     self.num_open += 1
         except EngineFault:
             raise
-        except PeregrineError as error:
+        except Exception as error:  # what is no refusal is logged, and costs the other lines nothing
             return [refusal(custom_id, error)]
         return []
 
@@ -241,8 +241,8 @@ def answer_of(entry: Entry) -> Answer:
         return refusal(entry.custom_id, error)
 
 
-def refusal(custom_id: str, error: PeregrineError) -> Answer:
-    """The answer to a request that is refused."""
+def refusal(custom_id: str, error: Exception) -> Answer:
+    """The answer to a request that is refused, or at which something failed."""
     refused = api_error(error)
     return Answer(custom_id, refused.status, refused.body())
 

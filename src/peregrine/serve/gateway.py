@@ -35,6 +35,7 @@ class Reply:
     def __init__(self, size: int, streamed: bool, interval: int = 1) -> None:
         self.outputs: list[Output | None] = [None] * size
         self._deltas: list[list[Delta]] = [[] for _ in range(size)]  # not fetched yet, per generation
+        self._waiting = [0] * size  # their tokens
         self._due = [1] * size  # how many of its tokens wake the reader; after the first ones it is `interval`
         self._interval = interval
         self._fault: EngineFault | None = None
@@ -45,12 +46,13 @@ class Reply:
 
     def put(self, index: int, delta: Delta) -> None:
         """Take in what the engine sent for one generation."""
-        waiting = self._deltas[index]
-        waiting.append(delta)
-        self.num_tokens += len(delta.token_ids)
+        count = len(delta.token_ids)
+        self._deltas[index].append(delta)
+        self._waiting[index] += count
+        self.num_tokens += count
         self.outputs[index] = delta.output
         if self._streamed:
-            due = delta.output is not None or sum(len(each.token_ids) for each in waiting) >= self._due[index]
+            due = delta.output is not None or self._waiting[index] >= self._due[index]
         else:
             due = None not in self.outputs
         if due:
@@ -76,7 +78,7 @@ class Reply:
         if self._fault is not None:
             raise self._fault
         fetched = [(index, deltas) for index, deltas in enumerate(self._deltas) if deltas]
-        self._deltas = [[] for _ in self._deltas]
+        self._deltas, self._waiting = [[] for _ in self._deltas], [0] * len(self._deltas)
         return fetched
 
 

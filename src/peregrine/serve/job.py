@@ -186,7 +186,7 @@ def chat_job(body: ChatBody, llm: LLM) -> Job:
     if body.max_tokens is not None and body.max_completion_tokens is not None:
         problem = "max_completion_tokens was given, too"
         raise RequestError("max_tokens", body.max_tokens, problem, "keep one of them")
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs", body.top_logprobs, "needs logprobs", "set logprobs to true")
     max_tokens = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
     more: dict[str, Any] = {"max_tokens": max_tokens}

@@ -244,6 +244,7 @@ class Message(Body):
     ) = Field(None, description="The text, or its parts; null: none.")
     name: str | None = None
     refusal: None = None
+    parsed: Any = Field(None, description="What a client made of the content; not used.")
     tool_calls: Many[dict[str, Any]] | None = Field(None, description="The calls of an assistant's turn.")
     tool_call_id: str | None = Field(None, description="Which call a tool's message answers.")
     reasoning: str | None = Field(None, description="An assistant's thoughts; for templates that show them.")

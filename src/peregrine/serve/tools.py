@@ -73,6 +73,7 @@ class ToolPlan:
     named: str | None  # the tool that must be called; its arguments are the whole text
     required: bool  # the text is a list of calls
     parallel: bool
+    short_ids: bool  # calls have ids of nine characters, which is what Mistral's templates take
     strict: frozenset[str]  # tools whose calls must follow their schemas, even if the model decides whether it calls
 
     @property
@@ -130,13 +131,13 @@ def tool_plan(body: ToolFields, template: str | None) -> ToolPlan | None:
     elif choice not in (None, "auto", "required"):
         raise RequestError("tool_choice", choice, "is not a choice", "use auto, none, required or a function")
     required = choice == "required"
-    style = format_of(template, body.tool_parser or "auto")
-    style = "generic" if required and style != HARMONY else style
+    own = format_of(template, body.tool_parser or "auto")
+    style = "generic" if required and own != HARMONY else own
     parallel = body.parallel_tool_calls is not False
     described = [dict(tool) for tool in body.tools]
     for tool in described if style == HARMONY else ():  # its template needs descriptions
         tool["function"] = {**tool["function"], "description": tool["function"].get("description") or ""}
-    return ToolPlan(schemas, described, style, named, required, parallel, frozenset(strict))
+    return ToolPlan(schemas, described, style, named, required, parallel, own == "mistral", frozenset(strict))
 
 
 def chosen_name(choice: Any, schemas: Mapping[str, object]) -> str:
@@ -193,7 +194,7 @@ def checked_tool(field: str, tool: dict[str, Any]) -> tuple[str, Mapping[str, ob
     for key, kind in (("strict", bool), ("description", str)):
         if not isinstance(value := function.get(key), kind | None):
             raise RequestError(f"{field}.function.{key}", value, "is of another type", f"send a {kind.__name__}")
-    return name, closed(schema or {"type": "object", "properties": {}}), function.get("strict") is True
+    return name, closed({"type": "object", **(schema or {"properties": {}})}), function.get("strict") is True
 
 
 def told_messages(messages: list[Json], plan: ToolPlan | None, template: str | None) -> list[Json]:
@@ -227,7 +228,7 @@ def template_call(field: str, call: Any) -> Json:
         value = json.loads(arguments) if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError):
         value = arguments
-    return {**call, "function": {**function, "arguments": value}}
+    return {**call, "function": {"name": function["name"], "arguments": value}}
 
 
 class AnswerStream:
@@ -266,7 +267,7 @@ class AnswerStream:
         if self._plan is None or not self._plan.named:
             return Parsed(text, ())
         # The arguments of the named tool are the whole text.
-        return Parsed("", (Piece(None if self.num_calls else self._plan.named, text),) if text or final else ())
+        return Parsed("", (Piece(None if self.num_calls else self._plan.named, text),) if text else ())
 
     def _piece(self, piece: Piece) -> list[Json]:
         """A part of a call as a delta; none of calls beyond the one that the client wants."""
@@ -279,8 +280,7 @@ class AnswerStream:
         if piece.name is None:
             return [{"index": self.num_calls - 1, "function": {"arguments": piece.arguments}}]
         self.num_calls += 1
-        short = self._plan.format == "mistral"  # its template wants nine characters
-        identity = secrets.token_hex(5)[:9] if short else f"call_{secrets.token_hex(12)}"
+        identity = secrets.token_hex(5)[:9] if self._plan.short_ids else f"call_{secrets.token_hex(12)}"
         function = {"name": piece.name, "arguments": piece.arguments}
         return [{"index": self.num_calls - 1, "id": identity, "type": "function", "function": function}]
 

@@ -138,7 +138,10 @@ def _plain_messages(messages: Sequence[Message]) -> list[Message]:
         # A message with tool calls may have no content.
         if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
             raise RequestError(f"{field}.content", content, "is not a string", "send the text as one string")
-        chat.append({str(name): _plain(f"{field}.{name}", value) for name, value in message.items()})
+        try:
+            chat.append({str(name): _plain(f"{field}.{name}", value) for name, value in message.items()})
+        except RecursionError:
+            raise RequestError(field, "...", "nests too deeply", "send flatter values") from None
     return chat
 
 

@@ -10,10 +10,12 @@ tool call; all other messages are text for the user, commentary between calls in
 
 import json
 import re
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from itertools import islice
+from functools import partial
 
 from peregrine.text.reasoning import split_settled
+from peregrine.text.tool_arguments import JsonArguments
 from peregrine.text.tool_formats import Tools
 from peregrine.text.tool_stream import Parsed, Piece, add_piece
 from peregrine.text.tools import COMPACT, LARK
@@ -41,6 +43,7 @@ class HarmonyStream:
         self._tools = tools
         self._held = ""  # text that may still belong to a header or a mark
         self._inside: str | None = None  # kind of the message being read: thought, text or call; None: in a header
+        self._arguments = JsonArguments(0)  # of a call: marks in its strings are no marks
         self._begun = False  # part of this message has been sent
         self._sent = {"thought": False, "text": False}  # part of any message of this kind has been sent
         self._parts: dict[str, list[str]] = {}
@@ -78,13 +81,16 @@ class HarmonyStream:
     def _open(self, header: str) -> None:
         channel, function = CHANNEL_NAME.search(header), FUNCTION.search(header)
         self._inside = "thought" if channel and channel[1] == "analysis" else "text"
+        self._arguments = JsonArguments(0)
         if function and function[1] in self._tools:
             self._inside = "call"
             add_piece(self._pieces, Piece(function[1], ""))
 
     def _read_message(self, final: bool) -> bool:
         """Send the message's text up to its end; False if the end has not come yet."""
-        places = [(place, mark) for mark in BREAKS if (place := self._held.find(mark)) >= 0]
+        is_call = self._inside == "call"
+        find = partial(self._arguments.find, text=self._held) if is_call else self._held.find
+        places = [(place, mark) for mark in BREAKS if (place := find(mark)) >= 0]
         if not places:
             settled, self._held = split_settled(self._held, BREAKS, final)
             self._send(settled)
@@ -104,6 +110,7 @@ class HarmonyStream:
         if not text:
             return
         if self._inside == "call":
+            self._arguments.feed(text, False)
             add_piece(self._pieces, Piece(None, text))
         elif self._inside is not None:
             first = not self._begun and self._sent[self._inside]  # a further message begins on a new line
@@ -119,20 +126,24 @@ def harmony_messages(messages: Sequence[Message]) -> list[Message]:
     first call alone and takes every result for that call's.
     """
     told: list[Message] = []
-    left = list(messages)
+    left = deque(messages)
     while left:
-        message = _with_thinking(left.pop(0))
+        message = _with_thinking(left.popleft())
         calls = message.get("tool_calls")
         if not isinstance(calls, list) or len(calls) < 2:
             told.append(message)
             continue
-        count = next((i for i, later in enumerate(left) if later["role"] != "tool"), len(left))
-        results, left = left[:count], left[count:]
+        results: dict[int, Message] = {}  # in their order
+        waiting: dict[str, deque[int]] = {}  # their places, by the call's id; without one they are any call's
+        while left and left[0]["role"] == "tool":
+            waiting.setdefault(str(left[0].get("tool_call_id") or ""), deque()).append(len(results))
+            results[len(results)] = left.popleft()
         for place, call in enumerate(calls):
             told.append({**message, "tool_calls": [call]} if place == 0 else {**CALLER, "tool_calls": [call]})
-            own = (at for at, result in enumerate(results) if result.get("tool_call_id") in (None, call.get("id")))
-            told += [results.pop(at) for at in islice(own, 1)]
-        told += results
+            own = [found for name in {"", str(call.get("id") or "")} if (found := waiting.get(name))]
+            if own:
+                told.append(results.pop(min(own, key=lambda found: found[0]).popleft()))
+        told += results.values()
     return told
 
 

@@ -161,7 +161,10 @@ class StopStrings:
         if isinstance(stops, str) or not all(isinstance(stop, str) and stop for stop in stops):
             raise RequestError("stop", stops, "is not a list of non-empty strings", "send the strings, or none")
         self._stops = sorted(set(stops), key=len, reverse=True)
-        self._first_characters = frozenset(stop[0] for stop in self._stops)
+        self._starts: dict[str, list[int]] = {}  # by first character
+        for which, stop in enumerate(self._stops):
+            self._starts.setdefault(stop[0], []).append(which)
+        self._begun = set[int]()  # those of which a prefix is matched
         self._links = [_border_lengths(stop) for stop in self._stops]
         self._matched = [0] * len(self._stops)  # length of each stop string's prefix that the text ends with
         self._held = ""
@@ -179,7 +182,7 @@ class StopStrings:
         """
         if self._stopped is not None:
             return "", self._stopped
-        if not self._held and self._first_characters.isdisjoint(text):
+        if not self._held and self._starts.keys().isdisjoint(text):
             return text, None
         for index, character in enumerate(text):
             self._stopped = self._advance(character, armed)
@@ -187,7 +190,7 @@ class StopStrings:
                 pending, self._held = self._held + text[: index + 1], ""
                 return pending[: -len(self._stopped)], self._stopped
         pending = self._held + text
-        num_free = len(pending) - max(self._matched, default=0)
+        num_free = len(pending) - max((self._matched[which] for which in self._begun), default=0)
         self._held = pending[num_free:]
         return pending[:num_free], None
 
@@ -198,8 +201,8 @@ class StopStrings:
 
     def _advance(self, character: str, armed: bool) -> str | None:
         """Add one character; returns the longest stop string it completes, if any and if armed."""
-        for which, (stop, links) in enumerate(zip(self._stops, self._links, strict=True)):
-            matched = self._matched[which]
+        for which in sorted(self._begun.union(self._starts.get(character, ()))):  # the longest first
+            stop, links, matched = self._stops[which], self._links[which], self._matched[which]
             while matched and stop[matched] != character:
                 matched = links[matched - 1]
             matched += stop[matched] == character
@@ -208,6 +211,10 @@ class StopStrings:
                     return stop
                 matched = links[-1]
             self._matched[which] = matched
+            if matched:
+                self._begun.add(which)
+            else:
+                self._begun.discard(which)
         return None
 
 

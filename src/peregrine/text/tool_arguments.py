@@ -2,19 +2,27 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Protocol
 
+QUOTE = re.compile('"')
 STRUCTURE, IN_STRING = re.compile(r'["{}\[\]]'), re.compile(r'["\\]')
 PARAMETER = re.compile(r"<parameter=([^>\n]+)>|</function>")
 VALUE_END = re.compile(r"</parameter>|(?=<parameter=|</function>)")
 LONGEST_MARK = len("</parameter>")
+JSON_TYPES: tuple[tuple[str, type | tuple[type, ...]], ...] = (
+    *(("boolean", bool), ("integer", int), ("number", float), ("string", str)),
+    *(("array", list), ("object", dict), ("null", object)),
+)
 
 
 class Arguments(Protocol):
     """Reads the text from where a call's arguments begin."""
 
     done: bool  # the call is complete
+
+    def find(self, mark: str, text: str) -> int:
+        """Where `mark` first stands in the text that is fed next and is no part of a value; -1: nowhere."""
 
     def feed(self, text: str, ended: bool) -> tuple[str, str]:
         """(JSON that this text adds, text after the call). `ended`: no more text belongs to the call."""
@@ -28,6 +36,18 @@ class JsonArguments:
         self._outer = self._depth = outer
         self._inside = True  # in the arguments, not behind them
         self._quoted = self._escaped = False
+
+    def find(self, mark: str, text: str) -> int:
+        """Where `mark` first stands outside of strings."""
+        quoted, place = self._quoted, int(self._escaped)
+        while True:
+            found, quote = text.find(mark, place), (IN_STRING if quoted else QUOTE).search(text, place)
+            if not quoted and found >= 0 and (quote is None or found < quote.start()):
+                return found
+            if quote is None:
+                return -1
+            escapes = quote[0] == "\\"
+            quoted, place = quoted == escapes, quote.end() + escapes
 
     def feed(self, text: str, ended: bool) -> tuple[str, str]:
         place = len(text) and int(self._escaped)
@@ -63,6 +83,9 @@ class TaggedArguments:
         self._begun = False  # its value's first part was passed on
         self._lead = "{"  # stands before the next parameter
 
+    def find(self, mark: str, text: str) -> int:
+        return text.find(mark)
+
     def feed(self, text: str, ended: bool) -> tuple[str, str]:
         self._text += text
         written = ""
@@ -86,8 +109,8 @@ class TaggedArguments:
     def _value(self, ended: bool) -> str | None:
         """The value, or the part of a string that is settled; None: nothing is."""
         assert self._key is not None
-        kind = self._kinds.get(self._key)
-        is_string = isinstance(kind, Mapping) and kind.get("type") == "string"
+        kinds = kinds_of(self._kinds.get(self._key))
+        is_string = kinds == {"string"}
         found = VALUE_END.search(self._text)
         if found is None and not ended:
             return self._part() if is_string else None
@@ -98,7 +121,7 @@ class TaggedArguments:
         self._key, self._begun = None, False
         if begun:
             return json.dumps(value, ensure_ascii=False)[1:]
-        return self._led(key) + json.dumps(value if is_string else typed(value), ensure_ascii=False)
+        return self._led(key) + json.dumps(value if is_string else typed(value, kinds), ensure_ascii=False)
 
     def _part(self) -> str | None:
         """The part of a string that cannot be its last line break or the beginning of a tag."""
@@ -118,9 +141,28 @@ class TaggedArguments:
         return f"{lead}{json.dumps(key, ensure_ascii=False)}: "
 
 
-def typed(value: str) -> object:
-    """A value of any type but string, written as bare text; what is no JSON is a string all the same."""
+def typed(value: str, kinds: Collection[str] | None) -> object:
+    """A value written as bare text; what is no JSON, or of none of these kinds where a string may be, is a string."""
     try:
-        return json.loads(value)
+        read = json.loads(value, parse_constant=no_number)
     except (ValueError, RecursionError):
         return value
+    kind = next(name for name, types in JSON_TYPES if isinstance(read, types))
+    fits = kinds is None or kind in kinds or (kind == "integer" and "number" in kinds)
+    return read if fits or "string" not in (kinds or ()) else value
+
+
+def kinds_of(schema: object) -> set[str] | None:
+    """The JSON types that a schema allows, as far as it names them; None: any."""
+    if not isinstance(schema, Mapping):
+        return None
+    if isinstance(named := schema.get("type"), str | list):
+        return {named} if isinstance(named, str) else set(map(str, named))
+    options = schema.get("anyOf", schema.get("oneOf"))
+    found = [kinds_of(option) for option in options] if isinstance(options, list) and options else [None]
+    return None if None in found else set().union(*filter(None, found))
+
+
+def no_number(name: str) -> float:
+    """For JSON readers: NaN and Infinity, which Python reads, are no JSON."""
+    raise ValueError(f"{name} is no JSON")

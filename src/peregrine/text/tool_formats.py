@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from peregrine.errors import ConfigError
+from peregrine.text.tool_arguments import no_number
 
 Tools = Mapping[str, Mapping[str, object]]  # the JSON schema of each tool's arguments, by the tool's name
 
@@ -66,13 +67,14 @@ def read_json(body: str) -> list[Call]:
 
     ValueError if it is no JSON; no calls if it is JSON of another form.
     """
-    decoder, calls, rest = json.JSONDecoder(), list[Call](), body.strip()
+    decoder, calls, rest = json.JSONDecoder(parse_constant=no_number), list[Call](), body.strip()
     while rest:
         value, end = decoder.raw_decode(rest)
         for entry in value if isinstance(value, list) else [value]:
             if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
                 return []
-            arguments = entry.get("arguments", entry.get("parameters", {}))
+            arguments = entry.get("arguments", entry.get("parameters"))
+            arguments = {} if arguments is None else arguments
             if not isinstance(arguments, str):
                 arguments = json.dumps(arguments, ensure_ascii=False)
             calls.append(Call(entry["name"], arguments))

@@ -104,7 +104,9 @@ class ToolStream:
     def _read_body(self, final: bool) -> bool:
         """Read on in a body of calls; False: it needs more text."""
         limit = self._format.begin if self._format.end is None else self._format.end
-        place = -1 if limit is None else self._held.find(limit)
+        place = -1
+        if limit is not None:
+            place = self._held.find(limit) if self._arguments is None else self._arguments.find(limit, self._held)
         ended = final or place >= 0
         body, behind = self._held[:place], self._held[place:]
         if place < 0:

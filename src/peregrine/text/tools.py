@@ -82,7 +82,11 @@ def tidied(schema: Mapping[str, object], close: bool) -> dict[str, object]:
         elif key in ("items", "additionalProperties"):
             tidy[key] = inside(value)
     listed, required = schema.get("properties"), schema.get("required", [])
-    lists = isinstance(listed, Mapping) and isinstance(required, list) and all(name in listed for name in required)
+    lists = (
+        isinstance(listed, Mapping)
+        and isinstance(required, list)
+        and all(isinstance(name, str) and name in listed for name in required)
+    )
     if close and lists and not tidy.keys() & OTHERS:
         tidy.setdefault("additionalProperties", False)
     return tidy
