@@ -15,7 +15,8 @@ import random
 from pathlib import Path
 
 from peregrine import LLM, SamplingParams
-from peregrine.text.chat import MARK, render_chat
+from peregrine.text.chat import render_chat
+from peregrine.text.chat_parts import MARK
 from peregrine.train.documents import ASSISTANT, USER, read_texts
 
 MAX_QUESTION = 110  # tokens of a question that the model asks itself; longer ones are left out

@@ -19,7 +19,7 @@ MARKS = tuple(f"<|{word}|>" for word in ("return", "constrain", "channel", "star
 TEMPLATE = """<|start|>system<|message|>Reasoning: {{ reasoning_effort | default("medium") }}<|end|>
 {%- for tool in tools or [] %}{{ "// " + tool.function.description + tool.function.name }}{% endfor %}
 {%- for m in messages %}
-{%- if m.tool_calls %}<|channel|>analysis<|message|>{{ m.thinking }}<|end|>
+{%- if m.tool_calls %}<|channel|>analysis<|message|>{{ m.thinking }}<|end|>{{ m.tool_calls[0].function | tojson }}
 {%- if m.content %}{{ raise_exception("one of them") }}{% endif %}
 {%- else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}
 {%- endfor %}<|start|>assistant"""

@@ -8,7 +8,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from peregrine.errors import CheckpointError, RequestError
-from peregrine.text import chat as chats
+from peregrine.text import chat_sandbox
 from peregrine.text.chat import encode_chat, has_system_place, render_chat
 from peregrine.text.tokenizer import Tokenizer
 
@@ -33,7 +33,8 @@ RICH = """{% set state = namespace(turns=0) %}
 {% if loop.index > 3 %}{% break %}{% endif %}
 {% set state.turns = state.turns + 1 %}
 {% generation %}{{ message.role }}: {% endgeneration %}
-{% if message.role == "assistant" %}{{ message.content }}{% continue %}{% endif %}
+{% if message.role == "assistant" %}{{ message.content }}{{ message.tool_calls | tojson if message.tool_calls }}
+{% continue %}{% endif %}
 {{ message.content }}{{ pad_token }}{{ "<&'>" | tojson }}
 {% endfor %}
 {{ state.turns }}{% if enable_thinking %}<think>{% endif %}
@@ -239,12 +240,12 @@ def test_a_system_message_with_a_place_stays_there(write) -> None:
     ],
 )
 def test_a_template_that_does_not_end_is_stopped(write, template: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chats, "MAX_RENDER_SECONDS", 0.05)
+    monkeypatch.setattr(chat_sandbox, "MAX_RENDER_SECONDS", 0.05)
     with pytest.raises(RequestError, match=r"it took longer than 0\.05 s"):
         render_chat(read_with(write, template), MESSAGES[1:])
 
 
 def test_a_template_that_writes_without_end_is_stopped(write, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chats, "MAX_CHARACTERS", 1000)
+    monkeypatch.setattr(chat_sandbox, "MAX_CHARACTERS", 1000)
     with pytest.raises(RequestError, match="longer than 1000 characters"):
         render_chat(read_with(write, "{% for a in range(2000) %}x{% endfor %}"), MESSAGES[1:])

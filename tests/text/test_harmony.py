@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peregrine.text.harmony import MAX_HEADER, HarmonyStream, harmony_messages
+from peregrine.text.harmony import MAX_HEADER, HarmonyStream
 from peregrine.text.tool_formats import Call, format_of
 
 THOUGHT = "<|channel|>analysis<|message|>Hm: 1 < 2.<|end|>"
@@ -98,27 +98,6 @@ def test_what_is_settled_is_sent_at_once() -> None:
     assert stream.push("<|channel|>analysis<|message|>Let me <|")[0] == "Let me "
     assert stream.push("see<|end|><|start|>assistant<|channel|>final<|message|>Yes")[1].text == "Yes"
     assert stream.push(", I")[1].text == ", I"
-
-
-@pytest.mark.parametrize("ids", [("a", "b", "c"), (None, None, None)])
-def test_each_of_several_calls_is_a_message_with_its_result_behind_it(ids: tuple[str | None, ...]) -> None:
-    calls = [{"id": id, "function": {"name": name}} for id, name in zip(ids, ("fly", "land", "stay"), strict=True)]
-    results = [{"role": "tool", "tool_call_id": id, "content": "ok"} for id in ids[:2]]
-    asks = {"role": "assistant", "content": None, "reasoning": "Hm.", "tool_calls": calls}
-    user = {"role": "user", "content": "Go on."}
-    given = results if ids[0] is None else results[::-1]
-    first, flew, second, landed, third, last = harmony_messages([asks, *given, user])
-    assert [message["tool_calls"] for message in (first, second, third)] == [[call] for call in calls]
-    assert (first["thinking"], "thinking" in second, flew, landed, last) == ("Hm.", False, *results, user)
-
-
-def test_results_go_to_their_calls_and_those_of_no_call_come_last() -> None:
-    calls = [{"id": id, "function": {"name": "fly"}} for id in ("a", "b", "c")]
-    results = [
-        {"role": "tool", "tool_call_id": id, "content": str(n)} for n, id in enumerate(("x", "b", None, "a", "b"))
-    ]
-    told = harmony_messages([{"role": "assistant", "content": "", "tool_calls": calls}, *results])
-    assert "".join(str(message["content"]) or "-" for message in told) == "-2-1-034"
 
 
 def test_the_format_follows_from_the_template() -> None:

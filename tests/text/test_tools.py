@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from peregrine.errors import ConfigError
 from peregrine.text.reasoning import ReasoningStream
-from peregrine.text.tool_formats import Call, bracketed, format_of
+from peregrine.text.tool_formats import FORMATS, Call, bracketed, format_of, write_calls
 from peregrine.text.tool_stream import Piece, ToolStream
 from peregrine.text.tools import call_schema, closed
 
@@ -211,6 +211,12 @@ def test_reasoning_is_split_however_the_text_is_cut(opened: bool, text: str) -> 
         stream = ReasoningStream(opened)
         parts = [*(stream.push(piece) for piece in pieces), stream.push("", final=True)]
         assert ("".join(a for a, _ in parts), "".join(b for _, b in parts)) == THOUGHTS[opened, text]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_what_is_written_as_calls_is_read_as_calls(format: str) -> None:
+    for calls in ([LAND], [FLY, LAND, FLY]):
+        assert parse(format, [write_calls(format, calls)]) == ("", calls)
 
 
 def test_a_tools_arguments_are_closed_where_its_schema_leaves_them_open() -> None:

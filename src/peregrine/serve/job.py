@@ -195,7 +195,7 @@ def chat_job(body: ChatBody, llm: LLM) -> Job:
     plan = tool_plan(body, template)
     harmony = format_of(template, body.tool_parser or "auto") == HARMONY
     with named_as_in(body):
-        messages = told_messages(plain_messages(body.messages), plan, template)
+        messages = told_messages(plain_messages(body.messages), plan, llm.tokenizer)
         text = render_chat(llm.tokenizer, messages, **template_variables(body, plan, template))  # type: ignore[arg-type]
         thinks = harmony or ReasoningStream.end in (template or "")
         opened = thinks and text.rstrip().endswith(ReasoningStream.begin)

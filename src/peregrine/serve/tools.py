@@ -13,10 +13,11 @@ from pydantic import BaseModel, Field
 from peregrine.errors import RequestError
 from peregrine.sampling import check_schema
 from peregrine.serve.structured import ObjectOrText
-from peregrine.text.harmony import ANY_TEXT, HarmonyStream, harmony_grammar, harmony_messages
+from peregrine.text.chat import has_tool_place
+from peregrine.text.harmony import ANY_TEXT, HarmonyStream, harmony_grammar
 from peregrine.text.reasoning import ReasoningStream
 from peregrine.text.tokenizer import Tokenizer
-from peregrine.text.tool_formats import HARMONY, NAMES, format_of
+from peregrine.text.tool_formats import HARMONY, NAMES, Call, format_of, write_calls
 from peregrine.text.tool_stream import Parsed, Piece, ToolStream
 from peregrine.text.tools import auto_grammar, call_schema, closed
 
@@ -24,8 +25,7 @@ MAX_TOOLS = 128
 EFFORTS = ("low", "medium", "high")
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 Json = dict[str, object]
-HOW = "\n\nYou can call these tools, as JSON: {tools}\nTo call some, write only a JSON list of "
-HOW += '{{"name": ..., "arguments": ...}}.'
+HOW = "\n\nYou can call these tools, as JSON: {tools}\nTo call some, write nothing but calls, in this form: {call}"
 
 
 class ToolFields(BaseModel):
@@ -73,7 +73,6 @@ class ToolPlan:
     named: str | None  # the tool that must be called; its arguments are the whole text
     required: bool  # the text is a list of calls
     parallel: bool
-    short_ids: bool  # calls have ids of nine characters, which is what Mistral's templates take
     strict: frozenset[str]  # tools whose calls must follow their schemas, even if the model decides whether it calls
 
     @property
@@ -131,13 +130,13 @@ def tool_plan(body: ToolFields, template: str | None) -> ToolPlan | None:
     elif choice not in (None, "auto", "required"):
         raise RequestError("tool_choice", choice, "is not a choice", "use auto, none, required or a function")
     required = choice == "required"
-    own = format_of(template, body.tool_parser or "auto")
-    style = "generic" if required and own != HARMONY else own
+    style = format_of(template, body.tool_parser or "auto")
+    style = "generic" if required and style != HARMONY else style
     parallel = body.parallel_tool_calls is not False
     described = [dict(tool) for tool in body.tools]
     for tool in described if style == HARMONY else ():  # its template needs descriptions
         tool["function"] = {**tool["function"], "description": tool["function"].get("description") or ""}
-    return ToolPlan(schemas, described, style, named, required, parallel, own == "mistral", frozenset(strict))
+    return ToolPlan(schemas, described, style, named, required, parallel, frozenset(strict))
 
 
 def chosen_name(choice: Any, schemas: Mapping[str, object]) -> str:
@@ -197,38 +196,22 @@ def checked_tool(field: str, tool: dict[str, Any]) -> tuple[str, Mapping[str, ob
     return name, closed({"type": "object", **(schema or {"properties": {}})}), function.get("strict") is True
 
 
-def told_messages(messages: list[Json], plan: ToolPlan | None, template: str | None) -> list[Json]:
-    """The messages for a template; if that knows no tools, they, their calls and their answers become plain text."""
-    if format_of(template) == HARMONY:
-        return harmony_messages(messages)
-    if "tool" in (template or ""):
+def told_messages(messages: list[Json], plan: ToolPlan | None, tokenizer: Tokenizer) -> list[Json]:
+    """The messages; the first one describes the tools if the chat template does not."""
+    if plan is None or has_tool_place(tokenizer):
         return messages
-    told: list[Json] = []
-    for message in messages:
-        content = message.get("content") or ""
-        if message.get("tool_calls"):
-            content = f"{content}{json.dumps(message['tool_calls'])}"
-        if message["role"] == "tool":
-            told.append({"role": "user", "content": f"Result of {message.get('name') or 'the tool'}: {content}"})
-        else:
-            told.append({"role": message["role"], "content": content})
-    if plan is not None:
-        functions = json.dumps([tool["function"] for tool in plan.described], ensure_ascii=False)
-        told[0] = {**told[0], "content": f"{told[0]['content']}{HOW.format(tools=functions)}"}
-    return told
+    functions = json.dumps([tool["function"] for tool in plan.described], ensure_ascii=False)
+    example = write_calls(plan.format, [Call("...", "{...}")])
+    told = f"{messages[0]['content'] or ''}{HOW.format(tools=functions, call=example)}"
+    return [{**messages[0], "content": told}, *messages[1:]]
 
 
 def template_call(field: str, call: Any) -> Json:
-    """A call of an earlier turn as templates read it: its arguments as an object."""
+    """A call of an earlier turn as templates read it."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RequestError(field, call, "is not a call", 'send {"id", "type": "function", "function": {...}}')
-    arguments = function.get("arguments") or "{}"
-    try:
-        value = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError):
-        value = arguments
-    return {**call, "function": {"name": function["name"], "arguments": value}}
+    return {**call, "function": {"name": function["name"], "arguments": function.get("arguments") or "{}"}}
 
 
 class AnswerStream:
@@ -280,7 +263,7 @@ class AnswerStream:
         if piece.name is None:
             return [{"index": self.num_calls - 1, "function": {"arguments": piece.arguments}}]
         self.num_calls += 1
-        identity = secrets.token_hex(5)[:9] if self._plan.short_ids else f"call_{secrets.token_hex(12)}"
+        identity = f"call_{secrets.token_hex(12)}"
         function = {"name": piece.name, "arguments": piece.arguments}
         return [{"index": self.num_calls - 1, "id": identity, "type": "function", "function": function}]
 

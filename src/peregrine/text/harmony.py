@@ -10,17 +10,15 @@ tool call; all other messages are text for the user, commentary between calls in
 
 import json
 import re
-from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from functools import partial
 
+from peregrine.text.chat_sandbox import Message
 from peregrine.text.reasoning import split_settled
 from peregrine.text.tool_arguments import JsonArguments
 from peregrine.text.tool_formats import Tools
 from peregrine.text.tool_stream import Parsed, Piece, add_piece
 from peregrine.text.tools import COMPACT, LARK
-
-Message = dict[str, object]
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
@@ -28,7 +26,6 @@ ENDS_ANSWER = CALL, RETURN
 OPENINGS = START, CHANNEL, MESSAGE, "to="  # a header begins with one of these
 BREAKS = END, CALL, RETURN, START, CHANNEL  # a message lasts until the next of these
 ANY_TEXT = r"TEXT: /(.|\n)*/"  # the grammar's terminal for a final message without constraints
-CALLER = {"role": "assistant", "content": ""}  # of the calls after a message's first one
 MAX_HEADER = 256  # characters; anything longer is read as text
 CHANNEL_NAME = re.compile(r"<\|channel\|>(\w+)")
 FUNCTION = re.compile(r"(?:to=|functions\.)+([\w.-]+)")  # after the role or after the channel
@@ -119,35 +116,7 @@ class HarmonyStream:
         self._begun = True
 
 
-def harmony_messages(messages: Sequence[Message]) -> list[Message]:
-    """The messages of a chat as harmony's template reads them: thoughts in `thinking`, and one call in a message.
-
-    A message with several calls becomes one for each call, followed by that call's result: the template writes the
-    first call alone and takes every result for that call's.
-    """
-    told: list[Message] = []
-    left = deque(messages)
-    while left:
-        message = _with_thinking(left.popleft())
-        calls = message.get("tool_calls")
-        if not isinstance(calls, list) or len(calls) < 2:
-            told.append(message)
-            continue
-        results: dict[int, Message] = {}  # in their order
-        waiting: dict[str, deque[int]] = {}  # their places, by the call's id; without one they are any call's
-        while left and left[0]["role"] == "tool":
-            waiting.setdefault(str(left[0].get("tool_call_id") or ""), deque()).append(len(results))
-            results[len(results)] = left.popleft()
-        for place, call in enumerate(calls):
-            told.append({**message, "tool_calls": [call]} if place == 0 else {**CALLER, "tool_calls": [call]})
-            own = [found for name in {"", str(call.get("id") or "")} if (found := waiting.get(name))]
-            if own:
-                told.append(results.pop(min(own, key=lambda found: found[0]).popleft()))
-        told += results.values()
-    return told
-
-
-def _with_thinking(message: Message) -> Message:
+def with_thinking(message: Message) -> Message:
     """A message with its thoughts where the template reads them: with a call it takes one text, as a thought."""
     texts = [message.get("reasoning_content") or message.get("reasoning")]
     if message.get("tool_calls"):

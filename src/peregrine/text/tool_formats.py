@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from peregrine.errors import ConfigError
@@ -116,3 +116,19 @@ def format_of(template: str | None, asked: str = "auto") -> str:
             raise ConfigError(f"tool_parser={asked!r}: no such format; use auto or one of {', '.join(NAMES)}")
         return asked
     return next((name for sign, name in SIGNS if sign in (template or "")), "generic")
+
+
+def write_calls(format: str, calls: Sequence[Call]) -> str:
+    """Calls as a model of this format writes them."""
+    marks = FORMATS["generic" if format == HARMONY else format]
+    key = "parameters" if format == "llama3_json" else "arguments"
+    bodies = [f'{{"name": {json.dumps(call.name)}, "{key}": {call.arguments}}}' for call in calls]
+    if marks.begin is None:
+        return f"[{', '.join(bodies)}]"
+    if format == "mistral":
+        bodies = [f"{call.name}[ARGS]{call.arguments}" for call in calls]
+    elif format == "deepseek":
+        bodies = [f"{call.name}{SEPARATOR}{call.arguments}" for call in calls]
+    else:
+        bodies = [f"\n{body}\n" for body in bodies]
+    return "".join(f"{marks.begin}{body}{marks.end or ''}" for body in bodies)
