@@ -88,6 +88,20 @@ CASES: dict[str, tuple[str, str, str, list[Call]]] = {
         "",
         [Call("stay", '{"at": "12345", "or": null, "far": "NaN", "any": 7}')],
     ),
+    "generic, Granite's mark": ("generic", f"<|tool_call|>[{ONE}, {TWO}]", "", [FLY, LAND]),
+    "generic, Phi's marks": ("generic", f"<|tool_call|>[{ONE}]<|/tool_call|>", "", [FLY]),
+    "generic, a fence": ("generic", f"```json\n[\n{ONE},\n{TWO}\n]\n```\n", "", [FLY, LAND]),
+    "generic, fences": ("generic", f"```\n{ONE}\n```\n```json\n{TWO}\n```", "", [FLY, LAND]),
+    "generic, tags": (
+        "generic",
+        f"<tool_call>\n{ONE}\n</tool_call>\n<tool_call>\n{TWO}\n</tool_call>",
+        "",
+        [FLY, LAND],
+    ),
+    "generic, another order": ("generic", '```json\n[{"arguments": {}, "name": "land"}]\n```', "", [LAND]),
+    "generic, other fences": ("generic", '```js\nf({"name": 1})\n```', '```js\nf({"name": 1})\n```', []),
+    "generic, JSON in a fence": ("generic", '```json\n{"a": [1]}\n```', '```json\n{"a": [1]}\n```', []),
+    "generic, text behind": ("generic", f"{TWO}\n```\nDone.", "Done.", [LAND]),
     "mistral, a mark in a string": (
         "mistral",
         '[TOOL_CALLS]fly[ARGS]{"to": "[TOOL_CALLS]"}[TOOL_CALLS]land[ARGS]{}',
@@ -150,11 +164,12 @@ PIECES = st.sampled_from(
         *("<tool_call>", "</tool_call>", ONE, TWO, "[TOOL_CALLS]", BEGIN, END, SEP, "{", "}", "<", " \n", "x", "land"),
         *('"', "\\", "[", "]", ",", "[ARGS]", "function", "\n```json\n", '{"name": "fly", "arguments": {', "é"),
         *("<function=fly>", "<parameter=to>", "<parameter=speed>", "</parameter>", "</function>", "\n"),
+        *("<|tool_call|>", "<|/tool_call|>", "```"),
     ]
 )
 
 
-@given(st.sampled_from(["hermes", "mistral", "deepseek", "llama3_json"]), st.lists(PIECES, max_size=12))
+@given(st.sampled_from(sorted(FORMATS)), st.lists(PIECES, max_size=12))
 def test_any_text_gives_the_same_by_characters_and_at_once(format: str, pieces: list[str]) -> None:
     text = "".join(pieces)
     assert parse(format, list(text)) == parse(format, [text]) == parse(format, pieces)

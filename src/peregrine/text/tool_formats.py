@@ -44,7 +44,7 @@ class Format:
 
     begin: str | None
     end: str | None  # None: a call lasts until the next one begins, or to the end
-    skipped: tuple[str, ...]  # marks that are neither text nor call
+    skipped: tuple[str, ...]  # marks that are neither text nor call; one that another begins with comes later
     heads: tuple[Head, ...]
 
 
@@ -54,6 +54,10 @@ JSON_HEAD = Head(
         r'"(?:arguments|parameters)"\s*:\s*(?=\{)'
     ),
     outer=1,
+)
+JSON_MARKS = "<tool_call>", "</tool_call>", "<|tool_call|>", "<|/tool_call|>", "```json", "```"
+MARKED_JSON_HEAD = Head(
+    re.compile(rf"(?:[\s\],;]|{'|'.join(map(re.escape, JSON_MARKS))})*{JSON_HEAD.pattern.pattern}"), outer=1
 )
 TAGGED_HEAD = Head(re.compile(r"\s*<function=([\w-]+)>"), outer=None)  # Qwen3-Coder's
 MISTRAL_HEAD = Head(re.compile(r"\s*([\w-]+)\s*(?:\[CALL_ID\][^\[]*)?\[ARGS\]\s*(?=\{)"), outer=0)
@@ -93,7 +97,7 @@ FORMATS = {
         (DEEPSEEK_HEAD,),
     ),
     "llama3_json": Format(None, None, ("<|python_tag|>",), (JSON_HEAD,)),
-    "generic": Format(None, None, (), (JSON_HEAD,)),
+    "generic": Format(None, None, JSON_MARKS, (MARKED_JSON_HEAD,)),
 }
 HARMONY = "harmony"  # in which calls are messages like any others: harmony.py
 NAMES = (*FORMATS, HARMONY)

@@ -11,7 +11,8 @@ from peregrine.text.reasoning import split_settled
 from peregrine.text.tool_arguments import Arguments, JsonArguments, TaggedArguments
 from peregrine.text.tool_formats import FORMATS, Call, Tools, read_json
 
-BETWEEN = " \n\r\t,;]`"  # may stand behind a call, and means nothing
+WHITE = " \n\r\t"
+BETWEEN = f"{WHITE},;]`"  # may stand behind a call, and means nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +87,17 @@ class ToolStream:
 
     def _read_bare_text(self, final: bool) -> bool:
         """Formats without marks: nothing is sent until it is clear that the text is no call."""
-        bare = self._held.lstrip()
-        for mark in self._format.skipped:
+        bare, may_be = self._held.lstrip(), False
+        while True:
+            may_be = may_be or any(mark.startswith(bare) for mark in self._format.skipped)
+            mark = next((mark for mark in self._format.skipped if bare.startswith(mark)), None)
+            if mark is None:
+                break
             bare = bare.removeprefix(mark).lstrip()
         if self._fresh and bare[:1] in ("{", "["):
             self._enter(self._held[: len(self._held) - len(bare)], bare)
             return True
-        may_be = not bare or any(mark.startswith(bare) for mark in self._format.skipped)
-        if final or not (self._fresh and may_be):
+        if final or not (self._fresh and (may_be or not bare)):
             self._text.append(self._held)
             self._held, self._fresh = "", False
         return False
@@ -142,8 +146,9 @@ class ToolStream:
 
     def _leave(self, rest: str, closing: str) -> None:
         """Leave a body whose rest did not begin a call; it may hold calls that are written in another order."""
-        shown = rest.strip(BETWEEN) if self._called else f"{self._opening}{rest}{closing}"
-        calls = self._read_whole(rest.strip(BETWEEN) if self._called else rest)
+        left = self._without_marks(rest)
+        shown = left if self._called else f"{self._opening}{rest}{closing}"
+        calls = self._read_whole(left)
         for call in calls:
             add_piece(self._pieces, Piece(call.name, call.arguments))
         if self._called or calls:
@@ -151,6 +156,16 @@ class ToolStream:
         self._opening, self._arguments = None, None
         if not calls:
             self._send(shown)
+
+    def _without_marks(self, text: str) -> str:
+        """What is left of a body without the marks around it."""
+        before = ""
+        while before != text:
+            before = text
+            for mark in self._format.skipped:
+                text = text.removeprefix(mark).removesuffix(mark)
+            text = text.strip(BETWEEN if self._called else WHITE)
+        return text
 
     def _read_whole(self, body: str) -> list[Call]:
         try:
