@@ -63,6 +63,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3", {"sliding_window": 13, "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
     "olmo2": ("Olmo2", {}),
     "glm4": ("Glm4", {}),
+    "glm4-moe": (
+        "Glm4Moe",
+        {
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "use_qk_norm": True,
+            "head_dim": 16,
+        },
+    ),
+    "glm4-moe-lite": ("Glm4MoeLite", {**MLA_FIELDS, "q_lora_rank": 20}),
     "gemma2": ("Gemma2", {"sliding_window": 13, "query_pre_attn_scalar": 20}),
     "gemma3": ("Gemma3", {"sliding_window": 13, "query_pre_attn_scalar": 20, "sliding_window_pattern": 2}),
     "gpt-oss": (

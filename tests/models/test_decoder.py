@@ -47,6 +47,8 @@ GRANITE = {"embedding_multiplier": 3.0, "residual_multiplier": 0.22, "attention_
 QWEN2_MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 QWEN2_MOE |= {"shared_expert_intermediate_size": 48, "mlp_only_layers": [1]}
 GEMMA = {"head_dim": 12, "sliding_window": 7, "query_pre_attn_scalar": 20, "tie_word_embeddings": True}
+GLM_MOE = {"head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+GLM_MOE |= {"n_shared_experts": 2, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5}
 CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
 GPT_OSS = {"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 24, "head_dim": 12}
 GPT_OSS |= {"sliding_window": 7, "swiglu_limit": 0.4, "rope_parameters": {**YARN, "truncate": False}}
@@ -127,6 +129,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("Olmo2", {"attention_bias": True}),
     "glm": ("Glm", {"head_dim": 16}),
     "glm4": ("Glm4", {"head_dim": 16}),
+    "glm4-moe": ("Glm4Moe", {**GLM_MOE, "use_qk_norm": True, "n_shared_experts": 1}),
+    "glm4-moe-biases": ("Glm4Moe", {**GLM_MOE, **GROUPS, "attention_bias": True, "head_dim": 24}),
+    "glm4-moe-lite": ("Glm4MoeLite", {**DEEPSEEK_FIELDS, "q_lora_rank": 20, "routed_scaling_factor": 1.8}),
+    "glm4-moe-lite-dense-last": (
+        "Glm4MoeLite",
+        {**DEEPSEEK_FIELDS, "q_lora_rank": None, "mlp_layer_types": ["sparse", "sparse", "dense"]},
+    ),
     "gemma2": ("Gemma2", {**GEMMA, **CAPS}),
     "gemma3": ("Gemma3", {**GEMMA, "sliding_window_pattern": 2}),
     "gpt-oss": ("GptOss", GPT_OSS),
@@ -138,6 +147,7 @@ CALLED = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), "DeepSeek-V2/V3"),
     **dict.fromkeys(("gemma2", "gemma3_text"), "Gemma 2/3"),
     **dict.fromkeys(("glm", "glm4"), "GLM-4"),
+    **dict.fromkeys(("glm4_moe", "glm4_moe_lite"), "GLM-4.5 to 4.7"),
     **{"gpt_oss": "gpt-oss", "olmo2": "OLMo 2", "phi3": "Phi-3/4", "smollm3": "SmolLM2/3"},
     **{"qwen2_moe": "Qwen2-MoE", "qwen3_moe": "Qwen3-MoE"},
 }

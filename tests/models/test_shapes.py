@@ -17,7 +17,7 @@ from spec.harness import Case, build, run, tokens
 # Billions of parameters, as the models' cards have them.
 KNOWN = {"llama-3.1-8b": 8.03, "llama-3.2-1b": 1.236, "qwen3-8b": 8.19, "qwen3-0.6b": 0.596, "qwen2.5-1.5b": 1.544}
 KNOWN |= {"qwen3-30b-a3b": 30.53, "mixtral-8x7b": 46.7, "deepseek-v2-lite": 15.71}
-KNOWN |= {"deepseek-v3": 671.03, "kimi-k2": 1026.4}
+KNOWN |= {"deepseek-v3": 671.03, "kimi-k2": 1026.4, "glm-4.7-flash": 30.0}
 TINY = {
     "architectures": ["Qwen3ForCausalLM"],
     "vocab_size": 8192,  # the embedded tokenizer has as many
@@ -71,6 +71,7 @@ def test_a_shape_has_the_size_its_model_is_known_for(name: str) -> None:
         ("deepseek-v2-lite", 576, (64, 6, 2, 26)),
         ("deepseek-v3", 576, (256, 8, 1, 58)),
         ("kimi-k2", 576, (384, 8, 1, 60)),
+        ("glm-4.7-flash", 576, (64, 4, 1, 46)),
         ("qwen3-30b-a3b", 1024, (128, 8, 0, 48)),
         ("mixtral-8x7b", 2048, (8, 2, 0, 32)),
     ],
@@ -82,7 +83,7 @@ def test_shapes_with_experts(name: str, entries: int, experts: tuple[int, ...]) 
     assert found is not None
     assert config.kv_shape.num_entries == entries
     assert (found.num_experts, found.top_k, found.num_shared, sum(found.layers)) == experts
-    assert config.num_extra_layers == (1 if name.startswith("deepseek") else 0)
+    assert config.num_extra_layers == (1 if name.startswith(("deepseek", "glm")) else 0)
 
 
 def test_an_unknown_shape_is_refused_with_the_known_ones() -> None:

@@ -249,6 +249,9 @@ CALLS = {
         bracketed(mark) if mark[:4] == "tool" else mark
         for mark in ("tool_calls_begin", "tool_call_begin", "fly", "tool_sep", "%s", "tool_call_end", "tool_calls_end")
     ),
+    "glm": 'Well. <tool_call>\n{"name": "fly", "arguments": %s}\n</tool_call>',
+    "kimi_k2": "Well. <|tool_calls_section_begin|><|tool_call_begin|>functions.fly:0<|tool_call_argument_begin|>%s"
+    "<|tool_call_end|><|tool_calls_section_end|>",
     "llama3_json": '[{"name":"fly","parameters":%s}]',
     "generic": '[{"name":"fly","arguments":%s}]',
 }

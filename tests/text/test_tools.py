@@ -102,6 +102,30 @@ CASES: dict[str, tuple[str, str, str, list[Call]]] = {
     "generic, other fences": ("generic", '```js\nf({"name": 1})\n```', '```js\nf({"name": 1})\n```', []),
     "generic, JSON in a fence": ("generic", '```json\n{"a": [1]}\n```', '```json\n{"a": [1]}\n```', []),
     "generic, text behind": ("generic", f"{TWO}\n```\nDone.", "Done.", [LAND]),
+    "glm": (
+        "glm",
+        "Sure.\n<tool_call>fly\n<arg_key>to</arg_key>\n<arg_value>Oslo <b></arg_value>\n"
+        "<arg_key>speed</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n<tool_call>land\n</tool_call>",
+        "Sure.\n",
+        [FLY, LAND],
+    ),
+    "glm, in one line": (
+        "glm",
+        "<tool_call>fly<arg_key>to</arg_key><arg_value>\n a\n</arg_value><arg_key>at</arg_key>"
+        '<arg_value>{"a": [1]}</arg_value></tool_call><tool_call>land</tool_call>',
+        "",
+        [Call("fly", '{"to": "\\n a\\n", "at": {"a": [1]}}'), LAND],
+    ),
+    "glm, cut off": ("glm", "<tool_call>fly<arg_key>to</arg_key><arg_value>Os", "", [Call("fly", '{"to": "Os"}')]),
+    "glm, unknown tool": ("glm", "<tool_call>fl</tool_call>", "<tool_call>fl</tool_call>", []),
+    "kimi_k2": (
+        "kimi_k2",
+        "Sure.<|tool_calls_section_begin|><|tool_call_begin|>functions.fly:0<|tool_call_argument_begin|>"
+        f"{FLY.arguments}<|tool_call_end|><|tool_call_begin|>land:1<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+        "<|tool_calls_section_end|>",
+        "Sure.",
+        [FLY, LAND],
+    ),
     "mistral, a mark in a string": (
         "mistral",
         '[TOOL_CALLS]fly[ARGS]{"to": "[TOOL_CALLS]"}[TOOL_CALLS]land[ARGS]{}',
@@ -164,7 +188,7 @@ PIECES = st.sampled_from(
         *("<tool_call>", "</tool_call>", ONE, TWO, "[TOOL_CALLS]", BEGIN, END, SEP, "{", "}", "<", " \n", "x", "land"),
         *('"', "\\", "[", "]", ",", "[ARGS]", "function", "\n```json\n", '{"name": "fly", "arguments": {', "é"),
         *("<function=fly>", "<parameter=to>", "<parameter=speed>", "</parameter>", "</function>", "\n"),
-        *("<|tool_call|>", "<|/tool_call|>", "```"),
+        *("<|tool_call|>", "<|/tool_call|>", "```", "<arg_key>to</arg_key>", "<arg_value>", "</arg_value>", "fly"),
     ]
 )
 
@@ -196,9 +220,11 @@ def test_arguments_stream_before_a_call_is_complete() -> None:
     ("template", "expected"),
     [
         ("... <tool_call> <function=example> ...", "qwen3_coder"),
+        ("<tool_call>{name}\n<arg_key>{key}</arg_key>", "glm"),
         ("... <tool_call> ...", "hermes"),
         ("[TOOL_CALLS]", "mistral"),
         (BEGIN, "deepseek"),
+        ("<|tool_call_begin|>id<|tool_call_argument_begin|>", "kimi_k2"),
         ("<|python_tag|>", "llama3_json"),
         (None, "generic"),
     ],

@@ -109,6 +109,23 @@ SHAPES: dict[str, dict[str, object]] = {
     | _experts("n_routed_experts", 384, 8, 2048)
     | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 2.827}
     | _sizes(7168, 18432, 61, 64, 64),
+    "glm-4.7-flash": {
+        "architectures": ["Glm4MoeLiteForCausalLM"],
+        "vocab_size": 154880,
+        "q_lora_rank": 768,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 192,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 256,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1000000.0,
+        "max_position_embeddings": 202752,
+        "num_nextn_predict_layers": 1,
+    }
+    | _experts("n_routed_experts", 64, 4, 1536)
+    | {"n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+    | {"norm_topk_prob": True, "routed_scaling_factor": 1.8}
+    | _sizes(2048, 10240, 47, 20, 20),
     "qwen3-0.6b": _QWEN | {"tie_word_embeddings": True} | _sizes(1024, 3072, 28, 16, 8),
     "qwen2.5-1.5b": _QWEN
     | {"architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True}

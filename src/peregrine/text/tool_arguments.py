@@ -3,13 +3,11 @@
 import json
 import re
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 QUOTE = re.compile('"')
 STRUCTURE, IN_STRING = re.compile(r'["{}\[\]]'), re.compile(r'["\\]')
-PARAMETER = re.compile(r"<parameter=([^>\n]+)>|</function>")
-VALUE_END = re.compile(r"</parameter>|(?=<parameter=|</function>)")
-LONGEST_MARK = len("</parameter>")
 JSON_TYPES: tuple[tuple[str, type | tuple[type, ...]], ...] = (
     *(("boolean", bool), ("integer", int), ("number", float), ("string", str)),
     *(("array", list), ("object", dict), ("null", object)),
@@ -68,14 +66,39 @@ class JsonArguments:
         return text[:own], text[place:] if self.done else ""
 
 
+@dataclass(frozen=True, slots=True)
+class Tags:
+    """How keys and values are marked where arguments are no JSON."""
+
+    key: re.Pattern[str]  # stands before a value, group 1 is its key; without a group: the arguments end
+    end: re.Pattern[str]  # stands behind a value
+    longest: int  # characters of the longest mark of `end`
+    broken: bool  # a line break before a value, and one behind it, are not the value's
+
+
+PARAMETER_TAGS = Tags(  # <parameter=key>value</parameter>... </function>
+    re.compile(r"<parameter=([^>\n]+)>|</function>"),
+    re.compile(r"</parameter>|(?=<parameter=|</function>)"),
+    len("</parameter>"),
+    broken=True,
+)
+KEY_TAGS = Tags(  # <arg_key>key</arg_key><arg_value>value</arg_value>...
+    re.compile(r"<arg_key>\s*([^<]*?)\s*</arg_key>\s*<arg_value>"),
+    re.compile(r"</arg_value>|(?=<arg_key>)"),
+    len("</arg_value>"),
+    broken=False,
+)
+
+
 class TaggedArguments:
-    """<parameter=key>value</parameter>... </function>, passed on as a JSON object.
+    """Arguments in tags, passed on as a JSON object.
 
     A value is bare text: JSON, unless its schema says that it is a string. Strings are passed on before they end.
     """
 
-    def __init__(self, schema: Mapping[str, object]) -> None:
+    def __init__(self, schema: Mapping[str, object], tags: Tags) -> None:
         self.done = False
+        self._tags = tags
         kinds = schema.get("properties")
         self._kinds = kinds if isinstance(kinds, Mapping) else {}
         self._text = ""  # not read yet
@@ -96,7 +119,7 @@ class TaggedArguments:
 
     def _tag(self, ended: bool) -> str | None:
         """Go behind the next tag, or to the end; None: it is not there yet."""
-        found = PARAMETER.search(self._text)
+        found = self._tags.key.search(self._text)
         if found is None and not ended:
             return None
         self._text = self._text[found.end() :] if found else ""
@@ -111,12 +134,13 @@ class TaggedArguments:
         assert self._key is not None
         kinds = kinds_of(self._kinds.get(self._key))
         is_string = kinds == {"string"}
-        found = VALUE_END.search(self._text)
+        found = self._tags.end.search(self._text)
         if found is None and not ended:
             return self._part() if is_string else None
         value = self._text[: found.start()] if found else self._text
         self._text = self._text[found.end() :] if found else ""
-        value = value.removesuffix("\n") if self._begun else value.removeprefix("\n").removesuffix("\n")
+        if self._tags.broken:
+            value = value.removesuffix("\n") if self._begun else value.removeprefix("\n").removesuffix("\n")
         begun, key = self._begun, self._key
         self._key, self._begun = None, False
         if begun:
@@ -125,14 +149,14 @@ class TaggedArguments:
 
     def _part(self) -> str | None:
         """The part of a string that cannot be its last line break or the beginning of a tag."""
-        tag = self._text.rfind("<", max(0, len(self._text) - LONGEST_MARK))
+        tag = self._text.rfind("<", max(0, len(self._text) - self._tags.longest))
         cut = len(self._text) if tag < 0 else tag
-        part = self._text[:cut].removesuffix("\n")
+        part = self._text[:cut].removesuffix("\n" if self._tags.broken else "")
         if not part:
             return None
         self._text = self._text[len(part) :]
         lead = "" if self._begun else self._led(str(self._key)) + '"'
-        part = part if self._begun else part.removeprefix("\n")
+        part = part if self._begun or not self._tags.broken else part.removeprefix("\n")
         self._begun = True
         return lead + json.dumps(part, ensure_ascii=False)[1:-1]
 

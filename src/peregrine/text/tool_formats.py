@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from peregrine.errors import ConfigError
-from peregrine.text.tool_arguments import no_number
+from peregrine.text.tool_arguments import KEY_TAGS, PARAMETER_TAGS, Tags, no_number
 
 Tools = Mapping[str, Mapping[str, object]]  # the JSON schema of each tool's arguments, by the tool's name
 
@@ -16,7 +16,8 @@ def bracketed(word: str) -> str:
     return f"<\uff5c{word.replace('_', chr(0x2581))}\uff5c>"
 
 
-SEPARATOR = bracketed("tool_sep")
+SEPARATOR = bracketed("tool_sep")  # DeepSeek's, before a call's arguments
+ARGUMENTS_MARK = "<|tool_call_argument_begin|>"  # and Kimi's
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class Head:
     """What stands before the arguments of a call: group 1 is the tool's name, and the match ends where they begin."""
 
     pattern: re.Pattern[str]
-    outer: int | None  # braces that are open before the arguments; None: they are tagged, not JSON
+    inside: int | Tags  # JSON arguments: how many braces are open before them; others: their tags
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +54,20 @@ JSON_HEAD = Head(
         r'[\s,;\[]*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"([\w-]+)"\s*,\s*'
         r'"(?:arguments|parameters)"\s*:\s*(?=\{)'
     ),
-    outer=1,
+    inside=1,
 )
 JSON_MARKS = "<tool_call>", "</tool_call>", "<|tool_call|>", "<|/tool_call|>", "```json", "```"
 MARKED_JSON_HEAD = Head(
-    re.compile(rf"(?:[\s\],;]|{'|'.join(map(re.escape, JSON_MARKS))})*{JSON_HEAD.pattern.pattern}"), outer=1
+    re.compile(rf"(?:[\s\],;]|{'|'.join(map(re.escape, JSON_MARKS))})*{JSON_HEAD.pattern.pattern}"), inside=1
 )
-TAGGED_HEAD = Head(re.compile(r"\s*<function=([\w-]+)>"), outer=None)  # Qwen3-Coder's
-MISTRAL_HEAD = Head(re.compile(r"\s*([\w-]+)\s*(?:\[CALL_ID\][^\[]*)?\[ARGS\]\s*(?=\{)"), outer=0)
+TAGGED_HEAD = Head(re.compile(r"\s*<function=([\w-]+)>"), PARAMETER_TAGS)  # Qwen3-Coder's
+GLM_HEAD = Head(re.compile(r"\s*([\w-]+)\s*(?=<arg_key>|</tool_call>)"), KEY_TAGS)
+MISTRAL_HEAD = Head(re.compile(r"\s*([\w-]+)\s*(?:\[CALL_ID\][^\[]*)?\[ARGS\]\s*(?=\{)"), inside=0)
 DEEPSEEK_HEAD = Head(  # version 3 writes function<sep>name and a fenced block
-    re.compile(rf"\s*(?:function{SEPARATOR})?([\w-]+)(?:{SEPARATOR}|\n```json\n)\s*(?=\{{)"), outer=0
+    re.compile(rf"\s*(?:function{SEPARATOR})?([\w-]+)(?:{SEPARATOR}|\n```json\n)\s*(?=\{{)"), inside=0
 )
+
+KIMI_HEAD = Head(re.compile(rf"\s*(?:functions\.)?([\w-]+)(?::\d+)?\s*{re.escape(ARGUMENTS_MARK)}\s*(?=\{{)"), inside=0)
 
 
 def read_json(body: str) -> list[Call]:
@@ -89,12 +93,19 @@ def read_json(body: str) -> list[Call]:
 FORMATS = {
     "hermes": Format("<tool_call>", "</tool_call>", (), (JSON_HEAD, TAGGED_HEAD)),
     "qwen3_coder": Format("<tool_call>", "</tool_call>", (), (JSON_HEAD, TAGGED_HEAD)),
+    "glm": Format("<tool_call>", "</tool_call>", (), (JSON_HEAD, GLM_HEAD)),
     "mistral": Format("[TOOL_CALLS]", None, (), (MISTRAL_HEAD, JSON_HEAD)),
     "deepseek": Format(
         bracketed("tool_call_begin"),
         bracketed("tool_call_end"),
         (bracketed("tool_calls_begin"), bracketed("tool_calls_end")),
         (DEEPSEEK_HEAD,),
+    ),
+    "kimi_k2": Format(
+        "<|tool_call_begin|>",
+        "<|tool_call_end|>",
+        ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+        (KIMI_HEAD, JSON_HEAD),
     ),
     "llama3_json": Format(None, None, ("<|python_tag|>",), (JSON_HEAD,)),
     "generic": Format(None, None, JSON_MARKS, (MARKED_JSON_HEAD,)),
@@ -105,9 +116,11 @@ NAMES = (*FORMATS, HARMONY)
 SIGNS = (
     ("<|channel|>", HARMONY),
     ("<function=", "qwen3_coder"),
+    ("<arg_key>", "glm"),
     ("<tool_call>", "hermes"),
     ("[TOOL_CALLS]", "mistral"),
     (bracketed("tool_call_begin"), "deepseek"),
+    (ARGUMENTS_MARK, "kimi_k2"),
     ("<|python_tag|>", "llama3_json"),
     ('"parameters":', "llama3_json"),
 )
@@ -133,6 +146,8 @@ def write_calls(format: str, calls: Sequence[Call]) -> str:
         bodies = [f"{call.name}[ARGS]{call.arguments}" for call in calls]
     elif format == "deepseek":
         bodies = [f"{call.name}{SEPARATOR}{call.arguments}" for call in calls]
+    elif format == "kimi_k2":
+        bodies = [f"functions.{call.name}:{n}{ARGUMENTS_MARK}{call.arguments}" for n, call in enumerate(calls)]
     else:
         bodies = [f"\n{body}\n" for body in bodies]
     return "".join(f"{marks.begin}{body}{marks.end or ''}" for body in bodies)

@@ -123,7 +123,7 @@ class ToolStream:
                 self._arguments = None
                 return True
             body = ""
-        elif self._read_head(body, behind):
+        elif self._read_head(body, behind, place >= 0):
             return True
         if ended:
             closing = limit if limit is not None and limit == self._format.end and place >= 0 else ""
@@ -131,13 +131,13 @@ class ToolStream:
             self._leave(body, closing)
         return ended
 
-    def _read_head(self, body: str, behind: str) -> bool:
-        """Begin a call, if the body begins with one of a tool that is there."""
+    def _read_head(self, body: str, behind: str, ended: bool) -> bool:
+        """Begin a call, if the body begins with one of a tool that is there; `ended`: `behind` is the body's end."""
         for head in self._format.heads:
-            found = head.pattern.match(body)
+            found = head.pattern.match(body + behind if ended else body)
             if found and found[1] in self._tools:
-                tagged = head.outer is None
-                self._arguments = TaggedArguments(self._tools[found[1]]) if tagged else JsonArguments(head.outer or 0)
+                schema, inside = self._tools[found[1]], head.inside
+                self._arguments = JsonArguments(inside) if isinstance(inside, int) else TaggedArguments(schema, inside)
                 add_piece(self._pieces, Piece(found[1], ""))
                 self._called = True
                 self._held = body[found.end() :] + behind

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
-from peregrine.text.tool_formats import FORMATS, SEPARATOR, Tools
+from peregrine.text.tool_formats import ARGUMENTS_MARK, FORMATS, SEPARATOR, Tools
 
 LARK = "%llguidance {}"  # the first line of a grammar that is in Lark's syntax for sure
 
@@ -126,6 +126,9 @@ def auto_grammar(
             bodies.append(f"{json.dumps(name)} {mark('[ARGS]')} {arguments}")
         elif format == "deepseek":
             bodies.append(f"{json.dumps(name)} {mark(SEPARATOR)} {arguments} {mark(str(end))}")
+        elif format == "kimi_k2":
+            number = f"{json.dumps(f'functions.{name}:')} /[0-9]+/ {mark(ARGUMENTS_MARK)}"
+            bodies.append(f"{number} {arguments} {mark(str(end))}")
         else:
             head = json.dumps(f'\n{{"name": "{name}", "arguments": ')
             bodies.append(f"{head} {arguments} {json.dumps('}' + chr(10))} {mark(str(end))}")

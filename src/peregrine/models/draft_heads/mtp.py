@@ -1,4 +1,4 @@
-"""MTP (NEXTN): a decoder layer of the target's own kind that reads (embedding, hidden state): DeepSeek, MiMo."""
+"""MTP (NEXTN): a decoder layer of the target's own kind that reads (embedding, hidden state): DeepSeek, GLM, MiMo."""
 
 import torch
 from torch import Tensor, nn
@@ -95,7 +95,7 @@ def mtp_blueprint(source: OpenedHead, target: ModelConfig) -> Blueprint:
         plan[f"{ours}.weight"] = (Piece(f"{prefix}{names[ours]}.weight", (hidden,)),)
     stored = prefix.removesuffix(".")
     plan |= family_of(layer).layer_plan(layer, "layers.0", stored, hidden, split=True, moe=layer.has_experts(0))
-    # DeepSeek's files repeat the target's embedding and head beside the layer.
+    # Files repeat the target's embedding and head beside the layer.
     copies = {"embedding": f"{prefix}embed_tokens.weight", "head.weight": f"{prefix}shared_head.head.weight"}
     own = {
         ours: (Piece(name, (config.vocab_size, hidden)),)

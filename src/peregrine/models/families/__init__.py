@@ -14,6 +14,7 @@ from peregrine.models.families.deepseek import DeepseekV2, DeepseekV3
 from peregrine.models.families.family import Family
 from peregrine.models.families.gemma import Gemma2, Gemma3
 from peregrine.models.families.glm4 import Glm, Glm4
+from peregrine.models.families.glm4_moe import Glm4Moe, Glm4MoeLite
 from peregrine.models.families.gpt_oss import GptOss
 from peregrine.models.families.granite import Granite
 from peregrine.models.families.llama import Llama
@@ -31,7 +32,8 @@ from peregrine.sampling import MAX_EOS_IDS
 
 FAMILIES: tuple[Family, ...] = (
     *(Llama(), Mistral(), Qwen2(), Qwen3(), Qwen3MoE(), Mixtral(), DeepseekV2(), DeepseekV3()),
-    *(Granite(), SmolLM3(), Phi3(), Qwen2MoE(), Olmo2(), Glm(), Glm4(), Gemma2(), Gemma3(), GptOss()),
+    *(Granite(), SmolLM3(), Phi3(), Qwen2MoE(), Olmo2(), Glm(), Glm4(), Glm4Moe(), Glm4MoeLite()),
+    *(Gemma2(), Gemma3(), GptOss()),
 )
 ARCHITECTURES = {architecture: family for family in FAMILIES for architecture in family.architectures}
 MAX_LAYERS = 1024
@@ -89,7 +91,7 @@ def parse_config(fields: Fields, generation: Fields | None = None) -> ModelConfi
         qkv_bias=biases.qkv,
         out_bias=biases.out,
         mlp_bias=biases.mlp,
-        qk_norm=family.qk_norm,
+        qk_norm=family.norms_heads(fields),
         mla=mla,
         experts=family.experts(fields, num_layers),
         num_extra_layers=fields.whole("num_nextn_predict_layers", 0, minimum=0, maximum=MAX_LAYERS),

@@ -84,29 +84,13 @@ class DeepseekV3(DeepseekV2):
     """DeepSeek-V3, R1 and Kimi-K2: sigmoid routing with a stored bias, groups scored by their two best experts."""
 
     model_type = "deepseek_v3"
-    architectures = ("DeepseekV3ForCausalLM", "KimiK2ForCausalLM")
+    architectures: tuple[str, ...] = ("DeepseekV3ForCausalLM", "KimiK2ForCausalLM")
 
     def mla(self, fields: Fields, rope: Rope) -> MLAConfig:
         return read_mla(fields, rope, interleaved=fields.flag("rope_interleave", True))
 
     def experts(self, fields: Fields, num_layers: int) -> ExpertsConfig:
-        require(fields, "scoring_func", "sigmoid", ("sigmoid",))
-        require(fields, "topk_method", "noaux_tc", ("noaux_tc",))
-        experts = ExpertsConfig(
-            num_experts=fields.whole("n_routed_experts"),
-            top_k=fields.whole("num_experts_per_tok"),
-            inner_size=fields.whole("moe_intermediate_size"),
-            shared_size=shared_size(fields),
-            scoring="sigmoid",
-            has_bias=True,
-            num_groups=fields.whole("n_group"),
-            top_groups=fields.whole("topk_group"),
-            group_score="top2",
-            normalise=fields.flag("norm_topk_prob", True),
-            scale=fields.number("routed_scaling_factor"),
-            layers=expert_layers(fields, num_layers),
-        )
-        return checked_experts(fields, experts)
+        return noaux_experts(fields, expert_layers(fields, num_layers))
 
 
 def read_mla(fields: Fields, rope: Rope, interleaved: bool) -> MLAConfig:
@@ -138,6 +122,27 @@ def read_mla(fields: Fields, rope: Rope, interleaved: bool) -> MLAConfig:
         interleaved=interleaved,
         scale=(nope_dim + rope_dim) ** -0.5 * magnitude**2,
     )
+
+
+def noaux_experts(fields: Fields, layers: tuple[bool, ...]) -> ExpertsConfig:
+    """Experts chosen by sigmoid scores and a stored bias that keeps them equally busy, without an auxiliary loss."""
+    require(fields, "scoring_func", "sigmoid", ("sigmoid",))
+    require(fields, "topk_method", "noaux_tc", ("noaux_tc",))
+    experts = ExpertsConfig(
+        num_experts=fields.whole("n_routed_experts"),
+        top_k=fields.whole("num_experts_per_tok"),
+        inner_size=fields.whole("moe_intermediate_size"),
+        shared_size=shared_size(fields),
+        scoring="sigmoid",
+        has_bias=True,
+        num_groups=fields.whole("n_group"),
+        top_groups=fields.whole("topk_group"),
+        group_score="top2",
+        normalise=fields.flag("norm_topk_prob", True),
+        scale=fields.number("routed_scaling_factor"),
+        layers=layers,
+    )
+    return checked_experts(fields, experts)
 
 
 def shared_size(fields: Fields) -> int:

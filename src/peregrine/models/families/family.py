@@ -61,6 +61,10 @@ class Family:
         """Which linears have a bias."""
         return Biases()
 
+    def norms_heads(self, fields: Fields) -> bool:
+        """Whether queries and keys are normed before the rotation."""
+        return self.qk_norm
+
     def head_dim(self, fields: Fields, hidden_size: int, num_heads: int) -> int:
         """Size of an attention head."""
         if "head_dim" not in fields and hidden_size % num_heads:

@@ -17,8 +17,7 @@ class Glm(Family):
     rotates_part = interleaved = True
 
     def rope(self, fields: Fields, max_positions: int) -> Rope:
-        given = fields.values.get("partial_rotary_factor", 0.5)  # an absent field means half
-        return read_rope(Fields(fields.source, fields.values | {"partial_rotary_factor": given}), max_positions, True)
+        return half_rotated(fields, max_positions)
 
     def biases(self, fields: Fields) -> Biases:
         return Biases(qkv=fields.flag("attention_bias", True))
@@ -36,3 +35,9 @@ class Glm4(Glm):
     model_type = "glm4"
     architectures = ("Glm4ForCausalLM",)
     norms = PRE_NORMS | {"attention_out_norm": "post_self_attn_layernorm", "mlp_out_norm": "post_mlp_layernorm"}
+
+
+def half_rotated(fields: Fields, max_positions: int) -> Rope:
+    """The rope of a family in which an absent partial_rotary_factor means half of a head."""
+    given = fields.values.get("partial_rotary_factor", 0.5)
+    return read_rope(Fields(fields.source, fields.values | {"partial_rotary_factor": given}), max_positions, True)

@@ -1,4 +1,4 @@
-"""The prediction layer of DeepSeek checkpoints: MLA and experts, against transformers' own layer."""
+"""The prediction layer of DeepSeek and GLM checkpoints, against transformers' own layer."""
 
 import json
 from collections.abc import Callable
@@ -28,17 +28,19 @@ Tensors = dict[str, Tensor]
 
 
 class Pair:
-    """A random DeepSeek-V3, and a model of one layer that becomes its prediction layer."""
+    """A random model, DeepSeek-V3 as a rule, and a model of one layer that becomes its prediction layer."""
 
-    def __init__(self, write: Callable[..., Path], **changes: Any) -> None:
+    def __init__(self, write: Callable[..., Path], family: str = "DeepseekV3", **changes: Any) -> None:
         fields = DEEPSEEK_FIELDS | changes
-        self.folder = write("DeepseekV3", seed=0, **fields)
-        self.alone = write("DeepseekV3", seed=1, **fields | {"num_hidden_layers": 1} | self.first(fields))
+        self.folder = write(family, seed=0, **fields)
+        self.alone = write(family, seed=1, **fields | {"num_hidden_layers": 1} | self.first(fields))
+        self.kind = getattr(transformers, f"{family}ForCausalLM")
         self.tensors = self.layer_tensors()
 
     @staticmethod
     def first(fields: dict[str, Any]) -> dict[str, Any]:
-        return {"first_k_dense_replace": 0 if fields["first_k_dense_replace"] <= LAYERS else 1}
+        has_experts = fields["first_k_dense_replace"] <= LAYERS
+        return {"first_k_dense_replace": 1 - has_experts, "mlp_layer_types": ["sparse" if has_experts else "dense"]}
 
     def layer_tensors(self) -> Tensors:
         """The layer under the names it is published with."""
@@ -70,17 +72,14 @@ class Pair:
 
     @cached_property
     def layer(self) -> Any:
-        return (
-            transformers.DeepseekV3ForCausalLM.from_pretrained(self.alone, experts_implementation="eager")
-            .double()
-            .model
-        )
+        return self.kind.from_pretrained(self.alone, experts_implementation="eager").double().model
 
     def expected(self, tokens: Tensor, hidden: Tensor, embedding: Tensor | None = None) -> Tensor:
         """The layer's output for all entries at once, without a cache, in float64."""
         embedding = self.target["model.embed_tokens.weight"] if embedding is None else embedding
+        eps = self.layer.config.rms_norm_eps
         halves = [
-            torch.nn.functional.rms_norm(x.double(), (HIDDEN,), self.weight(name), eps=1e-6)
+            torch.nn.functional.rms_norm(x.double(), (HIDDEN,), self.weight(name), eps=eps)
             for x, name in ((embedding[tokens], "enorm"), (hidden, "hnorm"))
         ]
         x = torch.cat(halves, dim=1) @ self.weight("eh_proj").T
@@ -110,6 +109,8 @@ CASES: dict[str, dict[str, Any]] = {
             "mscale_all_dim": 1.0,
         },
     },
+    "GLM-4.5": {"family": "Glm4Moe", "use_qk_norm": True, "head_dim": 16, "attention_bias": True},
+    "GLM-4.7-Flash": {"family": "Glm4MoeLite", "n_group": 1, "topk_group": 1},
 }
 
 
@@ -121,7 +122,8 @@ def test_a_layer_agrees_with_transformers(name: str, write_checkpoint: Callable[
     assert has_prediction_layer(folder)
     assert not is_head(folder)
     head = load(folder)
-    assert (head.taps, head.num_layers, head.kv_shape) == ((LAYERS,), 1, KVShape(1, 40, 32, shared=True))
+    shape = KVShape.of_heads(6, 16) if name == "GLM-4.5" else KVShape(1, 40, 32, shared=True)
+    assert (head.taps, head.num_layers, head.kv_shape) == ((LAYERS,), 1, shape)
     assert isinstance(head.get_submodule("layers.0.mlp"), MLP if name == "an MLP" else Experts)
     output = pair.target["lm_head.weight"].double()
     check_chain(head, pair.expected, lambda hidden: hidden @ output.T, entries(HIDDEN), dense_cache)
