@@ -19,6 +19,7 @@ from peregrine.kernels.attention import DeferredMLARope, GpuPlan, Launch, mla_ro
 from peregrine.kernels.linear import pack_per_head
 
 LITE, V3 = (16, 1, 576, 512), (128, 1, 576, 512)  # DeepSeek-V2-Lite and V3
+FLASH = (20, 1, 576, 512)  # GLM-4.7-Flash
 RANK = 512
 DEVICE = torch.device("cuda")
 SHAPES = list(itertools.product(range(1, 65), range(1, 65)))
@@ -58,7 +59,7 @@ def outputs_by_tile(forward: Forward, tiles: tuple[tuple[int, bool], ...] = TILE
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("heads", [LITE, (64, 1, 576, 512), V3], ids=["v2-lite", "kimi-k2", "v3"])
+@pytest.mark.parametrize("heads", [LITE, FLASH, (64, 1, 576, 512), V3], ids=["v2-lite", "glm-flash", "kimi-k2", "v3"])
 def test_outputs_on_real_shapes_are_within_the_bound(dtype: torch.dtype, heads: tuple[int, ...]) -> None:
     rows = on_gpu([chain(past, 4, heads) for past in (0, 127, 2040, 9000)], dtype)
     outs = attend(DECODE, rows, OWN)
@@ -129,7 +130,7 @@ def test_a_prompt_may_be_read_in_chunks() -> None:
 
 @pytest.mark.parametrize("page_size", [16, 64])
 @pytest.mark.parametrize(
-    "heads", [LITE, V3, (3, 1, 576, 512), (8, 1, 320, 256)], ids=["v2-lite", "v3", "3", "rank-256"]
+    "heads", [LITE, V3, FLASH, (3, 1, 576, 512), (8, 1, 320, 256)], ids=["v2-lite", "v3", "glm-flash", "3", "rank-256"]
 )
 def test_prompts_have_the_bits_of_the_triton_kernel(heads: tuple[int, ...], page_size: int) -> None:
     """Rows of any length after any past, NaN in all that no query sees; repeated, since a race differs sometimes."""

@@ -377,11 +377,14 @@ def test_what_is_served_is_told_by_its_contents(tmp_path: Path) -> None:
     assert served_hash("m", EngineConfig(model=str(folder), dtype="bfloat16")) != first
     (moved / "generation_config.json").write_text('{"temperature": 0.6}')
     second = served_hash("m", EngineConfig(model=str(moved)))
+    (moved / "chat_templates").mkdir()
+    (moved / "chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
+    third = served_hash("m", EngineConfig(model=str(moved)))
     [weights] = moved.glob("*.safetensors")
     stored = bytearray(weights.read_bytes())
     stored[-1] ^= 1
     weights.write_bytes(stored)
-    assert len({first, second, served_hash("m", EngineConfig(model=str(moved)))}) == 3
+    assert len({first, second, third, served_hash("m", EngineConfig(model=str(moved)))}) == 4
 
 
 def test_killed_ten_times_it_ends_with_every_line_once(tmp_path: Path) -> None:

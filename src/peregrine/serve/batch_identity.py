@@ -41,7 +41,7 @@ def served_hash(name: str, config: EngineConfig) -> str:
 def model_hash(path: Path) -> str:
     """A hash of a model's files: names, sizes and contents, of weights evenly spaced blocks."""
     found = hashlib.sha256()
-    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    files = sorted([*path.iterdir(), *(path / "chat_templates").glob("*")]) if path.is_dir() else [path]
     for file in (file for file in files if file.suffix in {*TEXT_FILES, *WEIGHT_FILES} and file.is_file()):
         size = file.stat().st_size
         found.update(f"{file.name} {size}\n".encode())
