@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from peregrine.bench import fleet_costs, fleet_run
+from peregrine.bench import fleet_costs, fleet_run, serve
 from peregrine.bench import http as bench
+from peregrine.bench.fleet_costs import Costs
 from peregrine.cli import flags
 from peregrine.errors import ConfigError
 from serve.conftest import Served
@@ -56,6 +57,28 @@ def test_bench_fleet_simulates_our_own_server(
     ratio = simulated["ttft_ms"]["p50"] / measured["ttft_ms"]["p50"]
     assert last[:3] == ["simulated", "/", "measured"]
     assert last[4] == f"{ratio:.2f}"
+
+
+def test_bench_fleet_refuses_what_says_nothing_about_a_server(peregrine: Command) -> None:
+    for flag, value in (("--replicas", "4"), ("--policy", "random"), ("--prefix-tokens", "9")):
+        code, _, errors = peregrine("bench", "fleet", "--url", "http://127.0.0.1:9", "--rate", "2", flag, value)
+        assert code == 2
+        assert "says nothing about the server at --url; leave it out" in errors
+
+
+def test_bench_fleet_needs_a_server_that_counts_prompts(
+    server: Served, peregrine: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def measured(*_: object) -> dict[str, object]:
+        return {"failed": 0, "prompt_tokens": None, "completed": 6}
+
+    async def costs(*_: object) -> Costs:
+        return Costs(rounds=((1, 0.01),), prompt_s=0.001, accept_length=2)
+
+    monkeypatch.setattr(serve, "measure_case", measured)
+    monkeypatch.setattr(fleet_run, "costs_of_server", costs)
+    code, _, errors = peregrine("bench", "fleet", "--url", server.url, "--rate", "9", "--requests", "1")
+    assert (code, "reports no usage" in errors) == (2, True)
 
 
 def test_bench_serve_against_our_own_server(server: Served, tmp_path: Path, peregrine: Command) -> None:

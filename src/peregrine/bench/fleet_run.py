@@ -51,6 +51,8 @@ async def compare_with(plan: Plan, client: Client) -> dict[str, Any]:
     measured = await serve.measure_case(load, client, model, serve.Case(rate=plan.rate))
     if measured["failed"]:
         raise ConfigError(f"url={client.url!r}: {measured['failed']} requests failed; send fewer per second")
+    if measured["prompt_tokens"] is None:
+        raise ConfigError(f"url={client.url!r}: reports no usage, so its prompts' tokens are unknown; use --rounds")
     prompt_tokens = round(measured["prompt_tokens"] / measured["completed"])
     times = serve.arrivals(plan.rate, plan.requests, plan.seed)
     jobs = [Job(time, number, prompt_tokens, plan.output_tokens) for number, time in enumerate(times)]

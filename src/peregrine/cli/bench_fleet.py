@@ -17,6 +17,17 @@ Costs come from a result of `bench round`, or from a server that does nothing el
 how fast prompts are read: divide --input-len by the time to the first token.
 """
 
+# Of a fleet that is simulated; a server is one replica, and its prompts are made up.
+SIMULATED = (
+    "prompt_tokens_per_s",
+    "replicas",
+    "policy",
+    "prefix_tokens",
+    "num_prefixes",
+    "prompt_tokens",
+    "cache_tokens",
+)
+
 
 def add_fleet(kinds: Commands) -> None:
     """Add the benchmark and its flags."""
@@ -53,6 +64,9 @@ def run_fleet(args: argparse.Namespace) -> int:
     for policy in args.policy:
         plan = plan_from(fleet.Plan, args, replicas=min(args.replicas), policy=policy)
     if args.url is not None:
+        for name in SIMULATED:
+            if (value := getattr(args, name)) != args.parser.get_default(name):
+                raise ConfigError(f"{name}={value!r}: says nothing about the server at --url; leave it out")
         finish(fleet_run.compare(plan, Client(args.url, None)), fleet_run.show, args)
         return 0
     if args.prompt_tokens_per_s is None:
