@@ -61,6 +61,26 @@ def test_absent_fields_mean_what_they_mean_in_transformers(family: Family) -> No
     assert family.rope_theta == rope.get("sliding_attention", rope)["rope_theta"]
 
 
+GLM = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 1}
+GLM |= {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.5}
+
+
+def test_absent_fields_of_glm_mean_what_they_mean_in_transformers() -> None:
+    flash, oracle = read(**GLM, architectures=["Glm4MoeLiteForCausalLM"]), AutoConfig.for_model("glm4_moe_lite")
+    assert flash.mla is not None
+    sizes = flash.mla.q_rank, flash.mla.kv_rank, flash.mla.nope_dim, flash.mla.rope_dim, flash.mla.value_dim
+    names = "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"
+    assert sizes == tuple(getattr(oracle, name) for name in names)
+    assert flash.experts is not None
+    assert flash.experts.layers == (False, True, True, True)
+    for given in ({}, {"partial_rotary_factor": None}):
+        large = read(**GLM, **given, architectures=["Glm4MoeForCausalLM"], first_k_dense_replace=1, head_dim=16)
+        assert (large.rope.rotated(16), large.qk_norm, large.qkv_bias, large.out_bias) == (8, False, False, False)
+    problem = refusal(**GLM, architectures=["Glm4MoeLiteForCausalLM"], mlp_layer_types=["dense", "sparse"])
+    assert "mlp_layer_types" in problem
+    assert "not dense or sparse for 4 layers" in problem
+
+
 @pytest.mark.parametrize(
     ("architecture", "qkv_bias", "out_bias", "qk_norm"),
     [

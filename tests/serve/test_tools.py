@@ -111,6 +111,9 @@ REFUSED: dict[str, dict[str, object]] = {
     "tools[0].function.parameters": {"tools": [tool_named("deep", DEEP)]},
     "tools, guided_json": {"guided_json": {"not": {}}},
     "chat_template_kwargs.messages": {"chat_template_kwargs": {"messages": []}},
+    "messages[1].tool_calls[0].id": {
+        "messages": [USER, {"role": "assistant", "tool_calls": [{"id": [1], "function": {"name": "fly"}}]}]
+    },
     "messages[1].tool_calls[0]": {"messages": [USER, {"role": "assistant", "tool_calls": [{"id": "x"}]}]},
 }
 
@@ -178,15 +181,22 @@ THINKING = """{% for m in messages %}<|user|>{{ m.content }}{{ m.tool_calls | to
 
 
 class Model:
-    """An LLM as far as a job looks at it: merlin's tokenizer with another chat template."""
+    """An LLM as far as a job looks at it: merlin's tokenizer with other chat templates."""
 
-    def __init__(self, llm: LLM) -> None:
+    def __init__(self, llm: LLM, **templates: str) -> None:
         self.engine, self.sampling, tokenizer = llm.engine, llm.sampling, llm.tokenizer
-        self.tokenizer = replace(tokenizer, chat_templates={"default": THINKING})
+        self.tokenizer = replace(tokenizer, chat_templates=templates or {"default": THINKING})
 
 
 def job_of(server: Served, **asked: object) -> Job:
     return chat_job(ChatBody.model_validate({"messages": [USER], **asked}), Model(server.llm))  # type: ignore[arg-type]
+
+
+def prompt_with(server: Served, templates: dict[str, str], **asked: object) -> tuple[Job, str]:
+    """The job of a chat with these templates, and its prompt."""
+    model = Model(server.llm, **templates)
+    job = chat_job(ChatBody.model_validate({"messages": [USER], **asked}), model)  # type: ignore[arg-type]
+    return job, model.tokenizer.decode(job.prompts[0], skip_special=False)
 
 
 def written(server: Served, job: Job, pieces: Sequence[str]) -> tuple[dict[str, object], list[dict[str, object]]]:
@@ -232,6 +242,38 @@ def test_a_template_gets_tools_and_calls_as_it_expects_them(server: Served) -> N
     assert '"arguments": {"to": "Rome"}' in text
     assert '"name": "land"' in text
     assert not job.opened
+
+
+PLAIN = "{% for m in messages %}[{{ m.role }}: {{ m.content }}]{% endfor %}"
+
+
+def test_the_template_for_tools_says_how_calls_are_written(server: Served) -> None:
+    templates = {"default": PLAIN, "tool_use": THINKING}
+    call = {"id": "1", "type": "function", "function": {"name": "fly", "arguments": "{}"}}
+    job, text = prompt_with(server, templates, tools=[LAND])
+    assert job.tools is not None
+    assert (job.tools.format, job.thinks, "You can call these tools" in text) == ("hermes", True, False)
+    job, text = prompt_with(server, templates, messages=[USER, {"role": "assistant", "tool_calls": [call]}, USER])
+    assert '"name": "fly"' in text
+    job, text = prompt_with(server, templates, tools=[LAND], tool_choice="none")
+    assert (job.thinks, text) == (False, "[user: Fly to Rome.]")
+
+
+def test_tools_are_described_by_a_message_that_is_no_answer(server: Served) -> None:
+    hello = {"role": "assistant", "content": "Hello."}
+    _, text = prompt_with(server, {"default": PLAIN}, messages=[hello, USER], tools=[LAND])
+    assert text.startswith("[system: You can call these tools")
+    assert text.endswith("[assistant: Hello.][user: Fly to Rome.]")
+    _, text = prompt_with(server, {"default": "{{ raise_exception('no') if tools }}" + PLAIN}, tools=[LAND])
+    assert "You can call these tools" in text
+
+
+@pytest.mark.parametrize("given", [{}, {"parameters": None, "description": None, "strict": None}])
+def test_templates_read_every_field_of_a_tool(server: Served, given: dict[str, object]) -> None:
+    template = "{% for t in tools %}{{ t.function.description + '!' }}{{ t.function.parameters.properties | tojson }}"
+    tool = {"type": "function", "function": {"name": "now", **given}}
+    _, text = prompt_with(server, {"default": template + "{{ t.function.name }}{% endfor %}" + PLAIN}, tools=[tool])
+    assert text.startswith("!{}now[user")
 
 
 def test_a_grammar_begins_after_the_thoughts_or_is_refused(server: Served) -> None:

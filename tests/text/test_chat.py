@@ -33,7 +33,7 @@ RICH = """{% set state = namespace(turns=0) %}
 {% if loop.index > 3 %}{% break %}{% endif %}
 {% set state.turns = state.turns + 1 %}
 {% generation %}{{ message.role }}: {% endgeneration %}
-{% if message.role == "assistant" %}{{ message.content }}{{ message.tool_calls | tojson if message.tool_calls }}
+{% if message.role == "assistant" %}{{ message.content or "" }}{{ message.tool_calls | tojson if message.tool_calls }}
 {% continue %}{% endif %}
 {{ message.content }}{{ pad_token }}{{ "<&'>" | tojson }}
 {% endfor %}

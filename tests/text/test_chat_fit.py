@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from peregrine.text.chat import has_tool_place, render_chat
-from peregrine.text.chat_fit import one_call_each
+from peregrine.text.chat import render_chat
+from peregrine.text.chat_calls import turns_of
+from peregrine.text.chat_parts import takes_tools, writes_tools
 from peregrine.text.tokenizer import Tokenizer
 
 # What a message becomes; the kinds of templates differ in what stands before it.
@@ -18,6 +19,10 @@ FIRST_CALL = "[{{ m.role }}:{{ m.content }}{% if m.tool_calls %}{% set c = m.too
 FIRST_CALL += "<{{ c.function.name }} {{ c.function.arguments | tojson }}>{% endif %}]"
 NULL_ONLY = "{% if m.tool_calls and m.content is not none %}[{{ m.content }}]{% else %}"
 NINE = "{% for c in m.tool_calls or [] %}{% if c.id | length != 9 %}{{ raise_exception('ids') }}{% endif %}{% endfor %}"
+NAME_IDS = "{% for c in m.tool_calls or [] %}[{{ c.id }} {{ c.function.arguments | tojson }}]{% endfor %}"
+NAME_IDS += "{% if m.role == 'tool' %}[{{ m.tool_call_id }} {{ m.content }}]{% endif %}"
+EMPTY_TURN = "{% if m.tool_calls and m.content is not none %}[empty]{% endif %}"
+NONE_TURN = "{% if m.tool_calls and m.content is none %}[None]{% endif %}"
 NAMED = "{% if m.role == 'tool' and not m.name %}{{ raise_exception('no name') }}{% endif %}"
 NO_CALLS = "[{{ m.role }}:{{ m.content }}]"
 TURNS = "{% if m.role != ('user' if loop.index0 % 2 == 0 else 'assistant') %}{{ raise_exception('turns') }}{% endif %}"
@@ -47,6 +52,12 @@ TEMPLATES = {
     "one call in a message": (ONE_CALL + OBJECTS, IN_TURN),
     "the first call alone": (FIRST_CALL, IN_TURN),
     "null beside calls": (NULL_ONLY + OBJECTS + "{% endif %}", AT_ONCE.replace(":<", ":None<")),
+    "null says less": (EMPTY_TURN + OBJECTS.replace("m.content", "(m.content or '')"), AT_ONCE),
+    "null says more": (NONE_TURN + OBJECTS, AT_ONCE),
+    "names in ids": (
+        NAME_IDS,
+        '[functions.fly:0 {"to": "Rome"}][functions.land:1 {}][functions.fly:0 landed][functions.land:1 parked]',
+    ),
     "ids of nine characters": (NINE + OBJECTS, AT_ONCE),
     "results with names": (NAMED + OBJECTS, AT_ONCE),
     "no calls": (NO_CALLS, f"[user:Go.][assistant:{GENERIC}][tool:landed][tool:parked][user:Go.]"),
@@ -82,10 +93,45 @@ def test_calls_of_another_form_are_the_templates_affair(write: Any) -> None:
     assert render_chat(tokenizer, [{**CHAT[1], "tool_calls": flat}]) == json.dumps(flat)
 
 
-def test_arguments_that_are_no_json_stay_as_they_are(write: Any) -> None:
-    asks = {**CHAT[1], "tool_calls": [made(ID, "fly", "to Rome")]}
-    assert render_chat(read(write, OBJECTS), [USER, asks]) == '[user:Go.][assistant:<fly "to Rome">]'
-    assert render_chat(read(write, TEXTS), [USER, asks]) == "[user:Go.][assistant:<fly to Rome>]"
+@pytest.mark.parametrize("arguments", ["to Rome", '{"to": "Ro', "[1]", "7"])
+def test_arguments_that_are_no_object_stand_under_a_name(write: Any, arguments: str) -> None:
+    """A call that was cut off, and answered by an error, is a part of the chat from then on."""
+    asks = {**CHAT[1], "tool_calls": [made(ID, "fly", arguments)]}
+    named = json.dumps({"arguments": arguments})
+    assert render_chat(read(write, OBJECTS), [USER, asks]) == f"[user:Go.][assistant:<fly {named}>]"
+    assert render_chat(read(write, TEXTS), [USER, asks]) == f"[user:Go.][assistant:<fly {arguments}>]"
+
+
+@pytest.mark.parametrize("arguments", [None, "", " ", "null", {}, "{}"])
+def test_no_arguments_are_an_empty_object(write: Any, arguments: object) -> None:
+    asks = {**CHAT[1], "tool_calls": [made(ID, "fly", arguments)]}
+    assert render_chat(read(write, OBJECTS), [USER, asks]) == "[user:Go.][assistant:<fly {}>]"
+
+
+CALLS_OR_TEXT = "{% if m.tool_calls %}" + OBJECTS.replace("m.content", "''") + "{% else %}" + OBJECTS + "{% endif %}"
+
+
+def test_text_beside_calls_stands_before_them_where_the_template_drops_it(write: Any) -> None:
+    chat = [USER, {**CHAT[1], "content": "Let me see."}, *CHAT[2:4]]
+    calls = f"{FLY}<land {{}}>][tool:landed][tool:parked]"
+    assert render_chat(read(write, OBJECTS), chat) == f"[user:Go.][assistant:Let me see.{calls}"
+    before = f"[user:Go.][assistant:Let me see.][assistant:{calls}"
+    assert render_chat(read(write, CALLS_OR_TEXT), chat) == before
+    assert render_chat(read(write, NULL_ONLY + OBJECTS + "{% endif %}"), chat) == before.replace(":<", ":None<")
+
+
+def test_results_stand_in_the_order_of_their_calls(write: Any) -> None:
+    again = [made(ID, "land", {})]  # an id that was used before
+    chat = [*CHAT[:2], CHAT[3], CHAT[2], {**CHAT[1], "tool_calls": again}, {**CHAT[2], "content": "stopped"}]
+    expected = f"[user:Go.][assistant:{FLY}<land {{}}>][tool:landed][tool:parked][assistant:<land {{}}>][tool:stopped]"
+    assert render_chat(read(write, OBJECTS), chat) == expected
+    assert render_chat(read(write, NAMED + OBJECTS), chat) == expected
+
+
+def test_thoughts_have_both_names(write: Any) -> None:
+    for given, read_by in (("reasoning", "reasoning_content"), ("reasoning_content", "reasoning")):
+        tokenizer = read(write, "({{ m." + read_by + " or '' }})" + NO_CALLS)
+        assert render_chat(tokenizer, [USER, {**ANSWER, given: "Hm."}]) == "()[user:Go.](Hm.)[assistant:Done.]"
 
 
 def test_an_id_that_fits_is_kept_and_others_stay_apart(write: Any) -> None:
@@ -97,23 +143,22 @@ def test_an_id_that_fits_is_kept_and_others_stay_apart(write: Any) -> None:
 
 
 @pytest.mark.parametrize("ids", [("a", "b", "c"), (None, None, None)])
-def test_each_of_several_calls_is_a_message_with_its_result_behind_it(ids: tuple[str | None, ...]) -> None:
+def test_each_call_has_its_result(ids: tuple[str | None, ...]) -> None:
     calls = [{"id": id, "function": {"name": name}} for id, name in zip(ids, ("fly", "land", "stay"), strict=True)]
     results = [{"role": "tool", "tool_call_id": id, "content": "ok"} for id in ids[:2]]
-    asks = {"role": "assistant", "content": None, "reasoning": "Hm.", "tool_calls": calls}
-    given = results if ids[0] is None else results[::-1]
-    first, flew, second, landed, third, last = one_call_each([asks, *given, USER])
-    assert [message["tool_calls"] for message in (first, second, third)] == [[call] for call in calls]
-    assert (first["reasoning"], "reasoning" in second, flew, landed, last) == ("Hm.", False, *results, USER)
+    asks = {"role": "assistant", "content": None, "tool_calls": calls}
+    turn, last = turns_of([asks, *(results if ids[0] is None else results[::-1]), USER])
+    named = [{**result, "name": name} for result, name in zip(results, ("fly", "land"), strict=True)]
+    assert (turn.message, list(turn.results), last.messages) == (asks, [*named, None], [USER])
 
 
-def test_results_go_to_their_calls_and_those_of_no_call_come_last() -> None:
+def test_results_of_no_call_come_last() -> None:
     calls = [{"id": id, "function": {"name": "fly"}} for id in ("a", "b", "c")]
     results = [
         {"role": "tool", "tool_call_id": id, "content": str(n)} for n, id in enumerate(("x", "b", None, "a", "b"))
     ]
-    told = one_call_each([{"role": "assistant", "content": "", "tool_calls": calls}, *results])
-    assert "".join(str(message["content"]) or "-" for message in told) == "-2-1-034"
+    (turn,) = turns_of([{"role": "assistant", "content": "-", "tool_calls": calls}, *results])
+    assert "".join(str(message["content"]) for message in turn.messages) == "-21034"
 
 
 FIRST_ONLY = "{% if m.role == 'system' and not loop.first %}{{ raise_exception('too late') }}{% endif %}" + NO_CALLS
@@ -144,7 +189,34 @@ def test_later_system_messages_stay_where_the_template_writes_them(write: Any) -
     assert text == "[system:a][system:b][user:Go.][system:c][user:Go.]"
 
 
+def test_leading_instructions_of_both_roles_are_one_where_there_is_one_place(write: Any) -> None:
+    first_two = "{% if m.role in ('system', 'developer') and not loop.first %}{% else %}" + NO_CALLS + "{% endif %}"
+    text = render_chat(read(write, first_two), [system("a"), {"role": "developer", "content": "b"}, USER])
+    assert text == "[system:a\n\nb][user:Go.]"
+
+
+def test_a_chat_that_is_a_system_message_is_a_users_where_that_is_not_written(write: Any) -> None:
+    needs_user = "{% if not messages | selectattr('role', 'equalto', 'user') | list %}{{ raise_exception('no') }}"
+    assert render_chat(read(write, needs_user + "{% endif %}" + NO_CALLS), [system("Go.")]) == "[user:Go.]"
+    assert render_chat(read(write, NO_CALLS), [system("Go.")]) == "[system:Go.]"
+
+
 def test_a_template_describes_tools_or_does_not(write: Any) -> None:
-    assert not has_tool_place(read(write, NO_CALLS))
-    assert not has_tool_place(read(write, "{{ m.tool_calls }}" + NO_CALLS))
-    assert has_tool_place(read(write, "{{ tools | tojson }}" + NO_CALLS))
+    for body, describes, takes in (
+        (NO_CALLS, False, True),
+        ("{{ m.tool_calls }}" + NO_CALLS, False, True),
+        ("{{ tools | tojson }}" + NO_CALLS, True, True),
+        ("{{ raise_exception('no tools') if tools }}" + NO_CALLS, False, False),
+    ):
+        tokenizer = read(write, body)
+        assert (writes_tools(tokenizer, template(body)), takes_tools(tokenizer, template(body))) == (describes, takes)
+
+
+def test_a_template_that_needs_a_list_of_tools_gets_an_empty_one(write: Any) -> None:
+    assert render_chat(read(write, "{{ tools | length }}" + NO_CALLS), [USER]) == "0[user:Go.]"
+
+
+def test_variables_may_have_any_name(write: Any) -> None:
+    tokenizer = read(write, "{{ source }}{{ chat }}{{ self_ }}{{ bos_token }}" + NO_CALLS)
+    text = render_chat(tokenizer, [USER], source=1, chat=2, self_=3, bos_token="<s>")
+    assert text == "123<s>[user:Go.]"

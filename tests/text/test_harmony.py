@@ -27,6 +27,11 @@ CASES: dict[str, tuple[str, str, list[Call]]] = {
         "",
         [Call("fly", '{"to": "<|end|> \\\\\\"<|call|>"}')],
     ),
+    f'<|channel|>commentary {FLY}<|message|>{{"to": "a"}} "x <|end|>" y<|call|>': (
+        "",
+        '" y',
+        [Call("fly", '{"to": "a"} "x ')],
+    ),
     f'{FINAL}She said "no.<|end|>{NEXT}{FINAL}"': ("", 'She said "no.\n"', []),
     # The recipient may stand behind the role, and the first role is the prompt's.
     f" {FLY}<|channel|>commentary json<|message|>{{}}": ("", "", [Call("fly", "{}")]),

@@ -126,6 +126,9 @@ CASES: dict[str, tuple[str, str, str, list[Call]]] = {
         "Sure.",
         [FLY, LAND],
     ),
+    "generic, code behind": ("generic", f"{TWO} Then run `ls`", "Then run `ls`", [LAND]),
+    "llama3_json, brackets behind": ("llama3_json", f"[{TWO}] See [1]", "See [1]", [LAND]),
+    "generic, far apart": ("generic", f"[{TWO}{' ' * 2000}{TWO}]", "", [LAND, LAND]),
     "mistral, a mark in a string": (
         "mistral",
         '[TOOL_CALLS]fly[ARGS]{"to": "[TOOL_CALLS]"}[TOOL_CALLS]land[ARGS]{}',

@@ -20,7 +20,8 @@ from peregrine.serve.tools import (
     told_messages,
     tool_plan,
 )
-from peregrine.text.chat import render_chat
+from peregrine.text.chat import render_chat, template_of
+from peregrine.text.chat_parts import takes_tools, writes_tools
 from peregrine.text.harmony import ENDS_ANSWER
 from peregrine.text.reasoning import ReasoningStream
 from peregrine.text.tool_formats import HARMONY, format_of
@@ -191,12 +192,16 @@ def chat_job(body: ChatBody, llm: LLM) -> Job:
     max_tokens = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
     more: dict[str, Any] = {"max_tokens": max_tokens}
     more["logprobs"] = (body.top_logprobs or 0) if body.logprobs else None
-    template = llm.tokenizer.chat_template
-    plan = tool_plan(body, template)
-    harmony = format_of(template, body.tool_parser or "auto") == HARMONY
     with named_as_in(body):
-        messages = told_messages(plain_messages(body.messages), plan, llm.tokenizer)
-        text = render_chat(llm.tokenizer, messages, **template_variables(body, plan, template))  # type: ignore[arg-type]
+        messages = plain_messages(body.messages)
+        template = template_of(llm.tokenizer, messages, with_tools=bool(body.tools) and body.tool_choice != "none")
+        plan = tool_plan(body, template)
+        harmony = format_of(template, body.tool_parser or "auto") == HARMONY
+        described = plan is not None and writes_tools(llm.tokenizer, template)
+        variables = template_variables(body, plan, template)
+        if plan is not None and not described and not takes_tools(llm.tokenizer, template):
+            del variables["tools"]
+        text = render_chat(llm.tokenizer, told_messages(messages, plan, described), **variables)  # type: ignore[arg-type]
         thinks = harmony or ReasoningStream.end in (template or "")
         opened = thinks and text.rstrip().endswith(ReasoningStream.begin)
         more |= in_channels(body, plan, llm) if harmony else constraint_of_tools(body, plan, opened, llm)

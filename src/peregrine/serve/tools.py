@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field
 from peregrine.errors import RequestError
 from peregrine.sampling import check_schema
 from peregrine.serve.structured import ObjectOrText
-from peregrine.text.chat import has_tool_place
+from peregrine.text.chat_parts import INSTRUCTIONS
 from peregrine.text.harmony import ANY_TEXT, HarmonyStream, harmony_grammar
 from peregrine.text.reasoning import ReasoningStream
 from peregrine.text.tokenizer import Tokenizer
@@ -133,10 +133,15 @@ def tool_plan(body: ToolFields, template: str | None) -> ToolPlan | None:
     style = format_of(template, body.tool_parser or "auto")
     style = "generic" if required and style != HARMONY else style
     parallel = body.parallel_tool_calls is not False
-    described = [dict(tool) for tool in body.tools]
-    for tool in described if style == HARMONY else ():  # its template needs descriptions
-        tool["function"] = {**tool["function"], "description": tool["function"].get("description") or ""}
+    # Templates read both fields of every tool.
+    filled: Json = {"description": "", "parameters": {"type": "object", "properties": {}}}
+    described = [{**tool, "function": filled | known(tool["function"])} for tool in map(known, body.tools)]
     return ToolPlan(schemas, described, style, named, required, parallel, frozenset(strict))
+
+
+def known(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields that are not null."""
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def chosen_name(choice: Any, schemas: Mapping[str, object]) -> str:
@@ -196,14 +201,16 @@ def checked_tool(field: str, tool: dict[str, Any]) -> tuple[str, Mapping[str, ob
     return name, closed({"type": "object", **(schema or {"properties": {}})}), function.get("strict") is True
 
 
-def told_messages(messages: list[Json], plan: ToolPlan | None, tokenizer: Tokenizer) -> list[Json]:
-    """The messages; the first one describes the tools if the chat template does not."""
-    if plan is None or has_tool_place(tokenizer):
+def told_messages(messages: list[Json], plan: ToolPlan | None, described: bool) -> list[Json]:
+    """The messages; if the chat template does not describe tools, the first one that is no answer does."""
+    if plan is None or described:
         return messages
     functions = json.dumps([tool["function"] for tool in plan.described], ensure_ascii=False)
     example = write_calls(plan.format, [Call("...", "{...}")])
-    told = f"{messages[0]['content'] or ''}{HOW.format(tools=functions, call=example)}"
-    return [{**messages[0], "content": told}, *messages[1:]]
+    told = HOW.format(tools=functions, call=example)
+    if messages[0]["role"] not in (*INSTRUCTIONS, "user"):
+        return [{"role": "system", "content": told.lstrip()}, *messages]
+    return [{**messages[0], "content": f"{messages[0]['content'] or ''}{told}"}, *messages[1:]]
 
 
 def template_call(field: str, call: Any) -> Json:
@@ -211,6 +218,8 @@ def template_call(field: str, call: Any) -> Json:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RequestError(field, call, "is not a call", 'send {"id", "type": "function", "function": {...}}')
+    if not isinstance(call.get("id"), str | None):
+        raise RequestError(f"{field}.id", call["id"], "is not a text", "send the call's id, or leave it out")
     return {**call, "function": {"name": function["name"], "arguments": function.get("arguments") or "{}"}}
 
 

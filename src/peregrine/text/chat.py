@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from peregrine.errors import RequestError
 from peregrine.text.chat_fit import fit_chat
-from peregrine.text.chat_parts import writes_first, writes_tools
+from peregrine.text.chat_parts import needs_tools, writes_first
 from peregrine.text.chat_sandbox import Message, run_template
 from peregrine.text.tokenizer import Tokenizer
 
@@ -29,31 +29,28 @@ def render_chat(
     chat: Sequence[Message] = _plain_messages(messages)
     # Templates test these two for None, so they are always defined.
     given = {"tools": None, "documents": None, **{name: _plain(name, value) for name, value in extra.items()}}
-    chosen = _pick(tokenizer, chat, with_tools=given["tools"] is not None)
-    chat = fit_chat(chat, tokenizer, chosen)
-    return run_template(tokenizer, chosen, chat, add_generation_prompt=add_generation_prompt, **given)
+    source = template_of(tokenizer, chat, with_tools=given["tools"] is not None)
+    if given["tools"] is None and needs_tools(tokenizer, source):
+        given["tools"] = []
+    chat = fit_chat(chat, tokenizer, source)
+    return run_template(tokenizer, source, chat, {**given, "add_generation_prompt": add_generation_prompt})
 
 
-def has_system_place(tokenizer: Tokenizer) -> bool:
-    """Whether the template for ordinary chats writes system messages; True for a model without one."""
-    return tokenizer.chat_template is None or writes_first(tokenizer, tokenizer.chat_template, "system")
-
-
-def has_tool_place(tokenizer: Tokenizer) -> bool:
-    """Whether the template for chats with tools describes them; True for a model without one."""
-    source = tokenizer.chat_templates.get("tool_use", tokenizer.chat_template)
-    return source is None or writes_tools(tokenizer, source)
-
-
-def _pick(tokenizer: Tokenizer, chat: Sequence[Message], with_tools: bool) -> str:
-    """The template for this chat: `tool_use` if there are tools and such a template, else `default`."""
+def template_of(tokenizer: Tokenizer, chat: Sequence[Message], with_tools: bool) -> str:
+    """The template for this chat: `tool_use`, if it is about tools and there is such a template, else `default`."""
     templates = tokenizer.chat_templates
+    with_tools = with_tools or any(message.get("tool_calls") or message.get("role") == "tool" for message in chat)
     name = "tool_use" if with_tools and "tool_use" in templates else "default"
     if name not in templates:
         named = f"has only the chat templates {sorted(templates)}" if templates else "has no chat template"
         remedy = "send a plain prompt, or put the template in chat_template.jinja in the model's folder"
         raise RequestError("messages", chat, f"the model {named}", remedy)
     return templates[name]
+
+
+def has_system_place(tokenizer: Tokenizer) -> bool:
+    """Whether the template for ordinary chats writes system messages; True for a model without one."""
+    return tokenizer.chat_template is None or writes_first(tokenizer, tokenizer.chat_template, "system")
 
 
 def _plain_messages(messages: Sequence[Message]) -> list[Message]:

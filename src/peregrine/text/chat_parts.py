@@ -3,8 +3,9 @@
 A template may refuse a part, fail at it, or drop it in silence; only trying shows what it does.
 """
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 
@@ -16,22 +17,25 @@ MARK = "Mark7319"  # a text that is looked for in a rendered chat
 MARKS = "Mark2846", "Mark5071"  # of two calls and their results
 INSTRUCTIONS = "system", "developer"  # roles
 USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}
-LONG_IDS, SHORT_IDS = ("call_25dd1a8f6c0e4b", "call_6e93b0714fd2ac"), ("Call00001", "Call00002")
+# Ids as OpenAI's clients have them, as Mistral's templates want them, and as Kimi's models write them.
+ANY_IDS, NINE, NAMED = "any", "nine letters and digits", "functions.name:number"
+PROBED_IDS = {
+    ANY_IDS: ("call_25dd1a8f6c0e4b", "call_6e93b0714fd2ac"),
+    NINE: ("Call00001", "Call00002"),
+    NAMED: tuple(f"functions.fly_{mark}:{number}" for number, mark in enumerate(MARKS)),
+}
+TEXT_BESIDE, TEXT_BEFORE, NO_TEXT = "in the message of the calls", "in a message before", "nowhere"
 
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
-    """What calls have to look like for a template."""
+    """What messages with calls have to look like for a template."""
 
-    null_content: bool  # a message that has nothing but calls has null as its content, not ""
+    null_content: bool  # without text the content is null, not ""
     text_arguments: bool  # arguments are JSON text, not an object
-    short_ids: bool  # ids have nine letters and digits
+    ids: str
+    text: str  # where it writes what an assistant says beside calls
     single: bool  # a message has one call
-
-    def call(self, name: str, arguments: dict[str, object], text: str, id: str) -> Message:
-        """A call as the template takes it; `text` is its arguments as JSON."""
-        function = {"name": name, "arguments": text if self.text_arguments else arguments}
-        return {"id": id, "type": "function", "function": function}
 
 
 @lru_cache(maxsize=64)
@@ -55,47 +59,73 @@ def writes_later(tokenizer: Tokenizer, source: str, role: str) -> bool:
 
 
 @lru_cache(maxsize=64)
+def writes_alone(tokenizer: Tokenizer, source: str, role: str) -> bool:
+    """Whether a template writes a chat that is one message of this role."""
+    return MARK in _written(tokenizer, source, [{"role": role, "content": MARK}])
+
+
+@lru_cache(maxsize=64)
 def writes_tools(tokenizer: Tokenizer, source: str) -> bool:
     """Whether a template describes the tools that it is given."""
     return MARK in _written(tokenizer, source, [USER], [_tool(MARK)])
 
 
 @lru_cache(maxsize=64)
+def takes_tools(tokenizer: Tokenizer, source: str) -> bool:
+    """Whether a template that is given tools writes the chat."""
+    return MARK in _written(tokenizer, source, [{**USER, "content": MARK}], [_tool("fly")])
+
+
+@lru_cache(maxsize=64)
+def needs_tools(tokenizer: Tokenizer, source: str) -> bool:
+    """Whether a template writes chats only with a list of tools, which may be empty."""
+    chat = [{**USER, "content": MARK}]
+    return MARK not in _tried(tokenizer, source, chat, None) and MARK in _tried(tokenizer, source, chat, [])
+
+
+@lru_cache(maxsize=64)
 def writes_results(tokenizer: Tokenizer, source: str) -> bool:
     """Whether a template writes what a tool's message says, even if it writes no calls."""
-    result = {"role": "tool", "tool_call_id": LONG_IDS[0], "name": "fly", "content": MARK}
+    result = {"role": "tool", "tool_call_id": PROBED_IDS[ANY_IDS][0], "name": "fly", "content": MARK}
     return MARK in _written(tokenizer, source, [USER, ANSWER, result], [_tool("fly")])
 
 
 @lru_cache(maxsize=64)
-def call_form(tokenizer: Tokenizer, source: str, null_content: bool) -> CallForm | None:
-    """The form of the calls that a template writes; None: it writes none in any form that is known.
-
-    `null_content` is what messages with calls have, so it is tried first.
-    """
-    for empty, text, short in product((null_content, not null_content), (False, True), (False, True)):
-        form = CallForm(empty, text, short, single=False)
-        if _writes_calls(tokenizer, source, form, 1):
-            many = _writes_calls(tokenizer, source, form, 2)
-            return CallForm(empty, text, short, single=not many)
+def call_form(tokenizer: Tokenizer, source: str) -> CallForm | None:
+    """The form of the calls that a template writes; None: it writes none in any form that is known."""
+    for as_text, ids in product((False, True), PROBED_IDS):
+        forms = [CallForm(null, as_text, ids, TEXT_BESIDE, single=False) for null in (False, True)]
+        written = [(len(text), form) for form in forms if (text := _with_calls(tokenizer, source, form, 1))]
+        if written:
+            # A template that writes both writes too much for one of them: "None", or a turn that says nothing.
+            form = min(written, key=lambda found: found[0])[1]
+            for place in (TEXT_BESIDE, TEXT_BEFORE, NO_TEXT):
+                form = replace(form, text=place)
+                if place == NO_TEXT or _with_calls(tokenizer, source, form, 1, said=MARK):
+                    break
+            return replace(form, single=not _with_calls(tokenizer, source, form, 2))
     return None
 
 
-def _writes_calls(tokenizer: Tokenizer, source: str, form: CallForm, count: int) -> bool:
-    """Whether a template writes this many calls and their results."""
-    ids, marks = (SHORT_IDS if form.short_ids else LONG_IDS)[:count], MARKS[:count]
-    names = [f"fly_{mark}" for mark in marks]  # the tool that is described has another one
-    calls = [
-        form.call(name, {"to": f"to_{mark}"}, f'{{"to": "to_{mark}"}}', id)
-        for name, mark, id in zip(names, marks, ids, strict=True)
-    ]
-    results = [
-        {"role": "tool", "tool_call_id": id, "name": name, "content": f"is_{mark}"}
-        for name, mark, id in zip(names, marks, ids, strict=True)
-    ]
+def _with_calls(tokenizer: Tokenizer, source: str, form: CallForm, count: int, said: str = "") -> str:
+    """What a template writes for this many calls and their results; nothing unless all of it is there."""
+    marks, ids = MARKS[:count], PROBED_IDS[form.ids]
+    calls, results = [], []
+    for mark, id in zip(marks, ids, strict=False):
+        arguments = {"to": f"to_{mark}"}
+        given = json.dumps(arguments) if form.text_arguments else arguments
+        # The call's name is neither the described tool's nor the result's, which a template may write, too.
+        calls.append({"id": id, "type": "function", "function": {"name": f"fly_{mark}", "arguments": given}})
+        results.append({"role": "tool", "tool_call_id": id, "name": "fly", "content": f"is_{mark}"})
     asks = {"role": "assistant", "content": None if form.null_content else "", "tool_calls": calls}
-    written = _written(tokenizer, source, [USER, asks, *results], [_tool("fly")])
-    return all(part + mark in written for mark in marks for part in ("fly_", "to_", "is_"))
+    before: list[Message] = [USER]
+    if said and form.text == TEXT_BEFORE:
+        before.append({**ANSWER, "content": said})
+    elif said:
+        asks["content"] = said
+    written = _written(tokenizer, source, [*before, asks, *results], [_tool("fly")])
+    parts = [said, *(part + mark for mark in marks for part in ("fly_", "to_", "is_"))]
+    return written if all(part in written for part in parts) else ""
 
 
 def _tool(name: str) -> Message:
@@ -105,8 +135,12 @@ def _tool(name: str) -> Message:
 
 
 def _written(tokenizer: Tokenizer, source: str, chat: Sequence[Message], tools: Sequence[Message] | None = None) -> str:
-    """What the template writes for a chat; nothing if it refuses it."""
+    """What the template writes for a chat; nothing if it refuses it. Without tools some want an empty list of them."""
+    return _tried(tokenizer, source, chat, tools) or ("" if tools else _tried(tokenizer, source, chat, []))
+
+
+def _tried(tokenizer: Tokenizer, source: str, chat: Sequence[Message], tools: Sequence[Message] | None) -> str:
     try:
-        return run_template(tokenizer, source, chat, tools=tools, documents=None, add_generation_prompt=True)
+        return run_template(tokenizer, source, chat, {"tools": tools, "documents": None, "add_generation_prompt": True})
     except (RequestError, CheckpointError):
         return ""

@@ -27,14 +27,14 @@ MAX_RENDER_SECONDS = 5.0  # of one chat; templates take milliseconds
 MAX_CHARACTERS = 8 * 2**20  # of a rendered chat
 
 
-def run_template(tokenizer: Tokenizer, source: str, chat: Sequence[Message], **variables: object) -> str:
-    """The text that the template `source` writes for a chat of plain data."""
+def run_template(tokenizer: Tokenizer, source: str, chat: Sequence[Message], variables: Mapping[str, object]) -> str:
+    """The text that the template `source` writes for a chat of plain data; variables may stand for special tokens."""
     template = _compile(source)
     written: list[str] = []
     size = 0
     try:
         template.environment.start_clock(MAX_RENDER_SECONDS)  # type: ignore[attr-defined]
-        for piece in template.generate(messages=chat, **tokenizer.named_tokens, **variables):
+        for piece in template.generate({**tokenizer.named_tokens, **variables, "messages": chat}):
             written.append(piece)
             size += len(piece)
             if size > MAX_CHARACTERS:

@@ -118,7 +118,7 @@ class HarmonyStream:
 
 def with_thinking(message: Message) -> Message:
     """A message with its thoughts where the template reads them: with a call it takes one text, as a thought."""
-    texts = [message.get("reasoning_content") or message.get("reasoning")]
+    texts = [message.get("thinking") or message.get("reasoning_content") or message.get("reasoning")]
     if message.get("tool_calls"):
         message, texts = {**message, "content": ""}, [*texts, message["content"]]
     return {**message, "thinking": "\n".join(map(str, filter(None, texts)))} if any(texts) else message

@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-QUOTE = re.compile('"')
 STRUCTURE, IN_STRING = re.compile(r'["{}\[\]]'), re.compile(r'["\\]')
+LONGEST_KEY = 512
 JSON_TYPES: tuple[tuple[str, type | tuple[type, ...]], ...] = (
     *(("boolean", bool), ("integer", int), ("number", float), ("string", str)),
     *(("array", list), ("object", dict), ("null", object)),
@@ -36,16 +36,24 @@ class JsonArguments:
         self._quoted = self._escaped = False
 
     def find(self, mark: str, text: str) -> int:
-        """Where `mark` first stands outside of strings."""
-        quoted, place = self._quoted, int(self._escaped)
-        while True:
-            found, quote = text.find(mark, place), (IN_STRING if quoted else QUOTE).search(text, place)
-            if not quoted and found >= 0 and (quote is None or found < quote.start()):
-                return found
-            if quote is None:
+        """Where `mark` first stands outside of the arguments' strings."""
+        depth, quoted, done, place = self._depth, self._quoted, self.done, int(self._escaped)
+        outside = re.compile(f"{re.escape(mark)}|{STRUCTURE.pattern}")
+        while not done:
+            found = (IN_STRING if quoted else outside).search(text, place)
+            if found is None:
                 return -1
-            escapes = quote[0] == "\\"
-            quoted, place = quoted == escapes, quote.end() + escapes
+            if not quoted and found[0] == mark:
+                return found.start()
+            place = found.end()
+            if found[0] == "\\":
+                place += 1
+            elif found[0] == '"':
+                quoted = not quoted
+            else:
+                depth += 1 if found[0] in "{[" else -1
+                done = depth <= 0
+        return text.find(mark, place)
 
     def feed(self, text: str, ended: bool) -> tuple[str, str]:
         place = len(text) and int(self._escaped)
@@ -72,18 +80,18 @@ class Tags:
 
     key: re.Pattern[str]  # stands before a value, group 1 is its key; without a group: the arguments end
     end: re.Pattern[str]  # stands behind a value
-    longest: int  # characters of the longest mark of `end`
+    longest: int  # characters of the longest mark of `end`; a match of `key` has LONGEST_KEY at most
     broken: bool  # a line break before a value, and one behind it, are not the value's
 
 
 PARAMETER_TAGS = Tags(  # <parameter=key>value</parameter>... </function>
-    re.compile(r"<parameter=([^>\n]+)>|</function>"),
+    re.compile(r"<parameter=([^<>\n]{1,256})>|</function>"),
     re.compile(r"</parameter>|(?=<parameter=|</function>)"),
     len("</parameter>"),
     broken=True,
 )
 KEY_TAGS = Tags(  # <arg_key>key</arg_key><arg_value>value</arg_value>...
-    re.compile(r"<arg_key>\s*([^<]*?)\s*</arg_key>\s*<arg_value>"),
+    re.compile(r"<arg_key>([^<]{1,256})</arg_key>\s{0,64}<arg_value>"),
     re.compile(r"</arg_value>|(?=<arg_key>)"),
     len("</arg_value>"),
     broken=False,
@@ -102,6 +110,7 @@ class TaggedArguments:
         kinds = schema.get("properties")
         self._kinds = kinds if isinstance(kinds, Mapping) else {}
         self._text = ""  # not read yet
+        self._seen = 0  # characters of it in which nothing begins that is looked for
         self._key: str | None = None  # of the parameter that is being read
         self._begun = False  # its value's first part was passed on
         self._lead = "{"  # stands before the next parameter
@@ -119,11 +128,11 @@ class TaggedArguments:
 
     def _tag(self, ended: bool) -> str | None:
         """Go behind the next tag, or to the end; None: it is not there yet."""
-        found = self._tags.key.search(self._text)
+        found = self._search(self._tags.key, LONGEST_KEY)
         if found is None and not ended:
             return None
         self._text = self._text[found.end() :] if found else ""
-        self._key = found[1] if found else None
+        self._key = found[1].strip() if found and found[1] else None
         if self._key is not None:
             return ""
         self.done = True
@@ -134,7 +143,7 @@ class TaggedArguments:
         assert self._key is not None
         kinds = kinds_of(self._kinds.get(self._key))
         is_string = kinds == {"string"}
-        found = self._tags.end.search(self._text)
+        found = self._search(self._tags.end, self._tags.longest)
         if found is None and not ended:
             return self._part() if is_string else None
         value = self._text[: found.start()] if found else self._text
@@ -147,6 +156,12 @@ class TaggedArguments:
             return json.dumps(value, ensure_ascii=False)[1:]
         return self._led(key) + json.dumps(value if is_string else typed(value, kinds), ensure_ascii=False)
 
+    def _search(self, pattern: re.Pattern[str], longest: int) -> re.Match[str] | None:
+        """The first match, of `longest` characters at most; what was searched before is not searched again."""
+        found = pattern.search(self._text, self._seen)
+        self._seen = 0 if found else max(0, len(self._text) - longest)
+        return found
+
     def _part(self) -> str | None:
         """The part of a string that cannot be its last line break or the beginning of a tag."""
         tag = self._text.rfind("<", max(0, len(self._text) - self._tags.longest))
@@ -154,7 +169,7 @@ class TaggedArguments:
         part = self._text[:cut].removesuffix("\n" if self._tags.broken else "")
         if not part:
             return None
-        self._text = self._text[len(part) :]
+        self._text, self._seen = self._text[len(part) :], 0
         lead = "" if self._begun else self._led(str(self._key)) + '"'
         part = part if self._begun or not self._tags.broken else part.removeprefix("\n")
         self._begun = True

@@ -49,25 +49,20 @@ class Format:
     heads: tuple[Head, ...]
 
 
-JSON_HEAD = Head(
-    re.compile(
-        r'[\s,;\[]*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"([\w-]+)"\s*,\s*'
-        r'"(?:arguments|parameters)"\s*:\s*(?=\{)'
-    ),
-    inside=1,
+NAME = r"([\w-]{1,64})"
+JSON_CALL = (
+    rf'\{{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"{NAME}"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)'
 )
+JSON_HEAD = Head(re.compile(rf"[\s,;\[]*{JSON_CALL}"), inside=1)
 JSON_MARKS = "<tool_call>", "</tool_call>", "<|tool_call|>", "<|/tool_call|>", "```json", "```"
-MARKED_JSON_HEAD = Head(
-    re.compile(rf"(?:[\s\],;]|{'|'.join(map(re.escape, JSON_MARKS))})*{JSON_HEAD.pattern.pattern}"), inside=1
-)
-TAGGED_HEAD = Head(re.compile(r"\s*<function=([\w-]+)>"), PARAMETER_TAGS)  # Qwen3-Coder's
-GLM_HEAD = Head(re.compile(r"\s*([\w-]+)\s*(?=<arg_key>|</tool_call>)"), KEY_TAGS)
-MISTRAL_HEAD = Head(re.compile(r"\s*([\w-]+)\s*(?:\[CALL_ID\][^\[]*)?\[ARGS\]\s*(?=\{)"), inside=0)
+MARKED_JSON_HEAD = Head(re.compile(rf"(?:[\s,;\[\]]|{'|'.join(map(re.escape, JSON_MARKS))})*{JSON_CALL}"), inside=1)
+TAGGED_HEAD = Head(re.compile(rf"\s*<function={NAME}>"), PARAMETER_TAGS)  # Qwen3-Coder's
+GLM_HEAD = Head(re.compile(rf"\s*{NAME}\s*(?=<arg_key>|</tool_call>)"), KEY_TAGS)
+MISTRAL_HEAD = Head(re.compile(rf"\s*{NAME}\s*(?:\[CALL_ID\][^\[]*)?\[ARGS\]\s*(?=\{{)"), inside=0)
 DEEPSEEK_HEAD = Head(  # version 3 writes function<sep>name and a fenced block
-    re.compile(rf"\s*(?:function{SEPARATOR})?([\w-]+)(?:{SEPARATOR}|\n```json\n)\s*(?=\{{)"), inside=0
+    re.compile(rf"\s*(?:function{SEPARATOR})?{NAME}(?:{SEPARATOR}|\n```json\n)\s*(?=\{{)"), inside=0
 )
-
-KIMI_HEAD = Head(re.compile(rf"\s*(?:functions\.)?([\w-]+)(?::\d+)?\s*{re.escape(ARGUMENTS_MARK)}\s*(?=\{{)"), inside=0)
+KIMI_HEAD = Head(re.compile(rf"\s*(?:functions\.)?{NAME}(?::\d+)?\s*{re.escape(ARGUMENTS_MARK)}\s*(?=\{{)"), inside=0)
 
 
 def read_json(body: str) -> list[Call]:

@@ -12,6 +12,7 @@ from peregrine.text.tool_arguments import Arguments, JsonArguments, TaggedArgume
 from peregrine.text.tool_formats import FORMATS, Call, Tools, read_json
 
 WHITE = " \n\r\t"
+MAX_HEAD = 1024  # characters of what stands before a call's arguments, white space included
 BETWEEN = f"{WHITE},;]`"  # may stand behind a call, and means nothing
 
 
@@ -54,6 +55,7 @@ class ToolStream:
         self._held = ""  # not settled yet
         self._opening: str | None = None  # what stood before the body of calls that is being read; None: in text
         self._called = False  # this body has had a call
+        self._hopeless = False  # no call begins where the body begins, or where its last call ended
         self._arguments: Arguments | None = None  # those that are being read
         self._fresh = True  # nothing but white space since the beginning or the last call
         self._after_call = False
@@ -103,7 +105,7 @@ class ToolStream:
         return False
 
     def _enter(self, opening: str, body: str) -> None:
-        self._opening, self._held, self._called = opening, body, False
+        self._opening, self._held, self._called, self._hopeless = opening, body, False, False
 
     def _read_body(self, final: bool) -> bool:
         """Read on in a body of calls; False: it needs more text."""
@@ -133,8 +135,9 @@ class ToolStream:
 
     def _read_head(self, body: str, behind: str, ended: bool) -> bool:
         """Begin a call, if the body begins with one of a tool that is there; `ended`: `behind` is the body's end."""
-        for head in self._format.heads:
-            found = head.pattern.match(body + behind if ended else body)
+        text = (body + behind if ended else body)[:MAX_HEAD]
+        for head in () if self._hopeless else self._format.heads:
+            found = head.pattern.match(text)
             if found and found[1] in self._tools:
                 schema, inside = self._tools[found[1]], head.inside
                 self._arguments = JsonArguments(inside) if isinstance(inside, int) else TaggedArguments(schema, inside)
@@ -142,13 +145,13 @@ class ToolStream:
                 self._called = True
                 self._held = body[found.end() :] + behind
                 return True
+        self._hopeless = self._hopeless or len(text) == MAX_HEAD
         return False
 
     def _leave(self, rest: str, closing: str) -> None:
         """Leave a body whose rest did not begin a call; it may hold calls that are written in another order."""
-        left = self._without_marks(rest)
-        shown = left if self._called else f"{self._opening}{rest}{closing}"
-        calls = self._read_whole(left)
+        shown = self._without_marks(rest) if self._called else f"{self._opening}{rest}{closing}"
+        calls = self._read_whole(self._without_marks(rest, behind=True))
         for call in calls:
             add_piece(self._pieces, Piece(call.name, call.arguments))
         if self._called or calls:
@@ -157,14 +160,15 @@ class ToolStream:
         if not calls:
             self._send(shown)
 
-    def _without_marks(self, text: str) -> str:
-        """What is left of a body without the marks around it."""
-        before = ""
+    def _without_marks(self, text: str, behind: bool = False) -> str:
+        """A body without the marks before what is left of it, or also without those behind."""
+        spaces, before = BETWEEN if self._called else WHITE, ""
         while before != text:
             before = text
             for mark in self._format.skipped:
-                text = text.removeprefix(mark).removesuffix(mark)
-            text = text.strip(BETWEEN if self._called else WHITE)
+                text = text.removeprefix(mark)
+                text = text.removesuffix(mark) if behind else text
+            text = text.strip(spaces) if behind else text.lstrip(spaces)
         return text
 
     def _read_whole(self, body: str) -> list[Call]:

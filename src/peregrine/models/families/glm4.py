@@ -39,5 +39,5 @@ class Glm4(Glm):
 
 def half_rotated(fields: Fields, max_positions: int) -> Rope:
     """The rope of a family in which an absent partial_rotary_factor means half of a head."""
-    given = fields.values.get("partial_rotary_factor", 0.5)
+    given = fields.number("partial_rotary_factor", 0.5)
     return read_rope(Fields(fields.source, fields.values | {"partial_rotary_factor": given}), max_positions, True)

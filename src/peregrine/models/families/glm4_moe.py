@@ -1,7 +1,7 @@
 """GLM-4.5 to 4.7 have experts behind plain attention, GLM-4.7-Flash behind MLA; both route as DeepSeek-V3 does."""
 
 from peregrine.models.checkpoint.folder import Fields
-from peregrine.models.config import ExpertsConfig
+from peregrine.models.config import ExpertsConfig, MLAConfig
 from peregrine.models.families.deepseek import DeepseekV3, expert_layers, noaux_experts
 from peregrine.models.families.family import Biases, Family
 from peregrine.models.families.glm4 import half_rotated
@@ -29,6 +29,10 @@ class Glm4Moe(Family):
         return noaux_experts(fields, expert_layers(fields, num_layers))
 
 
+# What absent fields of GLM-4.7-Flash mean.
+LITE_FIELDS = {"q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256, "first_k_dense_replace": 1}
+
+
 class Glm4MoeLite(DeepseekV3):
     """GLM-4.7-Flash."""
 
@@ -36,10 +40,13 @@ class Glm4MoeLite(DeepseekV3):
     architectures = ("Glm4MoeLiteForCausalLM",)
     norm_eps = 1e-5
 
+    def mla(self, fields: Fields, rope: Rope) -> MLAConfig:
+        return super().mla(Fields(fields.source, LITE_FIELDS | fields.values), rope)
+
     def experts(self, fields: Fields, num_layers: int) -> ExpertsConfig:
         kinds = fields.texts("mlp_layer_types")  # newer configs have it in place of first_k_dense_replace
         if not kinds:
-            return super().experts(fields, num_layers)
+            return super().experts(Fields(fields.source, LITE_FIELDS | fields.values), num_layers)
         if len(kinds) != num_layers or not {*kinds} <= {"dense", "sparse"}:
             raise fields.refusal(
                 "mlp_layer_types", f"not dense or sparse for {num_layers} layers", "correct the config"
