@@ -138,6 +138,7 @@ def test_other_parameters_are_refused_in_a_line(llm: LLM, params: Any, says: str
         ({"device": None}, "device=None: is not text; leave it out for the default"),
         ({"page_size": 16.0}, "page_size=16.0: is not an integer"),
         ({"max_rows": 2**70}, "must be between 0 and 4096"),
+        ({"drafter": "none", "num_drafts": 3}, "num_drafts=3: there is no drafter; name one, or leave it out"),
         ({"tree": (3, 2, 8), "num_drafts": 0}, "num_drafts=0: the tree is 3 deep; leave one of them out"),
         ({"tree": "3,2,8"}, "tree='3,2,8': is not of the type TreeShape or None"),
         ({"tree": (3, "a", 8)}, "tree: width='a': is not an integer"),

@@ -168,6 +168,8 @@ class EngineConfig:
         object.__setattr__(self, "host_cache", check_number("host_cache", self.host_cache, "GiB, such as 0, 0.5 or 64"))
         stall = check_number("max_stall_ms", self.max_stall_ms, "milliseconds, such as 20 or 100")
         object.__setattr__(self, "max_stall_ms", stall)
+        if self.drafter == "none" and self.num_drafts:
+            raise ConfigError(f"num_drafts={self.num_drafts}: there is no drafter; name one, or leave it out")
         if self.tree is not None and self.num_drafts not in (None, self.tree.depth):
             raise ConfigError(
                 f"num_drafts={self.num_drafts}: the tree is {self.tree.depth} deep; leave one of them out"

@@ -6,6 +6,7 @@ tests/serve/test_bench.py runs it against the real server.
 import asyncio
 import json
 import math
+import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -362,6 +363,16 @@ def test_a_server_without_models_is_refused() -> None:
     server = FakeServer(Clock(), [STORY], {"/v1/models": [(200, '{"data": []}')]})
     with pytest.raises(ConfigError, match=r"names no model .*--model"):
         measured(server, serve.Plan(cases=(serve.Case(1),), prompts=[CHAT]))
+    server = FakeServer(Clock(), [STORY], {"/v1/models": [(401, '{"error": {"message": "no key"}}')]})
+    with pytest.raises(ConfigError, match=r"HTTP 401: no key.*; pass --api-key"):
+        measured(server, serve.Plan(cases=(serve.Case(1),), prompts=[CHAT]))
+
+
+def test_an_address_without_a_server_is_refused(peregrine: Callable[..., tuple[int, str, str]]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    code, _, errors = peregrine("bench", "serve", "--url", f"http://127.0.0.1:{port}", "--requests", "1")
+    assert (code, "no server answers" in errors, "check the address" in errors) == (2, True, True)
 
 
 # Loops, without a server.

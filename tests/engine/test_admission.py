@@ -214,6 +214,8 @@ def test_what_cannot_be_built_says_why(options, says):
 def test_missing_model_says_where_it_was_looked_for():
     with pytest.raises(CheckpointError, match="no such folder"):
         LLM("/no/such/folder")
+    with pytest.raises(CheckpointError, match=r"model='/no/such\.gguf': no such file"):
+        LLM("/no/such.gguf")
 
 
 def test_tree_shape_limits():

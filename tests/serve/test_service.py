@@ -115,6 +115,7 @@ def test_those_who_wait_for_an_idle_engine_hold_nobody(server: Served, http: htt
 def test_wrong_routes_have_the_same_shape(http: httpx.Client, method: str, path: str, status: int, code: str) -> None:
     response = http.request(method, path)
     assert (response.status_code, response.json()["error"]["code"]) == (status, code)
+    assert status != 405 or "use POST" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

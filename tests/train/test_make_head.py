@@ -189,6 +189,8 @@ def tensors_of(value: object, name: str = "") -> dict[str, torch.Tensor]:
         (("--taps", "0", "7"), r"taps=\(0, 7\): each must be one of the target's layers"),
         (("--minutes", "60"), "minutes=60: steps=2 was given, too"),
         (("--kind", "dspark", "--unroll", "1"), "unroll=1: blocks of a dspark head have 2 tokens at least"),
+        (("--kind", "dflash", "--markov-rank", "9"), "markov_rank=9: is for heads of dspark; leave it out"),
+        (("--layers", "3"), "layers=3: is for heads of dflash or dspark; leave it out"),
         (("--kind", "dspark", "--markov-rank", "0"), "markov_rank=0: must be at least 1"),
         (("--kind", "dflash", "--unroll", "70"), "unroll=70: a round has 1 to 16 drafts"),
         (("--unroll", "0"), "unroll=0: a round has 1 to 16 drafts"),

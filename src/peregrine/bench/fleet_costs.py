@@ -42,7 +42,7 @@ class Costs:
 def costs_of_rounds(result: dict[str, Any], prompt_tokens_per_s: float) -> Costs:
     """From a result of `bench round`: its shortest context gives the rounds, a longer one of equal rows the slope."""
     if result.get("benchmark") != "round" or not result.get("cases"):
-        raise ConfigError("rounds: is not a result of `peregrine bench round`; write one with --out")
+        raise ConfigError(f"rounds={result.get('benchmark')!r}: is not a result of `bench round`; write one with --out")
     if not prompt_tokens_per_s > 0:
         raise ConfigError(f"prompt_tokens_per_s={prompt_tokens_per_s}: must be above 0")
     cases = result["cases"]

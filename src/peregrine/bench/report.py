@@ -46,8 +46,9 @@ def read_results(files: Sequence[Path]) -> list[Result]:
     """The result in every file; ConfigError names a file that holds none."""
     found = []
     for file in files:
+        text = read_user_text("result", file)
         try:
-            data = json.loads(read_user_text("result", file))
+            data = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{file}: cannot be read as JSON ({error}); write one with --out FILE") from error
         found.append((kind_of(file, data), data))

@@ -10,6 +10,7 @@ import math
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 from itertools import accumulate
 from typing import Any
 
@@ -190,13 +191,15 @@ async def first_model(client: Client) -> str:
     """The first model the server lists."""
     try:
         status, body = await client.ask("GET", "/v1/models")
-        if status != 200:
-            raise OSError(server_error(status, body))
+    except OSError as error:
+        raise ConfigError(f"url={client.url!r}: no server answers ({error}); start it, or check the address") from error
+    if status == HTTPStatus.UNAUTHORIZED:
+        raise ConfigError(f"url={client.url!r}: {server_error(status, body)}; pass --api-key")
+    try:
         return str(json.loads(body)["data"][0]["id"])
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise ConfigError(
-            f"url={client.url!r}: /v1/models names no model ({error}); check the address, or pass --model"
-        ) from error
+    except (ValueError, LookupError, TypeError) as error:
+        problem = f"/v1/models names no model ({server_error(status, body)})"
+        raise ConfigError(f"url={client.url!r}: {problem}; check the address, or pass --model") from error
 
 
 async def warm_up(plan: Plan, client: Client, model: str) -> None:

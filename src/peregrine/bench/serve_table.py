@@ -59,5 +59,5 @@ def acceptance_line(acceptance: dict[str, Any] | None) -> str:
     positions = " ".join(f"{share:.2f}" for share in acceptance["by_position"])
     return (
         f"acceptance: {acceptance['accept_length']:.2f} tokens per round (bonus included), "
-        f"{acceptance['accept_rate']:.0%} of drafts; by position {positions}"
+        f"{acceptance['accept_rate']:.0%} of drafts; by position {positions or '-'}"
     )

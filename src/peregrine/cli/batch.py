@@ -63,5 +63,5 @@ def run(args: argparse.Namespace) -> int:
                     Batch(args.source, output, LocalEngine(llm, name), wanted).run()
         refused = output.num_refused
     hint = "; --redo asks those again" if refused else ""
-    print(f"{len(wanted)} requests answered, {refused} of them refused{hint}", file=sys.stderr)
+    print(f"{len(wanted)} request{'s' * (len(wanted) != 1)} answered, {refused} of them refused{hint}", file=sys.stderr)
     return 1 if refused else 0

@@ -70,7 +70,10 @@ def run_fleet(args: argparse.Namespace) -> int:
         finish(fleet_run.compare(plan, Client(args.url, None)), fleet_run.show, args)
         return 0
     if args.prompt_tokens_per_s is None:
-        raise ConfigError("prompt_tokens_per_s=None: is missing; pass what `bench latency` measures")
+        raise ConfigError(
+            "prompt_tokens_per_s=None: is missing; pass what a replica reads in a second: the --input-len of "
+            "`bench latency` divided by its time to the first token"
+        )
     try:
         measured = json.loads(read_user_text("rounds", args.rounds))
     except ValueError as error:

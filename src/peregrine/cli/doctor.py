@@ -195,7 +195,7 @@ def target_lines(target: Report) -> list[str]:
     if target["error"] is not None:
         return [style("device", "bold"), failed(target["error"])]
     lines = [f"  {'device':<8} {target['device']}, {target['dtype']}"]
-    lines.append(style(f"attention backends (heads of {HEAD_DIM}, pages of {PAGE_SIZE})", "bold"))
+    lines.append(style(f"attention backends (for a model with heads of {HEAD_DIM}, pages of {PAGE_SIZE})", "bold"))
     for name, reasons in target["backends"].items():
         lines.append(failed(f"{name}: {'; '.join(reasons)}") if reasons else passed(f"{name}: can serve"))
         lines += [f"      {what}: {reason}" for what, reason in target["kernels"].get(name, {}).items()]

@@ -55,8 +55,9 @@ def find_model(name: str) -> Path:
     if name.count("/") == 1 and not name.startswith((".", "/", "~")):
         return from_hub(name)
     embedded = ", ".join(embedded_models()) or "none"
+    kind = "file" if name.endswith((".gguf", ".safetensors")) else "folder"
     raise CheckpointError(
-        f"model={shown(name)}: no such folder, and not an embedded model (embedded: {embedded}; as a package: "
+        f"model={shown(name)}: no such {kind}, and not an embedded model (embedded: {embedded}; as a package: "
         f"{', '.join(PACKAGED)}); pass a folder in Hugging Face format or a GGUF file"
     )
 

@@ -60,7 +60,9 @@ async def refuse(request: Request, error: Exception) -> Response:
         case RequestValidationError():
             return error_response(body_error(error.errors()))
         case HTTPException():
-            message = f"{request.method} {request.url.path}: {error.detail}; see /docs for what there is"
+            allowed = (error.headers or {}).get("Allow")
+            remedy = "see /docs for what there is" if allowed is None else f"use {allowed}"
+            message = f"{request.method} {request.url.path}: {error.detail}; {remedy}"
             return error_response(ApiError(error.status_code, message, headers=dict(error.headers or {})))
     return error_response(api_error(error))
 

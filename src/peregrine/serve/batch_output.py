@@ -63,8 +63,8 @@ class BatchOutput:
             raise ConfigError(f"{self.path}: answers {strange[0]!r}, which is not asked; name another output file")
         if stale and not redo:
             raise ConfigError(
-                f"{self.path}: body, model or sampling defaults have changed since it answered {len(stale)} of the "
-                f"requests ({stale[0]!r} first); name another output file, or pass --redo to ask those again"
+                f"{self.path}: body, model, data type or sampling defaults have changed since it answered {len(stale)} "
+                f"of the requests ({stale[0]!r} first); name another output file, or pass --redo to ask those again"
             )
         dropped = {name for name, answer in self.answers.items() if answer.refused} | set(stale) if redo else set()
         if dropped:

@@ -13,6 +13,20 @@ from peregrine.log import logger
 ENGINE_FAILED = "the engine has failed and the server ends, its log says why; send the request again later"
 SERVER_FAILED = "the server failed at this request, its log says why"
 UNION_TAG = re.compile(r"<\w+>")  # how the protocol marks the members of a union
+# What is wrong with a value, and the remedy, by pydantic's name of the problem.
+WORDS = {
+    **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), ("is not an object", "send a JSON object")),
+    "string_type": ("is not a string", "send one"),
+    "list_type": ("is not a list", "send one"),
+    "int_type": ("is not a whole number", "send one"),
+    "float_type": ("is not a number", "send one"),
+    "bool_type": ("is neither true nor false", "send one of them"),
+    "greater_than_equal": ("is too small", "use at least {ge}"),
+    "less_than_equal": ("is too large", "use at most {le}"),
+    "too_short": ("has too few entries", "send at least {min_length}"),
+    "too_long": ("has too many entries", "send at most {max_length}"),
+    "string_too_short": ("is too short", "send at least {min_length} characters"),
+}
 KINDS = {
     401: ("authentication_error", "invalid_api_key"),
     403: ("permission_error", "wrong_host"),
@@ -100,9 +114,19 @@ def body_error(problems: Sequence[Any]) -> ApiError:
     elif problem["type"] == "missing":
         refusal = RequestError(field, None, "is missing", "add it")
     else:
-        said = problem["msg"].removeprefix("Value error, ")
-        refusal = RequestError(field, problem["input"], said[:1].lower() + said[1:], "correct it")
+        refusal = RequestError(field, problem["input"], *explained(problem))
     return ApiError(400, str(refusal), refusal.field)
+
+
+def explained(problem: Any) -> tuple[str, str]:
+    """What is wrong with a value, and the remedy."""
+    if problem["type"] == "string_type" and problem["loc"][-1] == "<text>":
+        return "is neither a string nor a list", "send one of them"
+    if problem["type"] in WORDS:
+        said, remedy = WORDS[problem["type"]]
+        return said, remedy.format(**problem.get("ctx", {}))
+    said = problem["msg"].removeprefix("Value error, ")
+    return said[:1].lower() + said[1:], "correct it"
 
 
 def field_path(location: Sequence[str | int]) -> list[Any]:

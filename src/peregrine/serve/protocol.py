@@ -288,7 +288,8 @@ class TokenizeBody(Body):
     @model_validator(mode="after")
     def check_one_source(self) -> "TokenizeBody":
         if (self.prompt is None) == (self.messages is None):
-            raise RequestError("prompt", self.prompt, "give either prompt or messages", "keep one of them")
+            remedy = "add one of them" if self.prompt is None else "keep one of them"
+            raise RequestError("prompt", self.prompt, "give either prompt or messages", remedy)
         return self
 
 

@@ -101,7 +101,12 @@ def find_drafter(name: str, model: Weights, target: ModelConfig, depth: AskedDep
     elif elsewhere.is_dir():
         weights = Weights(elsewhere)
     else:
-        known = [*DRAFTERS, "mtp", *(p.name for p in sorted(model_folder.iterdir()) if (p / "config.json").exists())]
+        known = [
+            "auto",
+            *DRAFTERS,
+            "mtp",
+            *(p.name for p in sorted(model_folder.iterdir()) if (p / "config.json").exists()),
+        ]
         raise ConfigError(f"drafter={name!r}: no such drafter or folder; choose {', '.join(known)} or a folder")
     if name == "mtp" or is_head(weights):
         head = find_head(weights, target)

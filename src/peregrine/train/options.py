@@ -133,6 +133,10 @@ class HeadOrder:
             check_least(1, markov_rank=self.markov_rank)
             if self.options.unroll < 2:
                 raise ConfigError(f"unroll={self.options.unroll}: blocks of a dspark head have 2 tokens at least")
+        for name, of in (("layers", (DFLASH, DSPARK)), ("markov_rank", (DSPARK,))):
+            given = getattr(self, name)
+            if self.kind not in of and given != type(self).__dataclass_fields__[name].default:
+                raise ConfigError(f"{name}={given}: is for heads of {' or '.join(of)}; leave it out")
         if self.stop_after is not None and self.stop_after not in STAGES:
             raise ConfigError(f"stop_after={self.stop_after!r}: no such stage; choose {' or '.join(STAGES)}")
 
