@@ -120,6 +120,14 @@ def test_text_beside_calls_stands_before_them_where_the_template_drops_it(write:
     assert render_chat(read(write, NULL_ONLY + OBJECTS + "{% endif %}"), chat) == before.replace(":<", ":None<")
 
 
+def test_text_that_stands_before_calls_takes_the_thoughts_along(write: Any) -> None:
+    tokenizer = read(write, "({{ m.reasoning or '' }})" + CALLS_OR_TEXT)
+    asks = {**CHAT[1], "content": "Let me see.", "reasoning": "Hm.", "tool_calls": CALLS[:1]}
+    assert render_chat(tokenizer, [USER, asks]) == f"()[user:Go.](Hm.)[assistant:Let me see.]()[assistant:{FLY}]"
+    asks["content"] = "\n"
+    assert render_chat(tokenizer, [USER, asks]) == f"()[user:Go.](Hm.)[assistant:{FLY}]"
+
+
 def test_results_stand_in_the_order_of_their_calls(write: Any) -> None:
     again = [made(ID, "land", {})]  # an id that was used before
     chat = [*CHAT[:2], CHAT[3], CHAT[2], {**CHAT[1], "tool_calls": again}, {**CHAT[2], "content": "stopped"}]

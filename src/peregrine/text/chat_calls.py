@@ -124,9 +124,9 @@ def in_form(turn: Turn, form: CallForm, ids: Ids) -> list[Message]:
         return [ids.with_known(turn.message), *others]
     told, nothing = list[Message](), None if form.null_content else ""
     asks: dict[str, object] = {**turn.message, "content": turn.message["content"] or nothing}
-    if asks["content"] and form.text == TEXT_BEFORE:
+    if form.text == TEXT_BEFORE and str(turn.message["content"] or "").strip():
         told = [{name: value for name, value in asks.items() if name != "tool_calls"}]
-        asks["content"] = nothing
+        asks = {**CALLER, "content": nothing}
     calls, results = [], []
     for call, result in zip(calls_of(turn.message), turn.results, strict=True):
         calls.append(ids.of_call(spelled(call, form)))
