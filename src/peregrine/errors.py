@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 MAX_SHOWN = 80  # characters of a value in a message
+MAX_NAME = 200  # and of the name of a field
 
 
 def shown(value: object) -> str:
@@ -54,10 +55,17 @@ class EngineFault(PeregrineError):
     """The engine itself failed; requests in flight end with this reason."""
 
 
+def short_name(field: str) -> str:
+    """A field's name in one short line: clients choose some of them."""
+    name = field if field.isprintable() else field.encode("unicode_escape").decode()
+    return name if len(name) <= MAX_NAME else f"{name[:MAX_NAME]}..."
+
+
 class RequestError(PeregrineError, ValueError):
     """A request refused at admission: which field, what it held, and what to do instead."""
 
     def __init__(self, field: str, value: object, problem: str, remedy: str) -> None:
+        field = short_name(field)
         super().__init__(f"{field}={shown(value)}: {problem}; {remedy}")
         self.field, self.value, self.problem, self.remedy = field, value, problem, remedy
 

@@ -68,7 +68,7 @@ def test_the_windows_of_a_round(options: dict[str, object], network: type | None
 @pytest.mark.parametrize(
     "options",
     [
-        {"num_drafts": 3},
+        {},
         {"drafter": "ngram", "num_drafts": 3},
         {"drafter": str(noisy_model()), "num_drafts": 3},
         {"drafter": str(noisy_model()), "tree": (3, 2, 8)},

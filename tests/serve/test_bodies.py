@@ -36,6 +36,10 @@ def refusal(model: type, body: object) -> ApiError:
         ({}, "prompt", "prompt=None: is missing"),
         ({"prompt": "x", "n": "2"}, "n", "n='2': is not a whole number; send one"),
         ({"prompt": "x", "n": 0}, "n", "n=0: is too small; use at least 1"),
+        ({"prompt": "x", "guided_json": 5}, "guided_json", "is neither a string nor an object; send one of them"),
+        ({"prompt": "x", "n" * 999: 1}, "n" * 200 + "...", "n..."),
+        ({"prompt": "x", "a\nb": 1}, "a\\nb", "a\\nb=1: is not a field"),
+        ({"prompt": "x", "metadata": {"k" * 999: 1}}, "metadata." + "k" * 191 + "...", "is not a string"),
         ({"prompt": "x", "n": 500}, "n", "n=500: is too large; use at most 128"),
         ({"prompt": "x", "n": True}, "n", "n=True: is not a whole number"),
         ({"prompt": "x", "stream": 1}, "stream", "stream=1: is neither true nor false"),
@@ -202,7 +206,7 @@ def test_a_prompt_may_be_one_of_four_things(prompt: object, prompts: object) -> 
 
 def test_tokenizing_needs_one_source() -> None:
     for body in ({}, {"prompt": "x", "messages": CHAT["messages"]}):
-        assert "either prompt or messages" in str(refusal(TokenizeBody, body))
+        assert "give prompt or messages; send exactly one of them" in str(refusal(TokenizeBody, body))
     assert refusal(DetokenizeBody, {"tokens": ["a"]}).param == "tokens[0]"
 
 

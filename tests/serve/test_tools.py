@@ -114,6 +114,9 @@ REFUSED: dict[str, dict[str, object]] = {
     "messages[1].tool_calls[0].id": {
         "messages": [USER, {"role": "assistant", "tool_calls": [{"id": [1], "function": {"name": "fly"}}]}]
     },
+    "messages[1].tool_calls[0].function.arguments": {
+        "messages": [USER, {"role": "assistant", "tool_calls": [{"function": {"name": "fly", "arguments": [1]}}]}]
+    },
     "messages[1].tool_calls[0]": {"messages": [USER, {"role": "assistant", "tool_calls": [{"id": "x"}]}]},
 }
 

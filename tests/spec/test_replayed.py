@@ -45,7 +45,7 @@ def replayed_and_not(model: Path, options: dict[str, object]) -> tuple[Engine, E
         (tiny_model(), {"drafter": "none", "lag": 2}),
         (tiny_model(), {"drafter": str(eagle3_head()), "num_drafts": 3, "windows": "fixed"}),
         (tiny_model(), {"drafter": str(eagle3_head()), "num_drafts": 2, "windows": "fixed", "lag": 1}),
-        (mtp_model(), {"num_drafts": 2, "windows": "fixed"}),
+        (mtp_model(), {"drafter": "mtp", "num_drafts": 2, "windows": "fixed"}),
         (tiny_model(), {"drafter": str(noisy_model()), "num_drafts": 3, "windows": "fixed"}),
         (tiny_model(), {"drafter": "ngram", "windows": "fixed"}),
     ],

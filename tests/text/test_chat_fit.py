@@ -102,6 +102,12 @@ def test_arguments_that_are_no_object_stand_under_a_name(write: Any, arguments: 
     assert render_chat(read(write, TEXTS), [USER, asks]) == f"[user:Go.][assistant:<fly {arguments}>]"
 
 
+@pytest.mark.parametrize("arguments", [["Rome"], 7])
+def test_arguments_may_be_anything(write: Any, arguments: object) -> None:
+    asks = {**CHAT[1], "tool_calls": [made(ID, "fly", arguments)]}
+    assert render_chat(read(write, OBJECTS), [USER, asks]).endswith(json.dumps({"arguments": arguments}) + ">]")
+
+
 @pytest.mark.parametrize("arguments", [None, "", " ", "null", {}, "{}"])
 def test_no_arguments_are_an_empty_object(write: Any, arguments: object) -> None:
     asks = {**CHAT[1], "tool_calls": [made(ID, "fly", arguments)]}
@@ -126,6 +132,43 @@ def test_text_that_stands_before_calls_takes_the_thoughts_along(write: Any) -> N
     assert render_chat(tokenizer, [USER, asks]) == f"()[user:Go.](Hm.)[assistant:Let me see.]()[assistant:{FLY}]"
     asks["content"] = "\n"
     assert render_chat(tokenizer, [USER, asks]) == f"()[user:Go.](Hm.)[assistant:{FLY}]"
+
+
+STRICT = "{% set turn = namespace(user=true) %}{% for m in messages %}{% if m.role in ('user', 'assistant') %}"
+STRICT += "{% if not m.tool_calls %}{% if (m.role == 'user') != turn.user %}{{ raise_exception('turns') }}{% endif %}"
+STRICT += "{% set turn.user = not turn.user %}{% endif %}{% endif %}" + CALLS_OR_TEXT + "{% endfor %}"
+
+
+def test_text_is_left_out_where_a_message_before_would_break_the_order_of_roles(write: Any) -> None:
+    tokenizer = Tokenizer.read(write({"chat_template": STRICT}))
+    chat = [USER, {**CHAT[1], "content": "Let me see.", "tool_calls": CALLS[:1]}, CHAT[2], ANSWER, USER]
+    assert render_chat(tokenizer, chat) == f"[user:Go.][assistant:{FLY}][tool:landed][assistant:Done.][user:Go.]"
+
+
+@pytest.mark.parametrize("content", ["\n\n", "", None])
+def test_white_space_beside_calls_is_no_text(write: Any, content: str | None) -> None:
+    asks = {**CHAT[1], "content": content, "tool_calls": CALLS[:1]}
+    for body, said in ((NULL_ONLY + OBJECTS + "{% endif %}", "None"), (CALLS_OR_TEXT, "")):
+        assert render_chat(read(write, body), [USER, asks]) == f"[user:Go.][assistant:{said}{FLY}]"
+
+
+def test_fields_that_say_nothing_are_left_out(write: Any) -> None:
+    asks = {"role": "assistant", "tool_calls": CALLS[:1]}
+    result = {**CHAT[2], "name": None}
+    answer = {**ANSWER, "tool_calls": [], "reasoning": "", "reasoning_content": "Hm."}
+    body = "{% if m.tool_calls is defined and not m.tool_calls %}{{ raise_exception('no calls') }}{% endif %}"
+    tokenizer = read(write, body + NAMED + "({{ m.reasoning or '' }})" + OBJECTS)
+    text = f"()[user:Go.]()[assistant:{FLY}]()[tool:landed](Hm.)[assistant:Done.]"
+    assert render_chat(tokenizer, [USER, asks, result, answer]) == text
+
+
+def test_results_have_the_ids_of_their_calls(write: Any) -> None:
+    body = "{% if m.role == 'tool' and m.tool_call_id | length != 9 %}{{ raise_exception('ids') }}{% endif %}"
+    without = {"role": "tool", "content": "landed"}
+    of_none = {"role": "tool", "tool_call_id": "call_of_nobody", "content": "lost"}
+    asks = {**CHAT[1], "tool_calls": CALLS[:1]}
+    text = render_chat(read(write, NINE + body + OBJECTS), [USER, asks, without, of_none])
+    assert text == f"[user:Go.][assistant:{FLY}][tool:landed][tool:lost]"
 
 
 def test_results_stand_in_the_order_of_their_calls(write: Any) -> None:

@@ -65,7 +65,7 @@ def run_fleet(args: argparse.Namespace) -> int:
         plan = plan_from(fleet.Plan, args, replicas=min(args.replicas), policy=policy)
     if args.url is not None:
         for name in SIMULATED:
-            if (value := getattr(args, name)) != args.parser.get_default(name):
+            if (value := vars(args)[name]) != args.parser.get_default(name):
                 raise ConfigError(f"{name}={value!r}: says nothing about the server at --url; leave it out")
         finish(fleet_run.compare(plan, Client(args.url, None)), fleet_run.show, args)
         return 0

@@ -17,7 +17,7 @@ from peregrine.attention import Attend, Deferred
 from peregrine.kernels.activation import gelu_mul
 from peregrine.kernels.linear import PlainWeight, WeightFormat, pack_weight
 from peregrine.kernels.norm import rms_norm
-from peregrine.kernels.residual import Residual, add_to_residual
+from peregrine.kernels.residual import Residual, add_to_residual, take_rows
 from peregrine.kernels.rope import DeferredRope, rope
 from peregrine.kernels.runtime.gpu import triton_ready
 from peregrine.models.config import ModelConfig
@@ -128,7 +128,7 @@ class LiveRows:
     @staticmethod
     def of(rows: Tensor | None, residual: Residual, positions: Tensor) -> "LiveRows | None":
         """Rows [R] i64 of a window; None if all are queried."""
-        return None if rows is None else LiveRows(residual.rows(rows), positions.index_select(0, rows))
+        return None if rows is None else LiveRows(residual.rows(rows), take_rows(positions, rows))
 
 
 class Attention(nn.Module):

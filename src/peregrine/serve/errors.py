@@ -23,9 +23,10 @@ WORDS = {
     "bool_type": ("is neither true nor false", "send one of them"),
     "greater_than_equal": ("is too small", "use at least {ge}"),
     "less_than_equal": ("is too large", "use at most {le}"),
+    "none_required": ("is not null", "leave it out"),
     "too_short": ("has too few entries", "send at least {min_length}"),
     "too_long": ("has too many entries", "send at most {max_length}"),
-    "string_too_short": ("is too short", "send at least {min_length} characters"),
+    "string_too_short": ("is too short", "send more characters: {min_length} at least"),
 }
 KINDS = {
     401: ("authentication_error", "invalid_api_key"),
@@ -122,6 +123,8 @@ def explained(problem: Any) -> tuple[str, str]:
     """What is wrong with a value, and the remedy."""
     if problem["type"] == "string_type" and problem["loc"][-1] == "<text>":
         return "is neither a string nor a list", "send one of them"
+    if problem["type"] == "string_type" and problem["loc"][-1] == "<string>":
+        return "is neither a string nor an object", "send one of them"
     if problem["type"] in WORDS:
         said, remedy = WORDS[problem["type"]]
         return said, remedy.format(**problem.get("ctx", {}))

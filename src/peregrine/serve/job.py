@@ -20,7 +20,7 @@ from peregrine.serve.tools import (
     told_messages,
     tool_plan,
 )
-from peregrine.text.chat import render_chat, template_of
+from peregrine.text.chat import template_of, write_chat
 from peregrine.text.chat_parts import takes_tools, writes_tools
 from peregrine.text.harmony import ENDS_ANSWER
 from peregrine.text.reasoning import ReasoningStream
@@ -201,7 +201,7 @@ def chat_job(body: ChatBody, llm: LLM) -> Job:
         variables = template_variables(body, plan, template)
         if plan is not None and not described and not takes_tools(llm.tokenizer, template):
             del variables["tools"]
-        text = render_chat(llm.tokenizer, told_messages(messages, plan, described), **variables)  # type: ignore[arg-type]
+        text = write_chat(llm.tokenizer, told_messages(messages, plan, described), template, variables)
         thinks = harmony or ReasoningStream.end in (template or "")
         opened = thinks and text.rstrip().endswith(ReasoningStream.begin)
         more |= in_channels(body, plan, llm) if harmony else constraint_of_tools(body, plan, opened, llm)

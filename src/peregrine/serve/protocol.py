@@ -288,8 +288,7 @@ class TokenizeBody(Body):
     @model_validator(mode="after")
     def check_one_source(self) -> "TokenizeBody":
         if (self.prompt is None) == (self.messages is None):
-            remedy = "add one of them" if self.prompt is None else "keep one of them"
-            raise RequestError("prompt", self.prompt, "give either prompt or messages", remedy)
+            raise RequestError("prompt", self.prompt, "give prompt or messages", "send exactly one of them")
         return self
 
 

@@ -38,11 +38,11 @@ OUTPUTS = {
 
 def object_or_text(value: Any) -> str:
     """The tag of a value that may be an object or a text."""
-    return "<object>" if isinstance(value, dict) else "<text>"
+    return "<object>" if isinstance(value, dict) else "<string>"
 
 
 ObjectOrText = Annotated[
-    Annotated[dict[str, Any], Tag("<object>")] | Annotated[str, Tag("<text>")], Discriminator(object_or_text)
+    Annotated[dict[str, Any], Tag("<object>")] | Annotated[str, Tag("<string>")], Discriminator(object_or_text)
 ]
 
 

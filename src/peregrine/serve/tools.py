@@ -195,9 +195,9 @@ def checked_tool(field: str, tool: dict[str, Any]) -> tuple[str, Mapping[str, ob
             remedy = 'send a JSON schema such as {"type": "object", "properties": {...}}'
             raise RequestError(f"{field}.function.parameters", schema, "is not the schema of an object", remedy)
         check_schema(f"{field}.function.parameters", schema)
-    for key, kind in (("strict", bool), ("description", str)):
+    for key, kind, wanted in (("strict", bool, "true or false"), ("description", str, "a string")):
         if not isinstance(value := function.get(key), kind | None):
-            raise RequestError(f"{field}.function.{key}", value, "is of another type", f"send a {kind.__name__}")
+            raise RequestError(f"{field}.function.{key}", value, "is of another type", f"send {wanted}")
     return name, closed({"type": "object", **(schema or {"properties": {}})}), function.get("strict") is True
 
 
@@ -220,7 +220,10 @@ def template_call(field: str, call: Any) -> Json:
         raise RequestError(field, call, "is not a call", 'send {"id", "type": "function", "function": {...}}')
     if not isinstance(call.get("id"), str | None):
         raise RequestError(f"{field}.id", call["id"], "is not a text", "send the call's id, or leave it out")
-    return {**call, "function": {"name": function["name"], "arguments": function.get("arguments") or "{}"}}
+    if not isinstance(arguments := function.get("arguments"), str | dict | None):
+        remedy = 'send JSON text, such as "{}"'
+        raise RequestError(f"{field}.function.arguments", arguments, "is neither a string nor an object", remedy)
+    return {"type": "function", **call, "function": {"name": function["name"], "arguments": arguments or "{}"}}
 
 
 class AnswerStream:

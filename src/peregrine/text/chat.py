@@ -26,14 +26,21 @@ def render_chat(
 
     Use `encode_chat` for ids: encoding this text as a plain prompt would add a second bos.
     """
+    return write_chat(tokenizer, messages, None, {"add_generation_prompt": add_generation_prompt, **extra})
+
+
+def write_chat(
+    tokenizer: Tokenizer, messages: Sequence[Message], source: str | None, extra: Mapping[str, object]
+) -> str:
+    """The text of a chat by the template `source`, or by the one that is for such chats, with these variables."""
     chat: Sequence[Message] = _plain_messages(messages)
     # Templates test these two for None, so they are always defined.
     given = {"tools": None, "documents": None, **{name: _plain(name, value) for name, value in extra.items()}}
-    source = template_of(tokenizer, chat, with_tools=given["tools"] is not None)
+    source = source or template_of(tokenizer, chat, with_tools=given["tools"] is not None)
     if given["tools"] is None and needs_tools(tokenizer, source):
         given["tools"] = []
     chat = fit_chat(chat, tokenizer, source)
-    return run_template(tokenizer, source, chat, {**given, "add_generation_prompt": add_generation_prompt})
+    return run_template(tokenizer, source, chat, {"add_generation_prompt": True, **given})
 
 
 def template_of(tokenizer: Tokenizer, chat: Sequence[Message], with_tools: bool) -> str:
@@ -70,19 +77,28 @@ def _plain_messages(messages: Sequence[Message]) -> list[Message]:
         # A message with tool calls may have no content.
         if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
             raise RequestError(f"{field}.content", content, "is not a string", "send the text as one string")
+        # Templates look for fields, so one that says nothing is left out, but for the content.
+        given = {name: value for name, value in message.items() if value is not None}
+        if not message.get("tool_calls"):
+            given.pop("tool_calls", None)
         try:
-            chat.append({str(name): _plain(f"{field}.{name}", value) for name, value in message.items()})
+            plain = {str(name): _plain(f"{field}.{name}", value) for name, value in given.items()}
         except RecursionError:
             raise RequestError(field, "...", "nests too deeply", "send flatter values") from None
+        chat.append({"content": None, **plain})
     return chat
 
 
 def _plain(field: str, value: object) -> object:
     """A deep copy of JSON-like data. Other objects are refused, because their methods would escape the sandbox."""
-    if value is None or type(value) in (str, int, float, bool):
-        return value
-    if isinstance(value, Mapping):
-        return {str(name): _plain(f"{field}.{name}", item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(f"{field}[{index}]", item) for index, item in enumerate(value)]
-    raise RequestError(field, value, f"is a {type(value).__name__}", "send only what JSON can hold")
+
+    def copy(part: object) -> object:
+        if part is None or type(part) in (str, int, float, bool):
+            return part
+        if isinstance(part, Mapping):
+            return {str(name): copy(item) for name, item in part.items()}
+        if isinstance(part, list | tuple):
+            return list(map(copy, part))
+        raise RequestError(field, value, f"has a {type(part).__name__} in it", "send only what JSON can hold")
+
+    return copy(value)

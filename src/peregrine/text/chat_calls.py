@@ -1,5 +1,6 @@
 """Calls of earlier turns and their results, in the form in which a template writes them, or as text."""
 
+import contextlib
 import hashlib
 import json
 from collections import deque
@@ -8,7 +9,16 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from peregrine.text.chat_parts import ANY_IDS, NINE, TEXT_BEFORE, CallForm, call_form, writes_results
+from peregrine.text.chat_parts import (
+    ANY_IDS,
+    NAMED,
+    NINE,
+    TEXT_BEFORE,
+    TEXT_BESIDE,
+    CallForm,
+    call_form,
+    writes_results,
+)
 from peregrine.text.chat_sandbox import Message
 from peregrine.text.tokenizer import Tokenizer
 from peregrine.text.tool_formats import Call, format_of, write_calls
@@ -101,15 +111,26 @@ class Ids:
         if self._kind == ANY_IDS or (self._kind == NINE and is_short(id)):
             return call
         text = str(id or "")
-        short = hashlib.sha256((text or f"{self._count}").encode(errors="surrogatepass")).hexdigest()[:SHORT_ID]
-        told = short if self._kind == NINE else f"functions.{call['function']['name']}:{self._count - 1}"
+        told = (
+            shortened(text or f"{self._count}")
+            if self._kind == NINE
+            else f"functions.{call['function']['name']}:{self._count - 1}"
+        )
         self._known[text] = told
         return {**call, "id": told}
 
     def with_known(self, result: Message) -> Message:
         """A result with the id that its call has now; other messages as they are."""
-        told = self._known.get(str(result.get("tool_call_id") or "")) if result["role"] == "tool" else None
-        return result if told is None else {**result, "tool_call_id": told}
+        if result["role"] != "tool" or self._kind == ANY_IDS:
+            return result
+        id = result.get("tool_call_id")
+        told = self._known.get(str(id or ""), id if self._kind == NAMED or is_short(id) else shortened(str(id)))
+        return {**result, "tool_call_id": told}
+
+
+def shortened(id: str) -> str:
+    """Nine letters and digits, the same for the same id."""
+    return hashlib.sha256(id.encode(errors="surrogatepass")).hexdigest()[:SHORT_ID]
 
 
 def is_short(id: object) -> bool:
@@ -123,14 +144,17 @@ def in_form(turn: Turn, form: CallForm, ids: Ids) -> list[Message]:
     if not turn.results:
         return [ids.with_known(turn.message), *others]
     told, nothing = list[Message](), None if form.null_content else ""
-    asks: dict[str, object] = {**turn.message, "content": turn.message["content"] or nothing}
-    if form.text == TEXT_BEFORE and str(turn.message["content"] or "").strip():
+    said = turn.message["content"]
+    has_text = isinstance(said, str) and (said.strip() or (said and form.text == TEXT_BESIDE))
+    asks: dict[str, object] = {**turn.message, "content": said if has_text else nothing}
+    if has_text and form.text == TEXT_BEFORE:
         told = [{name: value for name, value in asks.items() if name != "tool_calls"}]
         asks = {**CALLER, "content": nothing}
     calls, results = [], []
     for call, result in zip(calls_of(turn.message), turn.results, strict=True):
         calls.append(ids.of_call(spelled(call, form)))
-        results.append([] if result is None else [ids.with_known(result)])
+        same_id = {"tool_call_id": calls[-1]["id"]} if calls[-1].get("id") else {}
+        results.append([] if result is None else [{**result, **same_id}])
     if not form.single:
         return [*told, {**asks, "tool_calls": calls}, *chain.from_iterable(results), *others]
     messages: list[Message] = [asks, *({**CALLER, "content": nothing} for _ in calls[1:])]
@@ -154,12 +178,10 @@ def as_text(arguments: object) -> str:
 
 def as_object(arguments: object) -> object:
     """Arguments as an object; text that is none, such as JSON that was cut off, stands under a name."""
-    if not isinstance(arguments, str):
-        return {} if arguments is None else arguments
-    try:
-        read = json.loads(as_text(arguments))
-    except (ValueError, RecursionError):
-        read = arguments
+    read = arguments
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            read = json.loads(as_text(arguments))
     return {} if read is None else read if isinstance(read, dict) else {"arguments": arguments}
 
 

@@ -30,7 +30,7 @@ def fit_chat(chat: Sequence[Message], tokenizer: Tokenizer, source: str) -> Sequ
 
 def with_both_names(message: Message) -> Message:
     """A message whose thoughts have both names."""
-    thoughts = [message[name] for name in THOUGHTS if message.get(name) is not None]
+    thoughts = [message[name] for name in THOUGHTS if message.get(name)]
     return {**message, **dict.fromkeys(THOUGHTS, thoughts[0])} if len(thoughts) == 1 else message
 
 

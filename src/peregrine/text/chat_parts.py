@@ -123,7 +123,9 @@ def _with_calls(tokenizer: Tokenizer, source: str, form: CallForm, count: int, s
         before.append({**ANSWER, "content": said})
     elif said:
         asks["content"] = said
-    written = _written(tokenizer, source, [*before, asks, *results], [_tool("fly")])
+    # A plain message before calls may break the order of roles that a template insists on; later turns show that.
+    behind = [ANSWER, USER] if len(before) > 1 else []
+    written = _written(tokenizer, source, [*before, asks, *results, *behind], [_tool("fly")])
     parts = [said, *(part + mark for mark in marks for part in ("fly_", "to_", "is_"))]
     return written if all(part in written for part in parts) else ""
 

@@ -96,6 +96,8 @@ class ToolStream:
             if mark is None:
                 break
             bare = bare.removeprefix(mark).lstrip()
+        if len(self._held) - len(bare) > MAX_HEAD:
+            may_be, self._fresh = False, False
         if self._fresh and bare[:1] in ("{", "["):
             self._enter(self._held[: len(self._held) - len(bare)], bare)
             return True

@@ -10,6 +10,7 @@ from peregrine.errors import ConfigError
 
 AUTO, FULL = "auto", "full"
 EAGLE3, DFLASH, DSPARK = KINDS = "eagle3", "dflash", "dspark"
+BLOCK_LAYERS, MARKOV_RANK = 2, 128
 STAGES = "prompts", "samples"  # what is made before a head is trained
 STAGES_FOLDER = "stages"  # in the folder of a head
 Facts = dict[str, Any]
@@ -101,9 +102,9 @@ class HeadOrder:
     )
     taps: tuple[int, ...] | None = None
     kind: str = option(EAGLE3, "eagle3 (token by token), dflash or dspark (a block at once)", "KIND")
-    layers: int = option(2, "of a dflash or dspark head", "N")
+    layers: int = option(BLOCK_LAYERS, "of a dflash or dspark head", "N")
     mlp: int | None = option(None, "inner size of the head's MLPs (default: the target's)", "N")
-    markov_rank: int = option(128, "of a dspark head's correction by the token before", "N")
+    markov_rank: int = option(MARKOV_RANK, "of a dspark head's correction by the token before", "N")
     device: str = option("auto", "auto, cpu, cuda or cuda:INDEX", "DEVICE")
     dtype: str = option("auto", "of the target", "DTYPE")
     eval_prompts: int = option(64, "held-out prompts to evaluate on", "N")
@@ -133,9 +134,11 @@ class HeadOrder:
             check_least(1, markov_rank=self.markov_rank)
             if self.options.unroll < 2:
                 raise ConfigError(f"unroll={self.options.unroll}: blocks of a dspark head have 2 tokens at least")
-        for name, of in (("layers", (DFLASH, DSPARK)), ("markov_rank", (DSPARK,))):
-            given = getattr(self, name)
-            if self.kind not in of and given != type(self).__dataclass_fields__[name].default:
+        for name, given, usual, of in (
+            ("layers", self.layers, BLOCK_LAYERS, (DFLASH, DSPARK)),
+            ("markov_rank", self.markov_rank, MARKOV_RANK, (DSPARK,)),
+        ):
+            if self.kind not in of and given != usual:
                 raise ConfigError(f"{name}={given}: is for heads of {' or '.join(of)}; leave it out")
         if self.stop_after is not None and self.stop_after not in STAGES:
             raise ConfigError(f"stop_after={self.stop_after!r}: no such stage; choose {' or '.join(STAGES)}")

@@ -85,7 +85,7 @@ class Residual:
 
     def rows(self, chosen: Tensor) -> "Residual":
         """The residual of some rows [R]; both can be added to."""
-        values, normed = self.values.index_select(0, chosen), self.normed.index_select(0, chosen)
+        values, normed = take_rows(self.values, chosen), take_rows(self.normed, chosen)
         if self.scale is None:
             return Residual(values, normed)
         squares = self.scale[0].index_select(0, chosen)

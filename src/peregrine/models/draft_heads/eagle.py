@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from peregrine.attention import Attend
+from peregrine.kernels.copy import join_columns
 from peregrine.kernels.residual import Residual
 from peregrine.models.checkpoint.plan import linear_plan
 from peregrine.models.config import ModelConfig
@@ -46,7 +47,7 @@ class EagleHead(StepHead):
         self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, live: Tensor | None = None
     ) -> Tensor:
         """tokens [N], hidden [N, H], positions [N] -> [N, H], or [R, H] for the live rows."""
-        values = self.fc(torch.cat((self.embed(tokens), hidden), dim=1))
+        values = self.fc(join_columns((self.embed(tokens), hidden)))
         residual = Residual(values, values)  # the first layer has no input norm
         return self.through(list(self.layers), residual, positions, attend, live, None).values
 

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from peregrine.attention import Attend
 from peregrine.errors import CheckpointError
+from peregrine.kernels.copy import join_columns
 from peregrine.kernels.residual import start_residual
 from peregrine.models.checkpoint.plan import Piece, linear_plan
 from peregrine.models.checkpoint.weights import Weights, listed
@@ -70,7 +71,7 @@ class MTPHead(StepHead):
     ) -> Tensor:
         """tokens [N], hidden [N, H], positions [N] -> [N, H], or [R, H] for the live rows."""
         halves = (self.embedding_norm(self.embed(tokens)), self.hidden_norm(hidden))
-        values = self.fc(torch.cat(halves[::-1] if self.hidden_first else halves, dim=1))
+        values = self.fc(join_columns(halves[::-1] if self.hidden_first else halves))
         residual = start_residual(values, input_norm(self.layers[0]))
         return self.through(list(self.layers), residual, positions, attend, live, self.norm).finish_norm()
 

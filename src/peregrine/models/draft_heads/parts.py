@@ -6,10 +6,9 @@ from dataclasses import MISSING, dataclass, fields, replace
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from peregrine.attention import Attend, LayerAttention
-from peregrine.kernels.residual import Residual
+from peregrine.kernels.residual import Residual, embed_rows
 from peregrine.models.checkpoint.plan import Piece, Plan
 from peregrine.models.config import ModelConfig
 from peregrine.models.decoder import Decoder
@@ -87,7 +86,7 @@ class DraftHead(nn.Module, ABC):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """[N] -> [N, H], as stored."""
-        rows = F.embedding(tokens, self.token_embedding)
+        rows = embed_rows(tokens, self.token_embedding)
         return rows / self.lender.factor if self.borrows_scaled else rows
 
     @property
