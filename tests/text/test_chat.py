@@ -170,10 +170,7 @@ def test_a_template_that_fails_on_a_chat_becomes_the_requests_error(write) -> No
         ([{"role": "user"}], "messages[0].content=None: is not a string"),
         ([{"role": "user", "content": None, "tool_calls": []}], "messages[0].content=None"),
         ([{"role": "user", "content": ["x"]}], "messages[0].content=['x']: is not a string"),
-        (
-            [{"role": "user", "content": "x", "images": [{"data": b"1"}]}],
-            "messages[0].images=[{'data': b'1'}]: has a bytes in it",
-        ),
+        ([{"role": "user", "content": "x", "images": [{"data": b"1"}]}], "messages[0].images[0].data=b'1': is a bytes"),
     ],
 )
 def test_a_wrong_chat_is_refused_by_name(write, messages, problem: str) -> None:

@@ -91,14 +91,13 @@ def _plain_messages(messages: Sequence[Message]) -> list[Message]:
 
 def _plain(field: str, value: object) -> object:
     """A deep copy of JSON-like data. Other objects are refused, because their methods would escape the sandbox."""
-
-    def copy(part: object) -> object:
-        if part is None or type(part) in (str, int, float, bool):
-            return part
-        if isinstance(part, Mapping):
-            return {str(name): copy(item) for name, item in part.items()}
-        if isinstance(part, list | tuple):
-            return list(map(copy, part))
-        raise RequestError(field, value, f"has a {type(part).__name__} in it", "send only what JSON can hold")
-
-    return copy(value)
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    try:
+        if isinstance(value, Mapping):
+            return {str(name): _plain(f".{name}", item) for name, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [_plain(f"[{index}]", item) for index, item in enumerate(value)]
+    except RequestError as error:  # the field's whole name is made on the way out
+        raise RequestError(f"{field}{error.field}", error.value, error.problem, error.remedy) from None
+    raise RequestError(field, value, f"is a {type(value).__name__}", "send only what JSON can hold")
