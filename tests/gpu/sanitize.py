@@ -86,7 +86,8 @@ def make_model(kind: str) -> Path:
     if kind == "block":
         target = load_decoder(model, pack=False)
         for head in ("dflash", "dspark"):
-            order = HeadOrder("", (), model / head, kind=head, markov_rank=32, options=HeadOptions(unroll=4))
+            markov = {"markov_rank": 32} if head == "dspark" else {}
+            order = HeadOrder("", (), model / head, kind=head, options=HeadOptions(unroll=4), **markov)
             save_head(fresh_block_head(target, (0, 1), None, order, mask_token=1), order.out, torch.bfloat16)
     return with_prediction_layer(model) if kind == "moe" else model
 

@@ -30,6 +30,11 @@ from spec.harness import accept_length, run, tokens
 DRAFTS = 7
 
 
+def markov(kind: str, rank: int) -> dict[str, int]:
+    """The option of a head's Markov part, which DSpark heads alone have."""
+    return {"markov_rank": rank} if kind == "dspark" else {}
+
+
 @cache
 def calm_llama() -> Path:
     """A random Llama with weak layers: its next token is mostly decided by the newest one."""
@@ -49,7 +54,7 @@ def head_for(model: Path, kind: str) -> Path:
     """A head of two layers. A DSpark head's Markov part knows which token follows which by the embedding alone."""
     folder = Path(mkdtemp(prefix=f"peregrine-{kind}-"))
     target = load_decoder(model, pack=False)
-    order = HeadOrder("", (), folder, kind=kind, markov_rank=HIDDEN, options=HeadOptions(unroll=DRAFTS))
+    order = HeadOrder("", (), folder, kind=kind, options=HeadOptions(unroll=DRAFTS), **markov(kind, HIDDEN))
     head = fresh_block_head(target, (2, 4, 6), None, order, mask_token=1)
     if head.markov is not None:
         with torch.no_grad():
@@ -82,7 +87,7 @@ def test_blocks_change_none_of_50_000_tokens(kind: str) -> None:
     model, compared = calm_llama(), 0
     some = cases(512)
     expected = tokens(run(build(str(model), max_rows=1).engine, some))
-    head = {"drafter": str(head_for(model, kind)), "num_drafts": DRAFTS}
+    head = {"drafter": str(head_for(model, kind))}
     for name, options in (
         ("16 rows", {}),
         ("eager, other pages", {"graphs": False, "row_sizes": None, "page_size": 64}),
@@ -93,7 +98,8 @@ def test_blocks_change_none_of_50_000_tokens(kind: str) -> None:
         ("tree, preempted", {"tree": (5, 4, 24), "num_pages": 300, "prefix_cache": False}),
     ):
         count = ALONE if options.get("max_rows") == 1 else len(some)
-        outputs = run(build(str(model), **(head | options)).engine, some[:count])  # type: ignore[arg-type]
+        shape = {} if "tree" in options else {"num_drafts": DRAFTS}
+        outputs = run(build(str(model), **(head | shape | options)).engine, some[:count])  # type: ignore[arg-type]
         compared += count_equal(f"{kind}, {name}", tokens(outputs), expected[:count])
         assert ("preempted" in name) == any(output.stats.preemptions for output in outputs)
         if kind == "dspark":  # in float32 on a CPU it is 2.3 to 3.7
@@ -140,7 +146,7 @@ def test_every_kind_trains_with_its_loss_compiled(kind: str, tmp_path: Path) -> 
     """In bfloat16 under autocast, where not every function of the library is allowed."""
     target = load_decoder(llama(), "cuda", torch.bfloat16, pack=False).requires_grad_(False)
     options = HeadOptions(steps=4, batch_rows=2, unroll=3, blocks=8, warmup_steps=1)
-    order = HeadOrder("", (), tmp_path, kind=kind, markov_rank=16, options=options)
+    order = HeadOrder("", (), tmp_path, kind=kind, options=options, **markov(kind, 16))
     rows = np.random.default_rng(0).integers(0, 512, (8, 64)).astype(np.int32)
     samples = Samples.pack(list(rows), [4] * len(rows))
     head = new_head(order, target, samples, np.arange(0, 512, 2))

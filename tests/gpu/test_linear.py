@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from peregrine.kernels.linear import DenseWeight
-from peregrine.kernels.linear.tiles import LargePlan, Tile, large_plans, pick_split, pick_tile
+from peregrine.kernels.linear.tiles import LARGE_HEIGHT, LargePlan, Tile, large_plans, pick_split, pick_tile
 
 ROWS = (1, 2, 4, 7, 16, 17, 48, 64, 96, 127, 128, 192, 200, 300)
 MANY_ROWS = (
@@ -176,10 +176,10 @@ def test_every_plan_gives_the_same_bits(problem: Problem) -> None:
     for rows in (190, 193, 256, 290, 384, 530, 576, 640, 704, 770):
         few = problem.run(slice(0, rows), problem.tile)
         for plan in problem.plans(rows):
-            kinds.add((plan.groups, plan.half, plan.in_pairs, plan.rest))
+            kinds.add((plan.groups, plan.eighths, plan.in_pairs, plan.rest))
             for many, one in zip(problem.run(slice(0, rows), plan=plan), few, strict=True):
                 assert torch.equal(many, one), (rows, plan)
-    assert len(kinds) == (6 if problem.part == "add" else 8)
+    assert len(kinds) == (7 if problem.part == "add" else 8)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
@@ -200,8 +200,10 @@ def test_every_plan_gives_the_same_bits(problem: Problem) -> None:
 def test_many_rows_of_other_weights(outputs: int, inputs: int, part: str, bias: bool, dtype: torch.dtype) -> None:
     problem = make_problem(outputs, inputs, part, bias, 1500, dtype)
     for rows in (40, 100, 190, 200, 257, 512, 1500):
-        for many, few in zip(problem.run(slice(0, rows)), problem.run(slice(0, rows), problem.tile), strict=True):
-            assert torch.equal(many, few), rows
+        few = problem.run(slice(0, rows), problem.tile)
+        for plan in (None, *(problem.plans(rows) if rows > LARGE_HEIGHT else ())):
+            for many, one in zip(problem.run(slice(0, rows), plan=plan), few, strict=True):
+                assert torch.equal(many, one), (rows, plan)
 
 
 @pytest.mark.parametrize("inputs", [4096, 14336])

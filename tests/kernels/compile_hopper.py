@@ -24,7 +24,7 @@ from peregrine.kernels.attention.plan import MLA_WARPS
 from peregrine.kernels.attention.triton import HOPPER_REGISTERS, HOPPER_STAGES, PROMPT_REGISTERS
 from peregrine.kernels.linear.hopper import hopper_kernel
 from peregrine.kernels.linear.hopper_large import large_kernel
-from peregrine.kernels.linear.tiles import HOPPER_TABLES, TALL_TILES
+from peregrine.kernels.linear.tiles import HOPPER_TABLES, LARGE_BOX, TALL_TILES, LargePlan
 from peregrine.kernels.moe.hopper import experts_kernel
 from peregrine.kernels.moe.hopper_few import STAGES as FEW_STAGES
 from peregrine.kernels.moe.hopper_few import few_experts_kernel
@@ -96,17 +96,18 @@ def compile_linear(kind: str, rows: int, outputs: int, inputs: int, split: int, 
 def compile_large(outputs: int, inputs: int, gate: bool = False, add: bool = False, **plan: Any) -> None:
     """The kernel for many rows, by its plan."""
     known = {"N": outputs, "K": inputs, "SPLIT": 2 if add else 1, "PAIRS": False, "BIAS": False, "num_warps": 4}
-    known |= {"SCALE": not add, "GATE": gate, "ADD": add, "HALF": False, "REST": 0} | plan
-    compile_kernel(large_kernel, large_tiles(gate, quarters=known["REST"] % 2 > 0), known)
+    known |= {"SCALE": not add, "GATE": gate, "ADD": add, "EIGHTHS": 8, "REST": 0} | plan
+    box = LargePlan(0, 0, rest=known["REST"], eighths=known["EIGHTHS"]).box
+    compile_kernel(large_kernel, large_tiles(gate, box, 32 if known["EIGHTHS"] % 2 else 64), known)
 
 
-def large_tiles(gate: bool, quarters: bool = False) -> dict[str, str]:
-    """The types of the matrices of kernels for many rows; weights come in halves of a tile, or in quarters."""
-    weight = ([4, 2, 8, 64] if quarters else [8, 2, 8, 64]) if gate else [64 if quarters else 128, 64]
+def large_tiles(gate: bool, box: int = LARGE_BOX, chunk: int = 64) -> dict[str, str]:
+    """The types of the matrices of kernels for many rows; weights come in boxes of so many columns."""
+    weight = [box // 16, 2, 8, 64] if gate else [box, 64]
     layout = gl.NVMMASharedLayout.get_default_for(weight, gl.bfloat16)
     tiled = {"x_desc": tiles(64, 64), "w_desc": f"tensordesc<bf16{weight},{layout!r}>"}
-    tiled |= dict.fromkeys(("out_desc", "scaled_desc", "residual_desc"), tiles(64, 64))
-    return tiled | ({"scaled_desc": tiles(64, 32)} if gate and quarters else {})
+    tiled |= dict.fromkeys(("out_desc", "scaled_desc", "residual_desc"), tiles(64, chunk))
+    return tiled | ({"scaled_desc": tiles(64, 32)} if gate and box < LARGE_BOX else {})
 
 
 def compile_few(experts: int, shared: int, inner: int, choices: int) -> None:
@@ -120,11 +121,12 @@ def compile_few(experts: int, shared: int, inner: int, choices: int) -> None:
 if __name__ == "__main__":
     compile_large(14336, 4096, gate=True, GROUPS=3, REST=3)
     compile_large(4096, 4096, add=True, GROUPS=2)
-    compile_large(4096, 4096, add=True, GROUPS=3, HALF=True)
-    compile_large(4096, 4096, add=True, GROUPS=3, HALF=True, PAIRS=True)
-    compile_large(4096, 4096, add=True, GROUPS=2, HALF=True)
-    compile_large(4096, 4096, add=True, GROUPS=2, HALF=True, PAIRS=True)
-    compile_large(2880, 4096, add=True, BIAS=True, GROUPS=2, HALF=True, PAIRS=True)  # with chunks past the last output
+    compile_large(4096, 4096, add=True, GROUPS=3, EIGHTHS=4)
+    compile_large(4096, 4096, add=True, GROUPS=3, EIGHTHS=4, PAIRS=True)
+    compile_large(4096, 4096, add=True, GROUPS=2, EIGHTHS=4)
+    compile_large(4096, 4096, add=True, GROUPS=2, EIGHTHS=4, PAIRS=True)
+    compile_large(2880, 4096, add=True, BIAS=True, GROUPS=2, EIGHTHS=4, PAIRS=True)  # with chunks past the last output
+    compile_large(4096, 4096, add=True, GROUPS=2, EIGHTHS=5)
     compile_large(6144, 4096, GROUPS=2, REST=3)
     compile_large(14336, 4096, gate=True, GROUPS=2, REST=1)
     known = {"N": 1408, "K": 2048, "SCALE": True, "GATE": True, "num_warps": 4}

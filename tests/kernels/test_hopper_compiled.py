@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(not TRITON_PRESENT, reason="needs triton")
 
 
 def test_all_fit_a_multiprocessor(compiled: list[dict[str, int | str]]) -> None:
-    assert len(compiled) == 26
+    assert len(compiled) == 27
     assert all(0 < int(facts["shared"]) <= MOST_SHARED for facts in compiled)
 
 
@@ -66,7 +66,7 @@ def test_products_for_many_rows_follow_each_other(compiled: list[dict[str, int |
     A group has one loop, and another one for pieces.
     """
     large = [f for f in compiled if f["kernel"] == LARGE]
-    whole, cut = [(8, 4), (12, 6), (12, 6), (8, 4), (8, 4), (8, 4)], [(48, 12), (24, 8), (16, 8)]
+    whole, cut = [(8, 4), (12, 6), (12, 6), (8, 4), (8, 4), (8, 4), (16, 4)], [(48, 12), (24, 8), (16, 8)]
     assert [(f["matrix"], f["held_up"]) for f in large] == [cut[0], *whole, *cut[1:]]
 
 
@@ -78,7 +78,7 @@ def test_products_of_few_rows_follow_each_other(compiled: list[dict[str, int | s
 def test_registers_for_many_rows_are_spilled_around_loops_only(compiled: list[dict[str, int | str]]) -> None:
     """None but of additions in parts, those of a part's end. A seldom path that keeps values needs far more."""
     gate, addition, half, *others = (int(f["spills"]) for f in compiled if f["kernel"] == LARGE)
-    assert [gate, *others] == [0] * 7
+    assert [gate, *others] == [0] * 8
     assert max(addition, half) < 60
 
 

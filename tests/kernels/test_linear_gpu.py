@@ -350,14 +350,19 @@ def test_partial_sums_find_room(outputs: int, rows: int, blocks: int) -> None:
         (768, 6144, 4096, False, False, LargePlan(128, 0, 128, 3, groups=3)),
         (640, 14336, 4096, True, False, LargePlan(132, 4 * 132, 128, 1)),  # of 32 tiles
         (576, 14336, 4096, True, False, LargePlan(132, 2 * 132, 96, 3, groups=3)),  # of 72 tiles
-        (192, 16384, 4096, False, True, LargePlan(128, 128, groups=3, half=True)),
+        (192, 16384, 4096, False, True, LargePlan(128, 128, groups=3, eighths=4)),
         (192, 4096, 14336, False, True, None),
-        (193, 4096, 14336, False, True, LargePlan(128, 64, split=2, in_pairs=True, half=True)),
-        (257, 1024, 4096, False, False, LargePlan(16, 16, split=8, groups=3, half=True)),
-        (384, 4096, 14336, False, True, LargePlan(128, 64, split=2, in_pairs=True, groups=3, half=True)),
+        (193, 4096, 14336, False, True, LargePlan(128, 64, split=2, in_pairs=True, eighths=4)),
+        (257, 1024, 4096, False, False, LargePlan(21, 21, split=8, eighths=5)),
+        (384, 4096, 14336, False, True, LargePlan(128, 64, split=2, in_pairs=True, groups=3, eighths=4)),
         (512, 4096, 14336, False, True, LargePlan(128, 64, split=2, in_pairs=True)),  # two programs for each tile
-        (513, 4096, 14336, False, True, LargePlan(96, 96, split=2, groups=3, half=True)),
+        (513, 4096, 14336, False, True, LargePlan(130, 130, split=2, eighths=5)),  # 80 of 128 by 256, 96 of 192 by 128
+        (640, 4096, 4096, False, True, LargePlan(130, 130, split=2, eighths=5)),
+        (641, 4096, 4096, False, True, LargePlan(128, 128, split=2, groups=3, eighths=4)),
         (896, 4096, 14336, False, True, LargePlan(112, 112, split=2)),
+        (1280, 4096, 14336, False, True, LargePlan(132, 260, split=2, eighths=5)),
+        (1281, 4096, 14336, False, True, LargePlan(132, 224, split=2, groups=3, eighths=4)),
+        (1664, 4096, 14336, False, True, LargePlan(132, 208, split=2)),  # two waves, of others three
         (8192, 4096, 14336, False, True, LargePlan(132, 1024, split=2)),
         (4096, 14336, 4096, True, False, LargePlan(132, 27 * 132, 80, 1)),
         (4224, 14336, 4096, True, False, LargePlan(132, 22 * 112 - 90, 120, 3, groups=3)),  # of the last 6 rows' 15

@@ -1,7 +1,7 @@
 """How Hopper's kernels for many rows finish the sums of a tile, in Gluon: in chunks of CHUNK outputs.
 
 A chunk is divided by the norm, gated or added to the residual stream, as `epilogue.py` says, and leaves through shared
-memory.
+memory. Tiles of odd eighths have chunks of half as many outputs.
 """
 
 from triton.experimental import gluon
@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from peregrine.kernels.linear.epilogue import gated, reset_squares
-from peregrine.kernels.linear.hopper_ring import CHUNK, COLS, HEIGHT
+from peregrine.kernels.linear.hopper_ring import CHUNK, HEIGHT
 from peregrine.kernels.residual.reference import MAX_SQUARE, SQUARE_UNIT
 from peregrine.kernels.residual.triton import counted_square, fine_square, is_small, root_mean_square, weighted
 from peregrine.kernels.runtime.layouts import product_layout
@@ -29,13 +29,13 @@ def halves(total):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def cut(total):  # type: ignore[no-untyped-def]
-    """Columns in chunks; half a chunk is one."""
-    if total.shape[1] <= CHUNK:
+def cut(total, EACH: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Columns in chunks of EACH; fewer are one."""
+    if total.shape[1] <= EACH:
         chunks = (total,)
     else:
         left, right = halves(total)
-        if total.shape[1] == 2 * CHUNK:  # noqa: SIM108
+        if total.shape[1] == 2 * EACH:  # noqa: SIM108
             chunks = (left, right)  # type: ignore[assignment]
         else:
             chunks = halves(left) + halves(right)
@@ -43,7 +43,7 @@ def cut(total):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def in_chunks(total, GATE: gl.constexpr):  # type: ignore[no-untyped-def]
+def in_chunks(total, GATE: gl.constexpr, EACH: gl.constexpr = CHUNK):  # type: ignore[no-untyped-def]
     """Columns of a tile in chunks: (sums, or gates; ups)."""
     if GATE:
         WIDTH: gl.constexpr = total.shape[1] // 2
@@ -51,9 +51,9 @@ def in_chunks(total, GATE: gl.constexpr):  # type: ignore[no-untyped-def]
         gate, up = gl.split(gl.permute(gl.reshape(total, [HEIGHT, WIDTH // 8, 2, 8]), [0, 1, 3, 2]))
         gate = gl.convert_layout(gl.reshape(gate, [HEIGHT, WIDTH]), product, assert_trivial=True)
         up = gl.convert_layout(gl.reshape(up, [HEIGHT, WIDTH]), product, assert_trivial=True)
-        chunks, ups = cut(gate), cut(up)
+        chunks, ups = cut(gate, EACH), cut(up, EACH)
     else:
-        chunks = cut(total)
+        chunks = cut(total, EACH)
         ups = chunks
     return chunks, ups
 
@@ -65,11 +65,22 @@ def pick(chunks, c):  # type: ignore[no-untyped-def]
         chunk = gl.where(c == 0, chunks[0], gl.where(c == 1, chunks[1], chunks[2]))
     elif len(chunks) == 4:
         chunk = gl.where(c < 2, gl.where(c == 0, chunks[0], chunks[1]), gl.where(c == 2, chunks[2], chunks[3]))
+    elif len(chunks) == 5:
+        chunk = gl.where(c == 4, chunks[4], pick(chunks[:4], c))
     elif len(chunks) == 2:
         chunk = gl.where(c == 0, chunks[0], chunks[1])
     else:
         chunk = chunks[0]
     return chunk
+
+
+@gluon.jit
+def added(kept, chunks):  # type: ignore[no-untyped-def]
+    """The chunks of one part of the inputs added to those of the parts before."""
+    sums = (kept[0] + chunks[0],)
+    for c in gl.static_range(1, len(chunks)):
+        sums = sums + (kept[c] + chunks[c],)  # type: ignore[assignment]  # noqa: RUF005 - Gluon unpacks no tuples
+    return sums
 
 
 @gluon.jit
@@ -97,7 +108,7 @@ def column_values(vector, col, chunk, N: gl.constexpr):  # type: ignore[no-untyp
     """The values of a vector [N] for the columns of a chunk; past the last column they are those of others."""
     cols = gl.arange(0, chunk.shape[1], gl.SliceLayout(0, chunk.type.layout))
     # Most weights need one remainder for the whole chunk.
-    return gl.load(vector + (col + cols) % N) if N % CHUNK else gl.load(vector + col % N + cols)
+    return gl.load(vector + (col + cols) % N) if N % chunk.shape[1] else gl.load(vector + col % N + cols)
 
 
 @gluon.jit
@@ -176,16 +187,27 @@ def finish_part(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def column_sums(values):  # type: ignore[no-untyped-def]
-    """[HEIGHT, CHUNK] -> [HEIGHT, 8], the sums of columns that are 8 apart: each thread has all of them."""
-    return gl.sum(gl.reshape(values, [HEIGHT, CHUNK // 8, 8]), axis=1)
+    """[HEIGHT, columns of a chunk] -> [HEIGHT, 8], the sums of those that are 8 apart: each thread has all of them."""
+    return gl.sum(gl.reshape(values, [HEIGHT, values.shape[1] // 8, 8]), axis=1)
 
 
 @gluon.jit
 def add_chunk(  # type: ignore[no-untyped-def]
-    total, residual, weights, bias, row, col, out_desc, scaled_desc, buffer, N: gl.constexpr, BIAS: gl.constexpr
+    total,
+    residual,
+    weights,
+    bias,
+    row,
+    col,
+    out_desc,
+    scaled_desc,
+    buffer,
+    N: gl.constexpr,
+    TILE: gl.constexpr,
+    BIAS: gl.constexpr,
 ):
-    """`finish_outputs` with a residual for one chunk [HEIGHT, CHUNK]: the sum leaves in place of the residual, the sum
-    scaled through a buffer.
+    """`finish_outputs` with a residual for one chunk of a tile of TILE columns: the sum leaves in place of the
+    residual, the sum scaled through a buffer.
 
     Returns `column_sums` of the squares in units, as whole numbers and as they are. Threads wait for each other here as
     little as can be; whether all squares can be counted and no row is small, which is nearly always so, is asked once a
@@ -195,7 +217,7 @@ def add_chunk(  # type: ignore[no-untyped-def]
     if BIAS:
         total += column_values(bias, col, total, N).to(gl.float32)[None, :]
     result = rounded(total + residual.load(layout).to(gl.float32), out_desc.dtype, True)
-    value = counted(result, col, N)
+    value = counted(result, col, N, TILE)
     units = value * SQUARE_ROOT_OF_UNIT
     units = units * units
     prepared = (value * weights.to(gl.float32)[None, :]).to(out_desc.dtype)
@@ -211,11 +233,11 @@ def add_chunk(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def counted(values, col, N: gl.constexpr):  # type: ignore[no-untyped-def]
+def counted(values, col, N: gl.constexpr, TILE: gl.constexpr):  # type: ignore[no-untyped-def]
     """The values of a chunk in float32; 0 in columns past the last, where whole chunks of a tile may lie."""
     values = values.to(gl.float32)
-    if N % COLS:
-        cols = col + gl.arange(0, CHUNK, gl.SliceLayout(0, values.type.layout))
+    if N % TILE:
+        cols = col + gl.arange(0, values.shape[1], gl.SliceLayout(0, values.type.layout))
         values = gl.where((cols < N)[None, :], values, 0.0)
     return values
 
@@ -242,6 +264,7 @@ def finish_squares(  # type: ignore[no-untyped-def]
     scaled_desc,
     buffer,
     CHUNKS: gl.constexpr,
+    TILE: gl.constexpr,
     N: gl.constexpr,
 ):
     """Add the sums of squares of a tile's rows in memory, from `column_sums` of all its chunks.
@@ -253,12 +276,13 @@ def finish_squares(  # type: ignore[no-untyped-def]
     rows = row + gl.arange(0, HEIGHT, coarse.type.layout)
     is_odd = (rows >= own) & is_small(coarse, N) | ~(gl.sum(units, axis=1) <= MAX_UNITS)
     if gl.max(is_odd.to(gl.int32), axis=0) > 0:
-        layout: gl.constexpr = product_layout(CHUNK)
+        WIDTH: gl.constexpr = scaled_desc.block_shape[1]
+        layout: gl.constexpr = product_layout(WIDTH)
         coarse, fine = coarse * 0, coarse * 0
         rows = when_written(rows)
         for n in range(CHUNKS):
-            at = col + n * CHUNK
-            again = counted(residual.index(n).load(layout), at, N)
+            at = col + n * WIDTH
+            again = counted(residual.index(n).load(layout), at, N, TILE)
             weight = column_values(norm, at, again, N).to(gl.float32)[None, :]
             tma.store_wait(0)
             gl.thread_barrier()

@@ -16,6 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from peregrine.kernels.linear.hopper_chunks import (
     add_chunk,
+    added,
     column_sums,
     column_values,
     finish_chunk,
@@ -58,39 +59,40 @@ def finish_tiles(  # type: ignore[no-untyped-def]
     BIAS: gl.constexpr,
     GATE: gl.constexpr,
     ADD: gl.constexpr,
-    HALF: gl.constexpr,
+    EIGHTHS: gl.constexpr,
     REST: gl.constexpr,
 ):
     """Four warps that multiply and finish some of every tile's tokens."""
     work, ring, pointers, outputs, scratch, eps = known
     count, piece, cut_from, M = work
-    x_tiles, w_tiles, w_halves, w_quarters, ready, free, lead = ring
+    x_tiles, w_boxes, ready, free, lead = ring
     bias, norm, next_squares, stale_squares = pointers
     out_desc, scaled_desc, residual_desc = outputs
     partial, arrived, squares = scratch
     STAGES: gl.constexpr = ready.shape[0]
     GROUPS: gl.constexpr = x_tiles.shape[0] // STAGES
-    OUT_COLS: gl.constexpr = COLS // ((2 if GATE else 1) * (2 if HALF else 1))
+    TILE: gl.constexpr = COLS * EIGHTHS // 8
+    OUT_COLS: gl.constexpr = TILE // (2 if GATE else 1)
+    EACH: gl.constexpr = out_desc.block_shape[1]  # outputs of a chunk
+    # Columns of a tile's first product, which has a power of two of them; three groups have few registers.
+    WIDTH: gl.constexpr = COLS if GROUPS == 2 and EIGHTHS == 8 else COLS // 2
     gdc_launch_dependents()
     gdc_wait()
     if WHICH > 0:
         mbarrier.wait(lead, 0, pred=(count > 0) | (piece >= 0))
     i = 0
-    parked = buffers._reinterpret(gl.float32, [HEIGHT, CHUNK], gl.NVMMASharedLayout(128, 32))
-    nothing = gl.zeros((HEIGHT, CHUNK), gl.float32, product_layout(CHUNK))
-    kept, kept_too = nothing, nothing
+    nothing = gl.zeros((HEIGHT, EACH), gl.float32, product_layout(EACH))
+    none_kept = (nothing, nothing, nothing, nothing, nothing)[: TILE // EACH if EIGHTHS < 8 else 2]
+    kept = none_kept
     for local in range(count):
         tile, row, col, part = work_of(local, M, COL_TILES, SPLIT, PAIRS, GROUPS)
         row, own = rows_of(row, WHICH, M)
         col = col * OUT_COLS
-        if GROUPS == 2 or HALF:
-            total, _, i = multiply(x_tiles, w_tiles, w_tiles, ready, free, lead, i, WHICH, STEPS, False)
-            chunks, ups = in_chunks(total, GATE)
-        else:
-            left, right, i = multiply(x_tiles, w_halves, w_halves, ready, free, lead, i, WHICH, STEPS, True)
-            left_chunks, left_ups = in_chunks(left, GATE)
-            right_chunks, right_ups = in_chunks(right, GATE)
-            chunks, ups = left_chunks + right_chunks, left_ups + right_ups
+        total, beside, i = multiply(ring, i, WHICH, STEPS, WIDTH, TILE - WIDTH)
+        chunks, ups = in_chunks(total, GATE, EACH)
+        if TILE > WIDTH:
+            more_chunks, more_ups = in_chunks(beside, GATE, EACH)
+            chunks, ups = chunks + more_chunks, ups + more_ups
         factor = row_factors(squares, row, eps, K, SCALE)
         is_last = True
         if PAIRS:
@@ -114,28 +116,25 @@ def finish_tiles(  # type: ignore[no-untyped-def]
             else:
                 chunks = (first + chunks[0],)
         elif SPLIT > 1:
-            # Of a part's sums two chunks wait for the next part in registers, of four one in shared memory, one in L2.
-            in_l2 = places(partial + (gl.program_id(0) * 2 + WHICH) * (HEIGHT * CHUNK), nothing)
+            # Sums of a part wait for the next part in registers; of whole tiles a chunk in shared memory and one in L2.
             is_last = part == SPLIT - 1
             is_later = part > 0
-            if HALF:
+            if EIGHTHS < 8:
                 if is_later:
-                    chunks = (kept + chunks[0], kept_too + chunks[1])
+                    chunks = added(kept, chunks)
+                kept = chunks
             else:
+                parked = buffers._reinterpret(gl.float32, [HEIGHT, CHUNK], gl.NVMMASharedLayout(128, 32))
+                in_l2 = places(partial + (gl.program_id(0) * 2 + WHICH) * (HEIGHT * CHUNK), nothing)
                 if is_later:
                     last = gl.load(in_l2)
-                    chunks = (
-                        kept + chunks[0],
-                        kept_too + chunks[1],
-                        parked.load(nothing.type.layout) + chunks[2],
-                        last + chunks[3],
-                    )
+                    chunks = added(kept + (parked.load(nothing.type.layout), last), chunks)  # noqa: RUF005
                 if part < SPLIT - 1:
                     tma.store_wait(0)
                     gl.thread_barrier()
                     parked.store(chunks[2])
                     gl.store(in_l2, chunks[3])
-            kept, kept_too = chunks[0], chunks[1]
+                kept = chunks[:2]
         if is_last:
             if ADD:
                 weights = column_values(norm, col, chunks[0], N)
@@ -147,16 +146,16 @@ def finish_tiles(  # type: ignore[no-untyped-def]
                         mbarrier.arrive(free.index(theirs % STAGES), count=1)
                 mine = (i + WHICH) % STAGES
                 mbarrier.wait(ready.index(mine), ((i + WHICH) // STAGES) & 1)
-                residual = residual_chunks(w_tiles, mine, residual_desc)
+                residual = residual_chunks(w_boxes, mine, ready, residual_desc)
                 whole, units = column_sums(nothing.to(gl.int64)), column_sums(nothing)
             for n in range(len(chunks)):
-                at = col + n * CHUNK
+                at = col + n * EACH
                 if ADD:
                     now = weights
-                    weights = column_values(norm, at + CHUNK, chunks[0], N)  # a chunk ahead
+                    weights = column_values(norm, at + EACH, chunks[0], N)  # a chunk ahead
                     more_whole, more_units = add_chunk(
                         *(pick(chunks, n), residual.index(n), now, bias, row, at),
-                        *(out_desc, scaled_desc, buffers.index(n % 2), N, BIAS),
+                        *(out_desc, scaled_desc, buffers.index(n % 2), N, TILE, BIAS),
                     )
                     whole, units = whole + more_whole, units + more_units
                 else:
@@ -167,24 +166,23 @@ def finish_tiles(  # type: ignore[no-untyped-def]
             if ADD:
                 finish_squares(
                     *(whole, units, residual, norm, row, own, col, next_squares, stale_squares, M),
-                    *(scaled_desc, buffers.index(0), len(chunks), N),
+                    *(scaled_desc, buffers.index(0), len(chunks), TILE, N),
                 )
                 tma.store_wait(1)  # the sums have left this place
                 gl.thread_barrier()
                 mbarrier.arrive(free.index(mine), count=1)
                 i += GROUPS
             if SPLIT > 1:
-                kept, kept_too = nothing, nothing
+                kept = none_kept
     if REST and piece >= 0:
-        last_row, quarter = piece_of(piece, cut_from, M, COL_TILES, GROUPS, REST)
+        last_row, last_col = piece_of(piece, cut_from, M, COL_TILES, GROUPS, REST)
         top, _ = rows_of(last_row, WHICH, M)
-        last_col = quarter * (COLS // (8 if GATE else 4))
+        last_col = last_col // 2 if GATE else last_col
         last_factor = row_factors(squares, top, eps, K, SCALE)
         ends = (last_factor, top, bias, out_desc, scaled_desc, buffers)
-        if REST == 1:
-            begin, _, i = multiply(x_tiles, w_quarters, w_quarters, ready, free, lead, i, WHICH, STEPS, False)
-        else:
-            begin, end, i = multiply(x_tiles, w_halves, w_quarters, ready, free, lead, i, WHICH, STEPS, REST == 3)
+        QUARTER: gl.constexpr = COLS // 4
+        BEGIN: gl.constexpr = QUARTER if REST == 1 else 2 * QUARTER
+        begin, end, i = multiply(ring, i, WHICH, STEPS, BEGIN, REST * QUARTER - BEGIN)
         finish_part(begin, 0, last_col, ends, N, SCALE, BIAS, GATE)
         if REST == 3:  # the buffers go on taking turns
             finish_part(end, 1 if GATE else 2, last_col + COLS // (4 if GATE else 2), ends, N, SCALE, BIAS, GATE)
@@ -218,23 +216,25 @@ def large_kernel(  # type: ignore[no-untyped-def]
     SPLIT: gl.constexpr,
     PAIRS: gl.constexpr,
     GROUPS: gl.constexpr,
-    HALF: gl.constexpr,
+    EIGHTHS: gl.constexpr,
     REST: gl.constexpr,
     num_warps: gl.constexpr,
 ):
     """Further arguments are those of `linear_kernel`. With PAIRS two programs have a part of one tile each.
 
-    GROUPS: of four warps, each with HEIGHT rows of a tile; three only if HALF, or without split inputs and a residual.
-    HALF: tiles have half of the columns.
+    GROUPS: of four warps, each with HEIGHT rows of a tile; three only if tiles have half of the columns, or without
+    split inputs and a residual.
+    EIGHTHS: of COLS in a tile: 8, 4, or 5 with two groups, split inputs and a residual.
     REST: quarters in the pieces that the last tiles are cut into, of linears without either; 0: they are not. If it is
     odd, w_desc has tiles of a quarter, and with GATE scaled_desc those of half a chunk.
     """
     STEPS: gl.constexpr = K // SPLIT // DEPTH
-    OUT_COLS: gl.constexpr = COLS // ((2 if GATE else 1) * (2 if HALF else 1))
+    OUT_COLS: gl.constexpr = COLS * EIGHTHS // (16 if GATE else 8)
     COL_TILES: gl.constexpr = (N + OUT_COLS - 1) // OUT_COLS
-    ring = new_ring(x_desc, w_desc, GROUPS, HALF)
-    first = gl.allocate_shared_memory(out_desc.dtype, [2, HEIGHT, CHUNK], out_desc.layout)
-    second = gl.allocate_shared_memory(out_desc.dtype, [2, HEIGHT, CHUNK], out_desc.layout)
+    EACH: gl.constexpr = out_desc.block_shape[1]
+    ring = new_ring(x_desc, w_desc, GROUPS, EIGHTHS, GATE)
+    first = gl.allocate_shared_memory(out_desc.dtype, [2, HEIGHT, EACH], out_desc.layout)
+    second = gl.allocate_shared_memory(out_desc.dtype, [2, HEIGHT, EACH], out_desc.layout)
     program, programs = gl.program_id(0), gl.num_programs(0)
     if PAIRS:
         count = (tiles * SPLIT - program + programs - 1) // programs
@@ -250,34 +250,34 @@ def large_kernel(  # type: ignore[no-untyped-def]
             [
                 (
                     finish_tiles,
-                    (0, first, known, STEPS, SPLIT, COL_TILES, PAIRS, N, K, SCALE, BIAS, GATE, ADD, HALF, REST),
+                    (0, first, known, STEPS, SPLIT, COL_TILES, PAIRS, N, K, SCALE, BIAS, GATE, ADD, EIGHTHS, REST),
                 ),
                 (
                     finish_tiles,
-                    (1, second, known, STEPS, SPLIT, COL_TILES, PAIRS, N, K, SCALE, BIAS, GATE, ADD, HALF, REST),
+                    (1, second, known, STEPS, SPLIT, COL_TILES, PAIRS, N, K, SCALE, BIAS, GATE, ADD, EIGHTHS, REST),
                 ),
-                (copy_tiles, (matrices, work, ring, STEPS, SPLIT, COL_TILES, PAIRS, GATE, ADD, HALF, REST)),
+                (copy_tiles, (matrices, work, ring, STEPS, SPLIT, COL_TILES, PAIRS, GATE, ADD, EIGHTHS, REST)),
             ],
             [4, 1],
             [240, 24],
         )
     else:
-        third = gl.allocate_shared_memory(out_desc.dtype, [2, HEIGHT, CHUNK], out_desc.layout)
+        third = gl.allocate_shared_memory(out_desc.dtype, [2, HEIGHT, EACH], out_desc.layout)
         gl.warp_specialize(
             [
                 (
                     finish_tiles,
-                    (0, first, known, STEPS, SPLIT, COL_TILES, PAIRS, N, K, SCALE, BIAS, GATE, ADD, HALF, REST),
+                    (0, first, known, STEPS, SPLIT, COL_TILES, PAIRS, N, K, SCALE, BIAS, GATE, ADD, EIGHTHS, REST),
                 ),
                 (
                     finish_tiles,
-                    (1, second, known, STEPS, SPLIT, COL_TILES, PAIRS, N, K, SCALE, BIAS, GATE, ADD, HALF, REST),
+                    (1, second, known, STEPS, SPLIT, COL_TILES, PAIRS, N, K, SCALE, BIAS, GATE, ADD, EIGHTHS, REST),
                 ),
                 (
                     finish_tiles,
-                    (2, third, known, STEPS, SPLIT, COL_TILES, PAIRS, N, K, SCALE, BIAS, GATE, ADD, HALF, REST),
+                    (2, third, known, STEPS, SPLIT, COL_TILES, PAIRS, N, K, SCALE, BIAS, GATE, ADD, EIGHTHS, REST),
                 ),
-                (copy_tiles, (matrices, work, ring, STEPS, SPLIT, COL_TILES, PAIRS, GATE, ADD, HALF, REST)),
+                (copy_tiles, (matrices, work, ring, STEPS, SPLIT, COL_TILES, PAIRS, GATE, ADD, EIGHTHS, REST)),
             ],
             [4, 4, 1],
             [160, 160, 24],

@@ -21,11 +21,13 @@ BUSY = 0.8  # share of multiprocessors with a tile from which on tiles of many r
 WIDE_OUTPUTS = 32768
 # Of Hopper's kernel for many rows: rows of a group of warps, the rest of its tile, what descriptors of outputs need.
 LARGE_HEIGHT, LARGE_COLS, LARGE_DEPTH, LARGE_STAGES, LARGE_ALIGNMENT = 64, 256, 64, 4, 8
+LARGE_BOX = LARGE_COLS // 2  # of a copy
 # Its tiles, as measured: what one takes, where 1 is a tile of two groups, and a piece of some quarters of its columns.
 PIECES = {2: {1: 0.37, 2: 0.5, 3: 0.79}, 3: {1: 0.75, 2: 0.92, 3: 1.2}}  # by groups
 THREE_GROUPS = 1.47
-HALF_TILES = {2: 0.51, 3: 0.78}  # by groups: of half of the columns. Of two groups they take 0.46 to 0.49 alone, but
-# where they could replace pairs, at 385 to 512 rows, rounds are faster with pairs.
+# Of split inputs and of residuals: by groups and eighths of the columns. Half of the columns of two groups take 0.46 to
+# 0.49 alone, but where they could replace pairs, at 385 to 512 rows, rounds are faster with pairs.
+ADDING_TILES = {(2, 8): 1.0, (2, 5): 0.7, (2, 4): 0.51, (3, 4): 0.78}
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +167,14 @@ class LargePlan:
     split: int = 1
     in_pairs: bool = False  # two programs have one part of the inputs each
     groups: int = 2  # of warps, each with LARGE_HEIGHT rows of a tile
-    half: bool = False  # tiles have half of LARGE_COLS
+    eighths: int = 8  # of LARGE_COLS in a tile
+
+    @property
+    def box(self) -> int:
+        """Columns of a copy: so many that they make up tiles and pieces."""
+        if self.eighths % 2:
+            return LARGE_COLS // 8
+        return LARGE_BOX // 2 if self.rest % 2 else LARGE_BOX
 
 
 def large_together(col_tiles: int) -> int:
@@ -182,16 +191,14 @@ def large_plans(
     if split == 1 and not add:
         of_two = whole_or_cut(two, -(-num_outputs // cols), num_sms, 2, 1.0)
         return of_two | whole_or_cut(three, -(-num_outputs // cols), num_sms, 3, THREE_GROUPS)
-    whole, halves = -(-num_outputs // cols), -(-num_outputs // (cols // 2))
-    tiles_of = {(2, False): two * whole, (3, True): three * halves}
-    if split == 2 and two * halves <= num_sms:  # measured for a program's only tile, in two parts
-        tiles_of[2, True] = two * halves
     plans = {}
-    for (groups, half), tiles in tiles_of.items():
-        plan = LargePlan(min(num_sms, tiles), tiles, split=split, groups=groups, half=half)
-        cost = HALF_TILES[groups] if half else 1.0
+    for (groups, eighths), cost in ADDING_TILES.items():
+        tiles = (two if groups == 2 else three) * -(-num_outputs // (cols * eighths // 8))
+        if (groups, eighths) == (2, 4) and (split != 2 or tiles > num_sms):
+            continue  # measured for a program's only tile, in two parts
+        plan = LargePlan(min(num_sms, tiles), tiles, split=split, groups=groups, eighths=eighths)
         plans[plan] = cost * -(-tiles // num_sms)
-        if split == 2 and 2 * tiles <= num_sms:
+        if split == 2 and 2 * tiles <= num_sms and eighths % 2 == 0:
             plans[replace(plan, programs=2 * tiles, in_pairs=True)] = cost / 2
     return plans
 

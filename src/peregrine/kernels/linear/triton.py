@@ -168,16 +168,16 @@ def _run_large(
     from peregrine.kernels.linear.hopper_large import large_kernel
     from peregrine.kernels.linear.hopper_ring import CHUNK, DEPTH, HEIGHT, weight_tiles
 
-    def in_chunks(matrix: Tensor, parts: int = 1) -> Any:
-        return tiled(matrix, HEIGHT.value, CHUNK.value // parts)
+    def in_chunks(matrix: Tensor, halved: bool = plan.eighths % 2 > 0) -> Any:
+        return tiled(matrix, HEIGHT.value, CHUNK.value // 2 if halved else CHUNK.value)
 
     squares, eps = scale or (None, 0.0)
-    results, in_quarters = in_chunks(out), plan.rest % 2 > 0
-    ends = in_chunks(out, 2) if gate and in_quarters else results
+    results = in_chunks(out)
+    ends = in_chunks(out, halved=True) if gate and plan.rest % 2 else results
     launch(
         large_kernel,
         (plan.programs,),
-        *(tiled(x, HEIGHT.value, DEPTH.value), weight_tiles(weight.weight, gate, quarters=in_quarters), results),
+        *(tiled(x, HEIGHT.value, DEPTH.value), weight_tiles(weight.weight, gate, box=plan.box), results),
         *((in_chunks(add.scaled), in_chunks(add.residual)) if add else (ends, results)),
         *(out if weight.bias is None else weight.bias, out if squares is None else squares),
         *((add.norm, add.squares, add.stale_squares) if add else (out,) * 3),
@@ -191,7 +191,7 @@ def _run_large(
         SPLIT=plan.split,
         PAIRS=plan.in_pairs,
         GROUPS=plan.groups,
-        HALF=plan.half,
+        EIGHTHS=plan.eighths,
         REST=plan.rest,
         num_warps=4,
         pdl=True,

@@ -61,7 +61,7 @@ def copy_tiles(  # type: ignore[no-untyped-def]
     x_desc, w_desc, blocks, ring, N: gl.constexpr, STEPS: gl.constexpr, COL_TILES: gl.constexpr, GATE: gl.constexpr
 ):
     """One warp: copy the inputs and weights of all tiles into the ring."""
-    x_tiles, _, _, _, ready, free, _ = ring
+    x_tiles, _, ready, free, _ = ring
     STAGES: gl.constexpr = ready.shape[0]
     gdc_wait()
     num_blocks, count = num_tiles(blocks, COL_TILES)
@@ -76,7 +76,7 @@ def copy_tiles(  # type: ignore[no-untyped-def]
             mbarrier.expect(arrived, (ROWS + COLS) * DEPTH * 2)
             request_inputs(x_desc, x_tiles, ready, place, block * ROWS, step * DEPTH, num_blocks * ROWS)
             first = expert * (2 * N // 8 if GATE else N)
-            request_weights(w_desc, ring, place, first, 4 * col, step * DEPTH, True, 4, GATE)
+            request_weights(w_desc, ring, place, first, col * COLS, step * DEPTH, True, COLS, GATE)
             i += 1
 
 
@@ -94,7 +94,7 @@ def finish_tiles(  # type: ignore[no-untyped-def]
     GATE: gl.constexpr,
 ):
     """Four warps: multiply half WHICH of the places of every tile, apply factors and activation, and store."""
-    x_tiles, w_tiles, _, _, ready, free, lead = ring
+    _, _, ready, free, lead = ring
     STAGES: gl.constexpr = ready.shape[0]
     OUT_COLS: gl.constexpr = COLS // 2 if GATE else COLS
     product: gl.constexpr = product_layout(CHUNK)
@@ -108,7 +108,7 @@ def finish_tiles(  # type: ignore[no-untyped-def]
         block, col = tile_of(n, num_blocks, COL_TILES)
         row = block * ROWS + WHICH * HEIGHT
         if (WHICH == 0) | (gl.load(blocks + 2 + 2 * block) > WHICH * HEIGHT):
-            total, _same, i = multiply(x_tiles, w_tiles, w_tiles, ready, free, lead, i, WHICH, STEPS, False)
+            total, _same, i = multiply(ring, i, WHICH, STEPS, COLS, 0)
             chunks, ups = in_chunks(total, GATE)
             if SCALE:
                 factor = gl.load(factors + row + gl.arange(0, HEIGHT, gl.SliceLayout(1, product)))[:, None]
@@ -145,7 +145,7 @@ def experts_kernel(  # type: ignore[no-untyped-def]
     STEPS: gl.constexpr = K // DEPTH
     OUT_COLS: gl.constexpr = COLS // 2 if GATE else COLS
     COL_TILES: gl.constexpr = (N + OUT_COLS - 1) // OUT_COLS
-    ring = new_ring(x_desc, w_desc, 2, False)
+    ring = new_ring(x_desc, w_desc, 2, 8, GATE)
     first_buffers = gl.allocate_shared_memory(out_desc.dtype, [2, HEIGHT, CHUNK], out_desc.layout)
     second_buffers = gl.allocate_shared_memory(out_desc.dtype, [2, HEIGHT, CHUNK], out_desc.layout)
     gl.warp_specialize(
