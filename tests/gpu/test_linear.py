@@ -173,13 +173,13 @@ def test_many_rows_have_the_bits_of_few(problem: Problem) -> None:
 def test_every_plan_gives_the_same_bits(problem: Problem) -> None:
     """Also those that other devices would take: whole tiles or pieces, two groups or three, pairs or parts in turn."""
     kinds = set()
-    for rows in (190, 193, 256, 290, 384, 530, 576, 640, 704, 770):
+    for rows in (190, 193, 256, 290, 384, 530, 576, 640, 704, 770, 1100):
         few = problem.run(slice(0, rows), problem.tile)
         for plan in problem.plans(rows):
-            kinds.add((plan.groups, plan.eighths, plan.in_pairs, plan.rest))
+            kinds.add((plan.groups, plan.eighths, plan.rest, plan.tiles > 0, plan.pieces > 0))
             for many, one in zip(problem.run(slice(0, rows), plan=plan), few, strict=True):
                 assert torch.equal(many, one), (rows, plan)
-    assert len(kinds) == (7 if problem.part == "add" else 8)
+    assert len(kinds) == {"scale": 13, "gate": 8, "add": 10}[problem.part]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])

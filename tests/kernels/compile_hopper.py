@@ -122,11 +122,12 @@ if __name__ == "__main__":
     compile_large(14336, 4096, gate=True, GROUPS=3, REST=3)
     compile_large(4096, 4096, add=True, GROUPS=2)
     compile_large(4096, 4096, add=True, GROUPS=3, EIGHTHS=4)
-    compile_large(4096, 4096, add=True, GROUPS=3, EIGHTHS=4, PAIRS=True)
     compile_large(4096, 4096, add=True, GROUPS=2, EIGHTHS=4)
+    compile_large(4096, 4096, add=True, GROUPS=2, EIGHTHS=5)
+    compile_large(4096, 4096, add=True, GROUPS=2, PAIRS=True)
+    compile_large(4096, 4096, add=True, GROUPS=3, EIGHTHS=4, PAIRS=True)
     compile_large(4096, 4096, add=True, GROUPS=2, EIGHTHS=4, PAIRS=True)
     compile_large(2880, 4096, add=True, BIAS=True, GROUPS=2, EIGHTHS=4, PAIRS=True)  # with chunks past the last output
-    compile_large(4096, 4096, add=True, GROUPS=2, EIGHTHS=5)
     compile_large(6144, 4096, GROUPS=2, REST=3)
     compile_large(14336, 4096, gate=True, GROUPS=2, REST=1)
     known = {"N": 1408, "K": 2048, "SCALE": True, "GATE": True, "num_warps": 4}

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(not TRITON_PRESENT, reason="needs triton")
 
 
 def test_all_fit_a_multiprocessor(compiled: list[dict[str, int | str]]) -> None:
-    assert len(compiled) == 27
+    assert len(compiled) == 28
     assert all(0 < int(facts["shared"]) <= MOST_SHARED for facts in compiled)
 
 
@@ -63,11 +63,12 @@ def test_products_of_attention_wait_for_each_other_only_where_they_must(compiled
 def test_products_for_many_rows_follow_each_other(compiled: list[dict[str, int | str]]) -> None:
     """Two waits for every loop of products, for the step before and for the last; more if registers run out.
 
-    A group has one loop, and another one for pieces.
+    A group has one loop, and another one for pieces, or for parts of the last tiles.
     """
     large = [f for f in compiled if f["kernel"] == LARGE]
-    whole, cut = [(8, 4), (12, 6), (12, 6), (8, 4), (8, 4), (8, 4), (16, 4)], [(48, 12), (24, 8), (16, 8)]
-    assert [(f["matrix"], f["held_up"]) for f in large] == [cut[0], *whole, *cut[1:]]
+    whole, parts = [(8, 4), (12, 6), (8, 4), (16, 4)], [(16, 8), (24, 12), (16, 8), (16, 8)]
+    cut = [(48, 12), (24, 8), (16, 8)]
+    assert [(f["matrix"], f["held_up"]) for f in large] == [cut[0], *whole, *parts, *cut[1:]]
 
 
 def test_products_of_few_rows_follow_each_other(compiled: list[dict[str, int | str]]) -> None:
@@ -77,9 +78,10 @@ def test_products_of_few_rows_follow_each_other(compiled: list[dict[str, int | s
 
 def test_registers_for_many_rows_are_spilled_around_loops_only(compiled: list[dict[str, int | str]]) -> None:
     """None but of additions in parts, those of a part's end. A seldom path that keeps values needs far more."""
-    gate, addition, half, *others = (int(f["spills"]) for f in compiled if f["kernel"] == LARGE)
-    assert [gate, *others] == [0] * 8
-    assert max(addition, half) < 60
+    spills = [int(f["spills"]) for f in compiled if f["kernel"] == LARGE]
+    in_parts = spills[1], spills[2], spills[5], spills[6]  # whole tiles and three groups, likewise with pairs
+    assert sum(spills) == sum(in_parts)
+    assert max(in_parts) < 60
 
 
 def test_every_warp_waits_for_the_kernel_before(compiled: list[dict[str, int | str]]) -> None:

@@ -352,17 +352,18 @@ def test_partial_sums_find_room(outputs: int, rows: int, blocks: int) -> None:
         (576, 14336, 4096, True, False, LargePlan(132, 2 * 132, 96, 3, groups=3)),  # of 72 tiles
         (192, 16384, 4096, False, True, LargePlan(128, 128, groups=3, eighths=4)),
         (192, 4096, 14336, False, True, None),
-        (193, 4096, 14336, False, True, LargePlan(128, 64, split=2, in_pairs=True, eighths=4)),
-        (257, 1024, 4096, False, False, LargePlan(21, 21, split=8, eighths=5)),
-        (384, 4096, 14336, False, True, LargePlan(128, 64, split=2, in_pairs=True, groups=3, eighths=4)),
-        (512, 4096, 14336, False, True, LargePlan(128, 64, split=2, in_pairs=True)),  # two programs for each tile
+        (193, 4096, 14336, False, True, LargePlan(128, 0, 128, split=2, eighths=4)),
+        (257, 1024, 4096, False, False, LargePlan(24, 24, split=8, eighths=4)),
+        (384, 4096, 14336, False, True, LargePlan(128, 0, 128, split=2, groups=3, eighths=4)),
+        (512, 4096, 14336, False, True, LargePlan(128, 0, 128, split=2)),  # two programs for each tile
         (513, 4096, 14336, False, True, LargePlan(130, 130, split=2, eighths=5)),  # 80 of 128 by 256, 96 of 192 by 128
         (640, 4096, 4096, False, True, LargePlan(130, 130, split=2, eighths=5)),
         (641, 4096, 4096, False, True, LargePlan(128, 128, split=2, groups=3, eighths=4)),
         (896, 4096, 14336, False, True, LargePlan(112, 112, split=2)),
-        (1280, 4096, 14336, False, True, LargePlan(132, 260, split=2, eighths=5)),
+        (1025, 4096, 14336, False, True, LargePlan(132, 132, 120, split=2, groups=3, eighths=4)),  # a wave and parts
+        (1153, 4096, 14336, False, True, LargePlan(132, 264, 112, split=2, eighths=4)),
         (1281, 4096, 14336, False, True, LargePlan(132, 224, split=2, groups=3, eighths=4)),
-        (1664, 4096, 14336, False, True, LargePlan(132, 208, split=2)),  # two waves, of others three
+        (2432, 4096, 14336, False, True, LargePlan(132, 264, 80, split=2)),
         (8192, 4096, 14336, False, True, LargePlan(132, 1024, split=2)),
         (4096, 14336, 4096, True, False, LargePlan(132, 27 * 132, 80, 1)),
         (4224, 14336, 4096, True, False, LargePlan(132, 22 * 112 - 90, 120, 3, groups=3)),  # of the last 6 rows' 15
@@ -411,6 +412,18 @@ def test_tiles_have_parts_that_are_whole(outputs: int) -> None:
         assert tile.tail <= tile.rows <= rows <= tile.rows + tile.tail, rows
 
 
+@given(st.integers(65, 9000), st.integers(1, 4096), st.integers(40, 160))
+def test_the_last_tiles_are_left_to_pairs_of_programs(rows: int, outputs: int, num_sms: int) -> None:
+    """All tiles are whole, or have two programs that run at the same time, after rounds in which all are busy."""
+    plans = large_plans(rows, 8 * outputs, gate=False, add=True, split=2, num_sms=num_sms)
+    for plan in plans:
+        cols = LARGE_COLS * plan.eighths // 8
+        tiles = -(-rows // (plan.groups * LARGE_HEIGHT)) * -(-8 * outputs // cols)
+        assert 2 * (tiles - plan.tiles) == plan.pieces <= plan.programs <= num_sms
+        assert not plan.pieces or plan.tiles % num_sms == 0
+    assert any(plan.pieces == 0 for plan in plans)
+
+
 @given(st.integers(65, 9000), st.integers(1, 4096), st.booleans(), st.integers(40, 160))
 def test_all_columns_of_the_last_tiles_are_in_a_piece(rows: int, outputs: int, gate: bool, num_sms: int) -> None:
     """Pieces have all quarters of the tiles that are cut, hardly more, and no program has two."""
@@ -427,6 +440,6 @@ def test_all_columns_of_the_last_tiles_are_in_a_piece(rows: int, outputs: int, g
 def test_pairs_and_parked_sums_have_their_places_in_the_workspace() -> None:
     partial, arrived = workspace_sizes()
     chunk, sums = 64, 2 * LARGE_HEIGHT * LARGE_COLS
-    assert MULTIPROCESSORS // 2 * sums <= partial  # pairs: half of the sums of each part, of three groups fewer
+    parked = MULTIPROCESSORS * 2 * LARGE_HEIGHT * chunk
+    assert parked + MULTIPROCESSORS // 2 * sums <= partial  # pairs: half of each part's sums, of three groups fewer
     assert arrived >= MULTIPROCESSORS // 2 * 3 * 2
-    assert MULTIPROCESSORS * 2 * LARGE_HEIGHT * chunk <= partial

@@ -59,6 +59,16 @@ def in_chunks(total, GATE: gl.constexpr, EACH: gl.constexpr = CHUNK):  # type: i
 
 
 @gluon.jit
+def all_chunks(total, beside, BESIDE: gl.constexpr, GATE: gl.constexpr, EACH: gl.constexpr):  # type: ignore[no-untyped-def]
+    """`in_chunks` of what `multiply` returns, whose second sums count with BESIDE only."""
+    chunks, ups = in_chunks(total, GATE, EACH)
+    if BESIDE:
+        more_chunks, more_ups = in_chunks(beside, GATE, EACH)
+        chunks, ups = chunks + more_chunks, ups + more_ups
+    return chunks, ups
+
+
+@gluon.jit
 def pick(chunks, c):  # type: ignore[no-untyped-def]
     """The chunk of a number that is known at run time: code that is repeated would not fit the instruction cache."""
     if len(chunks) == 3:
@@ -81,26 +91,6 @@ def added(kept, chunks):  # type: ignore[no-untyped-def]
     for c in gl.static_range(1, len(chunks)):
         sums = sums + (kept[c] + chunks[c],)  # type: ignore[assignment]  # noqa: RUF005 - Gluon unpacks no tuples
     return sums
-
-
-@gluon.jit
-def for_other(chunks, part):  # type: ignore[no-untyped-def]
-    """(the chunks that the other program of a pair finishes, those of this one): the first half is part 0's."""
-    if len(chunks) == 4:
-        sent = (gl.where(part == 0, chunks[2], chunks[0]), gl.where(part == 0, chunks[3], chunks[1]))
-        own = (gl.where(part == 0, chunks[0], chunks[2]), gl.where(part == 0, chunks[1], chunks[3]))
-    else:
-        sent = (gl.where(part == 0, chunks[1], chunks[0]),)  # type: ignore[assignment]
-        own = (gl.where(part == 0, chunks[0], chunks[1]),)  # type: ignore[assignment]
-    return sent, own
-
-
-@gluon.jit
-def places(base, chunk):  # type: ignore[no-untyped-def]
-    """Pointers to the elements of a chunk that lies at `base` in blocks of 8 by 8, each of them what a warp holds."""
-    layout: gl.constexpr = chunk.type.layout
-    rows, cols = gl.arange(0, HEIGHT, gl.SliceLayout(1, layout)), gl.arange(0, CHUNK, gl.SliceLayout(0, layout))
-    return base + ((rows // 8 * (8 * CHUNK) + rows % 8 * 8)[:, None] + (cols // 8 * 64 + cols % 8)[None, :])
 
 
 @gluon.jit

@@ -17,17 +17,16 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from peregrine.kernels.linear.hopper_chunks import (
     add_chunk,
     added,
+    all_chunks,
     column_sums,
     column_values,
     finish_chunk,
     finish_part,
     finish_squares,
-    for_other,
-    in_chunks,
     pick,
-    places,
     row_factors,
 )
+from peregrine.kernels.linear.hopper_pairs import exchanged, places
 from peregrine.kernels.linear.hopper_ring import (
     CHUNK,
     COLS,
@@ -42,6 +41,69 @@ from peregrine.kernels.linear.hopper_ring import (
     work_of,
 )
 from peregrine.kernels.runtime.layouts import product_layout
+
+
+@gluon.jit
+def finish_sums(  # type: ignore[no-untyped-def]
+    sums,
+    buffers,
+    known,
+    WHICH: gl.constexpr,
+    TILE: gl.constexpr,
+    N: gl.constexpr,
+    SCALE: gl.constexpr,
+    BIAS: gl.constexpr,
+    GATE: gl.constexpr,
+    ADD: gl.constexpr,
+):
+    """Finish the chunks of a tile of TILE columns, or of half of one. Returns the steps done so far."""
+    chunks, ups, factor, i, row, own, col = sums
+    work, ring, pointers, outputs, _, _ = known
+    _, _, _, M = work
+    x_tiles, w_boxes, ready, free, _ = ring
+    bias, norm, next_squares, stale_squares = pointers
+    out_desc, scaled_desc, residual_desc = outputs
+    STAGES: gl.constexpr = ready.shape[0]
+    GROUPS: gl.constexpr = x_tiles.shape[0] // STAGES
+    EACH: gl.constexpr = out_desc.block_shape[1]
+    if ADD:
+        weights = column_values(norm, col, chunks[0], N)
+        for other in gl.static_range(GROUPS):
+            if other != WHICH:
+                theirs = i + other
+                mbarrier.wait(ready.index(theirs % STAGES), (theirs // STAGES) & 1)
+                gl.thread_barrier()
+                mbarrier.arrive(free.index(theirs % STAGES), count=1)
+        mine = (i + WHICH) % STAGES
+        mbarrier.wait(ready.index(mine), ((i + WHICH) // STAGES) & 1)
+        residual = residual_chunks(w_boxes, mine, ready, residual_desc)
+        nothing = gl.zeros((HEIGHT, EACH), gl.float32, product_layout(EACH))
+        whole, units = column_sums(nothing.to(gl.int64)), column_sums(nothing)
+    for n in range(len(chunks)):
+        at = col + n * EACH
+        if ADD:
+            now = weights
+            weights = column_values(norm, at + EACH, chunks[0], N)  # a chunk ahead
+            more_whole, more_units = add_chunk(
+                *(pick(chunks, n), residual.index(n), now, bias, row, at),
+                *(out_desc, scaled_desc, buffers.index(n % 2), N, TILE, BIAS),
+            )
+            whole, units = whole + more_whole, units + more_units
+        else:
+            finish_chunk(
+                *(pick(chunks, n), pick(ups, n), factor, row, at, bias, out_desc, buffers.index(n % 2)),
+                *(N, SCALE, BIAS, GATE),
+            )
+    if ADD:
+        finish_squares(
+            *(whole, units, residual, norm, row, own, col, next_squares, stale_squares, M),
+            *(scaled_desc, buffers.index(0), len(chunks), TILE, N),
+        )
+        tma.store_wait(1)  # the sums have left this place
+        gl.thread_barrier()
+        mbarrier.arrive(free.index(mine), count=1)
+        i += GROUPS
+    return i
 
 
 @gluon.jit
@@ -65,9 +127,8 @@ def finish_tiles(  # type: ignore[no-untyped-def]
     """Four warps that multiply and finish some of every tile's tokens."""
     work, ring, pointers, outputs, scratch, eps = known
     count, piece, cut_from, M = work
-    x_tiles, w_boxes, ready, free, lead = ring
-    bias, norm, next_squares, stale_squares = pointers
-    out_desc, scaled_desc, residual_desc = outputs
+    x_tiles, ready, lead = ring[0], ring[2], ring[4]
+    out_desc, scaled_desc = outputs[0], outputs[1]
     partial, arrived, squares = scratch
     STAGES: gl.constexpr = ready.shape[0]
     GROUPS: gl.constexpr = x_tiles.shape[0] // STAGES
@@ -85,37 +146,14 @@ def finish_tiles(  # type: ignore[no-untyped-def]
     none_kept = (nothing, nothing, nothing, nothing, nothing)[: TILE // EACH if EIGHTHS < 8 else 2]
     kept = none_kept
     for local in range(count):
-        tile, row, col, part = work_of(local, M, COL_TILES, SPLIT, PAIRS, GROUPS)
+        row, col, part = work_of(local, M, COL_TILES, SPLIT, GROUPS)
         row, own = rows_of(row, WHICH, M)
         col = col * OUT_COLS
         total, beside, i = multiply(ring, i, WHICH, STEPS, WIDTH, TILE - WIDTH)
-        chunks, ups = in_chunks(total, GATE, EACH)
-        if TILE > WIDTH:
-            more_chunks, more_ups = in_chunks(beside, GATE, EACH)
-            chunks, ups = chunks + more_chunks, ups + more_ups
+        chunks, ups = all_chunks(total, beside, TILE > WIDTH, GATE, EACH)
         factor = row_factors(squares, row, eps, K, SCALE)
         is_last = True
-        if PAIRS:
-            # Two programs have one part each: a program sends half of its columns to the other and finishes the rest.
-            slot = (tile * GROUPS + WHICH) * 2
-            col += part * (OUT_COLS // 2)
-            sent, chunks = for_other(chunks, part)
-            SENT: gl.constexpr = len(sent)
-            for c in gl.static_range(SENT):
-                gl.store(places(partial + ((slot + part) * SENT + c) * (HEIGHT * CHUNK), sent[c]), sent[c])
-            gl.thread_barrier()
-            gl.atomic_add(arrived + slot + part, 1, sem="release")
-            while gl.atomic_cas(arrived + slot + 1 - part, 1, 0, sem="acquire") == 0:
-                pass
-            gl.thread_barrier()
-            others = partial + (slot + 1 - part) * (SENT * HEIGHT * CHUNK)
-            first = gl.load(places(others, chunks[0]), cache_modifier=".cg")
-            if SENT == 2:
-                second = gl.load(places(others + HEIGHT * CHUNK, chunks[1]), cache_modifier=".cg")
-                chunks = (first + chunks[0], second + chunks[1])
-            else:
-                chunks = (first + chunks[0],)
-        elif SPLIT > 1:
+        if SPLIT > 1:
             # Sums of a part wait for the next part in registers; of whole tiles a chunk in shared memory and one in L2.
             is_last = part == SPLIT - 1
             is_later = part > 0
@@ -136,50 +174,27 @@ def finish_tiles(  # type: ignore[no-untyped-def]
                     gl.store(in_l2, chunks[3])
                 kept = chunks[:2]
         if is_last:
-            if ADD:
-                weights = column_values(norm, col, chunks[0], N)
-                for other in gl.static_range(GROUPS):
-                    if other != WHICH:
-                        theirs = i + other
-                        mbarrier.wait(ready.index(theirs % STAGES), (theirs // STAGES) & 1)
-                        gl.thread_barrier()
-                        mbarrier.arrive(free.index(theirs % STAGES), count=1)
-                mine = (i + WHICH) % STAGES
-                mbarrier.wait(ready.index(mine), ((i + WHICH) // STAGES) & 1)
-                residual = residual_chunks(w_boxes, mine, ready, residual_desc)
-                whole, units = column_sums(nothing.to(gl.int64)), column_sums(nothing)
-            for n in range(len(chunks)):
-                at = col + n * EACH
-                if ADD:
-                    now = weights
-                    weights = column_values(norm, at + EACH, chunks[0], N)  # a chunk ahead
-                    more_whole, more_units = add_chunk(
-                        *(pick(chunks, n), residual.index(n), now, bias, row, at),
-                        *(out_desc, scaled_desc, buffers.index(n % 2), N, TILE, BIAS),
-                    )
-                    whole, units = whole + more_whole, units + more_units
-                else:
-                    finish_chunk(
-                        *(pick(chunks, n), pick(ups, n), factor, row, at, bias, out_desc, buffers.index(n % 2)),
-                        *(N, SCALE, BIAS, GATE),
-                    )
-            if ADD:
-                finish_squares(
-                    *(whole, units, residual, norm, row, own, col, next_squares, stale_squares, M),
-                    *(scaled_desc, buffers.index(0), len(chunks), TILE, N),
-                )
-                tma.store_wait(1)  # the sums have left this place
-                gl.thread_barrier()
-                mbarrier.arrive(free.index(mine), count=1)
-                i += GROUPS
+            sums = (chunks, ups, factor, i, row, own, col)
+            i = finish_sums(sums, buffers, known, WHICH, TILE, N, SCALE, BIAS, GATE, ADD)
             if SPLIT > 1:
                 kept = none_kept
+    if PAIRS and piece >= 0:
+        last_row, last_col, last_part = piece_of(piece, cut_from, M, COL_TILES, GROUPS, TILE, SPLIT, REST)
+        top, last_own = rows_of(last_row, WHICH, M)
+        last, last_beside, i = multiply(ring, i, WHICH, STEPS, WIDTH, TILE - WIDTH)
+        last_chunks, _same = all_chunks(last, last_beside, TILE > WIDTH, GATE, EACH)
+        last_factor = row_factors(squares, top, eps, K, SCALE)
+        # Behind the sums that wait for the next part.
+        slots = partial + gl.num_programs(0) * 2 * (HEIGHT * CHUNK)
+        mine = exchanged(last_chunks, last_part, (piece // SPLIT * GROUPS + WHICH) * 2, slots, arrived)
+        last_sums = (mine, mine, last_factor, i, top, last_own, last_col + last_part * (TILE // 2))
+        finish_sums(last_sums, buffers, known, WHICH, TILE, N, SCALE, BIAS, GATE, ADD)
     if REST and piece >= 0:
-        last_row, last_col = piece_of(piece, cut_from, M, COL_TILES, GROUPS, REST)
-        top, _ = rows_of(last_row, WHICH, M)
+        last_row, last_col, _part = piece_of(piece, cut_from, M, COL_TILES, GROUPS, TILE, SPLIT, REST)
+        top, _own = rows_of(last_row, WHICH, M)
         last_col = last_col // 2 if GATE else last_col
         last_factor = row_factors(squares, top, eps, K, SCALE)
-        ends = (last_factor, top, bias, out_desc, scaled_desc, buffers)
+        ends = (last_factor, top, pointers[0], out_desc, scaled_desc, buffers)
         QUARTER: gl.constexpr = COLS // 4
         BEGIN: gl.constexpr = QUARTER if REST == 1 else 2 * QUARTER
         begin, end, i = multiply(ring, i, WHICH, STEPS, BEGIN, REST * QUARTER - BEGIN)
@@ -220,7 +235,7 @@ def large_kernel(  # type: ignore[no-untyped-def]
     REST: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """Further arguments are those of `linear_kernel`. With PAIRS two programs have a part of one tile each.
+    """Further arguments are those of `linear_kernel`. With PAIRS a piece is one of two parts of a tile's inputs.
 
     GROUPS: of four warps, each with HEIGHT rows of a tile; three only if tiles have half of the columns, or without
     split inputs and a residual.
@@ -236,10 +251,7 @@ def large_kernel(  # type: ignore[no-untyped-def]
     first = gl.allocate_shared_memory(out_desc.dtype, [2, HEIGHT, EACH], out_desc.layout)
     second = gl.allocate_shared_memory(out_desc.dtype, [2, HEIGHT, EACH], out_desc.layout)
     program, programs = gl.program_id(0), gl.num_programs(0)
-    if PAIRS:
-        count = (tiles * SPLIT - program + programs - 1) // programs
-    else:
-        count = (tiles - program + programs - 1) // programs * SPLIT
+    count = (tiles - program + programs - 1) // programs * SPLIT
     work = (count, gl.where(program < pieces, program, -1), tiles, M)
     pointers = (bias, norm, next_squares, stale_squares)
     known = (work, ring, pointers, (out_desc, scaled_desc, residual_desc), (partial, arrived, squares), eps)

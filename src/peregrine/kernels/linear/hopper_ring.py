@@ -56,25 +56,27 @@ def rows_of(row, WHICH: gl.constexpr, M):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def work_of(  # type: ignore[no-untyped-def]
-    local, M, COL_TILES: gl.constexpr, SPLIT: gl.constexpr, PAIRS: gl.constexpr, GROUPS: gl.constexpr
-):
-    """(tile, first row, column tile, part) of a program's n-th piece of work."""
-    if PAIRS:
-        item = gl.program_id(0) + local * gl.num_programs(0)
-        tile, part = item // SPLIT, item % SPLIT
-    else:
-        tile, part = gl.program_id(0) + local // SPLIT * gl.num_programs(0), local % SPLIT
-    row, col = place_of(tile, M, COL_TILES, GROUPS)
-    return tile, row, col, part
+def work_of(local, M, COL_TILES: gl.constexpr, SPLIT: gl.constexpr, GROUPS: gl.constexpr):  # type: ignore[no-untyped-def]
+    """(first row, column tile, part of the inputs) of what a program multiplies as its n-th."""
+    row, col = place_of(gl.program_id(0) + local // SPLIT * gl.num_programs(0), M, COL_TILES, GROUPS)
+    return row, col, local % SPLIT
 
 
 @gluon.jit
-def piece_of(piece, whole, M, COL_TILES: gl.constexpr, GROUPS: gl.constexpr, REST: gl.constexpr):  # type: ignore[no-untyped-def]
-    """(first row, first column) of a piece of REST quarters of a tile; so many tiles before it are whole.
+def piece_of(  # type: ignore[no-untyped-def]
+    piece,
+    whole,
+    M,
+    COL_TILES: gl.constexpr,
+    GROUPS: gl.constexpr,
+    TILE_COLS: gl.constexpr,
+    SPLIT: gl.constexpr,
+    REST: gl.constexpr,
+):
+    """(first row, first column, part of the inputs) of a piece of a tile; so many tiles before it are whole.
 
-    Pieces of three quarters lie across tiles: of the last tiles of rows that share a tile of the weight whole columns
-    are cut.
+    Pieces are REST quarters of the columns, or of split inputs one part. Those of three quarters lie across tiles: of
+    the last tiles of rows that share a tile of the weight whole columns are cut.
     """
     ROWS: gl.constexpr = GROUPS * HEIGHT
     TOGETHER: gl.constexpr = together(COL_TILES)
@@ -83,10 +85,14 @@ def piece_of(piece, whole, M, COL_TILES: gl.constexpr, GROUPS: gl.constexpr, RES
         first = (tiles - 1) // TOGETHER * TOGETHER
         row = (first + piece % (tiles - first)) * ROWS
         quarter = (whole - first * COL_TILES) // (tiles - first) * 4 + piece // (tiles - first) * 3
-    else:
+        begin, part = quarter * (COLS // 4), 0
+    elif REST:
         row, col = place_of(whole + piece * REST // 4, M, COL_TILES, GROUPS)
-        quarter = 4 * col + piece * REST % 4
-    return row, quarter * (COLS // 4)
+        begin, part = col * COLS + piece * REST % 4 * (COLS // 4), 0
+    else:
+        row, col = place_of(whole + piece // SPLIT, M, COL_TILES, GROUPS)
+        begin, part = col * TILE_COLS, piece % SPLIT
+    return row, begin, part
 
 
 @gluon.jit
@@ -157,29 +163,29 @@ def copy_tiles(  # type: ignore[no-untyped-def]
     """The copying warp. The first weights are requested while the previous kernel is still running."""
     count, piece, whole, M = work
     x_desc, w_desc, residual_desc = matrices
-    x_tiles, w_boxes, ready, free, _ = ring
+    x_tiles, _, ready, free, _ = ring
     STAGES: gl.constexpr = ready.shape[0]
     GROUPS: gl.constexpr = x_tiles.shape[0] // STAGES
     TILE_COLS: gl.constexpr = COLS * EIGHTHS // 8
-    PIECE_COLS: gl.constexpr = COLS * REST // 4
+    PIECE_COLS: gl.constexpr = COLS * REST // 4 if REST else TILE_COLS
     BYTES: gl.constexpr = (GROUPS * HEIGHT + TILE_COLS) * DEPTH * 2
     PIECE_BYTES: gl.constexpr = (GROUPS * HEIGHT + PIECE_COLS) * DEPTH * 2
-    _, _, first_col, first_part = work_of(0, M, COL_TILES, SPLIT, PAIRS, GROUPS)
+    _, first_col, _ = work_of(0, M, COL_TILES, SPLIT, GROUPS)
     has_tiles = count > 0
     for early in gl.static_range(STAGES):
         mbarrier.expect(ready.index(early), BYTES, has_tiles)
-        first_depth = (first_part * STEPS + early) * DEPTH
-        request_weights(w_desc, ring, early, 0, first_col * TILE_COLS, first_depth, has_tiles, TILE_COLS, GATE)
-    if REST:
-        last_row, last_col = piece_of(piece, whole, M, COL_TILES, GROUPS, REST)
+        request_weights(w_desc, ring, early, 0, first_col * TILE_COLS, early * DEPTH, has_tiles, TILE_COLS, GATE)
+    if REST or PAIRS:
+        last_row, last_col, last_part = piece_of(piece, whole, M, COL_TILES, GROUPS, TILE_COLS, SPLIT, REST)
+        begin = last_part * STEPS
         is_all = (count == 0) & (piece >= 0)
         for early in gl.static_range(STAGES):
             mbarrier.expect(ready.index(early), PIECE_BYTES, is_all)
-            request_weights(w_desc, ring, early, 0, last_col, early * DEPTH, is_all, PIECE_COLS, GATE)
+            request_weights(w_desc, ring, early, 0, last_col, (begin + early) * DEPTH, is_all, PIECE_COLS, GATE)
     gdc_wait()
     i = 0
     for local in range(count):
-        _, row, col, part = work_of(local, M, COL_TILES, SPLIT, PAIRS, GROUPS)
+        row, col, part = work_of(local, M, COL_TILES, SPLIT, GROUPS)
         for step in range(STEPS):
             place = i % STAGES
             mbarrier.wait(free.index(place), ((i // STAGES) & 1) ^ 1)
@@ -189,29 +195,38 @@ def copy_tiles(  # type: ignore[no-untyped-def]
             request_inputs(x_desc, x_tiles, ready, place, row, depth, M)
             request_weights(w_desc, ring, place, 0, col * TILE_COLS, depth, more, TILE_COLS, GATE)
             i += 1
-        if ADD and (PAIRS or part == SPLIT - 1):
-            # The residual takes a place of the ring for each group.
-            CHUNK_COLS: gl.constexpr = residual_desc.block_shape[1]
-            CHUNKS: gl.constexpr = TILE_COLS // CHUNK_COLS // (2 if PAIRS else 1)
-            for which in gl.static_range(GROUPS):
-                there = i % STAGES
-                mbarrier.wait(free.index(there), ((i // STAGES) & 1) ^ 1)
-                mbarrier.expect(ready.index(there), CHUNKS * HEIGHT * CHUNK_COLS * 2)
-                chunks = residual_chunks(w_boxes, there, ready, residual_desc)
-                first, _ = rows_of(row, which, M)
-                for c in gl.static_range(CHUNKS):
-                    corner = [first, col * TILE_COLS + ((part if PAIRS else 0) * CHUNKS + c) * CHUNK_COLS]
-                    tma.async_copy_global_to_shared(residual_desc, corner, ready.index(there), chunks.index(c))
-                i += 1
-    if REST and piece >= 0:
+        if ADD and part == SPLIT - 1:
+            request_residual(residual_desc, ring, i, row, col * TILE_COLS, M, TILE_COLS)
+            i += GROUPS
+    if (REST or PAIRS) and piece >= 0:
         for step in range(STEPS):
             here = i % STAGES
             mbarrier.wait(free.index(here), ((i // STAGES) & 1) ^ 1)
             later = i >= STAGES
             mbarrier.expect(ready.index(here), PIECE_BYTES, later)
-            request_inputs(x_desc, x_tiles, ready, here, last_row, step * DEPTH, M)
-            request_weights(w_desc, ring, here, 0, last_col, step * DEPTH, later, PIECE_COLS, GATE)
+            last_depth = (begin + step) * DEPTH
+            request_inputs(x_desc, x_tiles, ready, here, last_row, last_depth, M)
+            request_weights(w_desc, ring, here, 0, last_col, last_depth, later, PIECE_COLS, GATE)
             i += 1
+        if ADD:
+            HALF: gl.constexpr = TILE_COLS // 2
+            request_residual(residual_desc, ring, i, last_row, last_col + last_part * HALF, M, HALF)
+
+
+@gluon.jit
+def request_residual(residual_desc, ring, i, row, col, M, WIDTH: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Start the copies of the residual, WIDTH columns from `col` on. It takes a place of the ring for each group."""
+    x_tiles, w_boxes, ready, free, _ = ring
+    STAGES: gl.constexpr = ready.shape[0]
+    EACH: gl.constexpr = residual_desc.block_shape[1]
+    for which in gl.static_range(x_tiles.shape[0] // STAGES):
+        place = (i + which) % STAGES
+        mbarrier.wait(free.index(place), (((i + which) // STAGES) & 1) ^ 1)
+        mbarrier.expect(ready.index(place), WIDTH * HEIGHT * 2)
+        chunks = residual_chunks(w_boxes, place, ready, residual_desc)
+        first, _ = rows_of(row, which, M)
+        for c in gl.static_range(WIDTH // EACH):
+            tma.async_copy_global_to_shared(residual_desc, [first, col + c * EACH], ready.index(place), chunks.index(c))
 
 
 @gluon.jit

@@ -25,9 +25,9 @@ LARGE_BOX = LARGE_COLS // 2  # of a copy
 # Its tiles, as measured: what one takes, where 1 is a tile of two groups, and a piece of some quarters of its columns.
 PIECES = {2: {1: 0.37, 2: 0.5, 3: 0.79}, 3: {1: 0.75, 2: 0.92, 3: 1.2}}  # by groups
 THREE_GROUPS = 1.47
-# Of split inputs and of residuals: by groups and eighths of the columns. Half of the columns of two groups take 0.46 to
-# 0.49 alone, but where they could replace pairs, at 385 to 512 rows, rounds are faster with pairs.
-ADDING_TILES = {(2, 8): 1.0, (2, 5): 0.7, (2, 4): 0.51, (3, 4): 0.78}
+# Of split inputs and of residuals: by groups and eighths of the columns; what else parts of the last tiles take.
+ADDING_TILES = {(2, 8): 1.0, (2, 5): 0.7, (2, 4): 0.525, (3, 4): 0.76}
+PARTS_LATER = 0.03
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,11 +163,15 @@ class LargePlan:
     programs: int
     tiles: int  # that are not cut
     pieces: int = 0  # that the others are cut into, no more than there are programs
-    rest: int = 0  # quarters of LARGE_COLS in a piece
+    rest: int = 0  # quarters of LARGE_COLS in a piece; 0: it is one of two parts of a tile's inputs
     split: int = 1
-    in_pairs: bool = False  # two programs have one part of the inputs each
     groups: int = 2  # of warps, each with LARGE_HEIGHT rows of a tile
     eighths: int = 8  # of LARGE_COLS in a tile
+
+    @property
+    def in_pairs(self) -> bool:
+        """Whether the two programs that have the parts of a tile finish it together."""
+        return self.pieces > 0 and self.rest == 0
 
     @property
     def box(self) -> int:
@@ -194,12 +198,12 @@ def large_plans(
     plans = {}
     for (groups, eighths), cost in ADDING_TILES.items():
         tiles = (two if groups == 2 else three) * -(-num_outputs // (cols * eighths // 8))
-        if (groups, eighths) == (2, 4) and (split != 2 or tiles > num_sms):
-            continue  # measured for a program's only tile, in two parts
         plan = LargePlan(min(num_sms, tiles), tiles, split=split, groups=groups, eighths=eighths)
         plans[plan] = cost * -(-tiles // num_sms)
-        if split == 2 and 2 * tiles <= num_sms and eighths % 2 == 0:
-            plans[replace(plan, programs=2 * tiles, in_pairs=True)] = cost / 2
+        rounds, left = divmod(tiles, num_sms)
+        if split == 2 and 0 < 2 * left <= num_sms and eighths % 2 == 0:
+            plan = replace(plan, programs=num_sms if rounds else 2 * left, tiles=tiles - left, pieces=2 * left)
+            plans[plan] = cost * (rounds + 0.5) + (PARTS_LATER if rounds else 0)
     return plans
 
 
