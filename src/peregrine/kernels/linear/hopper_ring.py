@@ -4,8 +4,8 @@ There are as many programs as multiprocessors, and each takes tile after tile: s
 One warp of a program copies steps of DEPTH inputs by TMA into a ring of places. Two or three groups of four warps
 multiply them, each for HEIGHT tokens. Three groups read a weight once for 192 tokens; they have places for three steps
 only, or for four, and registers for a residual, if tiles have half of the columns. Tiles have EIGHTHS of COLS, so many
-that they fill the device. Where tiles are left over, too few for all programs, they may be cut into pieces of REST
-quarters of their columns.
+that they fill the device. Where tiles are left over, too few for all programs, they may be cut into pieces: REST
+quarters of their columns, or with PAIRS one of two parts of the inputs.
 
 With GATE a tile's rows are 8 gates, 8 ups, 8 gates and so on, copied by a descriptor of four dimensions: so a thread
 has the gate and the up of an output.
