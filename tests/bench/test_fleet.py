@@ -81,6 +81,7 @@ def test_the_command(peregrine: Callable[..., tuple[int, str, str]], tmp_path: P
     ]
     for more, said in (
         ((), "prompt_tokens_per_s=None: is missing"),
+        (("--rounds", str(tmp_path / "none.json")), "none.json': cannot be read (No such file"),
         (("--prompt-tokens-per-s", "1", "--policy", "best"), "policy='best': is not one of random, round-robin"),
         (("--prompt-tokens-per-s", "1", "--rate", "0"), "rate=0.0: must be above 0"),
     ):

@@ -271,6 +271,17 @@ def test_a_model_that_cannot_be_loaded_ends_the_server_in_one_line(
     assert str(tmp_path) in line
 
 
+def test_a_limit_of_prompts_past_the_context_ends_the_server_in_one_line(
+    peregrine: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clients are told the limit, and would find that it does not hold."""
+    monkeypatch.setenv("PEREGRINE_LOG", "warning")
+    code, out, err = peregrine("serve", "--port", "0", "--max-len", "64", "--max-prompt", "65", "--num-pages", "100")
+    assert (code, out) == (2, "")
+    [line] = err.strip().splitlines()
+    assert line.startswith("error: max_prompt=65: exceeds the context of 64 tokens; lower it")
+
+
 def test_a_signal_while_the_model_loads_ends_the_server_at_once() -> None:
     """Loading is not waited for, and its late result is dropped."""
     go_on, begun = threading.Event(), threading.Event()

@@ -40,21 +40,38 @@ def mla_mtp_model() -> Path:
     return with_prediction_layer(mla_model())
 
 
-@cache
-def expert_model() -> Path:
-    """The tiny model as a Qwen3-MoE: the first layer's MLP stays, the others are eight experts, two for each token."""
+def with_experts(name: str, fields: dict[str, object], shared: bool = False) -> Path:
+    """The tiny model with normed heads and eight experts, two for each token; the first layer's MLP stays."""
     weights, new, inner = load_file(tiny_model() / "model.safetensors"), Draw(10), 32
     for i in range(LAYERS):
         prefix = f"model.layers.{i}"
         weights |= {f"{prefix}.self_attn.{n}_norm.weight": 1 + 0.2 * new(HEAD_DIM) for n in "qk"}
         if i == 0:
             continue
-        for name in ("gate", "up", "down"):
-            del weights[f"{prefix}.mlp.{name}_proj.weight"]
+        for part in ("gate", "up", "down"):
+            del weights[f"{prefix}.mlp.{part}_proj.weight"]
         weights[f"{prefix}.mlp.gate.weight"] = new(8, HIDDEN)
-        for expert in (f"{prefix}.mlp.experts.{e}" for e in range(8)):
-            weights |= {f"{expert}.{name}_proj.weight": new(inner, HIDDEN) for name in ("gate", "up")}
+        experts = [f"{prefix}.mlp.experts.{e}" for e in range(8)]
+        for expert in [*experts, f"{prefix}.mlp.shared_experts"] if shared else experts:
+            weights |= {f"{expert}.{part}_proj.weight": new(inner, HIDDEN) for part in ("gate", "up")}
             weights[f"{expert}.down_proj.weight"] = 4 * new(HIDDEN, inner)
+        if shared:
+            weights[f"{prefix}.mlp.gate.e_score_correction_bias"] = 0.1 * new(8)
+    known = {"num_experts_per_tok": 2, "moe_intermediate_size": inner, "norm_topk_prob": True}
+    return write_model(name, tiny_model(), weights, known | fields)
+
+
+@cache
+def expert_model() -> Path:
+    """The tiny model as a Qwen3-MoE."""
     fields = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 8}
-    fields |= {"num_experts_per_tok": 2, "moe_intermediate_size": inner, "mlp_only_layers": [0]}
-    return write_model("experts", tiny_model(), weights, fields | {"norm_topk_prob": True})
+    return with_experts("experts", fields | {"mlp_only_layers": [0]})
+
+
+@cache
+def glm_mtp_model() -> Path:
+    """The tiny model as a GLM-4.5 with a prediction layer: half of a head is rotated, and an expert is shared."""
+    fields = {"architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "n_routed_experts": 8}
+    fields |= {"n_shared_experts": 1, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.5}
+    fields |= {"first_k_dense_replace": 1, "use_qk_norm": True, "partial_rotary_factor": 0.5}
+    return with_prediction_layer(with_experts("glm", fields, shared=True))

@@ -12,13 +12,13 @@ import torch
 import transformers
 
 from peregrine.sampling import SamplingParams
-from spec.expert_models import expert_model, mla_mtp_model
+from spec.expert_models import expert_model, glm_mtp_model, mla_mtp_model
 from spec.harness import Case, accept_length, build, cases, disturbed, eagle3_head, prompts, run, tokens
 
 SOME = cases(8, max_tokens=20)
 ARRIVALS = [0, 0, 2, 5, 5, 9, 14, 15]
 TREE = (3, 3, 13)
-MODELS: dict[str, Callable[[], Path]] = {"mla": mla_mtp_model, "experts": expert_model}
+MODELS: dict[str, Callable[[], Path]] = {"mla": mla_mtp_model, "experts": expert_model, "glm": glm_mtp_model}
 
 
 @cache
@@ -48,6 +48,8 @@ DRAFTERS: dict[str, tuple[str, dict[str, object]]] = {
     "experts, draft model tree": ("experts", {"drafter": draft_model("experts"), "tree": TREE}),
     "experts, mla draft model": ("experts", {"drafter": draft_model("mla"), "num_drafts": 2}),
     "experts, ngram": ("experts", {"drafter": "ngram", "num_drafts": 4}),
+    "glm, mtp chain": ("glm", {**MTP, "num_drafts": 3}),
+    "glm, mtp tree": ("glm", {**MTP, "tree": TREE}),
 }
 
 
@@ -119,7 +121,7 @@ def test_greedy_text_is_that_of_transformers(model: str) -> None:
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
     some = [Case(prompt, params) for prompt in prompts(3, seed=9, low=2)]
-    options = {**MTP, "tree": TREE} if model == "mla" else HEAD
+    options = HEAD if model == "experts" else {**MTP, "tree": TREE}
     ours = tokens(run(build(folder, **options).engine, some))
     for case, text in zip(some, ours, strict=True):
         made = theirs.generate(

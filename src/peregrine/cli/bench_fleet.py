@@ -69,17 +69,18 @@ def run_fleet(args: argparse.Namespace) -> int:
                 raise ConfigError(f"{name}={value!r}: says nothing about the server at --url; leave it out")
         finish(fleet_run.compare(plan, Client(args.url, None)), fleet_run.show, args)
         return 0
+    written = read_user_text("rounds", args.rounds)
+    try:
+        measured = json.loads(written)
+    except ValueError as error:
+        raise ConfigError(
+            f"rounds={str(args.rounds)!r}: is not JSON ({error}); name a result of bench round"
+        ) from error
     if args.prompt_tokens_per_s is None:
         raise ConfigError(
             "prompt_tokens_per_s=None: is missing; pass what a replica reads in a second: the --input-len of "
             "`bench latency` divided by its time to the first token"
         )
-    try:
-        measured = json.loads(read_user_text("rounds", args.rounds))
-    except ValueError as error:
-        raise ConfigError(
-            f"rounds={str(args.rounds)!r}: is not JSON ({error}); name a result of bench round"
-        ) from error
     costs = costs_of_rounds(measured, args.prompt_tokens_per_s)
     finish(fleet_run.run(plan, costs, args.replicas, args.policy), fleet_run.show, args)
     return 0

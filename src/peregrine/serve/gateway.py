@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 
 from peregrine.engine.loop import Sink
 from peregrine.engine.request import Delta, Output, Request
-from peregrine.errors import EngineFault, RequestError
+from peregrine.errors import ConfigError, EngineFault, RequestError
 from peregrine.llm import LLM
 from peregrine.serve.errors import ApiError, shutting_down
 from peregrine.serve.job import Job, named_as_in, num_generations
@@ -87,6 +87,10 @@ class Gateway:
 
     def __init__(self, llm: LLM, settings: ServeConfig, observe: Callable[[Delta], None]) -> None:
         self.llm, self.max_prompt = llm, settings.max_prompt
+        max_len = llm.engine.limits.max_len
+        if self.max_prompt is not None and self.max_prompt > max_len:
+            remedy = "lower it, leave it out, or raise max_len if the model can"
+            raise ConfigError(f"max_prompt={self.max_prompt}: exceeds the context of {max_len} tokens; {remedy}")
         self.num_rows = llm.engine.policy.max_rows
         self.capacity = self.num_rows + settings.max_queue
         self.idle = asyncio.Event()  # set while no generation is open

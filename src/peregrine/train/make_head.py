@@ -51,6 +51,7 @@ def make_head(order: HeadOrder) -> Facts | None:
         check_taps(order.taps, config.num_layers)
     if order.start is not None:
         find_head(order.start, config)
+    check_batch(order)
     claim(order, {"target": kind_of(config)})
     print(check_size(order, config, dtype, device), flush=True)
     check_context(order.plan, config)
@@ -90,6 +91,14 @@ def claim(order: HeadOrder, target: Facts) -> None:
         raise ConfigError(f"out={order.out}: holds files of something else; give an empty or a new folder")
     order.stages.mkdir(parents=True, exist_ok=True)
     noted.write_text(json.dumps(facts, indent=1))
+
+
+def check_batch(order: HeadOrder) -> None:
+    """Refuse a batch of more rows than there can be samples, of which every row has one."""
+    batch, plan = order.options.batch_rows, order.plan
+    if order.stop_after is None and not order.text_tokens and plan.num_prompts < batch:
+        problem = f"at most {plan.num_prompts} samples are taken for {plan.tokens} tokens; lower batch or raise tokens"
+        raise ConfigError(f"batch={batch}: {problem}")
 
 
 def check_context(plan: SamplingPlan, config: ModelConfig) -> None:

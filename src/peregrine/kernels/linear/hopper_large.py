@@ -207,8 +207,8 @@ def finish_tiles(  # type: ignore[no-untyped-def]
 @gluon.jit(do_not_specialize=["M", "tiles", "pieces"])
 def large_kernel(  # type: ignore[no-untyped-def]
     x_desc,  # [M, K] in tiles of HEIGHT x DEPTH
-    w_desc,  # [N, K] in tiles of COLS x DEPTH, or with GATE [2 N, K] in tiles of gates and ups
-    out_desc,  # [M, N] in tiles of HEIGHT x CHUNK
+    w_desc,  # [N, K] in boxes of columns x DEPTH, or with GATE [2 N, K] in boxes of gates and ups: see `LargePlan.box`
+    out_desc,  # [M, N] in tiles of HEIGHT x CHUNK, with odd EIGHTHS of half as many columns
     scaled_desc,  # likewise, with ADD
     residual_desc,  # likewise
     bias,
