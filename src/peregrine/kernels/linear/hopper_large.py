@@ -239,9 +239,9 @@ def large_kernel(  # type: ignore[no-untyped-def]
 
     GROUPS: of four warps, each with HEIGHT rows of a tile; three only if tiles have half of the columns, or without
     split inputs and a residual.
-    EIGHTHS: of COLS in a tile: 8, 4, or 5 with two groups, split inputs and a residual.
+    EIGHTHS: of COLS in a tile: 8; with split inputs or a residual also 4, and with two groups 5.
     REST: quarters in the pieces that the last tiles are cut into, of linears without either; 0: they are not. If it is
-    odd, w_desc has tiles of a quarter, and with GATE scaled_desc those of half a chunk.
+    odd, w_desc has boxes of a quarter, and with GATE scaled_desc has tiles of half a chunk.
     """
     STEPS: gl.constexpr = K // SPLIT // DEPTH
     OUT_COLS: gl.constexpr = COLS * EIGHTHS // (16 if GATE else 8)

@@ -134,10 +134,10 @@ def request_weights(  # type: ignore[no-untyped-def]
 ):
     """Start the copies of one step's weights for WIDTH columns from `col` on; column 0 lies at `first` in w_desc."""
     _, w_boxes, ready, _, _ = ring
-    EACH: gl.constexpr = w_boxes.shape[0] // ready.shape[0]
+    BOXES: gl.constexpr = w_boxes.shape[0] // ready.shape[0]
     BOX: gl.constexpr = w_boxes.shape[1]
     for n in gl.static_range(WIDTH // BOX):
-        slot = w_boxes.index(EACH * place + n)
+        slot = w_boxes.index(BOXES * place + n)
         if GATE:
             slot = slot._reinterpret(w_desc.dtype, w_desc.block_shape, w_desc.layout)
             corner = [first + col // 16 + n * (BOX // 16), 0, 0, depth]
@@ -232,10 +232,10 @@ def request_residual(residual_desc, ring, i, row, col, M, WIDTH: gl.constexpr): 
 @gluon.jit
 def residual_chunks(w_boxes, place, ready, residual_desc):  # type: ignore[no-untyped-def]
     """A place of the ring as chunks of the residual: as many columns as the weights there."""
-    EACH: gl.constexpr = w_boxes.shape[0] // ready.shape[0]
+    BOXES: gl.constexpr = w_boxes.shape[0] // ready.shape[0]
     WIDTH: gl.constexpr = residual_desc.block_shape[1]
-    shape: gl.constexpr = [EACH * w_boxes.shape[1] // WIDTH, HEIGHT, WIDTH]
-    return w_boxes.index(EACH * place)._reinterpret(residual_desc.dtype, shape, residual_desc.layout)
+    shape: gl.constexpr = [BOXES * w_boxes.shape[1] // WIDTH, HEIGHT, WIDTH]
+    return w_boxes.index(BOXES * place)._reinterpret(residual_desc.dtype, shape, residual_desc.layout)
 
 
 @gluon.jit
@@ -256,7 +256,7 @@ def multiply(  # type: ignore[no-untyped-def]
     x_tiles, w_boxes, ready, free, lead = ring
     STAGES: gl.constexpr = ready.shape[0]
     GROUPS: gl.constexpr = x_tiles.shape[0] // STAGES
-    EACH: gl.constexpr = w_boxes.shape[0] // STAGES
+    BOXES: gl.constexpr = w_boxes.shape[0] // STAGES
     BOX: gl.constexpr = w_boxes.shape[1]
     # Steps by which the other groups are behind the first at least, so that some multiply while one finishes.
     LAG: gl.constexpr = STAGES - 2
@@ -267,10 +267,10 @@ def multiply(  # type: ignore[no-untyped-def]
     for step in range(STEPS):
         place = i % STAGES
         mbarrier.wait(ready.index(place), (i // STAGES) & 1)
-        x_tile = x_tiles.index(GROUPS * place + WHICH)
-        total = warpgroup_mma(x_tile, columns(w_boxes, EACH * place, WIDTH), total, is_async=True)
+        x_tile, box = x_tiles.index(GROUPS * place + WHICH), BOXES * place
+        total = warpgroup_mma(x_tile, columns(w_boxes, box, WIDTH), total, is_async=True)
         if BESIDE:
-            beside = warpgroup_mma(x_tile, columns(w_boxes, EACH * place + WIDTH // BOX, BESIDE), beside, is_async=True)
+            beside = warpgroup_mma(x_tile, columns(w_boxes, box + WIDTH // BOX, BESIDE), beside, is_async=True)
             total, beside = warpgroup_mma_wait(2, deps=(total, beside))
         else:
             total = warpgroup_mma_wait(1, deps=(total,))
