@@ -29,7 +29,8 @@ from gpu.test_linear import WEIGHTS, Problem, make_problem
 from peregrine.bench.device import COLD_BYTES, new_event
 from peregrine.engine.graphs import Graphs
 from peregrine.hardware import read_hardware
-from peregrine.kernels.linear.triton import Addition, TritonWeight, run
+from peregrine.kernels.linear.epilogue import Addition
+from peregrine.kernels.linear.triton import TritonWeight, run
 
 REPEATS, GRAPH_S, PEAK = 15, 3e-3, 700e12
 DRAFTER = {"eagle_fc": (4096, 12288, "plain"), "eagle_qkv": (6144, 8192, "plain"), "eagle_head": (32000, 4096, "plain")}

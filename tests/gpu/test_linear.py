@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from peregrine.kernels.linear import DenseWeight
+from peregrine.kernels.linear.fitted_tiles import FittedPlan
 from peregrine.kernels.linear.tiles import LARGE_HEIGHT, LargePlan, Tile, large_plans, pick_split, pick_tile
 
 ROWS = (1, 2, 4, 7, 16, 17, 48, 64, 96, 127, 128, 192, 200, 300)
@@ -51,9 +52,24 @@ class Problem:
         (outputs, inputs), gate = (self.residual.shape[1], self.x.shape[1]), self.part == "gate"
         return list(large_plans(rows, outputs, gate, self.part == "add", pick_split(outputs, inputs, gate)))
 
-    def run(self, rows: slice, tile: Tile | None = None, plan: LargePlan | None = None) -> tuple[Tensor, ...]:
+    @property
+    def fitted_plans(self) -> list[FittedPlan]:
+        """Plans in tiles of any width, also of widths that nobody chooses; only these kernels take the weight."""
+        (height, inputs), gate = self.weight.shape, self.part == "gate"
+        split = pick_split(self.residual.shape[1], inputs, gate)
+        if split > 2 or inputs % (64 * split) or self.residual.shape[1] % 8:
+            return []
+        widths = (48, 80, 96, 128, 144, 224) if split == 1 else (48, 64, 112, 128)
+        # A thread of three groups has 128 registers, which hold its sums of 144 columns.
+        plans = [FittedPlan(groups, cols, split) for groups in (2, 3) for cols in widths if groups == 2 or cols <= 144]
+        return [plan for plan in plans if plan.cols <= height]
+
+    def run(
+        self, rows: slice, tile: Tile | None = None, plan: LargePlan | FittedPlan | None = None
+    ) -> tuple[Tensor, ...]:
         """The kernel on some rows, with outputs that held NaN: the result, and the other outputs."""
-        from peregrine.kernels.linear.triton import Addition, TritonWeight, run
+        from peregrine.kernels.linear.epilogue import Addition
+        from peregrine.kernels.linear.triton import TritonWeight, run
 
         weight = TritonWeight(self.weight, self.bias)
         x, residual = self.x[rows], self.residual[rows]
@@ -182,6 +198,17 @@ def test_every_plan_gives_the_same_bits(problem: Problem) -> None:
     assert len(kinds) == {"scale": 13, "gate": 8, "add": 10}[problem.part]
 
 
+@pytest.mark.parametrize("problem", ["qkv", "o", "gate_up", "down"], indirect=True)
+def test_tiles_of_every_width_give_the_same_bits(problem: Problem) -> None:
+    """Also where tiles overlap: rows and columns that no whole tile begins with."""
+    assert len(problem.fitted_plans) >= 8
+    for rows in (65, 100, 128, 129, 190, 193, 256, 300, 384):
+        few = problem.run(slice(0, rows), problem.tile)
+        for plan in problem.fitted_plans:
+            for many, one in zip(problem.run(slice(0, rows), plan=plan), few, strict=True):
+                assert torch.equal(many, one), (rows, plan)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 @pytest.mark.parametrize(
     ("outputs", "inputs", "part", "bias"),
@@ -201,7 +228,8 @@ def test_many_rows_of_other_weights(outputs: int, inputs: int, part: str, bias: 
     problem = make_problem(outputs, inputs, part, bias, 1500, dtype)
     for rows in (40, 100, 190, 200, 257, 512, 1500):
         few = problem.run(slice(0, rows), problem.tile)
-        for plan in (None, *(problem.plans(rows) if rows > LARGE_HEIGHT else ())):
+        fitted = problem.fitted_plans if LARGE_HEIGHT < rows < 512 else ()
+        for plan in (None, *(problem.plans(rows) if rows > LARGE_HEIGHT else ()), *fitted):
             for many, one in zip(problem.run(slice(0, rows), plan=plan), few, strict=True):
                 assert torch.equal(many, one), (rows, plan)
 
@@ -215,8 +243,10 @@ def test_squares_that_cannot_be_counted_and_small_rows_of_many(inputs: int) -> N
     problem.residual[4::13, 5] = torch.nan
     problem.residual[5::17, 300] = torch.inf
     for rows in (96, 190, 200, 300, 600):
-        for many, few in zip(problem.run(slice(0, rows)), problem.run(slice(0, rows), problem.tile), strict=True):
-            assert torch.equal(many.nan_to_num(), few.nan_to_num()), rows
+        few = problem.run(slice(0, rows), problem.tile)
+        for plan in (None, FittedPlan(2, 64, 2), FittedPlan(3, 112, 2)):
+            for many, one in zip(problem.run(slice(0, rows), plan=plan), few, strict=True):
+                assert torch.equal(many.nan_to_num(), one.nan_to_num()), (rows, plan)
 
 
 def test_a_row_of_two_tiles_may_have_a_square_that_cannot_be_counted() -> None:

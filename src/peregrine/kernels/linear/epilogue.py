@@ -4,10 +4,28 @@ They are plain `triton.jit` functions, which Gluon kernels can call too. The two
 round: ROW_AXIS is the axis of a tile along which its rows (tokens) lie, 0 in Triton's and 1 in Hopper's.
 """
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from peregrine.kernels.residual.triton import counted_square, fine_square, is_small, root_mean_square, weighted
+
+
+@dataclass(frozen=True, slots=True)
+class Addition:
+    """What the kernel reads and writes to add to a residual stream."""
+
+    residual: Tensor  # [M, N]
+    norm: Tensor  # [N] weight of the next norm
+    scaled: Tensor  # [M, N] result: the sum times the norm's weight
+    squares: Tensor  # [M, 2] i64 result: the sum's squares are added to it
+    stale_squares: Tensor  # [M, 2] i64 result: zeros
+
+    def pointers(self, rows: slice) -> tuple[Tensor, ...]:
+        """The kernel's arguments for some rows."""
+        return self.residual[rows], self.norm, self.scaled[rows], self.squares[rows], self.stale_squares[rows]
 
 
 @triton.jit

@@ -20,7 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from peregrine.kernels.linear.epilogue import addends, finish_outputs, merge_split, reset_squares
+from peregrine.kernels.linear.epilogue import Addition, addends, finish_outputs, merge_split, reset_squares
+from peregrine.kernels.linear.fitted import run_fitted
+from peregrine.kernels.linear.fitted_tiles import FittedPlan, hopper_plan
 from peregrine.kernels.linear.reference import DenseWeight
 from peregrine.kernels.linear.tiles import (
     MAX_ROWS,
@@ -28,7 +30,6 @@ from peregrine.kernels.linear.tiles import (
     LargePlan,
     Room,
     Tile,
-    large_plan,
     pick_split,
     pick_tile,
     workspace_sizes,
@@ -77,21 +78,6 @@ class TritonWeight(DenseWeight):
         return pick_split(self.whole_outputs or len(self.weight), self.weight.shape[1], gate)
 
 
-@dataclass(frozen=True, slots=True)
-class Addition:
-    """What the kernel reads and writes to add to a residual stream."""
-
-    residual: Tensor  # [M, N]
-    norm: Tensor  # [N] weight of the next norm
-    scaled: Tensor  # [M, N] result: the sum times the norm's weight
-    squares: Tensor  # [M, 2] i64 result: the sum's squares are added to it
-    stale_squares: Tensor  # [M, 2] i64 result: zeros
-
-    def pointers(self, rows: slice) -> tuple[Tensor, ...]:
-        """The kernel's arguments for some rows."""
-        return self.residual[rows], self.norm, self.scaled[rows], self.squares[rows], self.stale_squares[rows]
-
-
 def run(
     x: Tensor,
     weight: DenseWeight,
@@ -101,21 +87,42 @@ def run(
     gate: bool = False,
     add: Addition | None = None,
     tile: Tile | None = None,
-    plan: LargePlan | None = None,
+    plan: LargePlan | FittedPlan | None = None,
     split: int | None = None,
 ) -> None:
     """One launch for every MAX_ROWS rows. `scale` is (squares, eps); without a tile, the one that the tables say.
 
-    Without a tile many rows may go to Hopper's kernel for them, in one launch, by this plan or the best. `split`: see
+    Without a tile more rows may go to Hopper's kernels for them, in one launch, by this plan or the best. `split`: see
     `pick_tile`.
     """
-    x = dense_rows(x)
+    x, on_hopper = dense_rows(x), hopper_takes(weight.weight)
+    if plan is None and tile is None and on_hopper:
+        num_sms = multiprocessors(x.device, 0)
+        plan = hopper_plan(len(x), out.shape[1], x.shape[1], gate, add is not None, num_sms, split)
+    if isinstance(plan, FittedPlan):
+        run_fitted(x, weight, out, plan, scale, gate, add.pointers(slice(None)) if add else None)
+    elif plan is not None:
+        # Imports Gluon, which other devices do not need.
+        from peregrine.kernels.linear.hopper_launch import run_large
+
+        run_large(x, weight, out, scale, gate, add, plan, _workspace(x.device))
+    else:
+        _run_tiles(x, weight, out, scale, gate, add, tile, split)
+
+
+def _run_tiles(
+    x: Tensor,
+    weight: DenseWeight,
+    out: Tensor,
+    scale: tuple[Tensor, float] | None,
+    gate: bool,
+    add: Addition | None,
+    tile: Tile | None,
+    split: int | None,
+) -> None:
+    """By the tiles of the tables, or by this one."""
     (num_rows, num_outputs), num_inputs = out.shape, x.shape[1]
     matrix, bias, on_hopper = weight.weight, weight.bias, hopper_takes(weight.weight)
-    if plan is None and tile is None and on_hopper:
-        plan = large_plan(num_rows, num_outputs, num_inputs, gate, add is not None, multiprocessors(x.device, 0), split)
-    if plan is not None:
-        return _run_large(x, weight, out, scale, gate, add, plan)
     room = Room(shared_bytes(x.device), x.element_size())
     tile = tile or pick_tile(min(num_rows, MAX_ROWS), num_outputs, num_inputs, gate, on_hopper, room, split)
     squares, eps = scale or (None, 0.0)
@@ -152,50 +159,6 @@ def run(
         else:
             sizes = count, x.stride(0), eps
             launch(linear_kernel, grid, x[rows], matrix, *pointers, *sizes, **constants, num_stages=tile.stages)
-
-
-def _run_large(
-    x: Tensor,
-    weight: DenseWeight,
-    out: Tensor,
-    scale: tuple[Tensor, float] | None,
-    gate: bool,
-    add: Addition | None,
-    plan: LargePlan,
-) -> None:
-    # Imports Gluon, which other devices do not need.
-    from peregrine.kernels.linear.hopper import tiled
-    from peregrine.kernels.linear.hopper_large import large_kernel
-    from peregrine.kernels.linear.hopper_ring import CHUNK, DEPTH, HEIGHT, weight_tiles
-
-    def in_chunks(matrix: Tensor, halved: bool = plan.eighths % 2 > 0) -> Any:
-        return tiled(matrix, HEIGHT.value, CHUNK.value // 2 if halved else CHUNK.value)
-
-    squares, eps = scale or (None, 0.0)
-    results = in_chunks(out)
-    ends = in_chunks(out, halved=True) if gate and plan.rest % 2 else results
-    launch(
-        large_kernel,
-        (plan.programs,),
-        *(tiled(x, HEIGHT.value, DEPTH.value), weight_tiles(weight.weight, gate, box=plan.box), results),
-        *((in_chunks(add.scaled), in_chunks(add.residual)) if add else (ends, results)),
-        *(out if weight.bias is None else weight.bias, out if squares is None else squares),
-        *((add.norm, add.squares, add.stale_squares) if add else (out,) * 3),
-        *(*_workspace(x.device), len(out), plan.tiles, plan.pieces, eps),
-        N=out.shape[1],
-        K=x.shape[1],
-        SCALE=squares is not None,
-        BIAS=weight.bias is not None,
-        GATE=gate,
-        ADD=add is not None,
-        SPLIT=plan.split,
-        PAIRS=plan.in_pairs,
-        GROUPS=plan.groups,
-        EIGHTHS=plan.eighths,
-        REST=plan.rest,
-        num_warps=4,
-        pdl=True,
-    )
 
 
 def hopper_takes(weight: Tensor) -> bool:
