@@ -148,8 +148,10 @@ def test_given_options_are_kept() -> None:
 def test_a_table_has_a_line_for_each_case(experts: float) -> None:
     case = rounds.Figures(8, 2048, 5.0, 3.0, 4800.0, 4.0, 1.25, 2.0, 1.2, 16.0, experts, 80.0, 0.004)
     facts = {"asked": {"model": "m"}, "copy_tb_per_s": 4.1, "matrix_tflop_per_s": 700.0, "start_s": 9.0}
+    facts["kept_matrix_tflop_per_s"] = 600.0
     lines = rounds.show(facts | {"cases": [rounds.asdict(case)]}).splitlines()
     assert len(lines) == 3
+    assert "matrix product 700 TFLOP/s, 600 at the power limit, ready" in lines[0]
     counted = ["12.3"] if experts else []
     assert lines[-1].split() == [
         "8",
@@ -338,7 +340,7 @@ def test_a_case_is_measured(model: Callable[[], Path] | None, monkeypatch: pytes
     monkeypatch.setattr(FakeEvent, "now", 0.0)
     options: dict[str, Any] = {"max_rows": 2, "max_len": 500, "num_pages": 100}
     engine = (build(**options) if model is None else build(model(), drafter="mtp", num_drafts=2, **options)).engine
-    peaks = rounds.Peaks(bytes_per_s=1e9, operations_per_s=1e9)
+    peaks = rounds.Peaks(bytes_per_s=1e9, operations_per_s=1e9, kept_operations_per_s=1e9)
     figures = rounds.measure(engine, Case(2, 20), 6, peaks)
     assert (figures.rows, figures.context) == (2, 20)
     assert figures.ms_per_round == pytest.approx((6 * 2 + 5 * 1) / 6)

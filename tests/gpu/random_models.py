@@ -38,6 +38,14 @@ def qwen3() -> Path:
 
 
 @cache
+def wide() -> Path:
+    """Llama: two layers of the widths of an 8B, so that every linear for many rows takes part."""
+    return _checkpoint(
+        num_heads=32, num_kv_heads=8, head_dim=128, hidden_size=4096, intermediate_size=14336, num_layers=2
+    )
+
+
+@cache
 def deepseek() -> Path:
     """DeepSeek: MLA of V2-Lite (16 heads, 512 + 64), a dense layer, then 16 experts; a prediction layer."""
     return with_prediction_layer(
@@ -85,15 +93,13 @@ def disturbed(model: Path, share: float = 0.03) -> Path:
     return folder
 
 
-def _checkpoint(**heads: int) -> Path:
+def _checkpoint(**sizes: int) -> Path:
+    common = {"hidden_size": HIDDEN, "intermediate_size": 2 * HIDDEN, "num_layers": LAYERS}
     return make_random_checkpoint(
         mkdtemp(prefix="peregrine-random-"),
         vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        intermediate_size=2 * HIDDEN,
-        num_layers=LAYERS,
         max_positions=CONTEXT,
         dtype="bfloat16",
         seed=3,
-        **heads,
+        **(common | sizes),  # type: ignore[arg-type]
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpu.random_models import VOCAB, disturbed, llama, qwen3
+from gpu.random_models import VOCAB, disturbed, llama, qwen3, wide
 from peregrine.engine.build import Built, build_engine
 from peregrine.engine.engine import Engine
 from peregrine.engine.request import Output
@@ -186,3 +186,28 @@ def test_256_rows_and_prompts_cut_at_odd_places_give_the_same_tokens(capsys: pyt
     with capsys.disabled():
         print(f"\nidentity, 256 rows: {compared} tokens compared, no difference")
     assert compared > 20_000
+
+
+def test_rounds_of_65_to_384_tokens_of_wide_layers_give_the_same_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    """Linears of an 8B's widths, which several kernels share by the number of tokens: 128 rows that end one by one."""
+    model, crowd = str(wide()), 128
+    generator, some = torch.Generator().manual_seed(9), []
+    for index in range(crowd):
+        prompt = torch.randint(2, VOCAB, (1 + 37 * index % 301,), generator=generator).tolist()
+        params = {"seed": index, "max_tokens": 24 + index // 2, "ignore_eos": True, "detokenize": False}
+        some.append(Case(tuple(prompt), SamplingParams(**(params | PARAMS[index % len(PARAMS)]))))  # type: ignore[arg-type]
+    sizes: dict[str, object] = {"max_rows": crowd, "row_sizes": (32, 48, 64, 80, 96, crowd), "num_pages": 5_000}
+    few = slice(crowd - 8, crowd)
+    alone, compared = tokens(run(build(model, max_rows=1).engine, some[few])), 0
+    assert len({tuple(row[-20:]) for row in alone}) == len(alone)
+    expected = tokens(run(build(model, **sizes).engine, some))
+    compared += count_equal("alone", alone, expected[few])
+    drafts: dict[str, object] = {"drafter": str(disturbed(wide()))}
+    for name, options in (
+        ("one draft, chunks of 200", drafts | {"num_drafts": 1, "prefill_chunk": 200}),
+        ("two drafts, chunks of 333", drafts | {"num_drafts": 2, "prefill_chunk": 333}),
+    ):
+        compared += count_equal(name, tokens(run(build(model, **(sizes | options)).engine, some)), expected)
+    with capsys.disabled():
+        print(f"\nidentity, wide layers: {compared} tokens compared, no difference")
+    assert compared > 14_000
