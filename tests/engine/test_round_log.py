@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from peregrine.engine import round_log
 from peregrine.engine.engine import Engine
 from peregrine.engine.output import Delta, Output
 from peregrine.engine.request import Request
-from peregrine.engine.round_log import AT_END, MORE, ROUNDS, TOKENS, RoundLog
+from peregrine.engine.round_log import AT_END, FEW, MORE, ROUNDS, TOKENS, RoundLog
 from peregrine.engine.round_result import RoundResult
 from peregrine.kernels.round import FINISH_FAULT, FINISH_NONE, HEADER
 from peregrine.sampling import SamplingParams
@@ -17,6 +18,13 @@ from spec.harness import build, cases, check_pages, noisy_model
 
 WIDTH = 4
 DRAFTED = {"drafter": str(noisy_model()), "num_drafts": 3}
+
+
+@pytest.fixture(params=[0, 2])
+def few(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Requests that are not logged: none, or a part of a batch."""
+    monkeypatch.setattr(round_log, "FEW", request.param)
+    return int(request.param)
 
 
 def drawn_table(dice: Random, rows: int) -> np.ndarray:
@@ -29,13 +37,16 @@ def drawn_table(dice: Random, rows: int) -> np.ndarray:
     return table
 
 
-def test_requests_are_given_what_rounds_gave_them_whoever_leaves_and_joins(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_are_given_what_rounds_gave_them_whoever_leaves_and_joins(
+    few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Against lists that are appended to in every round. Requests of one batch wait for all kinds of things."""
     dice, seats, number, clock, waits = Random(3), 7, 0, 0.0, (AT_END, TOKENS, MORE)
     monkeypatch.setattr("peregrine.engine.round_log.time.perf_counter", lambda: clock)
     log, running = RoundLog(seats, WIDTH), list[int]()
     given: dict[int, list[list[int]]] = {}  # lines not taken, by request
     times: dict[int, list[float]] = {}
+    logged: dict[int, bool] = {}  # whether a request's rounds are taken from the log
     filled = 0
     for _ in range(6 * ROUNDS):
         for _ in range(dice.choice((0, 0, 0, 1, 2))):
@@ -44,22 +55,25 @@ def test_requests_are_given_what_rounds_gave_them_whoever_leaves_and_joins(monke
                 assert log.take(seat) == list(zip(given[running[seat]], times[running[seat]], strict=True))
                 if seat < len(running) - 1:
                     log.move(len(running) - 1, seat)
+                if logged[running[seat]]:
+                    log.leave()
                 running[seat] = running[-1]
                 running.pop()
         while len(running) < seats and dice.random() < 0.3:
             number += 1
-            assert log.join(len(running), waits[number % 3]) is (None if waits[number % 3] == MORE else log)
+            logged[number] = waits[number % 3] != MORE and len(running) >= few
+            assert log.join(len(running), waits[number % 3]) is (log if logged[number] else None)
             running.append(number)
             given[number], times[number] = [], []
         if log.is_full:
             filled += 1
-            for request, logged in zip(running, log.take_all(len(running)), strict=True):
+            for request, taken in zip(running, log.take_all(len(running)), strict=True):
                 lines = given[request]
                 tokens = [token for line in lines for token in line[HEADER : HEADER + line[0]]]
-                assert np.frombuffer(logged.tokens, dtype=np.int64).tolist() == tokens
+                assert np.frombuffer(taken.tokens, dtype=np.int64).tolist() == tokens
                 counts = [count for line in lines for count in line[:3]]
-                assert np.frombuffer(logged.verdicts, dtype=np.int64).tolist() == counts
-                assert not lines or logged.since == times[request][0]
+                assert np.frombuffer(taken.verdicts, dtype=np.int64).tolist() == counts
+                assert not lines or taken.since == times[request][0]
                 given[request], times[request] = [], []
         clock += 1.0
         # As the engine has it: a round that was queued before the last ones joined has no rows for them.
@@ -70,9 +84,10 @@ def test_requests_are_given_what_rounds_gave_them_whoever_leaves_and_joins(monke
             if line[0] or line[3]:
                 given[running[row]].append(line[: HEADER + WIDTH])
                 times[running[row]].append(clock)
-            kind = waits[running[row] % 3]
-            assert (row in simple) == (kind == TOKENS and line[0] > 0 and not line[3])
-            assert (row in whole) == bool(line[3] or (kind == MORE and line[0]))
+            kind, is_logged = waits[running[row] % 3], logged[running[row]]
+            assert (row in simple) == (is_logged and kind == TOKENS and line[0] > 0 and not line[3])
+            assert (row in whole) == bool(line[3] or (not is_logged and line[0]))
+        assert log.members == sum(logged[request] for request in running)
         for seat, request in enumerate(running):
             assert log.held(seat) == sum(line[0] for line in given[request])
     assert filled >= 5
@@ -130,7 +145,7 @@ def vars_of(params: SamplingParams) -> dict[str, object]:
 
 
 @pytest.mark.parametrize(("lag", "pages"), [(0, 600), (1, 160), (2, 600)])
-def test_streams_and_outputs_agree_in_a_batch_of_all_kinds(lag: int, pages: int) -> None:
+def test_streams_and_outputs_agree_in_a_batch_of_all_kinds(few: int, lag: int, pages: int) -> None:
     """With requests that come, end, are aborted and are preempted meanwhile, over more rounds than the log keeps."""
     sizes = {"page_size": 4, "max_rows": 5, "max_len": 260, "num_pages": pages, "lag": lag}
     aborts, arrivals = {4: 40, 5: 44, 3: 48}, [0] * 6 + [30, 31, 60, 61, 62, 100]
@@ -161,6 +176,7 @@ def test_streams_and_outputs_agree_in_a_batch_of_all_kinds(lag: int, pages: int)
 
 def test_requests_are_looked_at_only_when_something_is_asked_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither one whose output is awaited nor one that is streamed without text costs a call in most rounds."""
+    monkeypatch.setattr(round_log, "FEW", 0)
     calls = list[str]()
     for name in ("take", "settle", "add"):
         method = getattr(Request, name)
@@ -181,7 +197,16 @@ def test_requests_are_looked_at_only_when_something_is_asked_of_them(monkeypatch
     assert len(calls) < ROUNDS
 
 
-def test_deltas_of_a_step_are_in_the_order_of_rows() -> None:
+def test_requests_in_the_first_seats_are_given_their_rounds_at_once() -> None:
+    """A call for each of them takes less time than the log where they are all there are."""
+    log = RoundLog(FEW + 1, WIDTH)
+    assert [log.join(seat, AT_END) for seat in range(FEW)] == [None] * FEW
+    assert log.members == 0
+    assert log.join(FEW, AT_END) is log
+    assert log.members == 1
+
+
+def test_deltas_of_a_step_are_in_the_order_of_rows(few: int) -> None:
     engine = build(max_rows=4, lag=0).engine
     requests = []
     for index, case in enumerate(cases(4, max_tokens=9, ignore_eos=True)):

@@ -14,7 +14,7 @@ from peregrine.engine.policy import BatchPolicy, next_admitted
 from peregrine.engine.prefill import Replay, next_chunks, read_chunks
 from peregrine.engine.request import Request
 from peregrine.engine.round_log import RoundLog
-from peregrine.engine.round_result import RoundResult, attempt, empty_full, last_delta
+from peregrine.engine.round_result import RoundResult, attempt, last_delta, log_round
 from peregrine.engine.runner import Runner
 from peregrine.errors import RequestError
 from peregrine.grammar import GrammarCompiler, Matcher
@@ -192,6 +192,8 @@ class Engine:
             self._log.move(last, seat)
         self.running.pop()
         self._features = None
+        if request.log is not None:
+            self._log.leave()
         request.seat = request.log = None
 
     # Rounds.
@@ -205,7 +207,8 @@ class Engine:
 
     def _make_room(self) -> list[Delta]:
         """Reserve pages for the next round of every running request; if they run out, preempt the youngest."""
-        deltas, reaches = list[Delta](), list[int]()
+        deltas: list[Delta] = []
+        reaches: list[int] = []
         short = [(self.running[row], len(self.running[row].pages)) for row in self._short_rows()]
         for request, _ in short:
             reach = self._reach(request)
@@ -273,16 +276,13 @@ class Engine:
             self._spare[:count] += self._most_accepted - result.table[:, 0]
         else:
             result = result.by_seat(self.running)
-        empty_full(self._log, self.running)
-        self._log.add(result.table)
-        simple, whole = self._log.news(result.table)
-        if not whole:
-            return result.deltas(simple)
-        deltas = dict(zip(simple, result.deltas(simple), strict=True))
-        for row, line in zip(whole, result.table[whole].tolist(), strict=True):
-            delta, reason, stop = result.take(row, line)
-            deltas[row] = delta if reason is None else self._finish(result.requests[row], delta, reason, stop)
-        return [deltas[row] for row in sorted(deltas)]
+        simple, whole = log_round(self._log, result.table, self.running)
+        deltas = dict(zip(simple, result.deltas(simple), strict=True)) if simple else {}
+        for row, line in zip(whole, result.lines(whole), strict=True) if whole else ():
+            if taken := result.take(row, line):
+                delta, reason, stop = taken
+                deltas[row] = delta if reason is None else self._finish(result.requests[row], delta, reason, stop)
+        return [deltas[row] for row in sorted(deltas)] if simple and whole else list(deltas.values())
 
     def _finish(self, request: Request, last: Delta, reason: str, stop: str | int | None = None) -> Delta:
         """Free the request's seat and pages; returns its last delta, which carries the output."""

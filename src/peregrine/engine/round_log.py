@@ -17,6 +17,7 @@ Ints = npt.NDArray[np.int64]
 ROUNDS = 64  # that are kept
 WORD = 8  # bytes
 COUNTS = 3  # numbers of a verdict that statistics are made of: tokens, right drafts, drafts
+FEW = 8  # requests in the first seats are given their rounds at once: for so few, the log is the slower way
 AT_END, TOKENS, MORE = range(3)  # what a user waits for: the output; each round's tokens; with them text or odds
 
 
@@ -39,6 +40,7 @@ class RoundLog:
         self._held = np.zeros(seats, dtype=np.int64)  # tokens since then
         self._tells, self._shows = np.zeros((2, seats), dtype=np.bool_)  # users wait for TOKENS, or for MORE
         self._quiet = True  # no user of a running request waits for more than its output
+        self.members = 0  # requests whose rounds are taken from here
 
     @property
     def is_full(self) -> bool:
@@ -48,12 +50,18 @@ class RoundLog:
     def join(self, seat: int, waits: int) -> "RoundLog | None":
         """A request has taken a seat; its user waits for the output (AT_END), for TOKENS, or for MORE.
 
-        None: it is given its rounds one by one, since its user waits for MORE.
+        None: it is given its rounds one by one, since its user waits for MORE or it is one of a FEW.
         """
+        is_member = waits != MORE and seat >= FEW
         self._first[seat], self._held[seat] = len(self._times), 0
-        self._tells[seat], self._shows[seat] = waits == TOKENS, waits == MORE
-        self._quiet = waits == AT_END and (self._quiet or seat == 0)
-        return None if waits == MORE else self
+        self._tells[seat], self._shows[seat] = waits == TOKENS and is_member, not is_member
+        self._quiet = waits == AT_END and is_member and (self._quiet or seat == 0)
+        self.members += is_member
+        return self if is_member else None
+
+    def leave(self) -> None:
+        """A request whose rounds were taken from here has left its seat."""
+        self.members -= 1
 
     def move(self, source: int, target: int) -> None:
         """A request has taken the seat of another one."""

@@ -48,9 +48,22 @@ class RoundResult:
         table[seats[seats >= 0]] = self.table[seats >= 0]
         return RoundResult(running.copy(), table, self.extras)
 
-    def take(self, row: int, line: list[int]) -> tuple[Delta, str | None, str | int | None]:
-        """What the round gave a request, from its line: (delta, why it ends if it does, what stopped it)."""
+    def lines(self, rows: list[int]) -> list[list[int]]:
+        """The verdict's lines of some rows."""
+        table = self.table if len(rows) == len(self.table) else self.table[rows]
+        return table.tolist()  # type: ignore[no-any-return]
+
+    def take(self, row: int, line: list[int]) -> tuple[Delta, str | None, str | int | None] | None:
+        """What the round gave a request, from its line: (delta, why it ends if it does, what stopped it).
+
+        None: it gave it nothing, or nothing that its user waits for.
+        """
         request = self.requests[row]
+        if not (line[0] or line[3]):
+            return None
+        if not (line[3] or request.is_followed):
+            request.take(line, time.perf_counter())  # it is one of a few, which are not logged
+            return None
         taken = attempt(request, partial(take_line, request, line, self.extras.get(request.id, NO_EXTRAS)))
         return taken or (Delta(request.id), "error", None)
 
@@ -105,12 +118,16 @@ def attempt(request: Request, work: Callable[[], Value]) -> Value | None:
         return None
 
 
-def empty_full(log: RoundLog, running: list[Request]) -> None:
-    """Let all requests take in what the log holds for them, if it is full."""
+def log_round(log: RoundLog, table: Ints, running: list[Request]) -> tuple[list[int], list[int]]:
+    """Log a round's verdict for those that are logged. Returns two lists of rows, as `RoundLog.news` does."""
+    if not log.members:
+        return [], list(range(len(table)))
     if log.is_full:
         for request, logged in zip(running, log.take_all(len(running)), strict=True):
             if request.log is not None:
                 request.add(logged)
+    log.add(table)
+    return log.news(table)
 
 
 def take_line(request: Request, line: list[int], extras: RowExtras) -> tuple[Delta, str | None, str | int | None]:
