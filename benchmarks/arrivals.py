@@ -24,7 +24,7 @@ from peregrine.bench.generation import decided
 from peregrine.bench.serve import Case, arrivals
 from peregrine.bench.serve_metrics import Exchange, Limits, summarise
 from peregrine.cli.flags import new_file
-from peregrine.engine.request import Delta
+from peregrine.engine.output import Delta
 from peregrine.errors import EngineFault, PeregrineError
 from peregrine.llm import LLM
 from peregrine.sampling import SamplingParams

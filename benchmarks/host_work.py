@@ -26,6 +26,7 @@ from peregrine.sampling import SamplingParams
 from peregrine.spec.state import Rows
 
 WARM = 20
+KINDS = OUTPUTS, TOKENS, TEXT = "whole outputs", "deltas of every round", "deltas with text"
 
 
 def null_engine(rows: int, drafts: int, context: int, tokens: int) -> Engine:
@@ -43,21 +44,21 @@ def null_engine(rows: int, drafts: int, context: int, tokens: int) -> Engine:
     return engine
 
 
-def join(engine: Engine, count: int, context: int, max_tokens: int, streams: bool) -> list[Request]:
+def join(engine: Engine, count: int, context: int, max_tokens: int, kind: str) -> list[Request]:
     """Seat requests whose prompts count as read."""
-    params = SamplingParams(temperature=0.0, seed=1, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+    params = SamplingParams(temperature=0.0, seed=1, max_tokens=max_tokens, ignore_eos=True, detokenize=kind == TEXT)
     requests = [engine.prepare([300] * context, params) for _ in range(count)]
     for request in requests:
-        if not streams:
+        if kind == OUTPUTS:
             request.wait_for_end()
         engine.enqueue(request)
     engine.seat_unread()
     return requests
 
 
-def measure(engine: Engine, args: argparse.Namespace, max_tokens: int, streams: bool) -> tuple[float, float]:
+def measure(engine: Engine, args: argparse.Namespace, max_tokens: int, kind: str) -> tuple[float, float]:
     """Microseconds per row and round: of the step, and of joins and leaves."""
-    requests, steps, churn = join(engine, args.rows, args.context, max_tokens, streams), 0.0, 0.0
+    requests, steps, churn = join(engine, args.rows, args.context, max_tokens, kind), 0.0, 0.0
     for number in itertools.count():
         if number == WARM:
             steps = churn = 0.0
@@ -68,7 +69,7 @@ def measure(engine: Engine, args: argparse.Namespace, max_tokens: int, streams: 
             began = time.thread_time()
             for request in requests[: args.churn]:
                 engine.abort(request)
-            requests = [*requests[args.churn :], *join(engine, args.churn, args.context, max_tokens, streams)]
+            requests = [*requests[args.churn :], *join(engine, args.churn, args.context, max_tokens, kind)]
             churn += time.thread_time() - began
         if number == WARM + args.rounds:
             break
@@ -92,13 +93,12 @@ def main() -> None:
     max_tokens = (args.rounds + WARM + 8) * (args.drafts + 1)
     with torch.inference_mode():
         engine = null_engine(args.rows, args.drafts, args.context, max_tokens)
-        for streams in (False, True):
-            step, churn = min(measure(engine, args, max_tokens, streams) for _ in range(3))
-            kind = "deltas of every round" if streams else "whole outputs"
+        for kind in KINDS:
+            step, churn = min(measure(engine, args, max_tokens, kind) for _ in range(3))
             print(f"{kind}: {step:.2f} us per row and round, joins and leaves {churn:.2f} us")
         if args.profile:
             with cProfile.Profile() as profile:
-                measure(engine, args, max_tokens, False)
+                measure(engine, args, max_tokens, OUTPUTS)
             pstats.Stats(profile).sort_stats("tottime").print_stats(25)
 
 

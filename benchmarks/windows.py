@@ -37,7 +37,8 @@ from typing import Any, NamedTuple
 os.environ.setdefault("MIMALLOC_ARENA_RESERVE", "4GiB")
 
 from peregrine import LLM, SamplingParams
-from peregrine.engine.request import Output, Request
+from peregrine.engine.output import Output
+from peregrine.engine.request import Request
 from peregrine.engine.round_times import FixedPlan
 from peregrine.engine.steady import SteadyPlan
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from peregrine import LLM, SamplingParams
+from peregrine.engine.output import Delta
 from peregrine.errors import ConfigError, EngineFault, RequestError
 from peregrine.kernels.runtime.cpu import NUMBA_PRESENT, load_kernels
 from spec.harness import build, check_pages, noisy_model, tiny_model
@@ -62,6 +63,20 @@ def test_a_stream_adds_up_to_the_output(llm: LLM) -> None:
     assert functools.reduce(operator.iadd, (d.token_ids for d in deltas), []) == whole.token_ids
     assert functools.reduce(operator.iadd, (d.drafted for d in deltas), []) == final.drafted
     assert [d.finish_reason for d in deltas[:-1]] == [None] * (len(deltas) - 1)
+
+
+def test_a_stream_of_tokens_holds_what_it_gave(llm: LLM) -> None:
+    """Its deltas are read when they are taken: they are equal, copied and printed as any others."""
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, detokenize=False)
+    deltas = list(llm.stream([5, 6], params))
+    output = deltas[-1].output
+    assert output is not None
+    assert output.token_ids == llm.generate([5, 6], params)[0].token_ids
+    assert [token for delta in deltas for token in delta.token_ids] == output.token_ids
+    assert len(deltas) > 1
+    for delta in deltas:
+        assert Delta(*delta) == delta
+        assert type(delta) is Delta
 
 
 def test_closing_a_stream_aborts_its_request(llm: LLM) -> None:

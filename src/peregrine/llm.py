@@ -18,8 +18,9 @@ from peregrine.config import Decision, EngineConfig
 from peregrine.engine.ahead_planner import AheadCosts
 from peregrine.engine.build import build_engine
 from peregrine.engine.loop import EngineLoop
+from peregrine.engine.output import Delta, Output
 from peregrine.engine.prompts import Message, Prompt, as_conversations, as_prompts, token_ids
-from peregrine.engine.request import Delta, Output, Request
+from peregrine.engine.request import Request
 from peregrine.errors import ConfigError, EngineFault, RequestError, shown
 from peregrine.sampling import SamplingParams, sampling_params
 from peregrine.spec.planner import Costs
@@ -223,10 +224,10 @@ def close_all(loop: EngineLoop, close_ranks: Callable[[], None]) -> None:
 
 
 def checked(delta: Delta | EngineFault) -> Delta:
-    """The delta; raises a fault."""
+    """The delta, read; raises a fault."""
     if isinstance(delta, EngineFault):
         raise delta
-    return delta
+    return delta.plain()
 
 
 def engine_config(model: str | PathLike[str], options: dict[str, object]) -> EngineConfig:

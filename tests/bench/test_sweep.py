@@ -8,7 +8,7 @@ import pytest
 
 from peregrine.bench import sweep
 from peregrine.cli.main import main
-from peregrine.engine.request import Output, Timing
+from peregrine.engine.output import Output, Timing
 from peregrine.engine.stats import Stats
 from peregrine.errors import ConfigError
 

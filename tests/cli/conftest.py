@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 
 from peregrine.config import Decision
-from peregrine.engine.request import Delta, Output, Timing, TokenLogprob
+from peregrine.engine.output import Delta, Output, Timing, TokenLogprob
 from peregrine.engine.stats import Stats
 from peregrine.errors import CheckpointError, ConfigError
 from peregrine.sampling import SamplingParams, sampling_params

@@ -11,7 +11,7 @@ import pytest
 from cli.conftest import Terminal
 from peregrine.cli import chat as chats
 from peregrine.cli.main import main
-from peregrine.engine.request import Delta
+from peregrine.engine.output import Delta
 from peregrine.errors import RequestError
 from peregrine.sampling import SamplingParams, sampling_params
 

@@ -10,7 +10,7 @@ import pytest
 
 from cli.conftest import Terminal, make_output
 from peregrine.cli.demo import print_comparison
-from peregrine.engine.request import Output
+from peregrine.engine.output import Output
 from peregrine.sampling import SamplingParams
 
 Run = Callable[..., tuple[int, str, str]]

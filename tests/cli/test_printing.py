@@ -14,7 +14,7 @@ from cli.conftest import Terminal
 from peregrine.cli.main import main
 from peregrine.cli.printing import DraftMarks, print_json, print_note, print_stream
 from peregrine.engine.folders import find_model
-from peregrine.engine.request import Delta
+from peregrine.engine.output import Delta
 from peregrine.errors import EngineFault
 from peregrine.llm import LLM
 from peregrine.log import logger

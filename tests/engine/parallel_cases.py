@@ -19,8 +19,8 @@ import torch
 from engine.test_against_transformers import FAMILIES, checkpoint
 from peregrine.engine import parallel
 from peregrine.engine.build import build_engine
+from peregrine.engine.output import Output
 from peregrine.engine.parallel import Started, possible_sizes, started_ranks
-from peregrine.engine.request import Output
 from peregrine.engine.round_costs import RoundCosts
 from peregrine.engine.sources import open_source
 from peregrine.llm import engine_config

@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file
 from scipy import stats
 
-from peregrine.engine.request import Output, Request
+from peregrine.engine.output import Output
+from peregrine.engine.request import Request
 from peregrine.sampling import SamplingParams
 from peregrine.text.stream import TextStream
 from peregrine.text.tokenizer import Tokenizer

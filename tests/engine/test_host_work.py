@@ -9,8 +9,8 @@ import torch
 
 from peregrine.engine.admission import seat_entry
 from peregrine.engine.engine import Engine
+from peregrine.engine.output import Output
 from peregrine.engine.page_ledger import GROWN
-from peregrine.engine.request import Output
 from peregrine.engine.stats import Stats, drafted_flags, rounds_of
 from peregrine.sampling import SamplingParams
 from peregrine.spec.seat_buffers import SeatBuffers

@@ -8,7 +8,8 @@ import pytest
 from peregrine import LLM, SamplingParams
 from peregrine.engine import loop
 from peregrine.engine.loop import EngineLoop
-from peregrine.engine.request import Delta, Request
+from peregrine.engine.output import Delta
+from peregrine.engine.request import Request
 from peregrine.errors import EngineFault
 from spec.harness import build, tiny_model
 

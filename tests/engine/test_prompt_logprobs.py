@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from peregrine.engine.request import Output, TokenLogprob
+from peregrine.engine.output import Output, TokenLogprob
 from peregrine.sampling import SamplingParams
 from spec.harness import Case, build, cases, noisy_model, prompts, run
 from spec.test_identity import naive_logits

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from peregrine.config import MAX_LAG
 from peregrine.engine.graphs import Graphs
 from peregrine.engine.host_copy import RING_SIZE, HostCopy, Ring
-from peregrine.engine.request import RoundDrafts
+from peregrine.engine.output import RoundDrafts
 from peregrine.engine.round_result import offered_drafts
 from peregrine.engine.runner import VARIANTS, Runner
 from peregrine.kernels.sampling.reference import Features

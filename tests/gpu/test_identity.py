@@ -14,7 +14,7 @@ import torch
 from gpu.random_models import VOCAB, disturbed, llama, qwen3, wide
 from peregrine.engine.build import Built, build_engine
 from peregrine.engine.engine import Engine
-from peregrine.engine.request import Output
+from peregrine.engine.output import Output
 from peregrine.llm import engine_config
 from peregrine.sampling import SamplingParams
 from spec.harness import Case, run, tokens

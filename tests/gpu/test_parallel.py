@@ -17,9 +17,9 @@ from torch import distributed as dist
 from engine.parallel_cases import told
 from gpu.random_models import deepseek, disturbed, llama, qwen3, qwen3_moe
 from peregrine.engine.build import build_engine
+from peregrine.engine.output import Output
 from peregrine.engine.parallel import Started, started_ranks
 from peregrine.engine.rank_group import nccl_group
-from peregrine.engine.request import Output
 from peregrine.grammar import GRAMMARS_PRESENT
 from peregrine.llm import engine_config
 from peregrine.sampling import SamplingParams

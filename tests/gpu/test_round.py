@@ -13,7 +13,7 @@ from peregrine.attention import AttentionMetadata, Window
 from peregrine.engine import engine as engine_module
 from peregrine.engine.build import Built, build_engine
 from peregrine.engine.engine import Engine
-from peregrine.engine.request import Output
+from peregrine.engine.output import Output
 from peregrine.engine.runner import VARIANTS
 from peregrine.errors import ConfigError
 from peregrine.grammar import GRAMMARS_PRESENT

@@ -6,7 +6,7 @@ from itertools import count
 import torch
 
 from peregrine.engine.engine import Engine
-from peregrine.engine.request import Output
+from peregrine.engine.output import Output
 from peregrine.sampling import SamplingParams
 
 # Every sampling feature, and everything that can be reported.

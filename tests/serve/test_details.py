@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from peregrine import SamplingParams
-from peregrine.engine.request import Delta, TokenLogprob
+from peregrine.engine.output import Delta, TokenLogprob
 from peregrine.serve import choices, responses
 from peregrine.serve.choices import joined_logprobs
 from serve.conftest import Served

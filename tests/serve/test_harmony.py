@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from tokenizers import Tokenizer as Backend
 
-from peregrine.engine.request import Delta, Output
+from peregrine.engine.output import Delta, Output
 from peregrine.errors import RequestError
 from peregrine.grammar import GrammarCompiler, MatcherLimits
 from peregrine.serve.choices import ChatWriter

@@ -13,7 +13,8 @@ import httpx
 import pytest
 
 from peregrine import LLM
-from peregrine.engine.request import Delta, Request
+from peregrine.engine.output import Delta
+from peregrine.engine.request import Request
 from peregrine.errors import EngineFault
 from peregrine.grammar import GrammarCompiler
 from peregrine.serve import run

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from peregrine import LLM, SamplingParams, __version__
-from peregrine.engine.request import Delta
+from peregrine.engine.output import Delta
 from peregrine.serve import job
 from peregrine.serve.gateway import Reply
 from serve.conftest import Lent, Served, start, wait_ready

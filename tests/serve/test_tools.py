@@ -10,7 +10,7 @@ import pytest
 
 from peregrine import LLM
 from peregrine.engine.admission import matcher_limits
-from peregrine.engine.request import Delta, Output
+from peregrine.engine.output import Delta, Output
 from peregrine.errors import RequestError
 from peregrine.grammar import MatcherLimits
 from peregrine.sampling import Constraint

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from peregrine.engine.build import Built, build_engine
 from peregrine.engine.engine import Engine
-from peregrine.engine.request import Output
+from peregrine.engine.output import Output
 from peregrine.llm import engine_config
 from peregrine.sampling import SamplingParams
 from peregrine.synthetic.checkpoint import make_random_checkpoint

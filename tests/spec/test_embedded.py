@@ -11,7 +11,7 @@ import torch
 
 from peregrine.engine.alone import LonePlan
 from peregrine.engine.folders import ASSETS
-from peregrine.engine.request import Output
+from peregrine.engine.output import Output
 from peregrine.engine.round_times import FixedPlan
 from peregrine.kernels.round import GateRule
 from peregrine.kernels.runtime.cpu_graph import CpuGraph

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from cache.late_copies import LateCopies
 from peregrine.engine import memory
 from peregrine.engine.engine import Engine
-from peregrine.engine.request import Output
+from peregrine.engine.output import Output
 from peregrine.errors import ConfigError
 from peregrine.sampling import SamplingParams
 from spec.harness import Case, build, disturbed, eagle3_head, mla_model, noisy_model, prompts, run, tiny_model, tokens

@@ -1,6 +1,7 @@
 """Encoding and decoding agree with transformers on the same folder; malformed folders are refused with the reason."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -197,3 +198,15 @@ def test_a_decoder_that_cannot_be_streamed_is_refused(write, decoder: decoders.D
     backend.save(str(folder / "tokenizer.json"))
     with pytest.raises(CheckpointError, match="cannot be streamed because of"):
         Tokenizer.read(folder)
+
+
+def test_the_bytes_of_a_token_are_found_once(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are asked for in every round of every stream."""
+    fresh, asked = replace(tokenizer), list[int]()
+    find = Tokenizer.token
+    monkeypatch.setattr(Tokenizer, "token", lambda self, id: (asked.append(id), find(self, id))[1])
+    ids = tokenizer.encode("naïve 鳥")
+    expected = [tokenizer.token_bytes(id) for id in ids]
+    asked.clear()
+    assert [fresh.token_bytes(id) for id in [*ids, *ids]] == [*expected, *expected]
+    assert sorted(asked) == sorted(set(ids))

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from peregrine.bench.generation import decided, with_rows
 from peregrine.bench.prompts import read_prompts, repeated
 from peregrine.bench.serve_metrics import figures
-from peregrine.engine.request import Output
+from peregrine.engine.output import Output
 from peregrine.errors import ConfigError
 from peregrine.llm import LLM
 from peregrine.sampling import SamplingParams

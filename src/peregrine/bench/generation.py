@@ -4,7 +4,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from peregrine.config import LIMITS
-from peregrine.engine.request import Output
+from peregrine.engine.output import Output
 from peregrine.errors import ConfigError
 from peregrine.llm import LLM
 from peregrine.sampling import SamplingParams

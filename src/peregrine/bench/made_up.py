@@ -20,8 +20,9 @@ from unittest.mock import patch
 
 import torch
 
+from peregrine.engine.output import Output
 from peregrine.engine.planning import WindowPlanner
-from peregrine.engine.request import Output, Request
+from peregrine.engine.request import Request
 from peregrine.engine.rounds import ChunkInputs, Rounds
 from peregrine.engine.runner import Runner
 from peregrine.kernels.round import FINISH_LENGTH, FINISH_NONE, HEADER, Verdict

@@ -20,7 +20,7 @@ from peregrine.bench.clock import timed_rounds
 from peregrine.bench.generation import PROMPTS, decided, first_prompts, generate, with_rows
 from peregrine.bench.peers import Peer, open_peer
 from peregrine.config import plain_options
-from peregrine.engine.request import Output
+from peregrine.engine.output import Output
 from peregrine.errors import ConfigError
 from peregrine.hardware import DTYPES
 from peregrine.llm import LLM

@@ -13,8 +13,8 @@ from tqdm import tqdm
 
 from peregrine.bench.generation import decided, generate, with_rows
 from peregrine.bench.prompts import Prompt
+from peregrine.engine.output import Output
 from peregrine.engine.plan_record import KINDS
-from peregrine.engine.request import Output
 from peregrine.errors import ConfigError
 from peregrine.llm import LLM
 from peregrine.log import style

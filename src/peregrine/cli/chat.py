@@ -16,7 +16,7 @@ from peregrine.log import style
 from peregrine.sampling import SamplingParams, sampling_params
 
 if TYPE_CHECKING:
-    from peregrine.engine.request import Delta
+    from peregrine.engine.output import Delta
     from peregrine.llm import LLM
 
 EPILOG = """examples:

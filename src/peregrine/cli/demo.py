@@ -18,7 +18,7 @@ from peregrine.sampling import SamplingParams, sampling_params
 from peregrine.threads import usable_cores
 
 if TYPE_CHECKING:
-    from peregrine.engine.request import Output
+    from peregrine.engine.output import Output
     from peregrine.llm import LLM
 
 EPILOG = """examples:

@@ -11,7 +11,7 @@ from peregrine.errors import ConfigError, read_user_text, reading_utf8
 from peregrine.sampling import sampling_params
 
 if TYPE_CHECKING:
-    from peregrine.engine.request import Output
+    from peregrine.engine.output import Output
 
 EPILOG = """examples:
   peregrine generate "Once upon a time"

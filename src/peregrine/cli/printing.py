@@ -11,7 +11,7 @@ from peregrine.errors import EngineFault
 from peregrine.log import style, visible
 
 if TYPE_CHECKING:
-    from peregrine.engine.request import Delta, Output, TokenLogprob
+    from peregrine.engine.output import Delta, Output, TokenLogprob
     from peregrine.engine.stats import Stats
     from peregrine.text.stream import Detokenizer
     from peregrine.text.tokenizer import Tokenizer

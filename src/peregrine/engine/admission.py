@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 from peregrine.engine.request import Request
 from peregrine.errors import RequestError
-from peregrine.grammar import MatcherLimits
+from peregrine.grammar import GrammarCompiler, Matcher, MatcherLimits
 from peregrine.kernels.sampling import Features
 from peregrine.sampling import DRAWN_BITS, SamplingParams
 from peregrine.spec.seat_entry import SeatEntry
+from peregrine.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,19 @@ def seat_entry(request: Request, limits: Limits) -> SeatEntry:
         bias=dict(params.logit_bias),
         logprobs=params.logprobs,
     )
+
+
+def matcher_of(
+    params: SamplingParams, limits: Limits, grammars: GrammarCompiler | None, tokenizer: Tokenizer | None
+) -> Matcher | None:
+    """The beginning of the grammar that was asked for, if any."""
+    constraint = params.constraint
+    if constraint is None:
+        return None
+    if grammars is None or tokenizer is None or tokenizer.missing:
+        problem = "this engine's tokens are made up for a benchmark, or it has no tokenizer"
+        raise RequestError(constraint.kind, constraint.text, problem, "leave it out")
+    return grammars.matcher(constraint, matcher_limits(params, limits, tokenizer.special_ids))
 
 
 def matcher_limits(params: SamplingParams, limits: Limits, special_ids: frozenset[int]) -> MatcherLimits:

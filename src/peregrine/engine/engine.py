@@ -6,13 +6,15 @@ from functools import partial
 
 import numpy as np
 
-from peregrine.engine.admission import Limits, admit, features_of, matcher_limits, seat_entry
+from peregrine.engine.admission import Limits, admit, features_of, matcher_of, seat_entry
 from peregrine.engine.chunk_size import ChunkSize
+from peregrine.engine.output import Delta
 from peregrine.engine.page_ledger import PageLedger
 from peregrine.engine.policy import BatchPolicy, next_admitted
 from peregrine.engine.prefill import Replay, next_chunks, read_chunks
-from peregrine.engine.request import Delta, Request
-from peregrine.engine.round_result import RoundResult, RowExtras, attempt, last_delta, take_line
+from peregrine.engine.request import Request
+from peregrine.engine.round_log import RoundLog
+from peregrine.engine.round_result import RoundResult, attempt, last_delta, log_round
 from peregrine.engine.runner import Runner
 from peregrine.errors import RequestError
 from peregrine.grammar import GrammarCompiler, Matcher
@@ -48,6 +50,7 @@ class Engine:
         self._blocked: tuple[int, int] | None = None  # request that found too few pages, ledger's version then
         self._ended: list[Delta] = []  # last deltas of requests that ended outside a round
         self._results: list[RoundResult] = []  # read while a round was being queued, not taken yet
+        self._log = RoundLog(policy.max_rows, self._most_accepted)
         # Places that each seat's pages have beyond what it can reach, at least; below 0: to be counted again.
         self._spare = np.full(policy.max_rows, -1)
         self._features: Features | None = None  # of the running requests; None: to be computed again
@@ -74,13 +77,7 @@ class Engine:
 
     def compile(self, params: SamplingParams) -> Matcher | None:
         """The beginning of the request's grammar, if any; compiled in the caller's thread, and kept for `prepare`."""
-        constraint = params.constraint
-        if constraint is None:
-            return None
-        if self.grammars is None or self.tokenizer is None or self.tokenizer.missing or self.simulated:
-            problem = "this engine's tokens are made up for a benchmark, or it has no tokenizer"
-            raise RequestError(constraint.kind, constraint.text, problem, "leave it out")
-        return self.grammars.matcher(constraint, matcher_limits(params, self.limits, self.tokenizer.special_ids))
+        return matcher_of(params, self.limits, None if self.simulated else self.grammars, self.tokenizer)
 
     def enqueue(self, request: Request) -> None:
         """Put a prepared request at the end of the queue."""
@@ -176,6 +173,7 @@ class Engine:
         for seat, request in enumerate(packed, first):
             self.reading.remove(request)
             request.seat, request.round_before, self._spare[seat] = seat, self.runner.launched, -1
+            request.log = self._log.join(seat, request.waits)
         self.running += packed
         self.runner.seats.join(first, list(packed.values()), [request.pages for request in packed])
 
@@ -183,6 +181,7 @@ class Engine:
         """Free the request's seat; the request in the last seat moves into it, so that seats stay compact."""
         seat, last = request.seat, len(self.running) - 1
         assert seat is not None
+        request.settle()
         if seat == last:
             self.runner.seats.clear(seat)
         else:
@@ -190,15 +189,18 @@ class Engine:
             self.running[seat] = self.running[last]
             self.running[seat].seat = seat
             self._spare[seat] = self._spare[last]
+            self._log.move(last, seat)
         self.running.pop()
         self._features = None
-        request.seat = None
+        if request.log is not None:
+            self._log.leave()
+        request.seat = request.log = None
 
     # Rounds.
 
     def _reach(self, request: Request) -> int:
         """Places the request may touch in its next round, whatever the rounds in flight accept."""
-        newest = len(request.tokens) - 1
+        newest = request.num_tokens - 1
         if request.seat is not None:
             newest += self.runner.in_flight_for(request) * self._most_accepted
         return min(newest, request.limit - 1) + self._span
@@ -206,20 +208,25 @@ class Engine:
     def _make_room(self) -> list[Delta]:
         """Reserve pages for the next round of every running request; if they run out, preempt the youngest."""
         deltas: list[Delta] = []
-        before = [(self.running[row], len(self.running[row].pages)) for row in self._short_rows()]
-        for request, _ in before:
-            while request.seat is not None and not self.ledger.reserve(request, self._reach(request)):
+        reaches: list[int] = []
+        short = [(self.running[row], len(self.running[row].pages)) for row in self._short_rows()]
+        for request, _ in short:
+            reach = self._reach(request)
+            while request.seat is not None and not self.ledger.reserve(request, reach):
                 if self.runner.in_flight:
                     deltas += self._collect()  # may end a request; and a preempted one must have no round in flight
                 else:
                     self._preempt(max(self.running + self.reading, key=lambda r: r.order))
+                reach = self._reach(request)
+            reaches.append(reach)
         grown = []
-        for request, held in before:
+        for (request, held), reach in zip(short, reaches, strict=True):
             if request.seat is not None:
-                self._spare[request.seat] = len(request.pages) * self.ledger.page_size - self._reach(request)
+                self._spare[request.seat] = len(request.pages) * self.ledger.page_size - reach
                 if len(request.pages) > held:
                     grown.append((request.seat, held, request.pages[held:]))
-        self.runner.seats.set_pages(grown)
+        if grown:
+            self.runner.seats.set_pages(grown)
         return deltas
 
     def _short_rows(self) -> list[int]:
@@ -260,23 +267,22 @@ class Engine:
     def _take_results(self) -> list[Delta]:
         """Take what was read. Results of requests that already finished are dropped."""
         results, self._results = self._results, []
-        deltas = []
-        for result in results:
-            if self.running[: len(result.requests)] == result.requests:  # else `_spare` stays a lower bound
-                self._spare[: len(result.requests)] += self._most_accepted - result.accept
-            for request, line, extras in zip(result.requests, result.lines, result.extras, strict=False):
-                if request.seat is None or not (line[0] or line[3]):
-                    continue
-                if request.is_followed or line[3]:  # its user waits for the tokens, or it ends
-                    deltas.append(self._take(request, line, extras))
-                else:
-                    request.take(line)
-        return deltas
+        return [delta for result in results for delta in self._take(result)]
 
-    def _take(self, request: Request, line: list[int], extras: RowExtras) -> Delta:
-        taken = attempt(request, partial(take_line, request, line, extras))
-        delta, reason, stop = taken or (Delta(request.id), "error", None)
-        return delta if reason is None else self._finish(request, delta, reason, stop)
+    def _take(self, result: RoundResult) -> list[Delta]:
+        """Log what a round did for all rows; look at those that end, and those whose users wait for its tokens."""
+        count = len(result.requests)
+        if self.running[:count] == result.requests:  # else `_spare` stays a lower bound
+            self._spare[:count] += self._most_accepted - result.table[:, 0]
+        else:
+            result = result.by_seat(self.running)
+        simple, whole = log_round(self._log, result.table, self.running)
+        deltas = dict(zip(simple, result.deltas(simple), strict=True)) if simple else {}
+        for row, line in zip(whole, result.lines(whole), strict=True) if whole else ():
+            if taken := result.take(row, line):
+                delta, reason, stop = taken
+                deltas[row] = delta if reason is None else self._finish(result.requests[row], delta, reason, stop)
+        return [deltas[row] for row in sorted(deltas)] if simple and whole else list(deltas.values())
 
     def _finish(self, request: Request, last: Delta, reason: str, stop: str | int | None = None) -> Delta:
         """Free the request's seat and pages; returns its last delta, which carries the output."""

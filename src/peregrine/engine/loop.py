@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 import torch
 
 from peregrine.engine.engine import Engine
-from peregrine.engine.request import Delta, Request
+from peregrine.engine.output import Delta
+from peregrine.engine.request import Request
 from peregrine.errors import EngineFault
 from peregrine.sampling import SamplingParams
 

@@ -19,7 +19,7 @@ from peregrine.cache.pages import PagePool
 from peregrine.cache.prefix import PrefixTree
 from peregrine.engine.request import Request
 
-GROWN, PLENTY = 4, 0.25  # pages that a running request takes at a time, while this share of all is free
+GROWN, PLENTY = 8, 0.25  # pages that a running request takes at a time, while this share of all is free
 
 
 class PageLedger:

@@ -1,10 +1,8 @@
-"""A request inside the engine, and the values that it returns to its user."""
+"""A request inside the engine."""
 
 import time
 from array import array
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import NamedTuple
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +11,8 @@ from torch import Tensor
 from peregrine.cache.host_tier import Transfer
 from peregrine.cache.prefix import Match
 from peregrine.engine.host_copy import HostCopy
+from peregrine.engine.output import Output, Timing, TokenLogprob
+from peregrine.engine.round_log import AT_END, COUNTS, MORE, TOKENS, Logged, RoundLog
 from peregrine.engine.stats import Stats, drafted_flags, rounds_of
 from peregrine.grammar import Matcher
 from peregrine.kernels.round import HEADER
@@ -22,96 +22,6 @@ from peregrine.text.stream import TextStream
 from peregrine.text.tokenizer import Tokenizer
 
 FAULT = "the model's logits held NaN or inf after {count} tokens; check the checkpoint and the dtype"
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
-    """Log-probability of a token under the model's own distribution, and the likeliest tokens there."""
-
-    token_id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...]  # (token id, log-probability), likeliest first
-    text: str | None = None  # of the token; None if no text was asked for
-    top_texts: tuple[str, ...] = ()  # of the likeliest tokens
-
-    def to_json(self) -> dict[str, object]:
-        """The fields as plain values."""
-        texts = self.top_texts or (None,) * len(self.top)
-        top = [{"token_id": i, "text": t, "logprob": p} for (i, p), t in zip(self.top, texts, strict=True)]
-        return {"token_id": self.token_id, "text": self.text, "logprob": self.logprob, "top": top}
-
-
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """Seconds of one request."""
-
-    queue_s: float = 0.0  # from arrival to the first prompt chunk
-    first_token_s: float = 0.0  # from arrival to the first token
-    total_s: float = 0.0  # from arrival to the end
-    per_token_s: float = 0.0  # after the first token, per further token
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """Everything a finished request returns."""
-
-    request_id: int
-    prompt_token_ids: list[int]
-    text: str
-    token_ids: list[int]  # the stop token included, if one ended it
-    finish_reason: str  # stop, length, abort or error
-    stop_reason: str | int | None = None  # the stop string or token id that ended it
-    error: str | None = None
-    seed: int = 0
-    drafted: list[bool] = field(default_factory=list)  # per token: drafted and correct
-    logprobs: list[TokenLogprob] | None = None
-    stats: Stats = field(default_factory=Stats)
-    timing: Timing = Timing()
-    simulated: bool = False  # acceptance was drawn for a benchmark: the text means nothing
-    prompt_logprobs: list[TokenLogprob] | None = None  # of the prompt's tokens from the second on
-
-    def to_json(self) -> dict[str, object]:
-        """The fields as plain values, without the engine's own request id."""
-        fields = asdict(replace(self, logprobs=None, prompt_logprobs=None))
-        del fields["request_id"]
-        fields["stats"]["accept_length"] = self.stats.accept_length
-        for name, logprobs in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
-            if logprobs is not None:
-                fields[name] = [entry.to_json() for entry in logprobs]
-        return fields
-
-
-@dataclass(frozen=True, slots=True)
-class RoundDrafts:
-    """Every draft of one round, for a request that asked to see them; node 0 is the round's newest token."""
-
-    tokens: list[int]  # of nodes 1, 2, ...
-    parents: list[int]  # parent node of each of them
-    correct: list[int]  # the nodes that became output
-
-
-class Delta(NamedTuple):
-    """What one step added to one request; the last one carries the whole output.
-
-    One is made for every row of every round, and a tuple takes a fifth of the time of a frozen dataclass.
-    """
-
-    request_id: int
-    text: str = ""
-    token_ids: Sequence[int] = ()
-    drafted: Sequence[bool] = ()
-    finish_reason: str | None = None
-    output: Output | None = None
-    offered: int = 0  # drafts the round offered to the target
-    logprobs: list[TokenLogprob] | None = None
-    prompt_logprobs: list[TokenLogprob] | None = None  # with the first delta
-    drafts: RoundDrafts | None = None
-
-    def without_last(self, count: int) -> "Delta":
-        """The delta without its last `count` tokens, or as many of them as it has; its text is left alone."""
-        keep = max(0, len(self.token_ids) - count)
-        logprobs = None if self.logprobs is None else self.logprobs[:keep]
-        return self._replace(token_ids=self.token_ids[:keep], drafted=self.drafted[:keep], logprobs=logprobs)
 
 
 class Request:
@@ -124,9 +34,10 @@ class Request:
         self.text_of: Callable[[int], str] | None = None  # a token's text, for log-probabilities
         self.matcher: Matcher | None = None  # None: its text is free
         self.failure: str | None = None  # why it ends with an error
-        self.tokens = list(prompt)  # the prompt, then what was generated
+        self._tokens = list(prompt)  # the prompt, then what was generated, as far as it was taken in
         self._prompt_ids = np.array(prompt, dtype=np.int64)  # made once, in the caller's thread
-        self.verdicts: list[int] = []  # of its rounds, three each: tokens, right drafts, drafts
+        self._late = array("q")  # tokens after these, while nobody asks for them
+        self._verdicts = array("q")  # of its rounds, three each: tokens, right drafts, drafts
         self.logprobs: list[TokenLogprob] = []
         self.scores: list[HostCopy] = []  # log-probabilities of prompt tokens, by chunk
         self.num_scored = 0
@@ -137,6 +48,7 @@ class Request:
         self.pages = array("q")  # in order of place, matched ones first
         self.read_len = 0  # tokens whose KV exists, while the request is in prefill
         self.seat: int | None = None  # while it runs
+        self.log: RoundLog | None = None  # while it runs, if rounds are not added to it at once
         self.round_before = 0  # number of the last round that was launched before it took its seat
         self.guesses: list[Guess] = []  # the drafts of its window, for the planner of windows
         self.ranked: list[tuple[list[int], list[float]]] = []  # the likeliest tokens of each of their steps
@@ -165,17 +77,29 @@ class Request:
         return self.tokens[len(self.prompt) :]
 
     @property
+    def tokens(self) -> list[int]:
+        """The prompt, then what was generated; for the engine's thread."""
+        self.settle()
+        return self._tokens
+
+    @tokens.setter
+    def tokens(self, tokens: list[int]) -> None:
+        self._tokens = tokens
+
+    @property
     def num_tokens(self) -> int:
-        return len(self.tokens)
+        """Also for other threads, which may be told of too few or too many."""
+        log, seat = self.log, self.seat
+        return len(self._tokens) + len(self._late) + (0 if log is None or seat is None else log.held(seat))
 
     @property
     def num_generated(self) -> int:
-        return len(self.tokens) - len(self.prompt)
+        return self.num_tokens - len(self.prompt)
 
     @property
     def num_unread(self) -> int:
         """Tokens to be read before the first round; the newest token is its root and is not read."""
-        return len(self.tokens) - 1 - self.read_len
+        return self.num_tokens - 1 - self.read_len
 
     def ids(self, start: int, end: int) -> npt.NDArray[np.int64]:
         """The tokens [start, end) as an array; of the prompt alone it is no copy."""
@@ -185,7 +109,8 @@ class Request:
     @property
     def stats(self) -> Stats:
         """How speculation went until now."""
-        return Stats.of(rounds_of(self.verdicts), self.cached_tokens, self.preemptions)
+        self.settle()
+        return Stats.of(rounds_of(self._verdicts), self.cached_tokens, self.preemptions)
 
     @property
     def wants_scores(self) -> bool:
@@ -203,10 +128,20 @@ class Request:
         """Nobody watches its tokens come; each is followed, handled as it comes, only if something depends on it."""
         self.is_watched, self.is_followed = False, bool(self.params.stops) or self.params.logprobs is not None
 
+    @property
+    def waits(self) -> int:
+        """What its user waits for in every round."""
+        params = self.params
+        if not self.is_followed:
+            return AT_END
+        asked = params.report_drafts or params.logprobs is not None or params.prompt_logprobs is not None
+        return MORE if asked or self.stream is not None else TOKENS
+
     def add_text(self, silent: int = 0) -> str:
         """Turn new tokens into text, all but the last `silent`; returns what is final."""
-        new = self.tokens[len(self.prompt) + self.num_worded : len(self.tokens) - silent]
-        self.num_worded = self.num_generated
+        tokens, begin = self.tokens, len(self.prompt)
+        new = tokens[begin + self.num_worded : len(tokens) - silent]
+        self.num_worded = len(tokens) - begin
         text = "" if self.stream is None else self.stream.push(new)
         self.text += text
         return text
@@ -225,14 +160,28 @@ class Request:
         if not self.preemptions:
             self.cached_tokens = self.read_len
 
-    def take(self, line: list[int]) -> list[int]:
-        """Add the tokens of one round, from its line of the verdict. This is done for every row of every round."""
-        tokens = line[HEADER : HEADER + line[0]]
-        self.tokens += tokens
-        self.verdicts += line[:3]
-        if self.first_token is None and tokens:
-            self.first_token = time.perf_counter()
-        return tokens
+    def settle(self) -> None:
+        """Take in what rounds gave it until now."""
+        if self._late:
+            self._tokens += self._late
+            self._late = array("q")
+        if self.log is not None and self.seat is not None:
+            for line, now in self.log.take(self.seat):
+                self.take(line, now)
+
+    def add(self, logged: Logged) -> None:
+        """Add what the log gives when it is full."""
+        self._late.frombytes(logged.tokens)
+        self._verdicts.frombytes(logged.verdicts)
+        if self.first_token is None and logged.tokens:
+            self.first_token = logged.since
+
+    def take(self, line: list[int], now: float) -> None:
+        """Add a round, from its line of the verdict."""
+        self._tokens += line[HEADER : HEADER + line[0]]
+        self._verdicts.extend(line[:COUNTS])
+        if self.first_token is None and line[0]:
+            self.first_token = now
 
     def take_logprobs(self, tokens: list[int], lines: list[tuple[float, list[int], list[float]]]) -> None:
         """Add the log-probabilities of one round's tokens: the chosen one's, and the likeliest as far as asked for."""
@@ -272,7 +221,8 @@ class Request:
 
     def output(self, reason: str, stop: str | int | None, simulated: bool) -> Output:
         """Everything there is to say at the end."""
-        rounds = rounds_of(self.verdicts)
+        self.settle()
+        rounds = rounds_of(self._verdicts)
         return Output(
             request_id=self.id,
             prompt_token_ids=self.prompt,

@@ -1,16 +1,18 @@
 """What a round did for its requests: from lines of its verdict to tokens, deltas, and what some asked to see."""
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from functools import cache, partial
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import repeat
 from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 from torch import Tensor
 
-from peregrine.engine.request import Delta, Request, RoundDrafts
+from peregrine.engine.output import Delta, RoundDelta, RoundDrafts, draft_flags
+from peregrine.engine.request import Request
+from peregrine.engine.round_log import Ints, RoundLog
 from peregrine.kernels.round import FINISH_FAULT, FINISH_LENGTH, FINISH_NONE, FINISH_STOP, HEADER
 from peregrine.log import logger
 
@@ -36,16 +38,50 @@ class RoundResult:
     """What one round did for each of its requests."""
 
     requests: list[Request]
-    lines: list[list[int]]  # of the verdict: accept, correct, drafted, finish, then tokens
-    accept: npt.NDArray[np.int64]  # [R] the tokens of each
-    extras: Iterable[RowExtras] = repeat(NO_EXTRAS)  # of each
+    table: Ints  # [R, columns] of the verdict: accept, correct, drafted, finish, then tokens and path
+    extras: dict[int, RowExtras] = field(default_factory=dict)  # by id of the request
+
+    def by_seat(self, running: list[Request]) -> "RoundResult":
+        """The same, of the requests that run now; those that were no part of the round have zeros."""
+        seats = np.array([-1 if request.seat is None else request.seat for request in self.requests])
+        table = np.zeros((len(running), self.table.shape[1]), dtype=np.int64)
+        table[seats[seats >= 0]] = self.table[seats >= 0]
+        return RoundResult(running.copy(), table, self.extras)
+
+    def lines(self, rows: list[int]) -> list[list[int]]:
+        """The verdict's lines of some rows."""
+        table = self.table if len(rows) == len(self.table) else self.table[rows]
+        return table.tolist()  # type: ignore[no-any-return]
+
+    def take(self, row: int, line: list[int]) -> tuple[Delta, str | None, str | int | None] | None:
+        """What the round gave a request, from its line: (delta, why it ends if it does, what stopped it).
+
+        None: it gave it nothing, or nothing that its user waits for.
+        """
+        request = self.requests[row]
+        if not (line[0] or line[3]):
+            return None
+        if not (line[3] or request.is_followed):
+            request.take(line, time.perf_counter())  # it is one of a few, which are not logged
+            return None
+        taken = attempt(request, partial(take_line, request, line, self.extras.get(request.id, NO_EXTRAS)))
+        return taken or (Delta(request.id), "error", None)
+
+    def deltas(self, rows: list[int]) -> list[Delta]:
+        """Of rows whose users wait for tokens alone; a line of Python for each would take several times as long."""
+        if not rows:
+            return []
+        ids, none = [self.requests[row].id for row in rows], repeat(None)
+        lines = self.table[:, : (HEADER + self.table.shape[1]) // 2].copy()
+        fields = zip(ids, repeat(""), repeat(lines), rows, none, none, repeat(0), none, none, none)
+        return list(map(partial(tuple.__new__, RoundDelta), fields))
 
 
-def extras_of(
-    requests: list[Request], lines: list[list[int]], windows: Tensor | None, logprobs: Logprobs | None
-) -> list[RowExtras]:
-    """What each request asked to see of a round; its grammar takes its tokens, and may cut its line."""
-    extras = []
+def result_with_extras(
+    requests: list[Request], verdict: Ints, windows: Tensor | None, logprobs: Logprobs | None
+) -> RoundResult:
+    """A round's result with what requests asked to see of it; grammars take their tokens, and may cut their lines."""
+    lines, extras = verdict.tolist(), {}
     for row, (request, line) in enumerate(zip(requests, lines, strict=True)):
         drafts = None
         if windows is not None and request.params.report_drafts:
@@ -55,8 +91,8 @@ def extras_of(
         shown = None
         if logprobs is not None and request.params.logprobs is not None:
             shown = logprobs_on_host(logprobs, row, line[0])
-        extras.append(RowExtras(shown, drafts))
-    return extras
+        extras[request.id] = RowExtras(shown, drafts)
+    return RoundResult(requests, np.array(lines), extras)
 
 
 def advance_matcher(request: Request, line: list[int]) -> None:
@@ -82,25 +118,33 @@ def attempt(request: Request, work: Callable[[], Value]) -> Value | None:
         return None
 
 
+def log_round(log: RoundLog, table: Ints, running: list[Request]) -> tuple[list[int], list[int]]:
+    """Log a round's verdict for those that are logged. Returns two lists of rows, as `RoundLog.news` does."""
+    if not log.members:
+        return [], list(range(len(table)))
+    if log.is_full:
+        for request, logged in zip(running, log.take_all(len(running)), strict=True):
+            if request.log is not None:
+                request.add(logged)
+    log.add(table)
+    return log.news(table)
+
+
 def take_line(request: Request, line: list[int], extras: RowExtras) -> tuple[Delta, str | None, str | int | None]:
-    """Add a round's tokens to its request: (delta, why the request ends if it does, what stopped it)."""
+    """See `RoundResult.take`; what is not in the log is added to the request here."""
     accept, correct, drafted, finish = line[:HEADER]
-    is_first, tokens = request.first_token is None, request.take(line)
+    if request.log is None:
+        request.take(line, time.perf_counter())
     text, reason = "", FINISH_REASONS[finish]
-    stop: str | int | None = tokens[-1] if finish == FINISH_STOP else None
     if request.stream is not None:
         text = request.add_text(silent=int(finish == FINISH_STOP))  # the stop token itself has no text
         reason = reason if request.stream.stopped is None else "stop"
+    tokens, start = line[HEADER : HEADER + accept], request.num_generated - accept
+    stop: str | int | None = tokens[-1] if finish == FINISH_STOP else None
     delta = Delta(request.id, text, tokens, draft_flags(correct, accept), None, None, drafted)
-    if is_first or extras is not NO_EXTRAS:
-        delta = with_extras(delta, request, extras, request.num_generated - accept)
+    if start == 0 or extras is not NO_EXTRAS:
+        delta = with_extras(delta, request, extras, start)
     return delta, reason, stop
-
-
-@cache
-def draft_flags(correct: int, accept: int) -> tuple[bool, ...]:
-    """Of the tokens of a round, in order, whether each was a draft."""
-    return (True,) * correct + (False,) * (accept - correct)
 
 
 def with_extras(delta: Delta, request: Request, extras: RowExtras, start: int) -> Delta:

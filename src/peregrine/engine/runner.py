@@ -20,7 +20,7 @@ from peregrine.engine.masks import MaskWriter
 from peregrine.engine.planning import AnyPlan, WindowPlanner
 from peregrine.engine.request import Request
 from peregrine.engine.round_plan import RoundPlan
-from peregrine.engine.round_result import RoundResult, extras_of
+from peregrine.engine.round_result import RoundResult, result_with_extras
 from peregrine.engine.round_times import RoundTimes, Stopwatch
 from peregrine.engine.rounds import Rounds
 from peregrine.engine.steady import SteadyPlan
@@ -272,7 +272,6 @@ class Runner:
             flight.ready.synchronize()
         self.mark("read")
         requests, verdict = flight.requests, flight.verdict.numpy()[: len(flight.requests)]  # pads come last
-        lines, accept = verdict.tolist(), verdict[:, 0]
         if isinstance(flight.planned, AheadPlan) and self.ahead is not None:
             self.ahead[0].learn(flight.planned, verdict, None if flight.said is None else flight.said.numpy())
         elif isinstance(flight.planned, tuple) and self.planner is not None:
@@ -280,8 +279,8 @@ class Runner:
             self.planner.learn(flight.planned[0], verdict, flight.planned[1])
             self.watch.learnt = time.perf_counter() - began
         if flight.windows is None and flight.logprobs is None:
-            return RoundResult(requests, lines, accept)
-        return RoundResult(requests, lines, accept, extras_of(requests, lines, flight.windows, flight.logprobs))
+            return RoundResult(requests, verdict)
+        return result_with_extras(requests, verdict, flight.windows, flight.logprobs)
 
     def _copied(self, logprobs: Logprobs) -> tuple[Tensor, Tensor, Tensor]:
         copy = self._to_host

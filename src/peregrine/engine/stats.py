@@ -1,5 +1,6 @@
 """How speculation went, counted from the verdicts of a request's rounds when somebody asks, not in every round."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -43,7 +44,7 @@ class Stats:
         self.accept_histogram[correct] += 1
 
 
-def rounds_of(verdicts: list[int]) -> Rounds:
+def rounds_of(verdicts: Sequence[int]) -> Rounds:
     """The verdicts of some rounds, from three numbers of each."""
     return np.array(verdicts, dtype=np.int64).reshape(-1, 3)
 

@@ -14,7 +14,7 @@ import torch
 from pydantic import ValidationError
 
 from peregrine.engine.loop import Sink
-from peregrine.engine.request import Delta
+from peregrine.engine.output import Delta
 from peregrine.errors import EngineFault, PeregrineError, RequestError
 from peregrine.llm import LLM
 from peregrine.serve.choices import Json

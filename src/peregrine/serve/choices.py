@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import chain
 
-from peregrine.engine.request import Delta, Output, TokenLogprob
+from peregrine.engine.output import Delta, Output, TokenLogprob
 from peregrine.engine.stats import Stats
 from peregrine.serve.job import Job
 from peregrine.serve.logprobs import CompletionLogprobs, chat_logprobs

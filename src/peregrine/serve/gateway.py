@@ -11,7 +11,8 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 
 from peregrine.engine.loop import Sink
-from peregrine.engine.request import Delta, Output, Request
+from peregrine.engine.output import Delta, Output
+from peregrine.engine.request import Request
 from peregrine.errors import ConfigError, EngineFault, RequestError
 from peregrine.llm import LLM
 from peregrine.serve.errors import ApiError, shutting_down

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from peregrine.engine.request import TokenLogprob
+from peregrine.engine.output import TokenLogprob
 from peregrine.text.stream import Detokenizer
 from peregrine.text.tokenizer import Tokenizer
 

@@ -10,8 +10,8 @@ from prometheus_client.registry import Collector
 from peregrine.cache.host_tier import HostTier
 from peregrine.engine.ahead_planner import AheadPlanner
 from peregrine.engine.engine import Engine
+from peregrine.engine.output import Delta, Output
 from peregrine.engine.planning import WindowPlanner
-from peregrine.engine.request import Delta, Output
 
 QUICK = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 LONG = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 300.0)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from starlette.types import Scope
 
-from peregrine.engine.request import Output
+from peregrine.engine.output import Output
 from peregrine.log import logger
 from peregrine.serve.job import Job
 

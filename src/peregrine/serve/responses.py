@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from peregrine import __version__
-from peregrine.engine.request import Delta, Output
+from peregrine.engine.output import Delta, Output
 from peregrine.llm import LLM
 from peregrine.serve.choices import ChatWriter, ChoiceWriter, CompletionWriter, Json, usage_fields
 from peregrine.serve.errors import ApiError, shutting_down

@@ -45,5 +45,5 @@ def engine_load(engine: Engine) -> dict[str, int]:
     return {
         "num_reqs": len(held) + len(waiting),
         "num_waiting_reqs": len(waiting),
-        "num_tokens": sum(len(request.tokens) for request in (*held, *waiting)),
+        "num_tokens": sum(request.num_tokens for request in (*held, *waiting)),
     }

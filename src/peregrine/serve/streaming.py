@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from peregrine.engine.request import Delta, Output
+from peregrine.engine.output import Delta, Output
 from peregrine.errors import PeregrineError
 from peregrine.serve.errors import ApiError, api_error
 from peregrine.serve.gateway import ClientGone, Gateway, Reply

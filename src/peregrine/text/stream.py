@@ -243,7 +243,7 @@ class TextStream:
     ) -> None:
         """A stop string that one of the first `min_tokens` ids completes is ordinary text."""
         self._detokenizer = Detokenizer(tokenizer, prompt_ids, skip_special)
-        self._stops = StopStrings(stops)
+        self._stops, self._may_stop = StopStrings(stops), bool(stops)
         self._min_tokens = min_tokens
         self._num_ids = 0  # pushed
         self._num_final = 0  # of these, ids whose text is final
@@ -276,6 +276,9 @@ class TextStream:
 
     def _until_stop(self, pieces: list[str]) -> str:
         """The text that can be sent, from the final text of one id after the other."""
+        if not self._may_stop:
+            self._num_final = min(self._num_final + len(pieces), self._num_ids)
+            return "".join(pieces)
         sent = ""
         for piece in pieces:
             # `finish_each` gives an incomplete character as a piece of its own, though its id was counted before.

@@ -55,6 +55,7 @@ class Tokenizer:
     chat_templates: Mapping[str, str] = field(repr=False)  # by name; a single template is "default"
     missing: str | None = None  # why there is no tokenizer: then only token ids are served
     _texts: dict[int, str] = field(default_factory=dict, init=False, repr=False)  # of tokens that were asked for
+    _bytes: dict[int, bytes] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def read(cls, folder: Path | str) -> "Tokenizer":
@@ -156,9 +157,12 @@ class Tokenizer:
 
     def token_bytes(self, id: int) -> bytes:
         """The bytes of an id of a byte-level tokenizer; they may be a part of a character."""
-        token = self.token(id)
-        # An added token may contain characters outside the byte alphabet: then it is plain text.
-        return bytes(_BYTE_OF[c] for c in token) if all(c in _BYTE_OF for c in token) else token.encode()
+        if id not in self._bytes:
+            token = self.token(id)
+            # An added token may contain characters outside the byte alphabet: then it is plain text.
+            plain = not all(c in _BYTE_OF for c in token)
+            self._bytes[id] = token.encode() if plain else bytes(_BYTE_OF[c] for c in token)
+        return self._bytes[id]
 
 
 def _read_backend(folder: Path) -> tuple[Backend, set[str]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from peregrine.engine.request import Output
+from peregrine.engine.output import Output
 from peregrine.llm import LLM
 from peregrine.log import logger
 from peregrine.sampling import SamplingParams
