@@ -9,8 +9,8 @@ from kernels.outside import output_of
 from peregrine.kernels.runtime.gpu import TRITON_PRESENT
 
 KERNELS = Path(__file__).parents[2] / "src" / "peregrine" / "kernels"
-# Attention, the per-head linear and Hopper's linear have their own tests.
-ELSEWHERE = ("attention", "per_head_triton", "hopper")
+# Attention, the per-head linear, Hopper's linear and kernels in CUDA C++ have their own tests.
+ELSEWHERE = ("attention", "per_head_triton", "hopper", "fitted", "runtime/cuda")
 OURS = [path for path in sorted(KERNELS.rglob("*.py")) if not any(word in str(path) for word in ELSEWHERE)]
 
 
