@@ -1,7 +1,8 @@
 """Which linears of more than 64 rows `fitted.cu` computes on Hopper, and in which tiles: those that it is fastest for.
 
-It pays where tiles of a power of two leave multiprocessors idle or read too much: 65 to 384 rows of a weight that fills
-the device once. For more rows, or with other tiles for each program, the kernels in Gluon were as fast or faster.
+It pays where tiles of a power of two leave multiprocessors idle or read too much: up to 384 rows of a plain weight that
+fills the device once, 128 of one whose inputs are in two parts or that is gated. For more the kernels in Gluon were as
+fast or faster.
 """
 
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from peregrine.kernels.runtime.cuda import nvrtc_ready
 
 STEP = 16  # of a tile's width: gates and ups lie in groups of 8
 LEAST_INPUTS = 4096  # of the weights that were measured
-MANY_INPUTS = 8192  # of those in two parts, for more than 128 rows
+MOST_ROWS = {"plain": 384, "split": 128, "gated": 128}
 # Widths that were the fastest: narrower tiles read too many rows for their outputs, of wider ones there are too few.
 WIDTHS = {"plain": range(48, 145), "split": range(48, 129), "gated": range(64, 225)}
 BARRIER_BYTES = 16  # of a place in the ring
@@ -59,18 +60,17 @@ class FittedPlan:
 
 
 def fitted_plan(
-    num_rows: int, num_outputs: int, num_inputs: int, gate: bool, split: int, num_sms: int = MULTIPROCESSORS
+    num_rows: int, num_outputs: int, num_inputs: int, gate: bool, add: bool, split: int, num_sms: int = MULTIPROCESSORS
 ) -> FittedPlan | None:
     """The plan for this many rows, None where other kernels serve; it changes no bit."""
-    most = 384 if split == 1 and not gate else 256 if split == 2 and num_inputs >= MANY_INPUTS else 128
-    if not LARGE_HEIGHT < num_rows <= most or (split == 2 and 128 < num_rows <= 192):
+    kind = "gated" if gate else "plain" if split == 1 else "split"
+    if split > 2 or not LARGE_HEIGHT < num_rows <= MOST_ROWS[kind] or (add and split == 1):
         return None
-    if split > 2 or num_inputs < LEAST_INPUTS or num_inputs % (split * LARGE_DEPTH) or num_outputs % LARGE_ALIGNMENT:
+    if num_inputs < LEAST_INPUTS or num_inputs % (split * LARGE_DEPTH) or num_outputs % LARGE_ALIGNMENT:
         return None
     groups, weight_rows = 3 if 128 < num_rows <= 192 else 2, num_outputs * (2 if gate else 1)
     heights = -(-num_rows // (groups * LARGE_HEIGHT))
     cols = STEP * -(-weight_rows * heights * split // (STEP * num_sms))
-    kind = "gated" if gate else "plain" if split == 1 else "split"
     return FittedPlan(groups, cols, split) if cols in WIDTHS[kind] else None
 
 
@@ -85,5 +85,5 @@ def hopper_plan(
 ) -> FittedPlan | LargePlan | None:
     """The plan of a linear on Hopper for many rows, None where the tables of tiles.py serve; see `large_plan`."""
     parts = split or pick_split(num_outputs, num_inputs, gate)
-    fitted = fitted_plan(num_rows, num_outputs, num_inputs, gate, parts, num_sms) if nvrtc_ready() else None
+    fitted = fitted_plan(num_rows, num_outputs, num_inputs, gate, add, parts, num_sms) if nvrtc_ready() else None
     return fitted or large_plan(num_rows, num_outputs, num_inputs, gate, add, num_sms, split)
