@@ -1,5 +1,6 @@
 """Linears by `fitted.cu`: which plans there are, and what NVRTC makes of them, on a machine without a GPU."""
 
+import ctypes
 import re
 import subprocess
 from pathlib import Path
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peregrine.kernels.linear import fitted_tiles as plans
-from peregrine.kernels.linear.fitted import fitted_source
+from peregrine.kernels.linear.fitted import Sizes, fitted_source
 from peregrine.kernels.linear.fitted_tiles import FittedPlan, fitted_plan, hopper_plan
 from peregrine.kernels.linear.tiles import large_plan, pick_split
 from peregrine.kernels.runtime import cuda
@@ -104,6 +105,16 @@ def test_a_plan_compiles_to_the_intended_instructions(name: str, rows: int, dtyp
     assert "MEMBAR.ALL.GPU" not in code or plan.split == 2
     assert "ACQBULK" in code, "it does not wait for the kernel before"
     assert "PREEXIT" in code, "the next kernel cannot start early"
+
+
+def test_structures_are_laid_out_as_the_driver_has_them() -> None:
+    """As cuda.h has them on machines of 64 bits; and what `fitted.cu` is given."""
+    config, attribute = cuda._Config, cuda._Attribute
+    places = [getattr(config, name).offset for name, *_ in config._fields_]
+    assert (places, ctypes.sizeof(config)) == ([0, 12, 24, 32, 40, 48], 56)
+    assert (attribute.value.offset, ctypes.sizeof(attribute)) == (8, 72)
+    assert ctypes.sizeof(cuda.TensorMap) == 128
+    assert ctypes.sizeof(Sizes) == 24
 
 
 @needs_nvrtc

@@ -61,26 +61,14 @@ class Kernel:
 
     def launch(self, programs: int, *arguments: Any) -> None:
         """Queue it on the current stream; it may start before the previous kernel has ended (PDL)."""
-        config, _kept = self._config(programs, torch.cuda.current_stream().cuda_stream)
-        pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(each) for each in arguments))
-        _check("cuLaunchKernelEx", _driver().cuLaunchKernelEx(ctypes.byref(config), self.function, pointers, None))
-
-    @functools.cached_property
-    def most_programs(self) -> int:
-        """How many programs the device runs at once, in whole clusters."""
-        count = ctypes.c_int()
-        config, _kept = self._config(self.cluster, 0)
-        call = _driver().cuOccupancyMaxActiveClusters(ctypes.byref(count), self.function, ctypes.byref(config))
-        _check("cuOccupancyMaxActiveClusters", call)
-        return count.value * self.cluster
-
-    def _config(self, programs: int, stream: int) -> tuple[_Config, Any]:
         attributes = (_Attribute * 2)()
         attributes[0].id, attributes[1].id = CLUSTER, OVERLAP
         attributes[0].value[:3] = [self.cluster, 1, 1]
         attributes[1].value[0] = 1
-        grid, block = (ctypes.c_uint * 3)(programs, 1, 1), (ctypes.c_uint * 3)(self.threads, 1, 1)
-        return _Config(grid, block, self.shared_bytes, stream, attributes, 2), attributes
+        sizes = ((ctypes.c_uint * 3)(count, 1, 1) for count in (programs, self.threads))
+        config = _Config(*sizes, self.shared_bytes, torch.cuda.current_stream().cuda_stream, attributes, 2)
+        pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(each) for each in arguments))
+        _check("cuLaunchKernelEx", _driver().cuLaunchKernelEx(ctypes.byref(config), self.function, pointers, None))
 
 
 def load_kernel(source: str, name: str, threads: int, shared_bytes: int, cluster: int) -> Kernel:
@@ -88,7 +76,7 @@ def load_kernel(source: str, name: str, threads: int, shared_bytes: int, cluster
     code = cached_code(source)
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
     driver = _driver()
-    torch.cuda.current_stream()  # makes the device's context current
+    torch.cuda.current_stream()  # initialises CUDA, if nothing else has
     _check("cuModuleLoadData", driver.cuModuleLoadData(ctypes.byref(module), code))
     _check("cuModuleGetFunction", driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode()))
     _check("cuFuncSetAttribute", driver.cuFuncSetAttribute(function, MAX_SHARED, shared_bytes))
