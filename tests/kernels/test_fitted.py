@@ -117,6 +117,15 @@ def test_structures_are_laid_out_as_the_driver_has_them() -> None:
     assert ctypes.sizeof(Sizes) == 24
 
 
+@pytest.mark.parametrize(("version", "ready"), [((12, 3), False), ((12, 4), True), ((13, 0), True)])
+def test_an_old_compiler_is_left_alone(version: tuple[int, int], ready: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "_compiler", lambda: "NVRTC")
+    monkeypatch.setattr(cuda, "compiler_version", lambda: version)
+    assert cuda.nvrtc_ready.__wrapped__() == ready
+    monkeypatch.setattr(cuda, "_compiler", lambda: None)
+    assert not cuda.nvrtc_ready.__wrapped__()
+
+
 @needs_nvrtc
 def test_source_that_is_refused_shows_why() -> None:
     with pytest.raises(RuntimeError, match=r'NVRTC refuses a kernel of ours:(?s:.*)identifier "nothing" is undefined'):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from peregrine.errors import ConfigError
 
-ARCHITECTURE = "sm_90a"
+ARCHITECTURE, OLDEST = "sm_90a", (12, 4)  # the compiler's version: from there on it knows __maxnreg__
 TENSOR_TYPES = {torch.float16: 6, torch.bfloat16: 9}  # of CUtensorMapDataType
 SWIZZLE_128, PROMOTE_256 = 3, 3  # of CUtensorMapSwizzle, CUtensorMapL2promotion
 MAX_SHARED, CLUSTER, OVERLAP = 8, 4, 6  # of CUfunction_attribute, CUlaunchAttributeID (twice)
@@ -119,15 +119,20 @@ def pointer(tensor: Tensor | None) -> ctypes.c_void_p:
 
 @functools.cache
 def nvrtc_ready() -> bool:
-    """Whether CUDA C++ can be compiled here."""
-    return _compiler() is not None
+    """Whether CUDA C++ can be compiled here, by a compiler that knows what our kernels say."""
+    return _compiler() is not None and compiler_version() >= OLDEST
+
+
+def compiler_version() -> tuple[int, int]:
+    """NVRTC's, which is that of its CUDA toolkit."""
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    _the_compiler().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    return major.value, minor.value
 
 
 def cached_code(source: str) -> bytes:
     """`compile_source`, read from disk where this compiler has compiled the same before."""
-    major, minor = ctypes.c_int(), ctypes.c_int()
-    _the_compiler().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
-    key = f"{major.value}.{minor.value} {ARCHITECTURE} {source}"
+    key = f"{compiler_version()} {ARCHITECTURE} {source}"
     path = cache_folder() / f"{hashlib.sha256(key.encode()).hexdigest()}.cubin"
     if path.is_file():
         return path.read_bytes()
