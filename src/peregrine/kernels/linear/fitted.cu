@@ -1,16 +1,16 @@
-// Linears of 65 to 384 rows for Hopper, in tiles whose width fits the device: the arithmetic of `hopper.py`, bit for bit.
-// A tile is 64 rows for each of GROUPS groups of four warps by COLS rows of the weight, any multiple of 16, so that there
-// are about as many tiles as multiprocessors. With widths that are powers of two a quarter of the device would be idle, or
-// a tile would read more than it must.
+// Linears of 65 to 384 rows for Hopper, in tiles whose width fits the device: the arithmetic of `hopper.py`, bit for
+// bit. A tile is 64 rows for each of GROUPS groups of four warps by COLS rows of the weight, any multiple of 16, so
+// that there are about as many tiles as multiprocessors. With widths that are powers of two a quarter of the device
+// would be idle, or a tile would read more than it must.
 //
 // A program has one tile. One of its warps copies steps of DEPTH inputs by TMA into a ring of STAGES places; the others
 // multiply them and finish their outputs in registers. A matrix instruction adds the products of 16 inputs to a sum, in
-// ascending order, so an output is the same chain as in all other kernels. Where inputs are in two parts (SPLIT is 2), two
-// programs of a cluster have a part each. Both have sums for all columns, finish half of them, and read the other's sums
-// of that half from its shared memory.
+// ascending order, so an output is the same chain as in all other kernels. Where inputs are in two parts (SPLIT is 2),
+// two programs of a cluster have a part each. Both have sums for all columns, finish half of them, and read the other's
+// sums of that half from its shared memory.
 //
-// Set when it is compiled (`fitted_source`): GROUPS, COLS, STAGES, SPLIT, ADD (to the residual stream), GATE (COLS are 8
-// gates, 8 ups and so on), NUMBER (the element type's name in PTX), the units of squares, and the function `product`.
+// Set when it is compiled (`fitted_source`): GROUPS, COLS, STAGES, SPLIT, ADD (to the residual stream), GATE (COLS are
+// 8 gates, 8 ups and so on), NUMBER (the element type's name in PTX), the units of squares, and the function `product`.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -26,9 +26,12 @@ constexpr int SUMS = COLS / 2, OCTETS = COLS / 8 / SPLIT;  // of a thread: sums;
 constexpr float BELOW_ONE = 0.99999994f;
 constexpr int REGISTERS = 65536 / (128 * (GROUPS + 1)) / 8 * 8;  // warps are dealt to four parts of a multiprocessor
 constexpr int OUT_COLS = GATE ? COLS / 2 : COLS;
-constexpr u32 ROW_BYTES = HEIGHT * DEPTH * 2, WEIGHT_BYTES = COLS * DEPTH * 2, PLACE_BYTES = GROUPS * ROW_BYTES + WEIGHT_BYTES;
+constexpr u32 ROW_BYTES = HEIGHT * DEPTH * 2, WEIGHT_BYTES = COLS * DEPTH * 2;
+constexpr u32 PLACE_BYTES = GROUPS * ROW_BYTES + WEIGHT_BYTES;
 
-__device__ __forceinline__ u32 address_of(const void* place) { return static_cast<u32>(__cvta_generic_to_shared(place)); }
+__device__ __forceinline__ u32 address_of(const void* place) {
+  return static_cast<u32>(__cvta_generic_to_shared(place));
+}
 
 __device__ __forceinline__ void new_barrier(u32 barrier, u32 arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
@@ -142,7 +145,8 @@ __device__ __forceinline__ void copy_steps(
   const auto request_rows = [&](int step) {
 #pragma unroll
     for (int g = 0; g < GROUPS; ++g)
-      copy_rows(ring.rows(g), &inputs, depth + step * DEPTH, min(row + g * HEIGHT, rows - HEIGHT), ring.ready + 8 * ring.place);
+      copy_rows(ring.rows(g), &inputs, depth + step * DEPTH, min(row + g * HEIGHT, rows - HEIGHT),
+                ring.ready + 8 * ring.place);
   };
   const int early = min(STAGES, steps);
   for (int step = 0; step < early; ++step, ring.next()) request_weights(step);  // before the previous kernel has ended
@@ -184,8 +188,9 @@ __device__ __forceinline__ void exchange(float (&sums)[SUMS], void* memory, int 
   constexpr int HALF = SUMS / 2;
 #pragma unroll
   for (int i = 0; i < HALF; i += 4)
-    sent[i / 4 * MULTIPLIERS] = part ? make_float4(sums[i], sums[i + 1], sums[i + 2], sums[i + 3])
-                                     : make_float4(sums[HALF + i], sums[HALF + i + 1], sums[HALF + i + 2], sums[HALF + i + 3]);
+    sent[i / 4 * MULTIPLIERS] =
+        part ? make_float4(sums[i], sums[i + 1], sums[i + 2], sums[i + 3])
+             : make_float4(sums[HALF + i], sums[HALF + i + 1], sums[HALF + i + 2], sums[HALF + i + 3]);
   meet_in_cluster();
   u32 theirs;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(theirs) : "r"(address_of(sent)), "r"(part ^ 1));
@@ -215,7 +220,8 @@ extern "C" __global__ void __maxnreg__(REGISTERS) fitted_linear(
     const i64* squares, const u32* residual, const u32* norm, u32* scaled, u64* next_squares, i64* stale_squares,
     const Sizes sizes) {
   extern __shared__ __align__(1024) unsigned char memory[];
-  const Ring ring{address_of(memory), address_of(memory) + STAGES * PLACE_BYTES, address_of(memory) + STAGES * (PLACE_BYTES + 8), 0, 0};
+  const u32 places_begin = address_of(memory), barriers = places_begin + STAGES * PLACE_BYTES;
+  const Ring ring{places_begin, barriers, barriers + 8 * STAGES, 0, 0};
   const int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0), group = warp / 4;  // the compiler takes it as uniform
   const int lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
@@ -227,8 +233,8 @@ extern "C" __global__ void __maxnreg__(REGISTERS) fitted_linear(
   }
   __syncthreads();
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-  // Tiles of rows that share weights come one after the other. The last columns begin so early that they are whole; those
-  // before own_col are another tile's, too.
+  // Tiles of rows that share weights come one after the other. The last columns begin so early that they are whole;
+  // those before own_col are another tile's, too.
   const int part = blockIdx.x % SPLIT, tile = blockIdx.x / SPLIT;
   const int heights = (sizes.rows + GROUPS * HEIGHT - 1) / (GROUPS * HEIGHT);
   const int tile_row = tile % heights * GROUPS * HEIGHT, own_col = tile / heights * OUT_COLS;
@@ -245,7 +251,8 @@ extern "C" __global__ void __maxnreg__(REGISTERS) fitted_linear(
   // A group's last rows begin so early that they are whole; those before `own` are another group's, too.
   const int own = tile_row + group * HEIGHT, row = min(own, sizes.rows - HEIGHT) + warp % 4 * 16 + lane / 4;
   const int col = tile_col + lane % 4 * 2 + part * (COLS / 2);
-  const i64 places[2] = {(static_cast<i64>(row) * sizes.outputs + col) / 2, (static_cast<i64>(row + 8) * sizes.outputs + col) / 2};
+  const i64 places[2] = {(static_cast<i64>(row) * sizes.outputs + col) / 2,  // each of two outputs
+                         (static_cast<i64>(row + 8) * sizes.outputs + col) / 2};
   float factors[2] = {1.0f, 1.0f};
   u32 before[2][ADD ? OCTETS : 1];
 #pragma unroll
@@ -284,7 +291,8 @@ extern "C" __global__ void __maxnreg__(REGISTERS) fitted_linear(
         const float2 value = unpacked(result);
         before[h][j] = result;
         scaled[places[h] + 4 * j] = rounded(weighted(value.x, weight.x), weighted(value.y, weight.y));
-        if (col + offset >= own_col) coarse[h] += counted(value.x, MAX_SQUARE, SQUARE_UNIT) + counted(value.y, MAX_SQUARE, SQUARE_UNIT);
+        if (col + offset >= own_col)
+          coarse[h] += counted(value.x, MAX_SQUARE, SQUARE_UNIT) + counted(value.y, MAX_SQUARE, SQUARE_UNIT);
       }
     }
   }
@@ -300,13 +308,15 @@ extern "C" __global__ void __maxnreg__(REGISTERS) fitted_linear(
 #pragma unroll
         for (int j = 0; j < OCTETS; ++j) {
           const float2 value = unpacked(before[h][j]);
-          if (col + 8 * j >= own_col) fine += counted(value.x, BELOW_ONE, FINE_UNIT) + counted(value.y, BELOW_ONE, FINE_UNIT);
+          if (col + 8 * j >= own_col)
+            fine += counted(value.x, BELOW_ONE, FINE_UNIT) + counted(value.y, BELOW_ONE, FINE_UNIT);
         }
         fine = over_quad(fine);
         if (counts && is_small) atomicAdd(sums_of_row + 1, static_cast<u64>(fine));
       }
       if (counts) atomicAdd(sums_of_row, static_cast<u64>(sum));
-      if (counts && own_col == 0 && part == 0) stale_squares[2 * (row + 8 * h)] = stale_squares[2 * (row + 8 * h) + 1] = 0;
+      if (counts && own_col == 0 && part == 0)
+        stale_squares[2 * (row + 8 * h)] = stale_squares[2 * (row + 8 * h) + 1] = 0;
     }
   }
   if (SPLIT == 2) meet_in_cluster();  // until then the other program may read this one's memory
