@@ -27,6 +27,7 @@ from peregrine.engine.choices import (
     pick_page_size,
     pick_prefill_chunk,
     pick_row_sizes,
+    pick_tiles,
     round_rows,
 )
 from peregrine.engine.engine import Engine
@@ -56,6 +57,7 @@ from peregrine.grammar import GrammarCompiler
 from peregrine.hardware import arithmetic_dtype, current_device, resolve_device, resolve_kv_dtype
 from peregrine.kernels.linear import workspace_bytes
 from peregrine.kernels.runtime.cpu import COMPILED, load_kernels
+from peregrine.kernels.runtime.gpu import HOPPER
 from peregrine.log import logger
 from peregrine.models.config import ModelConfig
 from peregrine.models.decoder import Decoder
@@ -263,7 +265,7 @@ def compile_kernels() -> None:
 def note_model(
     decisions: Decisions, config: ModelConfig, tokenizer: Tokenizer, device: torch.device, max_len: int
 ) -> None:
-    """Note what is done otherwise for this model than for most."""
+    """Note what is done otherwise for this model or device than for most."""
     if (factors := pick_long_factors(config, max_len)) is not None:
         decisions.take("rope", factors)
     if tokenizer.missing is not None:
@@ -272,6 +274,8 @@ def note_model(
         decisions.take("system_message", ("in the next user message", "the chat template has no place for it"))
     if device.type == "cuda" and config.unfused:
         decisions.take("layers", ("plain", f"not fused: {', '.join(config.unfused)}"))
+    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == HOPPER:
+        decisions.take("tiles", pick_tiles())
 
 
 def check_tokenizer(tokenizer: Tokenizer, config: ModelConfig) -> None:

@@ -17,6 +17,7 @@ from peregrine.errors import ConfigError
 from peregrine.hardware import free_bytes, resolve_dtype
 from peregrine.kernels.linear import linear_seconds
 from peregrine.kernels.runtime.cpu import NUMBA_PRESENT
+from peregrine.kernels.runtime.cuda import OLDEST, compiler_version, nvrtc_ready
 from peregrine.kernels.runtime.gpu import TRITON_PRESENT
 from peregrine.models.config import ModelConfig
 from peregrine.models.decoder import Decoder
@@ -150,6 +151,14 @@ def pick_graphs(asked: EngineConfig, device: torch.device) -> tuple[bool, str]:
     if asked.graphs is not None:
         return asked.graphs, "asked for"
     return able, "a round is one launch" if able else "rounds are recorded on CUDA devices with Triton"
+
+
+def pick_tiles() -> tuple[str, str]:
+    """Which tiles linears of 65 to 384 rows have on Hopper, and why."""
+    if nvrtc_ready():
+        return "of any width", f"compiled by NVRTC {'.'.join(map(str, compiler_version()))}"
+    oldest = ".".join(map(str, OLDEST))
+    return "of powers of two", f"NVRTC {oldest} or later compiles faster ones; pip install nvidia-cuda-nvrtc"
 
 
 def pick_lag(asked: EngineConfig, device: torch.device) -> tuple[int, str]:
