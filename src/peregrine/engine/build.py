@@ -57,7 +57,7 @@ from peregrine.grammar import GrammarCompiler
 from peregrine.hardware import arithmetic_dtype, current_device, resolve_device, resolve_kv_dtype
 from peregrine.kernels.linear import workspace_bytes
 from peregrine.kernels.runtime.cpu import COMPILED, load_kernels
-from peregrine.kernels.runtime.gpu import HOPPER
+from peregrine.kernels.runtime.gpu import HOPPER, generation
 from peregrine.log import logger
 from peregrine.models.config import ModelConfig
 from peregrine.models.decoder import Decoder
@@ -274,7 +274,7 @@ def note_model(
         decisions.take("system_message", ("in the next user message", "the chat template has no place for it"))
     if device.type == "cuda" and config.unfused:
         decisions.take("layers", ("plain", f"not fused: {', '.join(config.unfused)}"))
-    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == HOPPER:
+    if device.type == "cuda" and generation() == HOPPER:
         decisions.take("tiles", pick_tiles())
 
 
