@@ -14,8 +14,8 @@ from peregrine.kernels.attention import Gpu, Problem, context_launch, decode_lau
 
 TRAITS = replace(ON_CUDA, max_decode_q_len=16)
 NO_DECODE = replace(ON_CUDA, max_decode_q_len=0)
-H200 = Gpu(is_cuda=True, is_hopper=True, num_sms=132)
-A100 = Gpu(is_cuda=True, is_hopper=False, num_sms=108)
+H200 = Gpu(is_cuda=True, is_hopper=True, num_sms=132, compiles_cuda=True)
+A100 = Gpu(is_cuda=True, is_hopper=False, num_sms=108, compiles_cuda=False)
 
 
 def problem(window: Window) -> Problem:

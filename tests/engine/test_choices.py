@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from peregrine.config import EngineConfig, TreeShape
 from peregrine.engine import choices
-from peregrine.engine.choices import pick_dtype, pick_long_factors, pick_tiles, round_rows
+from peregrine.engine.choices import pick_cuda_kernels, pick_dtype, pick_long_factors, round_rows
 from peregrine.engine.sources import FolderSource, open_source
 from peregrine.engine.window_choice import pick_tree
 from peregrine.kernels.linear import measure
@@ -112,12 +112,12 @@ def test_whether_chains_branch() -> None:
         assert why in chain[1]
 
 
-def test_tiles_of_linears_follow_from_the_compiler_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_in_cuda_follow_from_the_compiler_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choices, "nvrtc_ready", lambda: True)
     monkeypatch.setattr(choices, "compiler_version", lambda: (13, 0))
-    assert pick_tiles() == ("of any width", "compiled by NVRTC 13.0")
+    assert pick_cuda_kernels() == ("all", "compiled by NVRTC 13.0")
     monkeypatch.setattr(choices, "nvrtc_ready", lambda: False)
-    assert pick_tiles() == (
-        "of powers of two",
-        "NVRTC 12.4 or later compiles faster ones; pip install nvidia-cuda-nvrtc",
+    assert pick_cuda_kernels() == (
+        "none",
+        "others serve, more slowly: NVRTC 12.4 or later is needed; pip install nvidia-cuda-nvrtc",
     )

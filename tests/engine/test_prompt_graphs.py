@@ -22,6 +22,7 @@ from peregrine.engine.prompt_graphs import PromptGraphs, chunk_sizes, rows_of, s
 from peregrine.engine.runner import VARIANTS
 from peregrine.sampling import SamplingParams
 from spec.any_plans import plan_anything
+from spec.cached_keys import check_cached_keys
 from spec.harness import Case, build, cases, eagle3_head, eagle_head, noisy_model, run
 
 
@@ -109,9 +110,12 @@ DRAFTERS: dict[str, tuple[bool, dict[str, Any]]] = {  # whether rounds are plann
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_a_request_alone_has_its_first_token_from_the_prompts_last_chunk(name: str) -> None:
+def test_a_request_alone_has_its_first_token_from_the_prompts_last_chunk(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever it asks for; tokens, verdicts and stores are those of a round that reads the newest token itself."""
     planned, options = DRAFTERS[name]
+    shapes = check_cached_keys(monkeypatch)
     sizes: dict[str, Any] = {"page_size": 8, "prefill_chunk": 96, "max_rows": 3, "row_sizes": (1, 3)}
     engines = [build(**sizes, **options, prefix_cache=False).engine for _ in range(2)]
     for engine in engines if planned else ():
@@ -123,6 +127,7 @@ def test_a_request_alone_has_its_first_token_from_the_prompts_last_chunk(name: s
     assert len(firsts(graphs)) == len(asked)
     for one, other in zip(*(map(written, engines)), strict=True):
         assert torch.equal(one, other), "keys or values differ"
+    assert True in shapes, "the last layer has no other queries than the prompt's newest token"
     together = run(engines[1], asked, arrivals=[0, 1, 2, 0, 0])
     assert [o.token_ids for o in together] == [o.token_ids for o in expected]
     before = len(firsts(graphs))

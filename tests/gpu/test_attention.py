@@ -141,6 +141,38 @@ def test_the_number_of_programs_changes_no_bit(past: int) -> None:
         assert torch.equal(out, alone), programs
 
 
+@pytest.mark.parametrize(
+    ("heads", "dtype", "pasts", "q_len", "page_size"),
+    [
+        (LLAMA, torch.bfloat16, (2040,), 4, 16),
+        (LLAMA, torch.bfloat16, (0, 3, 64, 127, 128, 129, 700), 4, 16),
+        (LLAMA, torch.float16, (33000, 100), 1, 64),
+        ((32, 4, 128), torch.bfloat16, (5000, 70), 8, 16),  # four tiles
+        ((28, 4, 128), torch.bfloat16, (2040, 5), 5, 8),  # groups of seven
+        ((20, 1, 64), torch.bfloat16, (1000, 0), 2, 128),  # a group of more than a tile
+        ((32, 8, 64), torch.float16, (2040, 33), 4, 16),
+    ],
+)
+def test_keys_copied_ahead_of_queries_change_no_bit(
+    heads: tuple[int, int, int], dtype: torch.dtype, pasts: tuple[int, ...], q_len: int, page_size: int
+) -> None:
+    """`split_decode.cu`, with NaN in all that no query sees, by any number of programs."""
+    from peregrine.kernels.attention.plan_triton import plan_gpu
+    from peregrine.kernels.attention.triton import dense_attention
+
+    rows, scale = on_gpu([chain(past, q_len, heads) for past in pasts], dtype), heads[2] ** -0.5
+    forward = lay_out(rows, Layout(page_size=page_size, poison=True, spare_pages=2))
+    forward.store.write(LAYER, forward.metadata.slots, forward.k, forward.v)
+    m = forward.metadata
+    plan = plan_gpu(m.positions, m.q_starts, m.past_lens, m.page_table, m.page_size, None)
+    kv = StoredKV(forward.store.keys[LAYER], forward.store.values[LAYER], None, None)
+    alone = dense_attention(forward.q, kv, plan, Launch(Kernel.CONTEXT, False, TILE, 0), scale, None, None)
+    assert not alone.isnan().any()
+    for programs in (1, 3, 16, 33):
+        out = dense_attention(forward.q, kv, plan, Launch(Kernel.DECODE, True, TILE, programs), scale, None, None)
+        assert torch.equal(out, alone), programs
+
+
 @pytest.mark.parametrize("is_tree", [False, True])
 def test_a_call_repeated_gives_the_same_bits(is_tree: bool) -> None:
     """Repeated, since a partial result read before it is written would differ only sometimes."""

@@ -8,9 +8,10 @@ import torch
 from peregrine.kernels.attention import Gpu, Kernel, Launch, Problem, context_launch, decode_launch
 from peregrine.kernels.attention.plan import hopper_tile
 
-H200 = Gpu(is_cuda=True, is_hopper=True, num_sms=132)
-BLACKWELL = Gpu(is_cuda=True, is_hopper=False, num_sms=148)
-INTERPRETER = Gpu(is_cuda=False, is_hopper=False, num_sms=16)
+H200 = Gpu(is_cuda=True, is_hopper=True, num_sms=132, compiles_cuda=True)
+NO_NVRTC = replace(H200, compiles_cuda=False)
+BLACKWELL = Gpu(is_cuda=True, is_hopper=False, num_sms=148, compiles_cuda=False)
+INTERPRETER = Gpu(is_cuda=False, is_hopper=False, num_sms=16, compiles_cuda=False)
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 LLAMA = Problem(
     num_rows=1,
@@ -48,14 +49,21 @@ def split_kv(tile: int, programs: int, on_hopper: bool = False) -> Launch:
 @pytest.mark.parametrize(
     ("problem", "gpu", "launch"),
     [
-        (window(LLAMA, 1), H200, split_kv(16, 32)),  # no more programs than splits
-        (window(LLAMA, 4), H200, split_kv(16, 8)),  # two programs on each of 132 multiprocessors
+        (window(LLAMA, 1), H200, split_kv(16, 16, on_hopper=True)),  # one program on each of 132 multiprocessors
+        (replace(window(LLAMA, 1), num_keys=1024), H200, split_kv(16, 8, on_hopper=True)),  # no more than splits
+        (replace(window(LLAMA, 1), num_kv_heads=1), H200, split_kv(16, 32)),  # eight tiles for the KV head
+        (window(LLAMA, 4), H200, split_kv(16, 4, on_hopper=True)),
+        (window(LLAMA, 5), H200, split_kv(16, 6)),  # too few programs for each tile to be the fastest
+        (replace(window(LLAMA, 8), key_dim=64, value_dim=64), H200, split_kv(16, 4, on_hopper=True)),  # two on each
+        (window(LLAMA, 1), NO_NVRTC, split_kv(16, 32)),  # no more programs than splits
+        (window(LLAMA, 4), NO_NVRTC, split_kv(16, 8)),  # two programs on each of 132 multiprocessors
+        (replace(window(LLAMA, 1), is_tree=True), H200, split_kv(16, 33)),
         (window(LLAMA, 16), H200, split_kv(16, 2)),
         (window(LLAMA, 17), H200, split_kv(16, 0, on_hopper=True)),  # tiles alone fill the device
         (window(LLAMA, 17, 16), H200, split_kv(64, 0, on_hopper=True)),
         (window(LLAMA, 17, 64), H200, split_kv(64, 0, on_hopper=True)),
         (window(LLAMA, 17, 65), H200, None),
-        (replace(window(LLAMA, 4), q_len=None), H200, split_kv(16, 8)),  # rows of up to 4
+        (replace(window(LLAMA, 4), q_len=None), H200, split_kv(16, 4, on_hopper=True)),  # rows of up to 4
         (replace(window(LLAMA, 32), q_len=None), H200, split_kv(16, 0, on_hopper=True)),
         (replace(window(LLAMA, 4, 17), q_len=None), H200, None),
         (replace(window(DEEPSEEK, 1), q_len=None), H200, None),
@@ -101,9 +109,9 @@ def test_context(problem: Problem, gpu: Gpu, tile: int, on_hopper: bool) -> None
 def test_hoppers_dense_kernel_serves_where_its_tiles_fill_the_device() -> None:
     """Two programs fit on a multiprocessor: with too many tiles for split-KV, one program reads all keys of a tile."""
     taken = {rows: decode(window(LLAMA, rows)) for rows in (1, 8, 16, 17, 32)}
-    assert [rows for rows, launch in taken.items() if launch is not None and launch.on_hopper] == [17, 32]
+    assert [rows for rows, launch in taken.items() if launch and launch.on_hopper and not launch.programs] == [17, 32]
     few_heads = {rows: decode(window(replace(LLAMA, num_kv_heads=4), rows)) for rows in (8, 16, 33, 34)}
-    assert [rows for rows, launch in few_heads.items() if launch is not None and launch.on_hopper] == [34]
+    assert [rows for rows, launch in few_heads.items() if launch and launch.on_hopper and not launch.programs] == [34]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ class AttentionMetadata:
     window: Window  # the query tokens of this forward
     positions: Tensor  # [N] i64
     q_starts: Tensor  # [R + 1] i64
-    past_lens: Tensor  # [R] i64 tokens cached before this forward
+    past_lens: Tensor  # [R] i64 tokens cached before this forward: their keys may be read before its own are written
     page_table: Tensor  # [R, P] i64 or i32; entries past the row's pages are scratch page 0
     page_size: int
     slots: Tensor  # [M] i64 where this forward's keys and values go; M >= N

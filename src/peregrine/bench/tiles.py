@@ -19,7 +19,7 @@ from peregrine.bench.device import COLD_BYTES, graph_ms
 from peregrine.engine.sources import open_source
 from peregrine.errors import ConfigError
 from peregrine.hardware import resolve_device, resolve_dtype
-from peregrine.kernels.linear.fitted_tiles import hopper_plan
+from peregrine.kernels.linear.cuda_plans import hopper_plan
 from peregrine.kernels.linear.tiles import HEIGHTS, Tile, kind_of, pick_split, pick_tile
 from peregrine.kernels.runtime.gpu import TRITON_PRESENT, multiprocessors
 from peregrine.models.layers import MLP, Linear

@@ -17,6 +17,7 @@ from peregrine.engine.choices import (
     Decisions,
     check_windows,
     pick_backend,
+    pick_cuda_kernels,
     pick_drafter,
     pick_dtype,
     pick_graphs,
@@ -27,7 +28,6 @@ from peregrine.engine.choices import (
     pick_page_size,
     pick_prefill_chunk,
     pick_row_sizes,
-    pick_tiles,
     round_rows,
 )
 from peregrine.engine.engine import Engine
@@ -275,7 +275,7 @@ def note_model(
     if device.type == "cuda" and config.unfused:
         decisions.take("layers", ("plain", f"not fused: {', '.join(config.unfused)}"))
     if device.type == "cuda" and generation() == HOPPER:
-        decisions.take("tiles", pick_tiles())
+        decisions.take("cuda_kernels", pick_cuda_kernels())
 
 
 def check_tokenizer(tokenizer: Tokenizer, config: ModelConfig) -> None:

@@ -153,12 +153,12 @@ def pick_graphs(asked: EngineConfig, device: torch.device) -> tuple[bool, str]:
     return able, "a round is one launch" if able else "rounds are recorded on CUDA devices with Triton"
 
 
-def pick_tiles() -> tuple[str, str]:
-    """Which tiles linears of 65 to 384 rows have on Hopper, and why."""
+def pick_cuda_kernels() -> tuple[str, str]:
+    """Whether Hopper has the kernels in CUDA C++, for few rows and for linears of 65 to 384, and why."""
     if nvrtc_ready():
-        return "of any width", f"compiled by NVRTC {'.'.join(map(str, compiler_version()))}"
+        return "all", f"compiled by NVRTC {'.'.join(map(str, compiler_version()))}"
     oldest = ".".join(map(str, OLDEST))
-    return "of powers of two", f"NVRTC {oldest} or later compiles faster ones; pip install nvidia-cuda-nvrtc"
+    return "none", f"others serve, more slowly: NVRTC {oldest} or later is needed; pip install nvidia-cuda-nvrtc"
 
 
 def pick_lag(asked: EngineConfig, device: torch.device) -> tuple[int, str]:

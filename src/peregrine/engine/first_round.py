@@ -59,7 +59,7 @@ class FirstRound:
             window=Window.uniform(1, 1),
             positions=position,
             q_starts=self._one,
-            past_lens=position,
+            past_lens=metadata.past_lens[:1],
             page_table=metadata.page_table[:1],
             page_size=metadata.page_size,
             slots=metadata.slots,

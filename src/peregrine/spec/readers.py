@@ -63,7 +63,8 @@ class Path:
             live, live_positions = (x.index_select(0, layout.rows) for x in (live, live_positions))
         if not len(live):
             return Path(tokens, live, body, body)
-        last = seen.drafted().pages.uniform(live_positions, live_positions[:, 0], slots)
+        drafted = seen.drafted()
+        last = drafted.pages.uniform(live_positions, drafted.past_lens, slots)
         return Path(tokens, live, body, last)
 
 

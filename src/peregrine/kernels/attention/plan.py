@@ -11,6 +11,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from peregrine.kernels.runtime.cuda import nvrtc_ready
 from peregrine.kernels.runtime.gpu import is_hopper, multiprocessors
 
 TILE = 16  # query rows (query, head of one KV head) of a tile: the lowest matrix instruction
@@ -25,6 +26,8 @@ MLA_WARPS = {16: 4, 32: 4, 64: 8}  # by rows of an MLA tile; the acc of a higher
 MAX_RAGGED_DECODE = 16  # longest row of a ragged window that the decode kernel takes; prompts are longer
 HOPPER_COLUMN = 64  # entries that the copy engine and the matrix unit of Hopper take side by side
 HOPPER_MIN_PAGE = 8  # tokens of the smallest page that the copy engine takes
+# Of Hopper's own kernel for split-KV: the most tiles of a row and KV head, the fewest programs that share their keys.
+HOPPER_SPLIT_TILES, HOPPER_SPLIT_PROGRAMS = 4, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +136,9 @@ class Launch:
     """A kernel and how it is launched. Every launch gives the same bits."""
 
     kernel: Kernel
-    on_hopper: bool  # Hopper's own kernel in Gluon, else Triton's
+    on_hopper: bool  # Hopper's own kernel, else Triton's
     tile: int  # query rows of a tile
-    programs: int  # that share the keys of a tile and leave split-KV partials to merge; 0: one program, no partials
+    programs: int  # that share the keys of a tile; each split's state is stored and merged. 0: one program alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,11 +181,14 @@ class Gpu:
     is_cuda: bool  # False: the interpreter
     is_hopper: bool
     num_sms: int
+    compiles_cuda: bool  # CUDA C++, by NVRTC
 
 
 def gpu_of(tensor: Tensor) -> Gpu:
     """The device that this tensor lies on."""
-    return Gpu(tensor.is_cuda, is_hopper(tensor), multiprocessors(tensor.device, INTERPRETED_SMS))
+    hopper = is_hopper(tensor)
+    num_sms = multiprocessors(tensor.device, INTERPRETED_SMS)
+    return Gpu(tensor.is_cuda, hopper, num_sms, compiles_cuda=hopper and nvrtc_ready())
 
 
 def context_launch(problem: Problem, gpu: Gpu) -> Launch:
@@ -219,15 +225,27 @@ def decode_launch(problem: Problem, gpu: Gpu, max_q_len: int) -> Launch | None:
 
 def _dense_decode(problem: Problem, q_len: int, gpu: Gpu) -> Launch | None:
     group, rows = problem.group, problem.num_rows * problem.num_kv_heads
-    if gpu.is_hopper and _hopper_takes_dense(problem):
-        # Measured: where programs have to share the keys of a tile, split-KV in Triton was as fast or faster.
-        tile = hopper_tile(q_len, group)
-        if _programs_per_tile(rows * tiles_of_row(q_len, group, tile), gpu) == 1:
-            return Launch(Kernel.DECODE, True, tile, 0)
+    if gpu.is_hopper and _hopper_takes_dense(problem) and (own := _hopper_dense_decode(problem, q_len, gpu)):
+        return own
     most = num_splits(problem.num_keys) + (2 * queries_per_tile(group, TILE) if problem.is_tree else 0)
     mean = -(-problem.num_tokens // problem.num_rows)  # tiles past a row's end are empty and leave at once
     programs = min(most, _programs_per_tile(rows * tiles_of_row(mean, group, TILE), gpu))
     return Launch(Kernel.DECODE, False, TILE, programs) if programs > 1 else None
+
+
+def _hopper_dense_decode(problem: Problem, q_len: int, gpu: Gpu) -> Launch | None:
+    """One program for each tile where tiles alone fill the device; else some that share the keys of a row and KV head.
+
+    With few of these for each, split-KV in Triton, which has two on a multiprocessor, was as fast.
+    """
+    group, rows = problem.group, problem.num_rows * problem.num_kv_heads
+    tile = hopper_tile(q_len, group)
+    if _programs_per_tile(rows * tiles_of_row(q_len, group, tile), gpu) == 1:
+        return Launch(Kernel.DECODE, True, tile, 0)
+    at_once = (2 if problem.key_dim <= HOPPER_COLUMN else 1) * gpu.num_sms // rows  # of small heads two fit
+    programs = min(num_splits(problem.num_keys), at_once)
+    fits = tiles_of_row(q_len, group, TILE) <= HOPPER_SPLIT_TILES and at_once >= HOPPER_SPLIT_PROGRAMS
+    return Launch(Kernel.DECODE, True, TILE, programs) if gpu.compiles_cuda and fits and programs > 1 else None
 
 
 def _programs_per_tile(tiles: int, gpu: Gpu) -> int:

@@ -39,11 +39,11 @@ def dense_attention(
     Hopper's own kernels know neither windows nor sinks nor trees.
     """
     q = checked_queries(q, plan)
+    if how.programs:
+        return _split_kv_decode(q, kv, plan, how, scale, window, sinks)
     if how.on_hopper:
         return (_hopper_context if how.kernel is Kernel.CONTEXT else _hopper_decode)(q, kv, plan, how.tile, scale)
-    if how.kernel is Kernel.CONTEXT:
-        return _context(q, kv, plan, how.tile, scale, window, sinks)
-    return _split_kv_decode(q, kv, plan, how, scale, window, sinks)
+    return _context(q, kv, plan, how.tile, scale, window, sinks)
 
 
 def _split_kv_decode(
@@ -58,16 +58,22 @@ def _split_kv_decode(
     partial_acc = torch.empty(*partials, constants["D_PAD"], dtype=torch.float32, device=q.device)
     partial_ml = torch.empty(*partials, 2, dtype=torch.float32, device=q.device)
     sizes = {"window": window or 0, "num_pages": num_pages, "max_splits": max_splits}
-    launch(
-        decode_kernel,
-        (how.programs, tiles, num_rows),
-        *(q, kv.keys, kv.values, kv.k_scale, plan.positions, plan.q_starts, plan.past_lens, plan.page_table),
-        *(plan.limits, plan.paths, partial_acc, partial_ml, scale),
-        q_stride=q.stride(0),
-        **sizes,
-        **{name: value for name, value in constants.items() if name != "SINKS"},
-        pdl=True,
-    )
+    if how.on_hopper:
+        from peregrine.kernels.attention.split_decode import run_split_decode  # other devices have no use for it
+
+        own_tiles = tiles // constants["KV_HEADS"]
+        run_split_decode(q, kv, plan, own_tiles, how.programs, (partial_acc, partial_ml), scale)
+    else:
+        launch(
+            decode_kernel,
+            (how.programs, tiles, num_rows),
+            *(q, kv.keys, kv.values, kv.k_scale, plan.positions, plan.q_starts, plan.past_lens, plan.page_table),
+            *(plan.limits, plan.paths, partial_acc, partial_ml, scale),
+            q_stride=q.stride(0),
+            **sizes,
+            **{name: value for name, value in constants.items() if name != "SINKS"},
+            pdl=True,
+        )
     merged = 1 if q.is_cuda else tile  # rows of one program: in the interpreter a program costs more than its rows
     launch(
         merge_kernel,

@@ -9,53 +9,15 @@
 // two programs of a cluster have a part each. Both have sums for all columns, finish half of them, and read the other's
 // sums of that half from its shared memory.
 //
-// Set when it is compiled (`fitted_source`): GROUPS, COLS, STAGES, SPLIT, ADD (to the residual stream), GATE (COLS are
+// Set when it is compiled (`linear_source`): GROUPS, COLS, STAGES, SPLIT, ADD (to the residual stream), GATE (COLS are
 // 8 gates, 8 ups and so on), NUMBER (the element type's name in PTX), the units of squares, and the function `product`.
-
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef long long i64;
-struct alignas(64) TensorMap { u64 words[16]; };
-struct Sizes {
-  int rows, outputs, inputs;
-  float eps, coarse_unit, fine_unit;  // of the squares that scale rows
-};
 
 constexpr int HEIGHT = 64, DEPTH = 64, MULTIPLIERS = 128 * GROUPS;  // threads that multiply
 constexpr int SUMS = COLS / 2, OCTETS = COLS / 8 / SPLIT;  // of a thread: sums; groups of 8 columns that it finishes
-constexpr float BELOW_ONE = 0.99999994f;
 constexpr int REGISTERS = 65536 / (128 * (GROUPS + 1)) / 8 * 8;  // warps are dealt to four parts of a multiprocessor
 constexpr int OUT_COLS = GATE ? COLS / 2 : COLS;
 constexpr u32 ROW_BYTES = HEIGHT * DEPTH * 2, WEIGHT_BYTES = COLS * DEPTH * 2;
 constexpr u32 PLACE_BYTES = GROUPS * ROW_BYTES + WEIGHT_BYTES;
-
-__device__ __forceinline__ u32 address_of(const void* place) {
-  return static_cast<u32>(__cvta_generic_to_shared(place));
-}
-
-__device__ __forceinline__ void new_barrier(u32 barrier, u32 arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-
-__device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ void arrive(u32 barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-__device__ __forceinline__ void await(u32 barrier, u32 phase) {
-  asm volatile(
-      "{ .reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1; @!done bra again; }"
-      ::"r"(barrier), "r"(phase) : "memory");
-}
-
-__device__ __forceinline__ void copy_rows(u32 to, const TensorMap* map, int depth, int row, u32 barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
-      ::"r"(to), "l"(map), "r"(depth), "r"(row), "r"(barrier) : "memory");
-}
 
 __device__ __forceinline__ void copy_pairs(u32 to, const TensorMap* map, int depth, int octet, u32 barrier) {
   asm volatile(
@@ -63,55 +25,11 @@ __device__ __forceinline__ void copy_pairs(u32 to, const TensorMap* map, int dep
       ::"r"(to), "l"(map), "r"(depth), "r"(0), "r"(octet), "r"(barrier) : "memory");
 }
 
-// True in one lane of a warp, which the compiler knows.
-__device__ __forceinline__ bool elected() {
-  u32 yes;
-  asm volatile("{ .reg .pred one; elect.sync _|one, 0xFFFFFFFF; selp.u32 %0, 1, 0, one; }" : "=r"(yes));
-  return yes;
-}
-
-// A matrix in shared memory for the matrix unit: rows of 128 bytes, swizzled by the copy in groups of eight.
-__device__ __forceinline__ u64 matrix_at(u32 place) {
-  return static_cast<u64>((place & 0x3FFFF) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
-}
-
-__device__ __forceinline__ float2 unpacked(u32 both) {
-  float2 values;
-  asm("{ .reg .b16 low, high; mov.b32 {low, high}, %2; cvt.f32." NUMBER " %0, low; cvt.f32." NUMBER " %1, high; }"
-      : "=f"(values.x), "=f"(values.y) : "r"(both));
-  return values;
-}
-
-__device__ __forceinline__ u32 rounded(float first, float second) {
-  u32 both;
-  asm("cvt.rn." NUMBER "x2.f32 %0, %2, %1;" : "=r"(both) : "f"(first), "f"(second));
-  return both;
-}
-
-__device__ __forceinline__ float divided(float value, float divisor) {
-  float result;
-  asm("div.full.f32 %0, %1, %2;" : "=f"(result) : "f"(value), "f"(divisor));
-  return result;
-}
-
 // silu(gate) * up, as `gated` in epilogue.py.
 __device__ __forceinline__ float gated(float gate, float up) {
   float power;
   asm("ex2.approx.f32 %0, %1;" : "=f"(power) : "f"(__fmul_rn(-gate, 1.4426950408889634f)));
   return __fmul_rn(divided(gate, __fadd_rn(1.0f, power)), up);
-}
-
-// 1 / the root mean square of a row, see `root_mean_square` in kernels/residual.
-__device__ __forceinline__ float row_factor(const i64* squares, const Sizes& sizes) {
-  const i64 coarse = squares[0], fine = squares[1];
-  const bool small = coarse < static_cast<i64>(sizes.inputs) * SMALL_UNITS;
-  const float sum = __ll2float_rn(small ? fine : coarse);
-  return divided(1.0f, __fsqrt_rn(__fmaf_rn(sum, small ? sizes.fine_unit : sizes.coarse_unit, sizes.eps)));
-}
-
-__device__ __forceinline__ float scaled_sum(float sum, float factor, bool scales, float bias, bool biased) {
-  if (!scales) return biased ? __fadd_rn(sum, bias) : sum;
-  return biased ? __fmaf_rn(sum, factor, bias) : __fmul_rn(sum, factor);
 }
 
 // Over the four lanes that have a row's columns.
@@ -129,10 +47,6 @@ struct Ring {
     if (++place == STAGES) place = 0, phase ^= 1;
   }
 };
-
-__device__ __forceinline__ void meet_in_cluster() {
-  asm volatile("barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;" ::: "memory");
-}
 
 // The copying warp: all steps of a program.
 __device__ __forceinline__ void copy_steps(
@@ -205,17 +119,7 @@ __device__ __forceinline__ void exchange(float (&sums)[SUMS], void* memory, int 
   }
 }
 
-// A square in coarse or fine units; 0 beyond `most`.
-__device__ __forceinline__ i64 counted(float value, float most, float unit) {
-  const float square = __fmul_rn(value, value);
-  return __float2ll_rz(__fmul_rn(square <= most ? square : 0.0f, unit));
-}
-
-__device__ __forceinline__ float weighted(float value, float weight) {
-  return __fmul_rn(value, __fmul_rn(value, value) <= MAX_SQUARE ? weight : __int_as_float(0x7FC00000));
-}
-
-extern "C" __global__ void __maxnreg__(REGISTERS) fitted_linear(
+extern "C" __global__ void __maxnreg__(REGISTERS) linear(
     const __grid_constant__ TensorMap weights, const __grid_constant__ TensorMap inputs, const u32* bias, u32* out,
     const i64* squares, const u32* residual, const u32* norm, u32* scaled, u64* next_squares, i64* stale_squares,
     const Sizes sizes) {

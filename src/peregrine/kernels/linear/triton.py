@@ -20,9 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from peregrine.kernels.linear.cuda_linear import run_cuda
+from peregrine.kernels.linear.cuda_plans import ClusteredPlan, CudaPlan, FittedPlan, hopper_plan
 from peregrine.kernels.linear.epilogue import Addition, addends, finish_outputs, merge_split, reset_squares
-from peregrine.kernels.linear.fitted import run_fitted
-from peregrine.kernels.linear.fitted_tiles import FittedPlan, hopper_plan
 from peregrine.kernels.linear.reference import DenseWeight
 from peregrine.kernels.linear.tiles import (
     MAX_ROWS,
@@ -87,7 +87,7 @@ def run(
     gate: bool = False,
     add: Addition | None = None,
     tile: Tile | None = None,
-    plan: LargePlan | FittedPlan | None = None,
+    plan: LargePlan | CudaPlan | None = None,
     split: int | None = None,
 ) -> None:
     """One launch for every MAX_ROWS rows. `scale` is (squares, eps); without a tile, the one that the tables say.
@@ -99,8 +99,8 @@ def run(
     if plan is None and tile is None and on_hopper:
         num_sms = multiprocessors(x.device, 0)
         plan = hopper_plan(len(x), out.shape[1], x.shape[1], gate, add is not None, num_sms, split)
-    if isinstance(plan, FittedPlan):
-        run_fitted(x, weight, out, plan, scale, gate, add.pointers(slice(None)) if add else None)
+    if isinstance(plan, FittedPlan | ClusteredPlan):
+        run_cuda(x, weight, out, plan, scale, gate, add.pointers(slice(None)) if add else None)
     elif plan is not None:
         # Imports Gluon, which other devices do not need.
         from peregrine.kernels.linear.hopper_launch import run_large

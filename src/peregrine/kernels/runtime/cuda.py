@@ -9,7 +9,7 @@ import functools
 import hashlib
 import importlib.util
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ ARCHITECTURE, OLDEST = "sm_90a", (12, 4)  # the compiler's version: from there o
 TENSOR_TYPES = {torch.float16: 6, torch.bfloat16: 9}  # of CUtensorMapDataType
 SWIZZLE_128, PROMOTE_256 = 3, 3  # of CUtensorMapSwizzle, CUtensorMapL2promotion
 MAX_SHARED, CLUSTER, OVERLAP = 8, 4, 6  # of CUfunction_attribute, CUlaunchAttributeID (twice)
+NUMBERS = {torch.bfloat16: "bf16", torch.float16: "f16"}  # their names in PTX
 
 
 class _Attribute(ctypes.Structure):
@@ -59,13 +60,13 @@ class Kernel:
     shared_bytes: int
     cluster: int  # programs in one
 
-    def launch(self, programs: int, *arguments: Any) -> None:
+    def launch(self, grid: tuple[int, int, int], *arguments: Any) -> None:
         """Queue it on the current stream; it may start before the previous kernel has ended (PDL)."""
         attributes = (_Attribute * 2)()
         attributes[0].id, attributes[1].id = CLUSTER, OVERLAP
         attributes[0].value[:3] = [self.cluster, 1, 1]
         attributes[1].value[0] = 1
-        sizes = ((ctypes.c_uint * 3)(count, 1, 1) for count in (programs, self.threads))
+        sizes = ((ctypes.c_uint * 3)(*counts) for counts in (grid, (self.threads, 1, 1)))
         config = _Config(*sizes, self.shared_bytes, torch.cuda.current_stream().cuda_stream, attributes, 2)
         pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(each) for each in arguments))
         _check("cuLaunchKernelEx", _driver().cuLaunchKernelEx(ctypes.byref(config), self.function, pointers, None))
@@ -170,6 +171,13 @@ def compile_source(source: str) -> bytes:
     compiler.nvrtcGetCUBIN(program, code)
     compiler.nvrtcDestroyProgram(ctypes.byref(program))
     return code.raw
+
+
+def shared_source(dtype: torch.dtype, known: Mapping[str, object]) -> str:
+    """What is put before a kernel for elements of this type: the names that it knows, then `hopper.cuh`."""
+    named = {"NUMBER": f'"{NUMBERS[dtype]}"', **known}
+    lines = [f"#define {name} {value}" for name, value in named.items()]
+    return "\n".join([*lines, Path(__file__).with_name("hopper.cuh").read_text(), ""])
 
 
 def product_source(columns: int, number: str) -> str:

@@ -2,9 +2,11 @@
 
 A kernel launched with `pdl=True` starts once every program of the previous kernel has called `release` or ended. Until
 its own `wait` returns it may read only what no kernel writes, such as weights; after it, everything that earlier
-kernels wrote. If the previous kernel calls `release` only after its own `wait`, then everything written before *that*
-kernel may be read before `wait` too: decode attention reads lengths and page tables early, because the previous kernel
-is the one that rotates queries and keys. A kernel whose next one reads only weights early calls `release` at once.
+kernels wrote. A kernel whose next one reads only that early calls `release` at once.
+
+If a kernel calls `release` only after its own `wait` (`enter`), then everything written before *that* kernel may be
+read early by all that follow. The kernel that rotates queries and keys does: so attention reads lengths, page tables
+and keys of earlier forwards early.
 """
 
 import triton

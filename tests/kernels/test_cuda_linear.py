@@ -1,4 +1,4 @@
-"""Linears by `fitted.cu`: which plans there are, and what NVRTC makes of them, on a machine without a GPU."""
+"""Linears in CUDA C++: which plans there are, and what NVRTC makes of them, on a machine without a GPU."""
 
 import ctypes
 import re
@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peregrine.kernels.linear import fitted_tiles as plans
-from peregrine.kernels.linear.fitted import Sizes, fitted_source
-from peregrine.kernels.linear.fitted_tiles import FittedPlan, fitted_plan, hopper_plan
+from peregrine.kernels.linear import cuda_plans as plans
+from peregrine.kernels.linear.cuda_linear import Sizes, linear_source
+from peregrine.kernels.linear.cuda_plans import ClusteredPlan, FittedPlan, clustered_plan, fitted_plan, hopper_plan
 from peregrine.kernels.linear.tiles import large_plan, pick_split
 from peregrine.kernels.runtime import cuda
 from peregrine.kernels.runtime.gpu import HOPPER_SHARED_BYTES, TRITON_PRESENT
@@ -75,12 +75,61 @@ def test_a_plan_is_one_tile_for_each_multiprocessor(
     assert exchanged_bytes <= plan.shared_bytes
 
 
+def test_inputs_in_parts_go_to_clusters_while_rows_are_few() -> None:
+    """By outputs and inputs: rooms for rows, places in the ring, and whether a program has a multiprocessor alone."""
+    weights = {"8b down": (4096, 14336), "qwen3-30b o": (2048, 4096), "qwen2.5-1.5b o": (1536, 1536)}
+    chosen = {
+        (name, rows): (plan.width, plan.stages, plan.alone)
+        for name, (outputs, inputs) in weights.items()
+        for rows in (1, 16, 17, 64, 65)
+        if (plan := clustered_plan(rows, outputs, inputs, False, pick_split(outputs, inputs, False)))
+    }
+    assert chosen == {
+        ("8b down", 1): (8, 12, True),
+        ("8b down", 16): (16, 11, True),
+        ("8b down", 17): (32, 9, True),
+        ("8b down", 64): (64, 7, True),
+        ("qwen3-30b o", 1): (8, 6, False),  # 32 clusters of four: 30 of them have multiprocessors of their own
+        ("qwen3-30b o", 16): (16, 5, False),
+        ("qwen2.5-1.5b o", 1): (8, 4, True),
+        ("qwen2.5-1.5b o", 16): (16, 4, True),
+        ("qwen2.5-1.5b o", 17): (32, 4, True),
+        ("qwen2.5-1.5b o", 64): (64, 4, True),
+    }
+    assert clustered_plan(8, 6144, 4096, False, 1) is None, "nothing to share"
+    assert clustered_plan(8, 4096, 4096, True, 2) is None, "gates need more room"
+
+
+@given(
+    rows=st.integers(0, 80),
+    outputs=st.integers(1, 1300).map(lambda n: 8 * n),
+    inputs=st.integers(1, 300).map(lambda n: 64 * n),
+    num_sms=st.sampled_from([78, 114, 132]),
+)
+def test_all_programs_of_clusters_run_at_once(rows: int, outputs: int, inputs: int, num_sms: int) -> None:
+    split = pick_split(outputs, inputs, False)
+    plan = clustered_plan(rows, outputs, inputs, False, split, num_sms)
+    if plan is None:
+        return
+    assert 1 < plan.split <= 8
+    assert plan.steps * 128 * plan.split == inputs
+    assert 1 <= rows <= plan.width
+    assert plan.programs(rows, outputs) % plan.split == 0
+    assert plan.stages >= min(3, plan.steps)
+    each = HOPPER_SHARED_BYTES if plan.alone else HOPPER_SHARED_BYTES // 2
+    assert plan.shared_bytes <= each
+    assert plan.shared_bytes >= 4 * plan.width * 68, "sums take the place of the ring"
+    assert not plan.alone or plan.programs(rows, outputs) <= num_sms
+
+
 def test_without_nvrtc_the_kernels_in_gluon_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plans, "nvrtc_ready", lambda: True)
     assert hopper_plan(256, 6144, 4096, False, False) == FittedPlan(2, 96)
+    assert isinstance(hopper_plan(4, 4096, 14336, False, True), ClusteredPlan)
     assert hopper_plan(2048, 6144, 4096, False, False) == large_plan(2048, 6144, 4096, False, False)
     monkeypatch.setattr(plans, "nvrtc_ready", lambda: False)
     assert hopper_plan(256, 4096, 14336, False, True) == large_plan(256, 4096, 14336, False, True)
+    assert hopper_plan(4, 4096, 14336, False, True) is None
 
 
 @needs_nvrtc
@@ -92,7 +141,7 @@ def test_without_nvrtc_the_kernels_in_gluon_serve(monkeypatch: pytest.MonkeyPatc
 def test_a_plan_compiles_to_the_intended_instructions(name: str, rows: int, dtype: torch.dtype, tmp_path: Path) -> None:
     plan, (_, _, gate, add) = plan_of(name, rows), LLAMA_8B[name]
     assert plan is not None
-    code, registers = disassembled(fitted_source(plan, gate, add, dtype), tmp_path)
+    code, registers = disassembled(linear_source(plan, gate, add, dtype), tmp_path)
     product = f"HGMMA.64x{plan.cols}x16.F32" + (".BF16" if dtype is torch.bfloat16 else " ")
     assert code.count("HGMMA") == code.count(product) > 0
     assert "UTMALDG" in code
@@ -107,8 +156,30 @@ def test_a_plan_compiles_to_the_intended_instructions(name: str, rows: int, dtyp
     assert "PREEXIT" in code, "the next kernel cannot start early"
 
 
+@needs_nvrtc
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "rows", "add"), [(2048, 4096, 4, True), (4096, 14336, 64, True), (3072, 2048, 16, False)]
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+def test_a_clustered_plan_compiles_to_the_intended_instructions(
+    outputs: int, inputs: int, rows: int, add: bool, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    plan = clustered_plan(rows, outputs, inputs, False, pick_split(outputs, inputs, False))
+    assert plan is not None
+    code, registers = disassembled(linear_source(plan, False, add, dtype), tmp_path)
+    product = f"HGMMA.64x{plan.width}x16.F32" + (".BF16" if dtype is torch.bfloat16 else " ")
+    assert code.count("HGMMA") == code.count(product) > 0
+    assert re.search(r"\b(LDL|STL)\b", code) is None, "registers are spilled"
+    assert registers * plan.threads * 2 <= 65536, "two programs have to fit beside each other"
+    # Both kinds of warps meet once with the memory of the cluster in order, and once without.
+    assert code.count("MEMBAR.ALL.GPU") == 2
+    assert code.count("UCGABAR_WAIT") == 4
+    assert "ACQBULK" in code, "it does not wait for the kernel before"
+    assert "PREEXIT" in code, "the next kernel cannot start early"
+
+
 def test_structures_are_laid_out_as_the_driver_has_them() -> None:
-    """As cuda.h has them on machines of 64 bits; and what `fitted.cu` is given."""
+    """As cuda.h has them on machines of 64 bits; and what linears are given."""
     config, attribute = cuda._Config, cuda._Attribute
     places = [getattr(config, name).offset for name, *_ in config._fields_]
     assert (places, ctypes.sizeof(config)) == ([0, 12, 24, 32, 40, 48], 56)
