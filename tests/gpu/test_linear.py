@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from peregrine.kernels.linear import DenseWeight
-from peregrine.kernels.linear.cuda_plans import CudaPlan, FittedPlan, clustered_plan
+from peregrine.kernels.linear.cuda_tiles import CudaPlan, FittedPlan, clustered_plan
 from peregrine.kernels.linear.tiles import LARGE_HEIGHT, LargePlan, Tile, large_plans, pick_split, pick_tile
 
 ROWS = (1, 2, 4, 7, 16, 17, 48, 64, 96, 127, 128, 192, 200, 300)

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peregrine.kernels.linear import cuda_plans as plans
+from peregrine.kernels.linear import cuda_tiles as plans
 from peregrine.kernels.linear.cuda_linear import Sizes, linear_source
-from peregrine.kernels.linear.cuda_plans import ClusteredPlan, FittedPlan, clustered_plan, fitted_plan, hopper_plan
+from peregrine.kernels.linear.cuda_tiles import ClusteredPlan, FittedPlan, clustered_plan, fitted_plan, hopper_plan
 from peregrine.kernels.linear.tiles import large_plan, pick_split
 from peregrine.kernels.runtime import cuda
 from peregrine.kernels.runtime.gpu import HOPPER_SHARED_BYTES, TRITON_PRESENT

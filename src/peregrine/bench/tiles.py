@@ -19,7 +19,7 @@ from peregrine.bench.device import COLD_BYTES, graph_ms
 from peregrine.engine.sources import open_source
 from peregrine.errors import ConfigError
 from peregrine.hardware import resolve_device, resolve_dtype
-from peregrine.kernels.linear.cuda_plans import hopper_plan
+from peregrine.kernels.linear.cuda_tiles import hopper_plan
 from peregrine.kernels.linear.tiles import HEIGHTS, Tile, kind_of, pick_split, pick_tile
 from peregrine.kernels.runtime.gpu import TRITON_PRESENT, multiprocessors
 from peregrine.models.layers import MLP, Linear
@@ -129,7 +129,7 @@ def takes_hopper(shape: WeightShape, dtype: torch.dtype, device: torch.device) -
 
 
 def has_tile(shape: WeightShape, rows: int, num_sms: int) -> bool:
-    """Whether so many rows have a tile of the tables: from 65 on Hopper's kernel for many rows may serve them."""
+    """Whether so many rows have a tile of the tables: kernels in CUDA C++ or for many rows may serve them."""
     if not shape.on_hopper:
         return True
     return hopper_plan(rows, shape.outputs, shape.inputs, shape.gate, add=False, num_sms=num_sms) is None

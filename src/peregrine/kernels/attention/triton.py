@@ -24,6 +24,7 @@ from peregrine.kernels.attention.plan import (
     num_splits,
     tiles_of_row,
 )
+from peregrine.kernels.attention.split_decode import run_split_decode
 from peregrine.kernels.runtime.gpu import launch, multiprocessors
 
 MERGE_REGISTERS = 168  # per thread: the compiler would take 64, and wait for a few loads at a time
@@ -59,8 +60,6 @@ def _split_kv_decode(
     partial_ml = torch.empty(*partials, 2, dtype=torch.float32, device=q.device)
     sizes = {"window": window or 0, "num_pages": num_pages, "max_splits": max_splits}
     if how.on_hopper:
-        from peregrine.kernels.attention.split_decode import run_split_decode  # other devices have no use for it
-
         own_tiles = tiles // constants["KV_HEADS"]
         run_split_decode(q, kv, plan, own_tiles, how.programs, (partial_acc, partial_ml), scale)
     else:

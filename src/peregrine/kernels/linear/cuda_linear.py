@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from peregrine.kernels.linear.cuda_plans import CudaPlan, FittedPlan
+from peregrine.kernels.linear.cuda_tiles import CudaPlan, FittedPlan
 from peregrine.kernels.linear.reference import DenseWeight
 from peregrine.kernels.linear.tiles import LARGE_DEPTH, LARGE_HEIGHT
 from peregrine.kernels.residual.reference import FINE_UNIT, MAX_SQUARE, SMALL_MEAN, SQUARE_UNIT

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from peregrine.kernels.linear.cuda_linear import run_cuda
-from peregrine.kernels.linear.cuda_plans import ClusteredPlan, CudaPlan, FittedPlan, hopper_plan
+from peregrine.kernels.linear.cuda_tiles import ClusteredPlan, CudaPlan, FittedPlan, hopper_plan
 from peregrine.kernels.linear.epilogue import Addition, addends, finish_outputs, merge_split, reset_squares
 from peregrine.kernels.linear.reference import DenseWeight
 from peregrine.kernels.linear.tiles import (
