@@ -1,5 +1,7 @@
 """The log of rounds, and deltas that are read from a verdict: what comes out is what each round gave each request."""
 
+import itertools
+from collections.abc import Sequence
 from random import Random
 
 import numpy as np
@@ -10,10 +12,11 @@ from peregrine.engine import round_log
 from peregrine.engine.engine import Engine
 from peregrine.engine.output import Delta, Output
 from peregrine.engine.request import Request
-from peregrine.engine.round_log import AT_END, FEW, MORE, ROUNDS, TOKENS, RoundLog
+from peregrine.engine.round_log import AT_END, FEW, MORE, ROUNDS, TEXT, TOKENS, RoundLog
 from peregrine.engine.round_result import RoundResult
 from peregrine.kernels.round import FINISH_FAULT, FINISH_NONE, HEADER
 from peregrine.sampling import SamplingParams
+from peregrine.text.stream import TextStream
 from spec.harness import build, cases, check_pages, noisy_model
 
 WIDTH = 4
@@ -41,7 +44,7 @@ def test_requests_are_given_what_rounds_gave_them_whoever_leaves_and_joins(
     few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Against lists that are appended to in every round. Requests of one batch wait for all kinds of things."""
-    dice, seats, number, clock, waits = Random(3), 7, 0, 0.0, (AT_END, TOKENS, MORE)
+    dice, seats, number, clock, waits = Random(3), 7, 0, 0.0, (AT_END, TOKENS, TEXT, MORE)
     monkeypatch.setattr("peregrine.engine.round_log.time.perf_counter", lambda: clock)
     log, running = RoundLog(seats, WIDTH), list[int]()
     given: dict[int, list[list[int]]] = {}  # lines not taken, by request
@@ -61,8 +64,8 @@ def test_requests_are_given_what_rounds_gave_them_whoever_leaves_and_joins(
                 running.pop()
         while len(running) < seats and dice.random() < 0.3:
             number += 1
-            logged[number] = waits[number % 3] != MORE and len(running) >= few
-            assert log.join(len(running), waits[number % 3]) is (log if logged[number] else None)
+            logged[number] = waits[number % 4] != MORE and len(running) >= few
+            assert log.join(len(running), waits[number % 4]) is (log if logged[number] else None)
             running.append(number)
             given[number], times[number] = [], []
         if log.is_full:
@@ -79,13 +82,15 @@ def test_requests_are_given_what_rounds_gave_them_whoever_leaves_and_joins(
         # As the engine has it: a round that was queued before the last ones joined has no rows for them.
         table = drawn_table(dice, len(running) - (len(running) > 1 and dice.random() < 0.3))
         log.add(table)
-        simple, whole = log.news(table)
+        told, worded, whole = log.news(table)
         for row, line in enumerate(table.tolist()):
             if line[0] or line[3]:
                 given[running[row]].append(line[: HEADER + WIDTH])
                 times[running[row]].append(clock)
-            kind, is_logged = waits[running[row] % 3], logged[running[row]]
-            assert (row in simple) == (is_logged and kind == TOKENS and line[0] > 0 and not line[3])
+            kind, is_logged = waits[running[row] % 4], logged[running[row]]
+            goes_on = is_logged and line[0] > 0 and not line[3]
+            assert (row in told) == (goes_on and kind == TOKENS)
+            assert (row in worded) == (goes_on and kind == TEXT)
             assert (row in whole) == bool(line[3] or (not is_logged and line[0]))
         assert log.members == sum(logged[request] for request in running)
         for seat, request in enumerate(running):
@@ -98,12 +103,17 @@ def test_a_delta_that_is_read_later_is_what_the_round_gave() -> None:
     """Whatever becomes of the verdict's memory."""
     table = np.array([[2, 1, 3, FINISH_NONE, 7, 8, 9, 0, 1, 0], [1, 0, 0, FINISH_NONE, 5, 6, 4, 0, 2, 1]])
     requests = [Request(i, [1], SamplingParams(), 0, 9) for i in (4, 6)]
-    deltas = RoundResult(requests, table).deltas([0, 1])
+    requests[1].make_text(build().engine.tokenizer)
+    text = requests[1].stream.push([5])  # type: ignore[union-attr]
+    deltas = RoundResult(requests, table).deltas([0], [1])
     table[:] = -1
-    expected = [Delta(4, "", [7, 8], (True, False), offered=3), Delta(6, "", [5], (False,), offered=0)]
-    for delta, plain in zip(deltas, expected, strict=True):
+    expected = [Delta(4, "", [7, 8], (True, False), offered=3), Delta(6, text, [5], (False,), offered=0)]
+    assert text
+    assert (requests[1].text, requests[1].num_worded) == (text, 1)
+    for delta, plain in zip(deltas.values(), expected, strict=True):
+        assert delta is not None
         assert (delta.token_ids, delta.drafted, delta.offered) == (plain.token_ids, plain.drafted, plain.offered)
-        assert (delta.request_id, delta.text, delta.output) == (plain.request_id, "", None)
+        assert (delta.request_id, delta.text, delta.output) == (plain.request_id, plain.text, None)
         assert delta.plain() == plain.plain() == plain
         assert type(delta.plain()) is Delta
 
@@ -175,15 +185,16 @@ def test_streams_and_outputs_agree_in_a_batch_of_all_kinds(few: int, lag: int, p
 
 
 def test_requests_are_looked_at_only_when_something_is_asked_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither one whose output is awaited nor one that is streamed without text costs a call in most rounds."""
+    """None whose output is awaited, that is streamed, or streamed as text, costs a call of these in most rounds."""
     monkeypatch.setattr(round_log, "FEW", 0)
     calls = list[str]()
     for name in ("take", "settle", "add"):
         method = getattr(Request, name)
         monkeypatch.setattr(Request, name, lambda *a, name=name, method=method: (calls.append(name), method(*a))[1])
     engine = build(max_rows=4, max_len=260, lag=0).engine
-    for index, case in enumerate(cases(4, max_tokens=3 * ROUNDS, ignore_eos=True, detokenize=False)):
-        request = engine.prepare(list(case.prompt), case.params)
+    for index, case in enumerate(cases(4, max_tokens=3 * ROUNDS, ignore_eos=True)):
+        params = SamplingParams(**{**vars_of(case.params), "detokenize": index == 2})  # type: ignore[arg-type]
+        request = engine.prepare(list(case.prompt), params)
         if index % 2:
             request.wait_for_end()
         engine.enqueue(request)
@@ -195,6 +206,36 @@ def test_requests_are_looked_at_only_when_something_is_asked_of_them(monkeypatch
             engine.step()
     assert calls.count("add") in (4, 8)
     assert len(calls) < ROUNDS
+
+
+def test_a_request_whose_text_fails_ends_alone(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where its tokens are in the log alone; it keeps those that it had."""
+    push, broken = TextStream.push, list[object]()
+
+    def fails(self: TextStream, ids: Sequence[int]) -> str:
+        if self in broken:
+            raise BaseException("a panic of the tokenizer")
+        return push(self, ids)
+
+    monkeypatch.setattr(TextStream, "push", fails)
+    engine = build(max_rows=4, lag=0).engine
+    requests = [engine.prepare(list(case.prompt), case.params) for case in cases(4, max_tokens=40, ignore_eos=True)]
+    outputs = dict[int, Output]()
+    for request in requests:
+        engine.enqueue(request)
+    with torch.inference_mode():
+        for step in itertools.count():
+            if step == 12:
+                broken.append(requests[3].stream)
+            outputs |= {delta.request_id: delta.output for delta in engine.step() if delta.output is not None}
+            if not engine.has_work:
+                break
+    check_pages(engine)
+    assert [outputs[request.id].finish_reason for request in requests] == ["length"] * 3 + ["error"]
+    failed = outputs[requests[3].id]
+    assert 4 < len(failed.token_ids) < 20
+    assert failed.error
+    assert failed.text
 
 
 def test_requests_in_the_first_seats_are_given_their_rounds_at_once() -> None:

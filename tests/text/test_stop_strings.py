@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peregrine.errors import RequestError
-from peregrine.text.stream import StopStrings
+from peregrine.text.stop_strings import StopStrings
 
 letters = st.sampled_from("abc你🦅")
 stop_lists = st.lists(st.lists(letters, min_size=1, max_size=5).map("".join), max_size=4)

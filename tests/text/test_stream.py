@@ -62,6 +62,23 @@ def test_pushes_add_up_to_the_whole_text(tokenizer: Tokenizer, data: st.DataObje
     assert detokenizer.finish() == ""
 
 
+@settings(max_examples=60)
+@given(data=st.data(), skip_special=st.booleans())
+def test_texts_that_are_looked_up_are_those_of_their_ids(
+    tokenizer: Tokenizer, data: st.DataObject, skip_special: bool
+) -> None:
+    """A stream without stop strings looks up what was met before: all ids, the second time."""
+    prompt, ids = draw_prompt(data, tokenizer), data.draw(generations(tokenizer))
+    expected = reference(tokenizer, prompt, ids, skip_special)
+    for parts in ([[id] for id in ids], cut(data, ids)):
+        stream, text = TextStream(tokenizer, prompt, skip_special=skip_special), ""
+        for part in parts:
+            text += stream.push(part)
+            assert expected.startswith(text)
+        assert text + stream.finish() == expected
+        assert stream.num_final == len(ids)
+
+
 @settings(max_examples=40)
 @given(data=st.data())
 def test_no_more_is_held_back_than_must_be(tokenizer: Tokenizer, data: st.DataObject) -> None:
@@ -93,6 +110,22 @@ def byte_ids(tokenizer: Tokenizer, spelled: bytes) -> list[int]:
 @pytest.fixture(params=["byte_level", "byte_fallback", "metaspace_fallback"])
 def bytewise(request: pytest.FixtureRequest, tokenizers: dict[str, Tokenizer]) -> Tokenizer:
     return tokenizers[request.param]
+
+
+def test_a_text_that_is_looked_up_does_not_pass_what_is_held(tokenizers: dict[str, Tokenizer]) -> None:
+    """Nor is the text of a character's last byte that byte's own."""
+    tokenizer = tokenizers["byte_level"]
+    (letter,), first, rest = byte_ids(tokenizer, b"a"), byte_ids(tokenizer, b"\xe4"), byte_ids(tokenizer, b"\xbd\xa0")
+    for parts, pieces in (
+        ([[letter], [letter]], ["a", "a"]),
+        ([first, [letter]], ["", "\ufffda"]),
+        ([first, rest], ["", "你"]),
+        ([[letter], rest], ["a", "\ufffd\ufffd"]),
+        ([[letter], rest, [letter, *first, *rest, letter]], ["a", "\ufffd\ufffd", "a你a"]),
+    ):
+        stream = TextStream(tokenizer, [])
+        assert [stream.push(part) for part in parts] == pieces
+        assert stream.finish() == ""
 
 
 def test_a_character_comes_out_whole(bytewise: Tokenizer) -> None:

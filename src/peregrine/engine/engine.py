@@ -271,18 +271,18 @@ class Engine:
 
     def _take(self, result: RoundResult) -> list[Delta]:
         """Log what a round did for all rows; look at those that end, and those whose users wait for its tokens."""
-        count = len(result.requests)
-        if self.running[:count] == result.requests:  # else `_spare` stays a lower bound
-            self._spare[:count] += self._most_accepted - result.table[:, 0]
+        if self.running[: len(result.table)] == result.requests:  # else `_spare` stays a lower bound
+            self._spare[: len(result.table)] += self._most_accepted - result.table[:, 0]
         else:
             result = result.by_seat(self.running)
-        simple, whole = log_round(self._log, result.table, self.running)
-        deltas = dict(zip(simple, result.deltas(simple), strict=True)) if simple else {}
+        told, worded, whole = log_round(self._log, result.table, self.running)
+        deltas = result.deltas(told, worded)
         for row, line in zip(whole, result.lines(whole), strict=True) if whole else ():
             if taken := result.take(row, line):
                 delta, reason, stop = taken
                 deltas[row] = delta if reason is None else self._finish(result.requests[row], delta, reason, stop)
-        return [deltas[row] for row in sorted(deltas)] if simple and whole else list(deltas.values())
+        made = ((result.requests[row], deltas[row]) for row in sorted(deltas))
+        return [delta or self._finish(request, Delta(request.id), "error") for request, delta in made]
 
     def _finish(self, request: Request, last: Delta, reason: str, stop: str | int | None = None) -> Delta:
         """Free the request's seat and pages; returns its last delta, which carries the output."""

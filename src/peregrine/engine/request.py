@@ -12,7 +12,7 @@ from peregrine.cache.host_tier import Transfer
 from peregrine.cache.prefix import Match
 from peregrine.engine.host_copy import HostCopy
 from peregrine.engine.output import Output, Timing, TokenLogprob
-from peregrine.engine.round_log import AT_END, COUNTS, MORE, TOKENS, Logged, RoundLog
+from peregrine.engine.round_log import AT_END, COUNTS, MORE, TEXT, TOKENS, Logged, RoundLog
 from peregrine.engine.stats import Stats, drafted_flags, rounds_of
 from peregrine.grammar import Matcher
 from peregrine.kernels.round import HEADER
@@ -135,7 +135,9 @@ class Request:
         if not self.is_followed:
             return AT_END
         asked = params.report_drafts or params.logprobs is not None or params.prompt_logprobs is not None
-        return MORE if asked or self.stream is not None else TOKENS
+        if asked or params.stops:
+            return MORE
+        return TOKENS if self.stream is None else TEXT
 
     def add_text(self, silent: int = 0) -> str:
         """Turn new tokens into text, all but the last `silent`; returns what is final."""
@@ -143,6 +145,14 @@ class Request:
         new = tokens[begin + self.num_worded : len(tokens) - silent]
         self.num_worded = len(tokens) - begin
         text = "" if self.stream is None else self.stream.push(new)
+        self.text += text
+        return text
+
+    def word(self, tokens: list[int]) -> str:
+        """Turn the tokens of its newest round, which may be in the log alone, into text; returns what is final."""
+        assert self.stream is not None
+        self.num_worded += len(tokens)
+        text = self.stream.push(tokens)
         self.text += text
         return text
 

@@ -18,7 +18,8 @@ ROUNDS = 64  # that are kept
 WORD = 8  # bytes
 COUNTS = 3  # numbers of a verdict that statistics are made of: tokens, right drafts, drafts
 FEW = 8  # requests in the first seats are given their rounds at once: for so few, the log is the slower way
-AT_END, TOKENS, MORE = range(3)  # what a user waits for: the output; each round's tokens; with them text or odds
+# What a user waits for: the output; each round's tokens; with them their text; what a round must be looked at for.
+AT_END, TOKENS, TEXT, MORE = range(4)
 
 
 class Logged(NamedTuple):
@@ -38,7 +39,9 @@ class RoundLog:
         self._times: list[float] = []  # of each round
         self._first = np.zeros(seats, dtype=np.int64)  # of each seat: the first round whose line was not taken
         self._held = np.zeros(seats, dtype=np.int64)  # tokens since then
-        self._tells, self._shows = np.zeros((2, seats), dtype=np.bool_)  # users wait for TOKENS, or for MORE
+        self._tells, self._words, self._shows = np.zeros(
+            (3, seats), dtype=np.bool_
+        )  # users wait for TOKENS, TEXT, MORE
         self._quiet = True  # no user of a running request waits for more than its output
         self.members = 0  # requests whose rounds are taken from here
 
@@ -48,13 +51,14 @@ class RoundLog:
         return len(self._times) == ROUNDS
 
     def join(self, seat: int, waits: int) -> "RoundLog | None":
-        """A request has taken a seat; its user waits for the output (AT_END), for TOKENS, or for MORE.
+        """A request has taken a seat; its user waits for the output (AT_END), for TOKENS, for TEXT, or for MORE.
 
         None: it is given its rounds one by one, since its user waits for MORE or it is one of a FEW.
         """
         is_member = waits != MORE and seat >= FEW
         self._first[seat], self._held[seat] = len(self._times), 0
-        self._tells[seat], self._shows[seat] = waits == TOKENS and is_member, not is_member
+        self._tells[seat], self._words[seat] = waits == TOKENS and is_member, waits == TEXT and is_member
+        self._shows[seat] = not is_member
         self._quiet = waits == AT_END and is_member and (self._quiet or seat == 0)
         self.members += is_member
         return self if is_member else None
@@ -65,7 +69,7 @@ class RoundLog:
 
     def move(self, source: int, target: int) -> None:
         """A request has taken the seat of another one."""
-        for values in (self._lines, self._first, self._held, self._tells, self._shows):
+        for values in (self._lines, self._first, self._held, self._tells, self._words, self._shows):
             values[target] = values[source]
 
     def add(self, table: Ints) -> None:
@@ -75,13 +79,15 @@ class RoundLog:
         self._held[:count] += table[:, 0]
         self._times.append(time.perf_counter())
 
-    def news(self, table: Ints) -> tuple[list[int], list[int]]:
-        """Rows of a verdict that have tokens for their users and nothing else; rows that end or have more for them."""
+    def news(self, table: Ints) -> tuple[list[int], list[int], list[int]]:
+        """Rows of a verdict that have tokens for their users; tokens and text; an end, or more than that."""
         if self._quiet:
-            return [], table[:, 3].nonzero()[0].tolist()
+            return [], [], table[:, 3].nonzero()[0].tolist()
         count, came, ends = len(table), table[:, 0] > 0, table[:, 3] > 0
-        simple, whole = self._tells[:count] & (came > ends), (self._shows[:count] & came) | ends
-        return simple.nonzero()[0].tolist(), whole.nonzero()[0].tolist()
+        goes_on = came > ends
+        rows = self._tells[:count] & goes_on, self._words[:count] & goes_on, (self._shows[:count] & came) | ends
+        told, worded, whole = (each.nonzero()[0].tolist() for each in rows)
+        return told, worded, whole
 
     def held(self, seat: int) -> int:
         """How many tokens its request has not taken in."""

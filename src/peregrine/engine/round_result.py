@@ -64,17 +64,33 @@ class RoundResult:
         if not (line[3] or request.is_followed):
             request.take(line, time.perf_counter())  # it is one of a few, which are not logged
             return None
-        taken = attempt(request, partial(take_line, request, line, self.extras.get(request.id, NO_EXTRAS)))
-        return taken or (Delta(request.id), "error", None)
+        try:
+            return take_line(request, line, self.extras.get(request.id, NO_EXTRAS) if self.extras else NO_EXTRAS)
+        except BaseException as error:
+            give_up(request, error)
+            return Delta(request.id), "error", None
 
-    def deltas(self, rows: list[int]) -> list[Delta]:
-        """Of rows whose users wait for tokens alone; a line of Python for each would take several times as long."""
-        if not rows:
-            return []
-        ids, none = [self.requests[row].id for row in rows], repeat(None)
-        lines = self.table[:, : (HEADER + self.table.shape[1]) // 2].copy()
-        fields = zip(ids, repeat(""), repeat(lines), rows, none, none, repeat(0), none, none, none)
-        return list(map(partial(tuple.__new__, RoundDelta), fields))
+    def deltas(self, told: list[int], worded: list[int]) -> dict[int, Delta | None]:
+        """By row, of those whose users wait for tokens alone, or for text as well; None: its text failed.
+
+        A line of Python for each that is told tokens would take several times as long.
+        """
+        made: dict[int, Delta | None] = {}
+        if told:
+            ids, none = [self.requests[row].id for row in told], repeat(None)
+            lines = self.table[:, : (HEADER + self.table.shape[1]) // 2].copy()
+            fields = zip(ids, repeat(""), repeat(lines), told, none, none, repeat(0), none, none, none)
+            made.update(zip(told, map(partial(tuple.__new__, RoundDelta), fields), strict=True))
+        for row, line in zip(worded, self.lines(worded), strict=True) if worded else ():
+            request, tokens = self.requests[row], line[HEADER : HEADER + line[0]]
+            try:
+                text = request.word(tokens)
+            except BaseException as error:
+                give_up(request, error)
+                made[row] = None
+            else:
+                made[row] = Delta(request.id, text, tokens, draft_flags(line[1], line[0]), None, None, line[2])
+        return made
 
 
 def result_with_extras(
@@ -109,19 +125,24 @@ def attempt(request: Request, work: Callable[[], Value]) -> Value | None:
     """What `work` returns; None if it raises: the request has failed then, to be ended alone."""
     try:
         return work()
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException:  # such as a panic of the tokenizer, which is no Exception
-        logger.exception("request %d was ended", request.id)
-        request.failure, request.stream = FAILED, None
-        request.forget_scores()  # what its output no longer has can fail no more
+    except BaseException as error:
+        give_up(request, error)
         return None
 
 
-def log_round(log: RoundLog, table: Ints, running: list[Request]) -> tuple[list[int], list[int]]:
-    """Log a round's verdict for those that are logged. Returns two lists of rows, as `RoundLog.news` does."""
+def give_up(request: Request, error: BaseException) -> None:
+    """Note that the request has failed: by any error, such as a panic of the tokenizer, which is no Exception."""
+    if isinstance(error, KeyboardInterrupt | SystemExit):
+        raise error
+    logger.error("request %d was ended", request.id, exc_info=error)
+    request.failure, request.stream = FAILED, None
+    request.forget_scores()  # what its output no longer has can fail no more
+
+
+def log_round(log: RoundLog, table: Ints, running: list[Request]) -> tuple[list[int], list[int], list[int]]:
+    """Log a round's verdict for those that are logged. Returns three lists of rows, as `RoundLog.news` does."""
     if not log.members:
-        return [], list(range(len(table)))
+        return [], [], list(range(len(table)))
     if log.is_full:
         for request, logged in zip(running, log.take_all(len(running)), strict=True):
             if request.log is not None:
