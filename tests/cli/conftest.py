@@ -31,6 +31,9 @@ class Letters:
     byte_level = True
     special_ids: frozenset[int] = frozenset()
 
+    def __init__(self) -> None:
+        self.whole_texts: tuple[dict[int, str], dict[int, str]] = {}, {}
+
     def token_bytes(self, token: int) -> bytes:
         return TOKENS[token]
 

@@ -22,7 +22,11 @@ class Speaker:
     """A fake LLM: generates its words in rounds of two, the first of each drafted."""
 
     tokenizer = SimpleNamespace(
-        byte_level=True, special_ids=frozenset(), token_bytes=lambda i: WORDS[i].encode(), chat_template=None
+        byte_level=True,
+        special_ids=frozenset(),
+        token_bytes=lambda i: WORDS[i].encode(),
+        whole_texts=({}, {}),
+        chat_template=None,
     )
     engine = SimpleNamespace(limits=SimpleNamespace(num_drafts=3))
     decisions = (SimpleNamespace(field="model", value="m"), SimpleNamespace(field="drafter", value="d"))
