@@ -21,6 +21,7 @@ from peregrine.config import EngineConfig
 from peregrine.engine.build import build_engine
 from peregrine.engine.engine import Engine
 from peregrine.engine.request import Request
+from peregrine.errors import ConfigError
 from peregrine.kernels.round import HEADER, Verdict
 from peregrine.sampling import SamplingParams
 from peregrine.spec.state import Rows
@@ -92,7 +93,10 @@ def main() -> None:
             parser.error(f"--{name}: {given} is below {least}")
     max_tokens = (args.rounds + WARM + 8) * (args.drafts + 1)
     with torch.inference_mode():
-        engine = null_engine(args.rows, args.drafts, args.context, max_tokens)
+        try:
+            engine = null_engine(args.rows, args.drafts, args.context, max_tokens)
+        except ConfigError as error:
+            parser.error(f"{error}; each row has --context {args.context} and {max_tokens} tokens of all --rounds")
         for kind in KINDS:
             step, churn = min(measure(engine, args, max_tokens, kind) for _ in range(3))
             print(f"{kind}: {step:.2f} us per row and round, joins and leaves {churn:.2f} us")

@@ -32,7 +32,7 @@ class Letters:
     special_ids: frozenset[int] = frozenset()
 
     def __init__(self) -> None:
-        self.whole_texts: tuple[dict[int, str], dict[int, str]] = {}, {}
+        self.whole_texts: dict[int, str] = {}
 
     def token_bytes(self, token: int) -> bytes:
         return TOKENS[token]

@@ -25,7 +25,7 @@ class Speaker:
         byte_level=True,
         special_ids=frozenset(),
         token_bytes=lambda i: WORDS[i].encode(),
-        whole_texts=({}, {}),
+        whole_texts={},
         chat_template=None,
     )
     engine = SimpleNamespace(limits=SimpleNamespace(num_drafts=3))

@@ -27,7 +27,7 @@ MERLIN = Tokenizer.read(find_model("merlin"))
 
 def test_half_a_character_waits_for_its_other_half() -> None:
     class Bytes:
-        byte_level, special_ids, whole_texts = True, frozenset[int](), (dict[int, str](), dict[int, str]())
+        byte_level, special_ids, whole_texts = True, frozenset[int](), dict[int, str]()
 
         def token_bytes(self, token: int) -> bytes:
             return bytes([token])

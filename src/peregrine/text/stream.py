@@ -58,7 +58,7 @@ class _ByteDecoder:
         self._tokenizer = tokenizer
         self._hidden = tokenizer.special_ids if skip_special else frozenset()
         self._held = self._incomplete_tail(prompt_ids)  # the first bytes of a character, at most 3
-        self._known = tokenizer.whole_texts[skip_special]
+        self._known = tokenizer.whole_texts
 
     def push_each(self, ids: Iterable[int]) -> list[str]:
         return [self._push(id) for id in ids]
@@ -82,8 +82,8 @@ class _ByteDecoder:
         pending = self._held + own
         text, used = codecs.utf_8_decode(pending, "replace", False)
         self._held = pending[used:]
-        if used == len(pending) == len(own):  # no character begins or ends outside
-            self._known[id] = text
+        if used == len(pending) == len(own) and id not in self._tokenizer.special_ids:
+            self._known[id] = text  # no character begins or ends outside
         return text
 
     def _incomplete_tail(self, ids: Sequence[int]) -> bytes:

@@ -56,8 +56,8 @@ class Tokenizer:
     missing: str | None = None  # why there is no tokenizer: then only token ids are served
     _texts: dict[int, str] = field(default_factory=dict, init=False, repr=False)  # of tokens that were asked for
     _bytes: dict[int, bytes] = field(default_factory=dict, init=False, repr=False)
-    # Texts of ids that streams have met and that are whole characters, with and without hidden special ids.
-    whole_texts: tuple[dict[int, str], dict[int, str]] = field(default_factory=lambda: ({}, {}), init=False, repr=False)
+    # Texts of ids that streams have met: those that are whole characters and no special ids.
+    whole_texts: dict[int, str] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def read(cls, folder: Path | str) -> "Tokenizer":

@@ -16,62 +16,40 @@ constexpr int PITCH = COLS + 4;  // numbers from one row's sums to the next, so 
 constexpr int AT_ONCE = MULTIPLIERS / (COLS / 4);  // rows that are finished at a time: a thread has four outputs
 constexpr int TURNS = (WIDTH + AT_ONCE * SPLIT - 1) / (AT_ONCE * SPLIT);
 
-struct Ring {
-  u32 places, ready, empty;
-  int place, phase;
-  __device__ __forceinline__ u32 weights(int half) const { return places + place * PLACE_BYTES + half * HALF_WEIGHTS; }
-  __device__ __forceinline__ u32 rows(int half) const { return weights(2) + half * HALF_ROWS; }
-  __device__ __forceinline__ void next() {
-    if (++place == STAGES) place = 0, phase ^= 1;
-  }
-};
+__device__ __forceinline__ u32 weights_at(const Ring& ring, int half) {
+  return ring.memory(PLACE_BYTES) + half * HALF_WEIGHTS;
+}
+
+__device__ __forceinline__ u32 rows_at(const Ring& ring, int half) {
+  return weights_at(ring, 2) + half * HALF_ROWS;
+}
 
 // The copying warp: all steps of a program.
-__device__ __forceinline__ void copy_steps(
+__device__ __forceinline__ void copy_part(
     const TensorMap& weights, const TensorMap& inputs, Ring ring, int rows, int col, int depth, int steps) {
   const auto request_weights = [&](int step) {
     expect(ring.ready + 8 * ring.place, 2 * HALF_WEIGHTS + rows * DEPTH * 2);
     for (int half = 0; half < 2; ++half)
-      copy_rows(ring.weights(half), &weights, depth + step * DEPTH + half * HALF, col, ring.ready + 8 * ring.place);
+      copy_rows(weights_at(ring, half), &weights, depth + step * DEPTH + half * HALF, col, ring.ready + 8 * ring.place);
   };
   const auto request_rows = [&](int step) {
     for (int half = 0; half < 2; ++half)
-      copy_rows(ring.rows(half), &inputs, depth + step * DEPTH + half * HALF, 0, ring.ready + 8 * ring.place);
+      copy_rows(rows_at(ring, half), &inputs, depth + step * DEPTH + half * HALF, 0, ring.ready + 8 * ring.place);
   };
-  const int early = min(STAGES, steps);
-  for (int step = 0; step < early; ++step, ring.next()) request_weights(step);  // before the previous kernel has ended
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  ring.place = ring.phase = 0;
-  for (int step = 0; step < early; ++step, ring.next()) request_rows(step);
-  for (int step = early; step < steps; ++step, ring.next()) {
-    await(ring.empty + 8 * ring.place, ring.phase ^ 1);
-    request_weights(step);
-    request_rows(step);
-  }
+  copy_steps(ring, steps, request_weights, request_rows);
 }
 
 // This program's part of the tile's sums: a thread has two of its columns, and in every eight rows two.
 __device__ __forceinline__ void multiply(float (&sums)[SUMS], Ring ring, int steps, int lane) {
-#pragma unroll
-  for (int i = 0; i < SUMS; ++i) sums[i] = 0.0f;
-  for (int step = 0; step < steps; ++step) {
-    await(ring.ready + 8 * ring.place, ring.phase);
+  multiply_steps(sums, ring, steps, lane, [&] {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const u64 left = matrix_at(ring.weights(half)), right = matrix_at(ring.rows(half));
+      const u64 left = matrix_at(weights_at(ring, half)), right = matrix_at(rows_at(ring, half));
 #pragma unroll
       for (int k = 0; k < HALF / 16; ++k) product(sums, left + 2 * k, right + 2 * k);
     }
-    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-    asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
-    // The step before is done; nobody waits for the last places.
-    if (step > 0 && step + STAGES <= steps && lane == 0) arrive(ring.empty + 8 * ((ring.place + STAGES - 1) % STAGES));
-    ring.next();
-  }
-  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-#pragma unroll
-  for (int i = 0; i < SUMS; ++i) asm volatile("" : "+f"(sums[i])::"memory");
+  });
 }
 
 // Four outputs of a row, added up over the programs of the cluster, in order.
@@ -118,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(MULTIPLIERS + 32) linear(
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   const int part = blockIdx.x % SPLIT, tile_col = blockIdx.x / SPLIT * COLS, steps = sizes.inputs / SPLIT / DEPTH;
   if (warp == 4) {
-    if (elected()) copy_steps(weights, inputs, ring, sizes.rows, tile_col, part * steps * DEPTH, steps);
+    if (elected()) copy_part(weights, inputs, ring, sizes.rows, tile_col, part * steps * DEPTH, steps);
     __syncwarp();
     meet_in_cluster();
     asm volatile("barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.aligned;" ::: "memory");

@@ -38,61 +38,39 @@ __device__ __forceinline__ i64 over_quad(i64 sum) {
   return sum + __shfl_xor_sync(0xFFFFFFFF, sum, 2);
 }
 
-struct Ring {
-  u32 places, ready, empty;
-  int place, phase;
-  __device__ __forceinline__ u32 rows(int group) const { return places + place * PLACE_BYTES + group * ROW_BYTES; }
-  __device__ __forceinline__ u32 weights() const { return rows(GROUPS); }
-  __device__ __forceinline__ void next() {
-    if (++place == STAGES) place = 0, phase ^= 1;
-  }
-};
+__device__ __forceinline__ u32 rows_at(const Ring& ring, int group) {
+  return ring.memory(PLACE_BYTES) + group * ROW_BYTES;
+}
+
+__device__ __forceinline__ u32 weights_at(const Ring& ring) {
+  return rows_at(ring, GROUPS);
+}
 
 // The copying warp: all steps of a program.
-__device__ __forceinline__ void copy_steps(
+__device__ __forceinline__ void copy_part(
     const TensorMap& weights, const TensorMap& inputs, Ring ring, int row, int rows, int col, int depth, int steps) {
   const auto request_weights = [&](int step) {
     expect(ring.ready + 8 * ring.place, PLACE_BYTES);
-    if (GATE) copy_pairs(ring.weights(), &weights, depth + step * DEPTH, col / 8, ring.ready + 8 * ring.place);
-    else copy_rows(ring.weights(), &weights, depth + step * DEPTH, col, ring.ready + 8 * ring.place);
+    if (GATE) copy_pairs(weights_at(ring), &weights, depth + step * DEPTH, col / 8, ring.ready + 8 * ring.place);
+    else copy_rows(weights_at(ring), &weights, depth + step * DEPTH, col, ring.ready + 8 * ring.place);
   };
   const auto request_rows = [&](int step) {
 #pragma unroll
     for (int g = 0; g < GROUPS; ++g)
-      copy_rows(ring.rows(g), &inputs, depth + step * DEPTH, min(row + g * HEIGHT, rows - HEIGHT),
+      copy_rows(rows_at(ring, g), &inputs, depth + step * DEPTH, min(row + g * HEIGHT, rows - HEIGHT),
                 ring.ready + 8 * ring.place);
   };
-  const int early = min(STAGES, steps);
-  for (int step = 0; step < early; ++step, ring.next()) request_weights(step);  // before the previous kernel has ended
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  ring.place = ring.phase = 0;
-  for (int step = 0; step < early; ++step, ring.next()) request_rows(step);
-  for (int step = early; step < steps; ++step, ring.next()) {
-    await(ring.empty + 8 * ring.place, ring.phase ^ 1);
-    request_weights(step);
-    request_rows(step);
-  }
+  copy_steps(ring, steps, request_weights, request_rows);
 }
 
 // The sums of a group's 64 rows by all columns of the tile. A thread has two rows, and in every octet two columns.
 __device__ __forceinline__ void multiply(float (&sums)[SUMS], Ring ring, int steps, int group, int lane) {
-#pragma unroll
-  for (int i = 0; i < SUMS; ++i) sums[i] = 0.0f;
-  for (int step = 0; step < steps; ++step) {
-    await(ring.ready + 8 * ring.place, ring.phase);
-    const u64 left = matrix_at(ring.rows(group)), right = matrix_at(ring.weights());
+  multiply_steps(sums, ring, steps, lane, [&] {
+    const u64 left = matrix_at(rows_at(ring, group)), right = matrix_at(weights_at(ring));
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
     for (int k = 0; k < DEPTH / 16; ++k) product(sums, left + 2 * k, right + 2 * k);
-    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-    asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
-    // The step before is done; nobody waits for the last places.
-    if (step > 0 && step + STAGES <= steps && lane == 0) arrive(ring.empty + 8 * ((ring.place + STAGES - 1) % STAGES));
-    ring.next();
-  }
-  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-#pragma unroll
-  for (int i = 0; i < SUMS; ++i) asm volatile("" : "+f"(sums[i])::"memory");
+  });
 }
 
 // Adds the other program's sums to those of this one's half of the columns, which move to the front.
@@ -146,7 +124,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) linear(
   const int steps = sizes.inputs / SPLIT / DEPTH;
 
   if (group == GROUPS) {
-    if (elected()) copy_steps(weights, inputs, ring, tile_row, sizes.rows, tile_col, part * steps * DEPTH, steps);
+    if (elected()) copy_part(weights, inputs, ring, tile_row, sizes.rows, tile_col, part * steps * DEPTH, steps);
     __syncwarp();
     if (SPLIT == 2) meet_in_cluster(), meet_in_cluster();
     return;
